@@ -1,0 +1,40 @@
+//! What users of Patchbay write and read: kinds, names and formats.
+//!
+//! Plain data that knows no client, clock or kernel. The feature `kube` adds what makes the kinds API
+//! resources; without it everything here is serde structs and parsers.
+
+pub mod condition;
+pub mod ifname;
+pub mod mac;
+pub mod nodenetwork;
+pub mod pattern;
+
+pub use condition::{Condition, ConditionStatus};
+pub use ifname::IfName;
+pub use mac::Mac;
+#[cfg(feature = "kube")]
+pub use nodenetwork::NodeNetwork;
+pub use nodenetwork::{Interface, LinkState, NodeNetworkStatus, Vtep};
+pub use pattern::{Pattern, Patterns};
+
+/// The API group of every kind of ours.
+pub const GROUP: &str = "patchbay.dev";
+/// The version of every kind of ours.
+pub const VERSION: &str = "v1alpha1";
+/// Where the programs run.
+pub const NAMESPACE: &str = "patchbay-system";
+/// The field manager of `patchbay node`.
+pub const NODE_MANAGER: &str = "patchbay.dev/node";
+/// The field manager of `patchbay controller`.
+pub const CONTROLLER_MANAGER: &str = "patchbay.dev/controller";
+/// What the alias of a link made by Patchbay begins with.
+pub const LINK_ALIAS: &str = "patchbay/";
+
+/// Every kind of ours, in the order in which the install manifest lists them.
+#[cfg(feature = "kube")]
+pub fn crds()
+-> Vec<k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition> {
+    use kube::CustomResourceExt as _;
+
+    vec![NodeNetwork::crd()]
+}

@@ -1,0 +1,302 @@
+//! The kind `NodeNetwork`: what the network of one node looks like.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
+
+use crate::{Condition, Mac};
+
+/// The links of a node that are listed at most. More would not fit into one object.
+pub const MAX_INTERFACES: usize = 512;
+/// The addresses of one link that are listed at most.
+pub const MAX_ADDRESSES: usize = 64;
+/// The longest name shown. A name of 15 bytes has up to 60 characters when all of them had to be escaped.
+pub const MAX_NAME: usize = 63;
+
+/// A NodeNetwork has nothing to ask for: all of it is status.
+#[cfg(feature = "kube")]
+#[derive(
+    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, kube::CustomResource, schemars::JsonSchema,
+)]
+#[kube(
+    group = "patchbay.dev",
+    version = "v1alpha1",
+    kind = "NodeNetwork",
+    plural = "nodenetworks",
+    shortname = "nnet",
+    category = "patchbay",
+    no_spec,
+    status = "NodeNetworkStatus",
+    derive = "PartialEq",
+    doc = "NodeNetwork shows what the network of one node looks like. There is one per node, of the same name; the Patchbay daemon of that node writes it, and it goes away together with its Node. It has no spec: there is nothing to edit.",
+    printcolumn(
+        name = "VTEP",
+        type_ = "string",
+        json_path = ".status.vtep.address",
+        description = "Address that overlays between the nodes use"
+    ),
+    printcolumn(
+        name = "Uplink",
+        type_ = "string",
+        json_path = ".status.interfaces[?(@.defaultRoute==true)].name",
+        description = "Link that carries the default route"
+    ),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status",
+        description = "Whether what is shown is complete"
+    ),
+    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+)]
+pub struct NodeNetworkSpec {}
+
+/// What the daemon of the node sees.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct NodeNetworkStatus {
+    /// The tunnel end point of this node: where the other nodes send the frames of overlay networks.
+    /// Missing when no InternalIP of the Node is on one of its links; the condition VtepFound then says what to do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vtep: Option<Vtep>,
+    /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback
+    /// and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            length(max = 512),
+            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"])
+        )
+    )]
+    pub interfaces: Vec<Interface>,
+    /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            length(max = 16),
+            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["type"])
+        )
+    )]
+    pub conditions: Vec<Condition>,
+}
+
+/// The tunnel end point of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct Vtep {
+    /// The first InternalIP of the Node that is on one of its links.
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            with = "String",
+            length(max = 45),
+            extend("x-kubernetes-validations" = [{"rule": "isIP(self)", "message": "must be an IP address"}])
+        )
+    )]
+    pub address: IpAddr,
+    /// The link that has this address.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub interface: String,
+    /// The largest packet that this link takes, in bytes. An overlay has 50 bytes less (70 over IPv6).
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub mtu: i32,
+}
+
+/// One link of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct Interface {
+    /// The name of the link. Bytes that are no readable text are written as \xNN.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub name: String,
+    /// What sort of link it is, in the kernel's words, such as bridge, bond, vlan or veth; physical for a NIC.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub kind: String,
+    /// The hardware address, if the link has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(with = "Option<String>", regex(pattern = "^([0-9a-f]{2}:){5}[0-9a-f]{2}$"))
+    )]
+    pub mac: Option<Mac>,
+    /// The largest packet that the link takes, in bytes.
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub mtu: i32,
+    /// Whether the link works.
+    pub state: LinkState,
+    /// The addresses of the link with their prefix length. IPv6 link-local and temporary addresses are left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            with = "Vec<Cidr>",
+            length(max = 64),
+            extend("x-kubernetes-list-type" = "atomic")
+        )
+    )]
+    pub addresses: Vec<IpNet>,
+    /// The bridge, bond or VRF that this link is a port of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub master: Option<String>,
+    /// True if the node's default route (IPv4 or IPv6) goes over this link.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub default_route: bool,
+}
+
+/// Whether a link works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+pub enum LinkState {
+    /// Set up, and it can carry packets.
+    Up,
+    /// Set down by an administrator.
+    Down,
+    /// Set up, but nothing is connected.
+    NoCarrier,
+    /// Set up, but the link below it does not work.
+    LowerLayerDown,
+    /// Set up, and waiting for something, such as a login to the switch.
+    Dormant,
+    /// In a test, no packets pass.
+    Testing,
+    /// The hardware is missing.
+    NotPresent,
+    /// Set up; this sort of link does not say more.
+    Unknown,
+}
+
+/// An address and its prefix length, such as 10.0.0.1/24.
+#[cfg(feature = "kube")]
+#[derive(schemars::JsonSchema)]
+#[schemars(transparent)]
+#[expect(dead_code, reason = "only its schema is used")]
+struct Cidr(#[schemars(length(max = 43), extend("format" = "cidr"))] String);
+
+#[cfg(all(test, feature = "kube"))]
+mod tests {
+    use kube::CustomResourceExt as _;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn schema() -> Value {
+        let crd = serde_json::to_value(NodeNetwork::crd()).unwrap();
+        crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone()
+    }
+
+    fn status() -> NodeNetworkStatus {
+        NodeNetworkStatus {
+            vtep: Some(Vtep {
+                address: "10.0.0.1".parse().unwrap(),
+                interface: "eth0".into(),
+                mtu: 1500,
+            }),
+            interfaces: vec![Interface {
+                name: "eth0".into(),
+                kind: "physical".into(),
+                mac: Some("02:00:00:00:00:01".parse().unwrap()),
+                mtu: 1500,
+                state: LinkState::Up,
+                addresses: vec!["10.0.0.1/24".parse().unwrap()],
+                master: None,
+                default_route: true,
+            }],
+            conditions: vec![Condition {
+                r#type: "Ready".into(),
+                status: crate::ConditionStatus::True,
+                reason: "Published".into(),
+                message: String::new(),
+                last_transition_time: "2026-01-01T00:00:00Z".parse().unwrap(),
+                observed_generation: None,
+            }],
+        }
+    }
+
+    #[test]
+    fn users_read_camel_case_and_metav1_conditions() {
+        assert_eq!(
+            serde_json::to_value(status()).unwrap(),
+            json!({
+                "vtep": {"address": "10.0.0.1", "interface": "eth0", "mtu": 1500},
+                "interfaces": [{
+                    "name": "eth0", "kind": "physical", "mac": "02:00:00:00:00:01", "mtu": 1500, "state": "Up",
+                    "addresses": ["10.0.0.1/24"], "defaultRoute": true,
+                }],
+                "conditions": [{
+                    "type": "Ready", "status": "True", "reason": "Published", "message": "",
+                    "lastTransitionTime": "2026-01-01T00:00:00Z",
+                }],
+            })
+        );
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_the_same() {
+        let mut object = NodeNetwork::new("node-1", NodeNetworkSpec {});
+        object.status = Some(status());
+        let text = serde_json::to_string(&object).unwrap();
+        assert_eq!(serde_json::from_str::<NodeNetwork>(&text).unwrap(), object);
+        assert!(!text.contains("spec"), "{text}");
+    }
+
+    #[test]
+    fn interfaces_and_conditions_are_maps_by_name_and_type() {
+        let status = &schema()["properties"]["status"]["properties"];
+        for (list, key) in [("interfaces", "name"), ("conditions", "type")] {
+            assert_eq!(status[list]["x-kubernetes-list-type"], "map");
+            assert_eq!(status[list]["x-kubernetes-list-map-keys"], json!([key]));
+        }
+    }
+
+    #[test]
+    fn the_schema_knows_only_formats_that_the_api_server_knows() {
+        fn formats(value: &Value, found: &mut Vec<String>) {
+            match value {
+                Value::Object(map) => {
+                    found.extend(map.get("format").and_then(Value::as_str).map(str::to_owned));
+                    map.values().for_each(|inner| formats(inner, found));
+                }
+                Value::Array(list) => list.iter().for_each(|inner| formats(inner, found)),
+                _ => {}
+            }
+        }
+        let mut found = Vec::new();
+        formats(&schema(), &mut found);
+        found.sort();
+        found.dedup();
+        assert_eq!(found, ["cidr", "date-time", "int32", "int64"]);
+    }
+
+    #[test]
+    fn every_field_explains_itself() {
+        fn silent(path: &str, value: &Value, found: &mut Vec<String>) {
+            for (name, field) in value["properties"].as_object().into_iter().flatten() {
+                let path = format!("{path}.{name}");
+                if field["description"].as_str().is_none_or(str::is_empty) {
+                    found.push(path.clone());
+                }
+                silent(&path, field, found);
+                silent(&path, &field["items"], found);
+            }
+        }
+        let mut found = Vec::new();
+        silent("", &schema()["properties"]["status"], &mut found);
+        assert_eq!(found, Vec::<String>::new());
+    }
+
+    #[test]
+    fn the_limits_in_the_schema_are_the_ones_that_the_planner_keeps() {
+        let interfaces = schema()["properties"]["status"]["properties"]["interfaces"].clone();
+        assert_eq!(interfaces["maxItems"], json!(MAX_INTERFACES));
+        let fields = &interfaces["items"]["properties"];
+        assert_eq!(fields["addresses"]["maxItems"], json!(MAX_ADDRESSES));
+        assert_eq!(fields["name"]["maxLength"], json!(MAX_NAME));
+    }
+}

@@ -1,0 +1,301 @@
+//! Patterns for interface names.
+//!
+//! Shell globs: `*` is any run of characters, `?` any one, `[0-9a-f]` one of a set and `[!0-9]` one outside
+//! of it. Matching is linear in pattern times name, whatever somebody writes.
+
+use std::{fmt, str::FromStr};
+
+/// A glob for interface names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pattern {
+    text: String,
+    tokens: Vec<Token>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Token {
+    Any,
+    Run,
+    Exactly(char),
+    OneOf {
+        ranges: Vec<(char, char)>,
+        negated: bool,
+    },
+}
+
+/// Why a text is no pattern.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// Nothing between two commas is ignored, a pattern of its own cannot be nothing.
+    #[error("a pattern cannot be empty")]
+    Empty,
+    /// No interface name is that long.
+    #[error("a pattern has at most {max} bytes, this one has {0}", max = Pattern::MAX)]
+    TooLong(usize),
+    /// No interface name contains it.
+    #[error("no interface name contains {0:?}, so the pattern would never match")]
+    Character(char),
+    /// `[` without its end.
+    #[error("pattern {0:?} opens a set with '[' and does not close it with ']'")]
+    Open(String),
+    /// `[]` or a range that ends before it begins.
+    #[error("pattern {0:?} has an empty set")]
+    EmptySet(String),
+}
+
+impl Pattern {
+    /// The longest pattern in bytes: fifteen sets such as `[0-9a-f]`, and room to spare.
+    pub const MAX: usize = 255;
+
+    /// Whether the whole name fits.
+    pub fn matches(&self, name: &str) -> bool {
+        let name: Vec<char> = name.chars().collect();
+        let (mut at, mut token) = (0, 0);
+        // Where to go on when the last run has to take one character more. Only the last run matters: a
+        // shorter take of an earlier one can never reach further.
+        let mut retry: Option<(usize, usize)> = None;
+        while at < name.len() {
+            match self.tokens.get(token) {
+                Some(Token::Run) => {
+                    retry = Some((token + 1, at + 1));
+                    token += 1;
+                }
+                Some(one) if one.takes(name[at]) => {
+                    at += 1;
+                    token += 1;
+                }
+                _ => {
+                    let Some((next, from)) = retry else { return false };
+                    retry = Some((next, from + 1));
+                    (token, at) = (next, from);
+                }
+            }
+        }
+        self.tokens[token..].iter().all(|rest| *rest == Token::Run)
+    }
+}
+
+impl Token {
+    fn takes(&self, c: char) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Run => false,
+            Self::Exactly(own) => *own == c,
+            Self::OneOf { ranges, negated } => {
+                ranges.iter().any(|&(from, to)| (from..=to).contains(&c)) != *negated
+            }
+        }
+    }
+}
+
+/// Reads the set that follows a `[`.
+fn set(text: &str, chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Result<Token, Error> {
+    let negated = chars.next_if(|&c| c == '!' || c == '^').is_some();
+    let mut ranges = Vec::new();
+    loop {
+        let from = chars.next().ok_or_else(|| Error::Open(text.to_owned()))?;
+        if from == ']' {
+            break;
+        }
+        let mut to = from;
+        if chars.peek() == Some(&'-') {
+            chars.next();
+            match chars.next().ok_or_else(|| Error::Open(text.to_owned()))? {
+                // A hyphen at the end is a hyphen.
+                ']' => {
+                    ranges.extend([(from, from), ('-', '-')]);
+                    break;
+                }
+                end => to = end,
+            }
+        }
+        if to < from {
+            return Err(Error::EmptySet(text.to_owned()));
+        }
+        ranges.push((from, to));
+    }
+    if ranges.is_empty() {
+        return Err(Error::EmptySet(text.to_owned()));
+    }
+    Ok(Token::OneOf { ranges, negated })
+}
+
+impl FromStr for Pattern {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        if text.is_empty() {
+            return Err(Error::Empty);
+        }
+        if text.len() > Self::MAX {
+            return Err(Error::TooLong(text.len()));
+        }
+        if let Some(c) = text
+            .chars()
+            .find(|&c| c == '/' || c.is_whitespace() || c.is_control())
+        {
+            return Err(Error::Character(c));
+        }
+        let mut tokens = Vec::new();
+        let mut chars = text.chars().peekable();
+        while let Some(c) = chars.next() {
+            tokens.push(match c {
+                '*' => Token::Run,
+                '?' => Token::Any,
+                '[' => set(text, &mut chars)?,
+                other => Token::Exactly(other),
+            });
+        }
+        tokens.dedup_by(|a, b| *a == Token::Run && *b == Token::Run);
+        Ok(Self {
+            text: text.to_owned(),
+            tokens,
+        })
+    }
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// A comma separated list of patterns; a name fits if any of them does.
+///
+/// ```
+/// let patterns: api::Patterns = "veth*, docker?".parse().unwrap();
+/// assert!(patterns.matches("docker0") && !patterns.matches("eth0"));
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Patterns(Vec<Pattern>);
+
+impl Patterns {
+    /// Whether any pattern fits the name.
+    pub fn matches(&self, name: &str) -> bool {
+        self.0.iter().any(|pattern| pattern.matches(name))
+    }
+}
+
+impl FromStr for Patterns {
+    type Err = Error;
+
+    /// An empty text is an empty list: nothing fits.
+    fn from_str(text: &str) -> Result<Self, Error> {
+        text.split(',')
+            .map(str::trim)
+            .filter(|one| !one.is_empty())
+            .map(str::parse)
+            .collect()
+    }
+}
+
+impl FromIterator<Pattern> for Patterns {
+    fn from_iter<I: IntoIterator<Item = Pattern>>(patterns: I) -> Self {
+        Self(patterns.into_iter().collect())
+    }
+}
+
+impl fmt::Display for Patterns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, pattern) in self.0.iter().enumerate() {
+            write!(f, "{}{pattern}", if index == 0 { "" } else { "," })?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn fits(pattern: &str, name: &str) -> bool {
+        pattern.parse::<Pattern>().unwrap().matches(name)
+    }
+
+    #[test]
+    fn matches_like_a_shell() {
+        for (pattern, name, wanted) in [
+            ("eth0", "eth0", true),
+            ("eth0", "eth01", false),
+            ("eth0", "xeth0", false),
+            ("veth*", "veth", true),
+            ("veth*", "veth12ab", true),
+            ("veth*", "eth0", false),
+            ("*", "", true),
+            ("*", "anything", true),
+            ("?", "", false),
+            ("eth?", "eth1", true),
+            ("eth?", "eth10", false),
+            ("*.calico", "vxlan.calico", true),
+            ("a*b*c", "aXbXbXc", true),
+            ("a*b*c", "aXbXbX", false),
+            ("**a", "bba", true),
+            ("eth?", "ethø", true),
+            ("[0-9a-f][0-9a-f]", "3f", true),
+            ("[0-9a-f][0-9a-f]", "3g", false),
+            ("eth[!0]", "eth1", true),
+            ("eth[!0]", "eth0", false),
+            ("eth[a-]", "eth-", true),
+            ("[0-9]*_h", "12ab_h", true),
+        ] {
+            assert_eq!(fits(pattern, name), wanted, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn refuses_patterns_that_can_never_match() {
+        let parse = |text: &str| text.parse::<Pattern>();
+        assert_eq!(parse(""), Err(Error::Empty));
+        assert_eq!(parse("a b"), Err(Error::Character(' ')));
+        assert_eq!(parse("a/b"), Err(Error::Character('/')));
+        assert_eq!(parse("a[b"), Err(Error::Open("a[b".into())));
+        assert_eq!(parse("a[b-"), Err(Error::Open("a[b-".into())));
+        assert_eq!(parse("a[]"), Err(Error::EmptySet("a[]".into())));
+        assert_eq!(parse("a[z-a]"), Err(Error::EmptySet("a[z-a]".into())));
+        assert_eq!(parse(&"a".repeat(256)), Err(Error::TooLong(256)));
+    }
+
+    #[test]
+    fn a_list_ignores_space_and_empty_entries_and_prints_what_it_holds() {
+        let list: Patterns = " veth* ,,docker?, ".parse().unwrap();
+        assert_eq!(list.to_string(), "veth*,docker?");
+        assert!(list.matches("veth1") && list.matches("docker0") && !list.matches("eth0"));
+        assert_eq!("".parse::<Patterns>().unwrap(), Patterns::default());
+        assert!(!Patterns::default().matches("eth0"));
+    }
+
+    #[test]
+    fn many_runs_against_a_long_name_do_not_explode() {
+        let pattern = "*a".repeat(127) + "b";
+        assert!(!fits(&pattern, &"a".repeat(4096)));
+    }
+
+    /// The textbook definition, exponential and obviously right.
+    fn slow(tokens: &[Token], name: &[char]) -> bool {
+        match (tokens.split_first(), name.split_first()) {
+            (None, rest) => rest.is_none(),
+            (Some((Token::Run, tail)), None) => slow(tail, name),
+            (Some((Token::Run, tail)), Some((_, rest))) => slow(tail, name) || slow(tokens, rest),
+            (Some((one, tail)), Some((&c, rest))) => one.takes(c) && slow(tail, rest),
+            (Some(_), None) => false,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_the_textbook(pattern in "[ab*?]{1,8}", name in "[ab]{0,10}") {
+            let pattern: Pattern = pattern.parse().unwrap();
+            let chars: Vec<char> = name.chars().collect();
+            prop_assert_eq!(pattern.matches(&name), slow(&pattern.tokens, &chars));
+        }
+
+        #[test]
+        fn never_panics(pattern in any::<String>(), name in any::<String>()) {
+            if let Ok(patterns) = pattern.parse::<Patterns>() {
+                patterns.matches(&name);
+            }
+        }
+    }
+}

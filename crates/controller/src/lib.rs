@@ -1,0 +1,23 @@
+//! The cluster side of Patchbay: one leader's loops, and the admission webhook that every replica serves.
+//!
+//! [`run`] is the program; [`run_with`] is the same with a client and a stop of the caller's, so that several replicas can
+//! live in one process. Rules are in `plan`; this crate watches, asks them and writes.
+
+mod admission;
+mod args;
+mod authority;
+mod call;
+mod certificate;
+mod duration;
+mod election;
+mod error;
+mod http;
+mod metrics;
+mod nodes;
+mod run;
+mod serving;
+mod watch;
+
+pub use args::Args;
+pub use error::Error;
+pub use run::{run, run_with};

@@ -1,0 +1,257 @@
+//! The programs of the control plane and their settings.
+
+use std::{collections::BTreeMap, fs, net::IpAddr, path::Path};
+
+use anyhow::{Context as _, Result};
+
+use crate::{
+    address::{API_PORT, API_SERVICE, CONTROL_PLANE, PODS, SERVICES},
+    init::Component,
+    machine::Machine,
+    pki::{Pki, Subject, write_secret},
+};
+
+/// The machine's name.
+pub const NAME: &str = "control-plane";
+/// Where its certificates and kubeconfigs are, inside.
+const ETC: &str = "/etc/kubernetes";
+/// The user that multus is, as its own manifests would make it.
+const MULTUS: &str = "system:serviceaccount:kube-system:multus";
+
+/// One line per request, with user, verb, object and user agent; bodies are left out.
+const AUDIT: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+ "rules": [{"level": "Metadata"}]}"#;
+
+const COREFILE: &str = "\
+.:53 {
+    errors
+    health 127.0.0.1:8080
+    ready 127.0.0.1:8181
+    kubernetes cluster.local in-addr.arpa ip6.arpa {
+        kubeconfig /etc/kubernetes/coredns.conf
+        pods insecure
+        ttl 5
+    }
+    cache 5
+    loop
+}
+";
+
+/// The address of the API server inside the lab.
+pub fn server() -> String {
+    format!("https://{}:{API_PORT}", CONTROL_PLANE.0)
+}
+
+/// The token that multus presents; made once.
+pub fn multus_token(pki: &Pki) -> Result<String> {
+    let path = pki.dir().join("multus.token");
+    if let Ok(token) = fs::read_to_string(&path) {
+        return Ok(token);
+    }
+    let token: String = fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim().to_owned();
+    write_secret(&path, &token)?;
+    Ok(token)
+}
+
+/// Certificates, kubeconfigs and settings, written to the lab's directory and to the machine's disk.
+pub fn configure(machine: &Machine, pki: &Pki) -> Result<()> {
+    pki.authorities()?;
+    let (v4, v6) = CONTROL_PLANE;
+    let service = |text: &str| text.parse::<IpAddr>().with_context(|| format!("address {text}"));
+    let addresses = [
+        v4.into(),
+        v6.into(),
+        "127.0.0.1".parse()?,
+        "::1".parse()?,
+        service(API_SERVICE.0)?,
+        service(API_SERVICE.1)?,
+    ];
+    let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", NAME];
+    let serving = Subject { user: "kube-apiserver", group: None, names: &names, addresses: &addresses };
+    pki.certificate("ca", "apiserver", &serving)?;
+    let client = |user, group| Subject { user, group, names: &[], addresses: &[] };
+    pki.certificate("ca", "admin", &client("lab-admin", Some("system:masters")))?;
+    pki.certificate("ca", "apiserver-kubelet-client", &client("kube-apiserver-kubelet-client", Some("system:masters")))?;
+    pki.certificate("ca", "controller-manager", &client("system:kube-controller-manager", None))?;
+    pki.certificate("ca", "scheduler", &client("system:kube-scheduler", None))?;
+    pki.certificate("ca", "kube-proxy", &client("system:kube-proxy", None))?;
+    pki.certificate("ca", "coredns", &client("lab:coredns", None))?;
+    pki.certificate("front-proxy-ca", "front-proxy-client", &client("front-proxy-client", None))?;
+
+    let etc = machine.disk().join("etc");
+    let dir = etc.join("kubernetes");
+    fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    for user in ["controller-manager", "scheduler", "coredns"] {
+        write_secret(&dir.join(format!("{user}.conf")), &pki.kubeconfig(user, &server())?)?;
+    }
+    let tokens = format!("{},{MULTUS},multus,\"system:serviceaccounts\"\n", multus_token(pki)?);
+    write_secret(&dir.join("tokens.csv"), &tokens)?;
+    write_secret(&dir.join("audit.yaml"), AUDIT)?;
+    write_secret(&dir.join("Corefile"), COREFILE)?;
+    write_host_files(&etc, NAME)
+}
+
+/// The few files of `/etc` that programs of any host look for.
+pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
+    let files = [
+        ("hostname", format!("{hostname}\n")),
+        ("hosts", format!("127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {hostname}\n")),
+        ("passwd", "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n".into()),
+        ("group", "root:x:0:\nnogroup:x:65534:\n".into()),
+        ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n".into()),
+        ("resolv.conf", format!("nameserver {}\n", CONTROL_PLANE.0)),
+        ("os-release", "NAME=lab\nID=lab\nPRETTY_NAME=\"Patchbay lab\"\n".into()),
+    ];
+    fs::create_dir_all(etc).with_context(|| format!("make {}", etc.display()))?;
+    for (name, text) in files {
+        fs::write(etc.join(name), text).with_context(|| format!("write /etc/{name}"))?;
+    }
+    let id = etc.join("machine-id");
+    if !id.exists() {
+        let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid")?.replace('-', "");
+        fs::write(id, uuid).context("write /etc/machine-id")?;
+    }
+    Ok(())
+}
+
+/// A component from its command line.
+pub fn component(name: &str, command: impl IntoIterator<Item = String>) -> Component {
+    Component {
+        name: name.to_owned(),
+        command: command.into_iter().collect(),
+        environment: BTreeMap::new(),
+        log: format!("/var/log/lab/{name}.log").into(),
+    }
+}
+
+fn flags(program: &str, flags: &[(&str, String)]) -> Vec<String> {
+    std::iter::once(program.to_owned()).chain(flags.iter().map(|(name, value)| format!("--{name}={value}"))).collect()
+}
+
+fn pki_file(name: &str) -> String {
+    format!("{ETC}/pki/{name}")
+}
+
+/// The first two: they need nothing.
+pub fn foundation() -> [Component; 2] {
+    [etcd(), apiserver()]
+}
+
+/// What needs an API server.
+pub fn controllers() -> [Component; 3] {
+    [controller_manager(), scheduler(), coredns()]
+}
+
+fn etcd() -> Component {
+    let url = "http://127.0.0.1:2379".to_owned();
+    component(
+        "etcd",
+        flags(
+            "etcd",
+            &[
+                ("data-dir", "/var/lib/etcd".into()),
+                ("listen-client-urls", url.clone()),
+                ("advertise-client-urls", url),
+                ("listen-peer-urls", "http://127.0.0.1:2380".into()),
+                // A lab is thrown away; what it must survive is a killed process, not a power cut of this machine.
+                ("unsafe-no-fsync", "true".into()),
+                ("log-level", "warn".into()),
+            ],
+        ),
+    )
+}
+
+fn apiserver() -> Component {
+    component(
+        "kube-apiserver",
+        flags(
+            "kube-apiserver",
+            &[
+                ("etcd-servers", "http://127.0.0.1:2379".into()),
+                ("bind-address", "::".into()),
+                ("advertise-address", CONTROL_PLANE.0.to_string()),
+                ("secure-port", API_PORT.to_string()),
+                ("service-cluster-ip-range", SERVICES.into()),
+                ("allow-privileged", "true".into()),
+                ("authorization-mode", "Node,RBAC".into()),
+                ("enable-admission-plugins", "NodeRestriction".into()),
+                ("client-ca-file", pki_file("ca.crt")),
+                ("token-auth-file", format!("{ETC}/tokens.csv")),
+                ("tls-cert-file", pki_file("apiserver.crt")),
+                ("tls-private-key-file", pki_file("apiserver.key")),
+                ("service-account-issuer", "https://kubernetes.default.svc".into()),
+                ("service-account-key-file", pki_file("sa.pub")),
+                ("service-account-signing-key-file", pki_file("sa.key")),
+                ("kubelet-certificate-authority", pki_file("ca.crt")),
+                ("kubelet-client-certificate", pki_file("apiserver-kubelet-client.crt")),
+                ("kubelet-client-key", pki_file("apiserver-kubelet-client.key")),
+                ("kubelet-preferred-address-types", "InternalIP".into()),
+                ("requestheader-client-ca-file", pki_file("front-proxy-ca.crt")),
+                ("requestheader-allowed-names", "front-proxy-client".into()),
+                ("requestheader-username-headers", "X-Remote-User".into()),
+                ("requestheader-group-headers", "X-Remote-Group".into()),
+                ("requestheader-extra-headers-prefix", "X-Remote-Extra-".into()),
+                ("proxy-client-cert-file", pki_file("front-proxy-client.crt")),
+                ("proxy-client-key-file", pki_file("front-proxy-client.key")),
+                // Webhook Services are dialled at their endpoints: there is no kube-proxy in this namespace.
+                ("enable-aggregator-routing", "true".into()),
+                ("audit-policy-file", format!("{ETC}/audit.yaml")),
+                ("audit-log-path", AUDIT_LOG.into()),
+                ("audit-log-maxsize", "500".into()),
+                ("audit-log-maxbackup", "2".into()),
+                ("profiling", "false".into()),
+            ],
+        ),
+    )
+}
+
+/// Where the API server writes what was asked of it.
+pub const AUDIT_LOG: &str = "/var/log/lab/audit.log";
+
+fn controller_manager() -> Component {
+    let config = format!("{ETC}/controller-manager.conf");
+    component(
+        "kube-controller-manager",
+        flags(
+            "kube-controller-manager",
+            &[
+                ("kubeconfig", config.clone()),
+                ("authentication-kubeconfig", config.clone()),
+                ("authorization-kubeconfig", config),
+                ("leader-elect", "false".into()),
+                ("bind-address", "127.0.0.1".into()),
+                ("use-service-account-credentials", "true".into()),
+                ("root-ca-file", pki_file("ca.crt")),
+                ("service-account-private-key-file", pki_file("sa.key")),
+                ("cluster-signing-cert-file", pki_file("ca.crt")),
+                ("cluster-signing-key-file", pki_file("ca.key")),
+                ("cluster-cidr", PODS.into()),
+                ("allocate-node-cidrs", "false".into()),
+                // Kubelets renew their leases every ten seconds.
+                ("node-monitor-grace-period", "20s".into()),
+                ("node-monitor-period", "2s".into()),
+            ],
+        ),
+    )
+}
+
+fn scheduler() -> Component {
+    let config = format!("{ETC}/scheduler.conf");
+    component(
+        "kube-scheduler",
+        flags(
+            "kube-scheduler",
+            &[
+                ("kubeconfig", config.clone()),
+                ("authentication-kubeconfig", config.clone()),
+                ("authorization-kubeconfig", config),
+                ("leader-elect", "false".into()),
+                ("bind-address", "127.0.0.1".into()),
+            ],
+        ),
+    )
+}
+
+fn coredns() -> Component {
+    component("coredns", ["coredns".to_owned(), "-conf".to_owned(), format!("{ETC}/Corefile")])
+}

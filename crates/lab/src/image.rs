@@ -1,0 +1,179 @@
+//! Container images without an engine: one tar that is both an OCI layout and a docker archive.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::{Value, json};
+
+use crate::{archive::Archive, digest::sha256_hex, machine::capture, place, program::Programs};
+
+/// The image of test pods; also the sandbox image of the nodes.
+pub const LAB_IMAGE: &str = "docker.io/local/lab:1";
+
+/// What an image is made of.
+pub struct Image<'a> {
+    /// With host, as containerd names it: `docker.io/local/lab:1`.
+    pub reference: &'a str,
+    /// The one layer: a tar.
+    pub layer: Vec<u8>,
+    pub entrypoint: &'a [&'a str],
+    pub environment: &'a [&'a str],
+    pub user: &'a str,
+    pub labels: BTreeMap<&'a str, &'a str>,
+}
+
+impl Image<'_> {
+    /// The tar that `ctr images import` and `docker load` take.
+    pub fn pack(&self) -> Result<Vec<u8>> {
+        let layer_digest = sha256_hex(&self.layer);
+        let config = serde_json::to_vec(&json!({
+            "architecture": architecture()?,
+            "os": "linux",
+            "config": {
+                "Entrypoint": self.entrypoint,
+                "Env": self.environment,
+                "User": self.user,
+                "WorkingDir": "/",
+                "Labels": self.labels,
+            },
+            "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{layer_digest}")]},
+            "history": [{"created_by": "lab image"}],
+        }))?;
+        let config_digest = sha256_hex(&config);
+        let layer_type = "application/vnd.oci.image.layer.v1.tar";
+        let manifest = serde_json::to_vec(&json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": descriptor("application/vnd.oci.image.config.v1+json", &config_digest, config.len()),
+            "layers": [descriptor(layer_type, &layer_digest, self.layer.len())],
+        }))?;
+        let manifest_digest = sha256_hex(&manifest);
+        let mut entry = descriptor("application/vnd.oci.image.manifest.v1+json", &manifest_digest, manifest.len());
+        let tag = self.reference.rsplit_once(':').map_or("latest", |(_, tag)| tag);
+        entry["annotations"] =
+            json!({"io.containerd.image.name": self.reference, "org.opencontainers.image.ref.name": tag});
+        let index = serde_json::to_vec(&json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.index.v1+json",
+            "manifests": [entry],
+        }))?;
+        let docker = serde_json::to_vec(&json!([{
+            "Config": format!("blobs/sha256/{config_digest}"),
+            "RepoTags": [self.reference.strip_prefix("docker.io/").unwrap_or(self.reference)],
+            "Layers": [format!("blobs/sha256/{layer_digest}")],
+        }]))?;
+        let mut tar = Archive::default();
+        tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
+        tar.file("index.json", 0o644, &index)?;
+        tar.file("manifest.json", 0o644, &docker)?;
+        tar.directory("blobs", 0o755)?;
+        tar.directory("blobs/sha256", 0o755)?;
+        for (digest, content) in [(&layer_digest, &self.layer), (&config_digest, &config), (&manifest_digest, &manifest)] {
+            tar.file(&format!("blobs/sha256/{digest}"), 0o644, content)?;
+        }
+        Ok(tar.finish())
+    }
+}
+
+fn descriptor(kind: &str, digest: &str, size: usize) -> Value {
+    json!({"mediaType": kind, "digest": format!("sha256:{digest}"), "size": size})
+}
+
+fn architecture() -> Result<&'static str> {
+    match std::env::consts::ARCH {
+        "x86_64" => Ok("amd64"),
+        "aarch64" => Ok("arm64"),
+        other => bail!("no image architecture is known for {other}"),
+    }
+}
+
+/// The image of test pods, built once: busybox, a real `ip` with its libraries, and the tool.
+pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
+    let busybox = fs::read("/bin/busybox").context("read /bin/busybox: install busybox-static")?;
+    let ip = fs::read("/usr/sbin/ip").context("read /usr/sbin/ip: install iproute2")?;
+    let tool = fs::read(programs.path("tool")?).context("read the tool")?;
+    let key = sha256_hex(&[sha256_hex(&busybox), sha256_hex(&ip), sha256_hex(&tool), "3".into()].concat().into_bytes());
+    let path = place::cache()?.join("images").join(format!("lab-{}.tar", &key[..16]));
+    if path.exists() {
+        return Ok(path);
+    }
+    let mut layer = Archive::default();
+    for dir in ["bin", "sbin", "etc", "tmp", "proc", "sys", "dev", "run", "usr", "usr/sbin", "usr/bin"] {
+        layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
+    }
+    layer.file("bin/busybox", 0o755, &busybox)?;
+    layer.file("bin/tool", 0o755, &tool)?;
+    layer.file("sbin/ip", 0o755, &ip)?;
+    for applet in ["sh", "ash", "ls", "cat", "echo", "sleep", "ping", "ping6", "nc", "wget", "nslookup", "grep", "head", "tail", "sed", "awk", "true", "false", "test", "[", "ps", "kill", "mkdir", "rm", "cp", "mv", "touch", "hostname", "date", "id", "env", "seq", "sort", "uniq", "wc", "cut", "tr", "xargs", "find", "arping", "ifconfig", "netstat", "timeout", "stat", "dd", "chmod", "ln", "printf"] {
+        layer.symlink(&format!("bin/{applet}"), "busybox")?;
+    }
+    for library in libraries(Path::new("/usr/sbin/ip"))? {
+        let content = fs::read(&library).with_context(|| format!("read {library}"))?;
+        let mut dir = String::new();
+        let path = library.trim_start_matches('/');
+        for part in path.split('/').take(path.split('/').count() - 1) {
+            dir = format!("{dir}{part}/");
+            layer.directory(&dir, 0o755)?;
+        }
+        layer.file(path, 0o755, &content)?;
+    }
+    let image = Image {
+        reference: LAB_IMAGE,
+        layer: layer.finish(),
+        entrypoint: &["/bin/tool", "pause"],
+        environment: &["PATH=/sbin:/bin:/usr/sbin:/usr/bin"],
+        user: "",
+        labels: BTreeMap::new(),
+    };
+    fs::create_dir_all(path.parent().context("the cache has a directory")?)?;
+    let partial = path.with_extension("partial");
+    fs::write(&partial, image.pack()?).context("write the image")?;
+    fs::rename(&partial, &path).context("put the image in place")?;
+    Ok(path)
+}
+
+/// The shared libraries of a program, as the loader finds them.
+fn libraries(program: &Path) -> Result<Vec<String>> {
+    let text = capture(Command::new("ldd").arg(program))?;
+    let found = text.lines().filter_map(|line| {
+        let path = line.split("=>").last()?.split_whitespace().next()?;
+        path.starts_with('/').then(|| path.to_owned())
+    });
+    Ok(found.collect())
+}
+
+/// Packs the product: static programs on an empty base, the commit in its labels.
+pub fn product_image(program: &Path, reference: &str, version: &str, commit: &str, out: &Path) -> Result<()> {
+    let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
+    let mut layer = Archive::default();
+    for dir in ["etc", "tmp", "usr", "usr/bin", "host", "run", "var", "var/lib"] {
+        layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
+    }
+    layer.file("etc/passwd", 0o644, b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n")?;
+    layer.file("etc/group", 0o644, b"root:x:0:\npatchbay:x:65532:\n")?;
+    layer.file("usr/bin/patchbay", 0o755, &content)?;
+    let image = Image {
+        reference,
+        layer: layer.finish(),
+        entrypoint: &["/usr/bin/patchbay"],
+        environment: &["PATH=/usr/bin"],
+        user: "65532:65532",
+        labels: BTreeMap::from([
+            ("org.opencontainers.image.title", "patchbay"),
+            ("org.opencontainers.image.licenses", "Apache-2.0"),
+            ("org.opencontainers.image.version", version),
+            ("org.opencontainers.image.revision", commit),
+        ]),
+    };
+    if let Some(dir) = out.parent() {
+        fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    }
+    let partial = out.with_extension("partial");
+    fs::write(&partial, image.pack()?).context("write the image")?;
+    fs::rename(&partial, out).context("put the image in place")
+}

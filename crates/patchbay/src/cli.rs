@@ -1,0 +1,146 @@
+//! The command line: what can be asked of the program, and who answers.
+
+use std::{
+    fs,
+    future::Future,
+    io::{self, Write},
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+
+use crate::{
+    install,
+    log::{self, Logged},
+    version,
+};
+
+/// Worker threads of a program. It mostly waits; a thread per core of a large host would be a waste.
+const WORKERS: usize = 2;
+
+/// Patchbay plugs networks into Kubernetes pods and virtual machines.
+#[derive(Debug, Parser)]
+#[command(name = "patchbay", version = version::VERSION, propagate_version = false, arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the cluster side: cluster-wide loops and the admission webhook.
+    Controller(Logged<controller::Args>),
+    /// Run the node side, for the node it runs on.
+    Node(Logged<node::Args>),
+    /// Ask the node daemon on this node how it is.
+    Probe(node::ProbeArgs),
+    /// Print the kinds of Patchbay as CustomResourceDefinitions.
+    Crds,
+    /// Print the manifests that install Patchbay, for `kubectl apply -f -`.
+    Install(Install),
+    /// Print version, commit and compiler.
+    Version,
+}
+
+#[derive(Debug, clap::Args)]
+struct Install {
+    /// Write the files into this directory instead of printing them.
+    #[arg(long)]
+    dir: Option<PathBuf>,
+
+    #[command(flatten)]
+    options: install::Options,
+}
+
+impl Cli {
+    /// Whether this is a program that logs, rather than a command that talks to a person.
+    pub fn logs(&self) -> bool {
+        match self.command {
+            Command::Controller(_) | Command::Node(_) => true,
+            Command::Probe(_) | Command::Crds | Command::Install(_) | Command::Version => false,
+        }
+    }
+
+    /// Does what was asked.
+    pub fn run(self) -> anyhow::Result<()> {
+        // Fails only when a provider is there already.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        match self.command {
+            Command::Controller(Logged { log, args }) => program("controller", &log, controller::run(args)),
+            Command::Node(Logged { log, args }) => program("node", &log, node::run(args)),
+            Command::Probe(args) => runtime()?.block_on(node::probe(args)),
+            Command::Crds => print(&install::crds()),
+            Command::Install(Install {
+                dir: Some(dir),
+                options,
+            }) => write(&dir, &options),
+            Command::Install(Install { dir: None, options }) => {
+                print(&install::files(&options).map(|file| file.text).join("---\n"))
+            }
+            Command::Version => print(&version::text()),
+        }
+    }
+}
+
+/// Runs one of the two programs until it ends.
+fn program<E>(name: &str, log: &str, run: impl Future<Output = Result<(), E>>) -> anyhow::Result<()>
+where
+    anyhow::Error: From<E>,
+{
+    log::start(log);
+    tracing::info!(
+        program = name,
+        version = version::VERSION,
+        commit = version::COMMIT,
+        "starting"
+    );
+    runtime()?.block_on(run)?;
+    Ok(())
+}
+
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .enable_all()
+        .build()
+        .context("start the runtime")
+}
+
+fn write(dir: &Path, options: &install::Options) -> anyhow::Result<()> {
+    fs::create_dir_all(dir).with_context(|| format!("make the directory {}", dir.display()))?;
+    for file in install::files(options) {
+        let path = dir.join(file.name);
+        fs::write(&path, file.text).with_context(|| format!("write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// A reader that has seen enough, such as `head`, is not an error.
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),
+        _ => Ok(()),
+    }
+}
+
+mod controller {
+    #[derive(Debug, clap::Args)]
+    pub struct Args {}
+    pub async fn run(_: Args) -> anyhow::Result<()> {
+        Ok(())
+    }
+}
+mod node {
+    #[derive(Debug, clap::Args)]
+    pub struct Args {}
+    pub async fn run(_: Args) -> anyhow::Result<()> {
+        Ok(())
+    }
+    #[derive(Debug, clap::Args)]
+    pub struct ProbeArgs {}
+    pub async fn probe(_: ProbeArgs) -> anyhow::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,15 @@
+//! The kinds of Patchbay, as the API server wants them.
+
+use serde_json::Value;
+
+/// Every CustomResourceDefinition, in the order of `api`.
+pub fn crds() -> Vec<Value> {
+    api::crds()
+        .iter()
+        .map(|crd| {
+            let mut crd = serde_json::to_value(crd).expect("a definition is plain data");
+            crd["metadata"]["labels"] = super::labels("api");
+            crd
+        })
+        .collect()
+}

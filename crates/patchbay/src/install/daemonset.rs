@@ -1,0 +1,120 @@
+//! The node daemon on its host: a DaemonSet with just the reach into the host that its work needs.
+
+use serde_json::{Value, json};
+
+use super::{NODE, Options, PROGRAM};
+
+/// Capabilities of the node daemon, each with the work that fails without it.
+///
+/// None today: links, addresses and routes are read over netlink, which asks for nothing, and the directories of the
+/// daemon belong to the user it runs as. Whoever adds one adds the failing test that needs it.
+const CAPABILITIES: &[&str] = &[];
+
+/// Where the daemon keeps what must survive a restart.
+const STATE_DIR: &str = "/var/lib/patchbay";
+/// Where its sockets are.
+const RUN_DIR: &str = "/run/patchbay";
+
+/// The DaemonSet.
+pub fn daemonset(options: &Options) -> Value {
+    json!({
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": super::namespaced(options, NODE, "node"),
+        "spec": {
+            "selector": {"matchLabels": super::selector("node")},
+            "updateStrategy": update_strategy(),
+            "template": {
+                "metadata": {"labels": super::labels("node")},
+                "spec": pod(options),
+            },
+        },
+    })
+}
+
+/// A node without its daemon for the seconds of a restart loses no link, so old before new is enough, and a tenth of the
+/// nodes at a time bounds what a bad version can reach. A surge would ask each node for room for two.
+fn update_strategy() -> Value {
+    json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "10%"}})
+}
+
+fn pod(options: &Options) -> Value {
+    json!({
+        "serviceAccountName": NODE,
+        "automountServiceAccountToken": true,
+        "priorityClassName": "system-node-critical",
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"operator": "Exists"}],
+        "hostNetwork": true,
+        "hostPID": true,
+        // The node's own resolver: the daemon looks up no cluster name, and must not wait for cluster DNS, which may
+        // itself wait for a network of ours.
+        "dnsPolicy": "Default",
+        "terminationGracePeriodSeconds": super::GRACE.as_secs(),
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container(options)],
+        "volumes": [
+            {"name": "host", "hostPath": {"path": "/", "type": "Directory"}},
+            {"name": "state", "hostPath": {"path": STATE_DIR, "type": "DirectoryOrCreate"}},
+            {"name": "run", "hostPath": {"path": RUN_DIR, "type": "DirectoryOrCreate"}},
+        ],
+    })
+}
+
+fn container(options: &Options) -> Value {
+    let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
+    args.extend(
+        options
+            .ignore_interfaces
+            .iter()
+            .map(|pattern| format!("--ignore-interfaces={pattern}")),
+    );
+    json!({
+        "name": "node",
+        "image": options.image,
+        "imagePullPolicy": options.image_pull_policy.text(),
+        "command": [PROGRAM],
+        "args": args,
+        "env": [super::from_field("NODE_NAME", "spec.nodeName")],
+        "livenessProbe": probe("live", 10, 3),
+        "readinessProbe": probe("ready", 5, 2),
+        "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
+        "securityContext": security_context(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            // Read-only until something has to be written there. HostToContainer: what the host mounts later is seen.
+            {"name": "host", "mountPath": "/host", "mountPropagation": "HostToContainer", "readOnly": true},
+            {"name": "state", "mountPath": STATE_DIR},
+            {"name": "run", "mountPath": RUN_DIR},
+        ],
+    })
+}
+
+/// Root on its host, and yet never privileged.
+fn security_context() -> Value {
+    let mut capabilities = json!({"drop": ["ALL"]});
+    if !CAPABILITIES.is_empty() {
+        capabilities["add"] = json!(CAPABILITIES);
+    }
+    json!({
+        "privileged": false,
+        "allowPrivilegeEscalation": false,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+        "readOnlyRootFilesystem": true,
+        "capabilities": capabilities,
+        // The default profile of AppArmor and the default type of SELinux both forbid work on the host's files.
+        "appArmorProfile": {"type": "Unconfined"},
+        "seLinuxOptions": {"type": "spc_t"},
+    })
+}
+
+/// By exec: on the host's network a port could be taken, and two generations could not overlap.
+fn probe(question: &str, every_seconds: u32, failures: u32) -> Value {
+    json!({
+        "exec": {"command": [PROGRAM, "probe", question]},
+        "periodSeconds": every_seconds,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    })
+}

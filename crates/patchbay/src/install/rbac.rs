@@ -1,0 +1,118 @@
+//! Who may do what: a ServiceAccount for each program, and the least that each needs.
+//!
+//! Rules name the call that needs them. What a rule can say by name it says by name; the rest of the node daemon's
+//! confinement (only its own node's objects) is the admission policy's.
+
+use serde_json::{Value, json};
+
+use super::{CONTROLLER, NODE, Options, WEBHOOK_SECRET};
+
+/// ServiceAccounts first, so that no binding ever names a missing one.
+pub fn rbac(options: &Options) -> Vec<Value> {
+    vec![
+        service_account(options, CONTROLLER, "controller"),
+        service_account(options, NODE, "node"),
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": super::namespaced(options, CONTROLLER, "controller"),
+            "rules": controller_in_its_namespace(),
+        }),
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": super::namespaced(options, CONTROLLER, "controller"),
+            "roleRef": role_ref("Role", CONTROLLER),
+            "subjects": [subject(options, CONTROLLER)],
+        }),
+        cluster_role(CONTROLLER, "controller", controller_in_the_cluster()),
+        cluster_role_binding(options, CONTROLLER, "controller"),
+        cluster_role(NODE, "node", node_in_the_cluster()),
+        cluster_role_binding(options, NODE, "node"),
+    ]
+}
+
+/// A create cannot be limited by name: the name is not known when the request is authorized.
+fn controller_in_its_namespace() -> Value {
+    json!([
+        // Leader election.
+        {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": [CONTROLLER],
+            "verbs": ["get", "update"],
+        },
+        // The webhook's certificates. A list or watch of one name is allowed by that name.
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
+        {
+            "apiGroups": [""],
+            "resources": ["secrets"],
+            "resourceNames": [WEBHOOK_SECRET],
+            "verbs": ["get", "list", "watch", "update"],
+        },
+    ])
+}
+
+fn controller_in_the_cluster() -> Value {
+    json!([
+        // A NodeNetwork must name a Node that exists.
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]},
+        // The CA of the webhook.
+        {
+            "apiGroups": ["admissionregistration.k8s.io"],
+            "resources": ["validatingwebhookconfigurations"],
+            "resourceNames": [super::WEBHOOK_CONFIGURATION],
+            "verbs": ["get", "list", "watch", "patch", "update"],
+        },
+        {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
+    ])
+}
+
+fn node_in_the_cluster() -> Value {
+    json!([
+        // The own Node: its UID owns the NodeNetwork, its InternalIP is the VTEP address.
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]},
+        {
+            "apiGroups": ["patchbay.dev"],
+            "resources": ["nodenetworks"],
+            "verbs": ["get", "list", "watch", "create", "patch"],
+        },
+        {"apiGroups": ["patchbay.dev"], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
+    ])
+}
+
+fn service_account(options: &Options, name: &str, component: &str) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": super::namespaced(options, name, component),
+    })
+}
+
+fn cluster_role(name: &str, component: &str, rules: Value) -> Value {
+    json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRole",
+        "metadata": super::cluster(name, component),
+        "rules": rules,
+    })
+}
+
+fn cluster_role_binding(options: &Options, name: &str, component: &str) -> Value {
+    json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": super::cluster(name, component),
+        "roleRef": role_ref("ClusterRole", name),
+        "subjects": [subject(options, name)],
+    })
+}
+
+fn role_ref(kind: &str, name: &str) -> Value {
+    json!({"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name})
+}
+
+fn subject(options: &Options, name: &str) -> Value {
+    json!({"kind": "ServiceAccount", "name": name, "namespace": options.namespace})
+}

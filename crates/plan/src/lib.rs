@@ -1,0 +1,7 @@
+//! What should happen: every rule of Patchbay as a pure function over plain types.
+//!
+//! Nothing here awaits, reads a clock, draws a random number or knows a client: whatever a rule needs is passed in.
+
+pub mod certs;
+pub mod lease;
+pub mod nodenetwork;

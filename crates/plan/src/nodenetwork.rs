@@ -1,0 +1,430 @@
+//! What a node publishes as its NodeNetwork, and when.
+//!
+//! Owns the plain types for links and what was seen of them; knows no kernel, client or clock.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use api::{
+    Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NodeNetworkStatus, Patterns, Vtep,
+    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACES, MAX_NAME},
+};
+use ipnet::IpNet;
+use jiff::Timestamp;
+
+/// The links that are left out unless somebody says otherwise: ends of pods and of virtual machines, and what other
+/// network software makes for itself. Bridges and bonds of administrators are not among them.
+pub const IGNORED: &str = concat!(
+    // Pods and containers: reference plugins, Calico, Cilium, AWS, Azure, GKE, Kube-OVN.
+    "veth*,cali*,lxc*,eni[0-9a-f]*,azv*,gke[0-9a-f]*,????????????_h,",
+    // OVN-Kubernetes names the host's end after the first 15 digits of the sandbox.
+    "[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]",
+    "[0-9a-f][0-9a-f],",
+    // Virtual machines.
+    "tap*,vnet*,macvtap*,virbr*,",
+    // Primary networks: their bridges, tunnels and dummies.
+    "cni*,cilium*,flannel*,tunl*,*.calico,*.cali,vxlan_sys_*,genev_sys_*,ovn-*,ovn0,ovs-*,br-int,antrea-*,weave,",
+    "vxlan-6784,datapath,kube-bridge,kube-dummy-if,kube-ipvs*,nodelocaldns*,",
+    // Container engines.
+    "docker*,podman*,nerdctl*,br-[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]",
+    "[0-9a-f][0-9a-f][0-9a-f],",
+    // What the kernel makes in every namespace once a module is loaded.
+    "lo,ifb*,sit*,ip6tnl*,ip6gre*,gre*,erspan*,ip_vti*,ip6_vti*,teql*",
+);
+
+/// How long to wait after the first event, so that one look sees all of a small change.
+const SETTLE: Duration = Duration::from_millis(100);
+/// The least time between two looks at the kernel. A storm of events costs three looks a second.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(350);
+/// The least time between two writes.
+const BETWEEN_WRITES: Duration = Duration::from_secs(1);
+
+/// A link as the kernel describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// The kernel's number for it, unique as long as the link exists.
+    pub index: u32,
+    /// Its name, with unreadable bytes escaped.
+    pub name: String,
+    /// The kernel's word for what it is; none for hardware.
+    pub kind: Option<String>,
+    pub mac: Option<Mac>,
+    pub mtu: u32,
+    /// Whether an administrator has set it up.
+    pub admin: Admin,
+    /// What the driver says of it.
+    pub oper: Oper,
+    /// Whether it is the namespace's own loopback.
+    pub loopback: bool,
+    /// The index of the bridge, bond or VRF that it is a port of.
+    pub master: Option<u32>,
+    /// Free text that somebody put on it.
+    pub alias: String,
+    pub addresses: Vec<Address>,
+}
+
+/// Whether a link is set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admin {
+    Up,
+    Down,
+}
+
+/// The operational states of RFC 2863.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Oper {
+    Unknown,
+    NotPresent,
+    Down,
+    LowerLayerDown,
+    Testing,
+    Dormant,
+    Up,
+}
+
+/// An address of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Address {
+    pub net: IpNet,
+    /// An IPv6 privacy address that is replaced every day or so.
+    pub temporary: bool,
+}
+
+/// What the kernel had at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Observed {
+    pub links: Vec<Link>,
+    /// The indexes of the links that a default route of the main table leads to.
+    pub default_routes: Vec<u32>,
+}
+
+/// What the Node object says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Facts {
+    pub uid: String,
+    /// Its InternalIPs, in its order.
+    pub internal_ips: Vec<IpAddr>,
+}
+
+/// All that is known when something has to be decided.
+#[derive(Debug, Clone, Copy)]
+pub struct Picture<'a> {
+    pub observed: &'a Observed,
+    pub facts: &'a Facts,
+    /// The names of the links to leave out.
+    pub ignored: &'a Patterns,
+    /// The newest that is known of the API server's object; none if there is no such object.
+    pub server: Option<&'a Record>,
+    /// The last write that went through.
+    pub written: Option<&'a Written>,
+    /// When the last write was tried.
+    pub last_write: Option<Instant>,
+}
+
+/// What the NodeNetwork should say.
+pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
+    let Picture {
+        observed,
+        facts,
+        ignored,
+        server,
+        written,
+        last_write: _,
+    } = picture;
+    // A condition whose status stays keeps its time. Ours counts before the server's, which somebody may have
+    // edited, and which an older schema may have emptied.
+    let ours = written.map(|written| &written.wanted);
+    let theirs = server.and_then(|record| record.status.as_ref());
+    let before: Vec<&Condition> = ours
+        .into_iter()
+        .chain(theirs)
+        .flat_map(|status| &status.conditions)
+        .collect();
+
+    let vtep = vtep(observed, facts, ignored);
+    let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
+    let verdicts = [ready(interfaces.len(), left), vtep_found(facts, vtep.as_ref())];
+    let conditions = verdicts
+        .into_iter()
+        .map(|verdict| verdict.condition(&before, now))
+        .collect();
+    NodeNetworkStatus {
+        vtep,
+        interfaces,
+        conditions,
+    }
+}
+
+fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
+    facts.internal_ips.iter().find_map(|&address| {
+        observed
+            .links
+            .iter()
+            .filter(|link| link.addresses.iter().any(|own| own.net.addr() == address))
+            // The same address on several links happens (proxies put it on a dummy): the real one first.
+            .min_by_key(|link| (link.loopback, ignored.matches(&link.name), link.index))
+            .map(|link| Vtep {
+                address,
+                interface: shown(&link.name),
+                mtu: mtu(link),
+            })
+    })
+}
+
+/// The links to list, sorted by name, and how many did not fit.
+fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, usize) {
+    let names: BTreeMap<u32, &str> = observed
+        .links
+        .iter()
+        .map(|link| (link.index, link.name.as_str()))
+        .collect();
+    let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
+    let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS);
+
+    let mut listed: Vec<&Link> = observed
+        .links
+        .iter()
+        .filter(|link| !link.loopback && !link.name.is_empty())
+        .filter(|link| ours(link) || !ignored.matches(&link.name))
+        .collect();
+    // The name is the key of the list: a second link of that name, seen because it was renamed while the
+    // kernel was counting them up, would make the API server refuse all of it.
+    listed.sort_by_cached_key(|link| (shown(&link.name), link.index));
+    listed.dedup_by_key(|link| shown(&link.name));
+
+    let left = listed.len().saturating_sub(MAX_INTERFACES);
+    if left > 0 {
+        // What the node or Patchbay needs stays, the rest goes by name.
+        let needed = |link: &Link| {
+            ours(link)
+                || default_routes.contains(&link.index)
+                || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
+        };
+        listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
+        listed.truncate(MAX_INTERFACES);
+        listed.sort_by_cached_key(|link| shown(&link.name));
+    }
+
+    let interface = |link: &Link| Interface {
+        name: shown(&link.name),
+        kind: link
+            .kind
+            .as_deref()
+            .filter(|kind| !kind.is_empty())
+            .map_or_else(|| "physical".to_owned(), shown),
+        mac: link.mac,
+        mtu: mtu(link),
+        state: state(link.admin, link.oper),
+        addresses: addresses(link),
+        master: link
+            .master
+            .and_then(|index| names.get(&index))
+            .filter(|name| !name.is_empty())
+            .map(|name| shown(name)),
+        default_route: default_routes.contains(&link.index),
+    };
+    (listed.into_iter().map(interface).collect(), left)
+}
+
+/// Cuts what is longer than a name of the kernel can be.
+fn shown(name: &str) -> String {
+    name.chars().take(MAX_NAME).collect()
+}
+
+fn mtu(link: &Link) -> i32 {
+    i32::try_from(link.mtu).unwrap_or(i32::MAX)
+}
+
+fn state(admin: Admin, oper: Oper) -> LinkState {
+    match (admin, oper) {
+        (_, Oper::NotPresent) => LinkState::NotPresent,
+        (Admin::Down, _) => LinkState::Down,
+        (Admin::Up, Oper::Up) => LinkState::Up,
+        (Admin::Up, Oper::Down) => LinkState::NoCarrier,
+        (Admin::Up, Oper::LowerLayerDown) => LinkState::LowerLayerDown,
+        (Admin::Up, Oper::Testing) => LinkState::Testing,
+        (Admin::Up, Oper::Dormant) => LinkState::Dormant,
+        (Admin::Up, Oper::Unknown) => LinkState::Unknown,
+    }
+}
+
+/// The addresses worth showing. Link-local and temporary ones come and go by themselves.
+fn addresses(link: &Link) -> Vec<IpNet> {
+    let mut nets: Vec<IpNet> = link
+        .addresses
+        .iter()
+        .filter(|address| !address.temporary)
+        .map(|address| address.net)
+        .filter(|net| match net {
+            IpNet::V4(_) => true,
+            IpNet::V6(net) => !net.addr().is_unicast_link_local(),
+        })
+        .collect();
+    nets.sort_unstable();
+    nets.dedup();
+    nets.truncate(MAX_ADDRESSES);
+    nets
+}
+
+/// A condition without its time.
+struct Verdict {
+    r#type: &'static str,
+    status: ConditionStatus,
+    reason: &'static str,
+    message: String,
+}
+
+impl Verdict {
+    fn condition(self, before: &[&Condition], now: Timestamp) -> Condition {
+        let since = before
+            .iter()
+            .find(|old| old.r#type == self.r#type && old.status == self.status)
+            .map_or(now, |old| old.last_transition_time);
+        Condition {
+            r#type: self.r#type.to_owned(),
+            status: self.status,
+            reason: self.reason.to_owned(),
+            message: self.message,
+            // Times of Kubernetes have whole seconds, the API server would cut the rest.
+            last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
+            observed_generation: None,
+        }
+    }
+}
+
+fn ready(listed: usize, left: usize) -> Verdict {
+    if left == 0 {
+        return Verdict {
+            r#type: "Ready",
+            status: ConditionStatus::True,
+            reason: "Published",
+            message: "the links of this node are listed".to_owned(),
+        };
+    }
+    Verdict {
+        r#type: "Ready",
+        status: ConditionStatus::False,
+        reason: "TooManyLinks",
+        message: format!(
+            "only {listed} of {} links are listed; leave out links that no network will use with \
+             `patchbay node --ignore-interfaces`",
+            listed + left
+        ),
+    }
+}
+
+fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
+    let (status, reason, message) = match vtep {
+        Some(vtep) => {
+            let message = format!("overlays use {} on {}", vtep.address, vtep.interface);
+            (ConditionStatus::True, "AddressOnLink", message)
+        }
+        None if facts.internal_ips.is_empty() => (
+            ConditionStatus::False,
+            "NoInternalIP",
+            "the Node has no address of type InternalIP, so overlay networks cannot reach it; set the kubelet's \
+             --node-ip, or look at the cloud controller that sets Node addresses"
+                .to_owned(),
+        ),
+        None => {
+            let ips: Vec<String> = facts.internal_ips.iter().take(8).map(ToString::to_string).collect();
+            let message = format!(
+                "no link of this node has {}, the InternalIP of the Node, so overlay networks cannot reach it; set \
+                 the kubelet's --node-ip to an address that is on a link",
+                ips.join(" or ")
+            );
+            (ConditionStatus::False, "AddressNotOnAnyLink", message)
+        }
+    };
+    Verdict {
+        r#type: "VtepFound",
+        status,
+        reason,
+        message,
+    }
+}
+
+/// When to look at the kernel again: the first event since the last look came at `event`.
+pub fn look(event: Instant, last_look: Option<Instant>) -> Instant {
+    let settled = event + SETTLE;
+    last_look.map_or(settled, |last| settled.max(last + BETWEEN_LOOKS))
+}
+
+/// A NodeNetwork, as far as its daemon answers for it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Record {
+    /// The UIDs of the Nodes that own it.
+    pub owners: Vec<String>,
+    /// None also when what stands there cannot be read.
+    pub status: Option<NodeNetworkStatus>,
+}
+
+/// The last write that went through.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    pub uid: String,
+    pub wanted: NodeNetworkStatus,
+    /// What the API server made of it.
+    pub got: Record,
+}
+
+/// What to do about a NodeNetwork.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Publish {
+    /// All is as it should be.
+    Nothing,
+    Now(Writes),
+    /// Too early to write again.
+    At(Instant),
+}
+
+/// Which parts to write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Writes {
+    /// The object itself: it is missing, or not owned by its Node.
+    pub object: bool,
+    pub status: bool,
+}
+
+/// Decides about a write of `wanted`.
+pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) -> Publish {
+    let Picture {
+        facts,
+        server,
+        written,
+        last_write,
+        observed: _,
+        ignored: _,
+    } = *picture;
+    let writes = match server {
+        None => Writes {
+            object: true,
+            status: true,
+        },
+        Some(record) => Writes {
+            object: !record.owners.contains(&facts.uid),
+            status: record.status.as_ref() != Some(wanted),
+        },
+    };
+    if !writes.object && !writes.status {
+        return Publish::Nothing;
+    }
+    // Something on the way changes what we write (an older schema, a webhook): writing it again changes nothing.
+    if let (Some(record), Some(written)) = (server, written)
+        && *record == written.got
+        && *wanted == written.wanted
+        && facts.uid == written.uid
+    {
+        return Publish::Nothing;
+    }
+    match last_write.map(|last| last + BETWEEN_WRITES) {
+        Some(then) if now < then => Publish::At(then),
+        _ => Publish::Now(writes),
+    }
+}
+
+#[cfg(test)]
+mod tests;

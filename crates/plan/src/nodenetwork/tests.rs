@@ -1,0 +1,637 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn link(index: u32, name: &str) -> Link {
+    Link {
+        index,
+        name: name.to_owned(),
+        kind: None,
+        mac: Some(Mac::from([2, 0, 0, 0, 0, 1])),
+        mtu: 1500,
+        admin: Admin::Up,
+        oper: Oper::Up,
+        loopback: false,
+        master: None,
+        alias: String::new(),
+        addresses: Vec::new(),
+    }
+}
+
+fn address(net: &str) -> Address {
+    Address {
+        net: net.parse().unwrap(),
+        temporary: false,
+    }
+}
+
+fn facts(ips: &[&str]) -> Facts {
+    Facts {
+        uid: "uid-1".to_owned(),
+        internal_ips: ips.iter().map(|ip| ip.parse().unwrap()).collect(),
+    }
+}
+
+fn ignored() -> Patterns {
+    IGNORED.parse().unwrap()
+}
+
+fn noon() -> Timestamp {
+    "2026-01-01T12:00:00Z".parse().unwrap()
+}
+
+fn observed(links: &[Link]) -> Observed {
+    Observed {
+        links: links.to_vec(),
+        default_routes: Vec::new(),
+    }
+}
+
+fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
+    let ignored = ignored();
+    let picture = Picture {
+        observed,
+        facts,
+        ignored: &ignored,
+        server: None,
+        written: None,
+        last_write: None,
+    };
+    status(&picture, noon())
+}
+
+fn names(status: &NodeNetworkStatus) -> Vec<&str> {
+    status
+        .interfaces
+        .iter()
+        .map(|interface| interface.name.as_str())
+        .collect()
+}
+
+fn condition<'a>(status: &'a NodeNetworkStatus, r#type: &str) -> &'a Condition {
+    status
+        .conditions
+        .iter()
+        .find(|condition| condition.r#type == r#type)
+        .unwrap()
+}
+
+#[test]
+fn a_link_is_shown_with_all_that_is_known_of_it() {
+    let mut eth0 = link(2, "eth0");
+    eth0.master = Some(5);
+    eth0.addresses = vec![
+        address("fd00::2/64"),
+        address("10.0.0.2/24"),
+        address("10.0.0.2/24"),
+    ];
+    let mut bridge = link(5, "br0");
+    bridge.kind = Some("bridge".to_owned());
+    bridge.oper = Oper::Down;
+    bridge.mac = None;
+    let seen = Observed {
+        links: vec![eth0, bridge],
+        default_routes: vec![2, 2],
+    };
+
+    let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+
+    let vtep = Vtep {
+        address: "10.0.0.2".parse().unwrap(),
+        interface: "eth0".to_owned(),
+        mtu: 1500,
+    };
+    assert_eq!(status.vtep, Some(vtep));
+    assert_eq!(
+        status.interfaces,
+        [
+            Interface {
+                name: "br0".to_owned(),
+                kind: "bridge".to_owned(),
+                mac: None,
+                mtu: 1500,
+                state: LinkState::NoCarrier,
+                addresses: vec![],
+                master: None,
+                default_route: false,
+            },
+            Interface {
+                name: "eth0".to_owned(),
+                kind: "physical".to_owned(),
+                mac: Some(Mac::from([2, 0, 0, 0, 0, 1])),
+                mtu: 1500,
+                state: LinkState::Up,
+                addresses: vec!["10.0.0.2/24".parse().unwrap(), "fd00::2/64".parse().unwrap()],
+                master: Some("br0".to_owned()),
+                default_route: true,
+            },
+        ]
+    );
+    for r#type in ["Ready", "VtepFound"] {
+        assert_eq!(condition(&status, r#type).status, ConditionStatus::True);
+        assert_eq!(condition(&status, r#type).last_transition_time, noon());
+    }
+}
+
+#[test]
+fn links_of_pods_and_of_other_network_software_are_left_out() {
+    let left_out = [
+        "veth1a2b",
+        "cali123",
+        "lxc_health",
+        "eni4f1c9d0a1b2",
+        "azv1234",
+        "12ab34cd56ef_h",
+        "3f5a2b1c9d8e7f6",
+        "tap0",
+        "vnet3",
+        "virbr0",
+        "virbr0-nic",
+        "cni0",
+        "cilium_host",
+        "cilium_vxlan",
+        "flannel.1",
+        "tunl0",
+        "vxlan.calico",
+        "wireguard.cali",
+        "vxlan-v6.calico",
+        "genev_sys_6081",
+        "vxlan_sys_4789",
+        "ovn-k8s-mp0",
+        "ovs-system",
+        "br-int",
+        "antrea-gw0",
+        "kube-ipvs0",
+        "kube-bridge",
+        "nodelocaldns",
+        "docker0",
+        "br-0123456789ab",
+        "podman1",
+        "ifb0",
+        "sit0",
+        "ip6tnl0",
+        "gre0",
+        "gretap0",
+        "erspan0",
+        "ip_vti0",
+        "ip6_vti0",
+        "ip6gre0",
+        "teql0",
+        "lo",
+    ];
+    let kept = [
+        "bond0",
+        "bond0.100",
+        "br-ex",
+        "br-blue",
+        "dummy0",
+        "enp3s0f1np1",
+        "ens1f0v3",
+        "eth0",
+        "ib0",
+        "mgmt-bo",
+        "mgmt-br",
+        "team0",
+        "vlan100",
+        "wg0",
+        "wlan0",
+    ];
+    let links: Vec<Link> = (1..)
+        .zip(left_out.iter().chain(&kept))
+        .map(|(index, name)| link(index, name))
+        .collect();
+    assert_eq!(names(&plan_status(&observed(&links), &facts(&[]))), kept);
+}
+
+#[test]
+fn our_own_links_are_listed_whatever_their_name() {
+    let mut ours = link(1, "veth1");
+    ours.alias = "patchbay/blue".to_owned();
+    let mut foreign = link(2, "veth2");
+    foreign.alias = "not patchbay/blue".to_owned();
+    assert_eq!(
+        names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))),
+        ["veth1"]
+    );
+}
+
+#[test]
+fn the_loopback_is_never_listed_even_if_it_is_renamed_or_claims_to_be_ours() {
+    let mut lo = link(1, "eth7");
+    lo.loopback = true;
+    lo.alias = "patchbay/x".to_owned();
+    assert_eq!(
+        names(&plan_status(&observed(&[lo]), &facts(&[]))),
+        Vec::<&str>::new()
+    );
+}
+
+#[test]
+fn the_vtep_is_the_first_internal_ip_that_is_on_a_link() {
+    let mut eth0 = link(2, "eth0");
+    eth0.addresses = vec![address("10.0.0.2/24")];
+    let mut cni0 = link(3, "cni0");
+    cni0.addresses = vec![address("fd00::2/64")];
+    cni0.mtu = 9000;
+    let seen = observed(&[eth0, cni0]);
+
+    let vtep = |ips: &[&str]| {
+        plan_status(&seen, &facts(ips))
+            .vtep
+            .map(|vtep| (vtep.interface, vtep.mtu))
+    };
+    assert_eq!(
+        vtep(&["10.9.9.9", "fd00::2", "10.0.0.2"]),
+        Some(("cni0".to_owned(), 9000))
+    );
+    assert_eq!(vtep(&["10.0.0.2", "fd00::2"]), Some(("eth0".to_owned(), 1500)));
+    assert_eq!(vtep(&["10.0.0.3"]), None);
+}
+
+#[test]
+fn an_address_on_two_links_belongs_to_the_one_that_is_listed() {
+    let mut links = [link(1, "lo"), link(2, "kube-ipvs0"), link(3, "eth0")];
+    links[0].loopback = true;
+    for link in &mut links {
+        link.addresses = vec![address("10.0.0.2/32")];
+    }
+    assert_eq!(
+        plan_status(&observed(&links), &facts(&["10.0.0.2"]))
+            .vtep
+            .unwrap()
+            .interface,
+        "eth0"
+    );
+    assert_eq!(
+        plan_status(&observed(&links[..2]), &facts(&["10.0.0.2"]))
+            .vtep
+            .unwrap()
+            .interface,
+        "kube-ipvs0"
+    );
+    assert_eq!(
+        plan_status(&observed(&links[..1]), &facts(&["10.0.0.2"]))
+            .vtep
+            .unwrap()
+            .interface,
+        "lo"
+    );
+}
+
+#[test]
+fn a_node_without_a_vtep_says_what_to_do() {
+    let seen = observed(&[link(1, "eth0")]);
+    let status = plan_status(&seen, &facts(&["10.0.0.2", "fd00::2"]));
+    let found = condition(&status, "VtepFound");
+    assert_eq!(
+        (found.status, found.reason.as_str()),
+        (ConditionStatus::False, "AddressNotOnAnyLink")
+    );
+    assert!(found.message.contains("10.0.0.2 or fd00::2") && found.message.contains("--node-ip"));
+
+    let status = plan_status(&seen, &facts(&[]));
+    assert_eq!(condition(&status, "VtepFound").reason, "NoInternalIP");
+    assert_eq!(condition(&status, "Ready").status, ConditionStatus::True);
+}
+
+#[test]
+fn link_local_and_temporary_addresses_are_not_shown() {
+    let mut eth0 = link(1, "eth0");
+    eth0.addresses = vec![
+        address("fe80::1/64"),
+        Address {
+            net: "2001:db8::1234/64".parse().unwrap(),
+            temporary: true,
+        },
+        address("2001:db8::1/64"),
+        address("169.254.1.1/16"),
+    ];
+    let status = plan_status(&observed(&[eth0]), &facts(&[]));
+    let wanted: Vec<IpNet> = ["169.254.1.1/16", "2001:db8::1/64"]
+        .iter()
+        .map(|net| net.parse().unwrap())
+        .collect();
+    assert_eq!(status.interfaces[0].addresses, wanted);
+}
+
+#[test]
+fn every_state_has_its_word() {
+    for (admin, oper, wanted) in [
+        (Admin::Up, Oper::Up, LinkState::Up),
+        (Admin::Up, Oper::Down, LinkState::NoCarrier),
+        (Admin::Up, Oper::LowerLayerDown, LinkState::LowerLayerDown),
+        (Admin::Up, Oper::Dormant, LinkState::Dormant),
+        (Admin::Up, Oper::Testing, LinkState::Testing),
+        (Admin::Up, Oper::Unknown, LinkState::Unknown),
+        (Admin::Up, Oper::NotPresent, LinkState::NotPresent),
+        (Admin::Down, Oper::Down, LinkState::Down),
+        (Admin::Down, Oper::LowerLayerDown, LinkState::Down),
+        (Admin::Down, Oper::Up, LinkState::Down),
+    ] {
+        assert_eq!(state(admin, oper), wanted, "{admin:?} {oper:?}");
+    }
+}
+
+#[test]
+fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
+    let mut port = link(3, "eth1");
+    port.master = Some(99);
+    let status = plan_status(
+        &observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]),
+        &facts(&[]),
+    );
+    assert_eq!(names(&status), ["eth0", "eth1"]);
+    assert_eq!(status.interfaces[1].master, None);
+}
+
+#[test]
+fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
+    let mut links: Vec<Link> = (1..=600)
+        .map(|index| link(index, &format!("eth{index:03}")))
+        .collect();
+    links[598].addresses = vec![address("10.0.0.2/24")];
+    links[597].alias = "patchbay/blue".to_owned();
+    let seen = Observed {
+        links,
+        default_routes: vec![600],
+    };
+    let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+
+    let shown = names(&status);
+    assert_eq!(shown.len(), MAX_INTERFACES);
+    assert_eq!(shown[508..], ["eth509", "eth598", "eth599", "eth600"]);
+    let ready = condition(&status, "Ready");
+    assert_eq!(
+        (ready.status, ready.reason.as_str()),
+        (ConditionStatus::False, "TooManyLinks")
+    );
+    assert!(ready.message.contains("512 of 600"), "{}", ready.message);
+}
+
+#[test]
+fn a_condition_keeps_its_time_until_its_status_changes() {
+    let seen = observed(&[link(1, "eth0")]);
+    let (facts, ignored) = (facts(&[]), ignored());
+    let mut picture = Picture {
+        observed: &seen,
+        facts: &facts,
+        ignored: &ignored,
+        server: None,
+        written: None,
+        last_write: None,
+    };
+    let first = status(&picture, noon());
+    let record = Record {
+        owners: vec![],
+        status: Some(first.clone()),
+    };
+    picture.server = Some(&record);
+    let later: Timestamp = "2026-01-01T13:00:00.5Z".parse().unwrap();
+    assert_eq!(status(&picture, later), first);
+
+    let mut flipped = record.clone();
+    flipped.status.as_mut().unwrap().conditions[0].status = ConditionStatus::Unknown;
+    picture.server = Some(&flipped);
+    assert_eq!(
+        status(&picture, later).conditions[0]
+            .last_transition_time
+            .to_string(),
+        "2026-01-01T13:00:00Z"
+    );
+}
+
+#[test]
+fn one_look_waits_for_the_burst_and_a_storm_costs_three_looks_a_second() {
+    let start = Instant::now();
+    let ms = |n| start + Duration::from_millis(n);
+    assert_eq!(look(ms(0), None), ms(100));
+    assert_eq!(look(ms(5000), Some(ms(0))), ms(5100));
+    assert_eq!(look(ms(10), Some(ms(0))), ms(350));
+}
+
+/// A desk with everything written and in order.
+struct Desk {
+    observed: Observed,
+    facts: Facts,
+    ignored: Patterns,
+    server: Option<Record>,
+    written: Option<Written>,
+    last_write: Option<Instant>,
+}
+
+impl Desk {
+    fn new() -> Self {
+        let mut desk = Self {
+            observed: observed(&[link(1, "eth0")]),
+            facts: facts(&["10.0.0.2"]),
+            ignored: ignored(),
+            server: None,
+            written: None,
+            last_write: None,
+        };
+        desk.write();
+        desk
+    }
+
+    fn picture(&self) -> Picture<'_> {
+        Picture {
+            observed: &self.observed,
+            facts: &self.facts,
+            ignored: &self.ignored,
+            server: self.server.as_ref(),
+            written: self.written.as_ref(),
+            last_write: self.last_write,
+        }
+    }
+
+    fn wanted(&self) -> NodeNetworkStatus {
+        status(&self.picture(), noon())
+    }
+
+    fn write(&mut self) {
+        let wanted = self.wanted();
+        let got = Record {
+            owners: vec![self.facts.uid.clone()],
+            status: Some(wanted.clone()),
+        };
+        self.server = Some(got.clone());
+        self.written = Some(Written {
+            uid: self.facts.uid.clone(),
+            wanted,
+            got,
+        });
+    }
+
+    fn publish(&self, now: Instant) -> Publish {
+        publish(&self.picture(), &self.wanted(), now)
+    }
+}
+
+const BOTH: Publish = Publish::Now(Writes {
+    object: true,
+    status: true,
+});
+const STATUS: Publish = Publish::Now(Writes {
+    object: false,
+    status: true,
+});
+const OBJECT: Publish = Publish::Now(Writes {
+    object: true,
+    status: false,
+});
+
+#[test]
+fn nothing_is_written_when_nothing_changed() {
+    assert_eq!(Desk::new().publish(Instant::now()), Publish::Nothing);
+}
+
+#[test]
+fn a_new_nic_is_written_at_once_and_the_next_one_a_second_later() {
+    let mut desk = Desk::new();
+    let now = Instant::now();
+    desk.observed.links.push(link(2, "eth1"));
+    assert_eq!(desk.publish(now), STATUS);
+    desk.write();
+    desk.last_write = Some(now);
+    desk.observed.links.push(link(3, "eth2"));
+    assert_eq!(
+        desk.publish(now + Duration::from_millis(999)),
+        Publish::At(now + BETWEEN_WRITES)
+    );
+    assert_eq!(desk.publish(now + BETWEEN_WRITES), STATUS);
+}
+
+#[test]
+fn a_missing_object_is_made_and_a_foreign_edit_undone() {
+    let now = Instant::now();
+    let mut desk = Desk::new();
+    desk.server = None;
+    assert_eq!(desk.publish(now), BOTH);
+
+    let mut desk = Desk::new();
+    desk.server.as_mut().unwrap().status = None;
+    assert_eq!(desk.publish(now), STATUS);
+
+    let mut desk = Desk::new();
+    desk.server
+        .as_mut()
+        .unwrap()
+        .status
+        .as_mut()
+        .unwrap()
+        .interfaces
+        .clear();
+    assert_eq!(desk.publish(now), STATUS);
+
+    let mut desk = Desk::new();
+    desk.server.as_mut().unwrap().owners.clear();
+    assert_eq!(desk.publish(now), OBJECT);
+}
+
+#[test]
+fn a_node_that_was_made_anew_becomes_the_owner() {
+    let mut desk = Desk::new();
+    desk.facts.uid = "uid-2".to_owned();
+    assert_eq!(desk.publish(Instant::now()), OBJECT);
+}
+
+#[test]
+fn a_server_that_changes_what_we_write_is_not_written_to_again_and_again() {
+    let mut desk = Desk::new();
+    for record in [
+        desk.server.as_mut().unwrap(),
+        &mut desk.written.as_mut().unwrap().got,
+    ] {
+        record.status.as_mut().unwrap().conditions.clear();
+    }
+    let much_later: Timestamp = "2026-01-01T15:00:00Z".parse().unwrap();
+    let wanted = status(&desk.picture(), much_later);
+    assert_eq!(
+        publish(&desk.picture(), &wanted, Instant::now()),
+        Publish::Nothing
+    );
+    desk.observed.links.push(link(2, "eth1"));
+    assert_eq!(desk.publish(Instant::now()), STATUS);
+}
+
+prop_compose! {
+    fn any_address()(host in 0u8..4, bits in 8u8..=32, temporary in any::<bool>(), six in any::<bool>()) -> Address {
+        let text = if six { format!("2001:db8::{host}/{bits}") } else { format!("10.0.0.{host}/{bits}") };
+        Address { net: text.parse().unwrap(), temporary }
+    }
+}
+
+prop_compose! {
+    fn any_link()(
+        index in 1u32..20,
+        name in prop_oneof!["eth[0-3]", "veth[0-3]", "\\PC{0,15}"],
+        kind in proptest::option::of("\\PC{0,80}"),
+        mtu in any::<u32>(),
+        up in any::<bool>(),
+        loopback in any::<bool>(),
+        master in proptest::option::of(1u32..20),
+        alias in prop_oneof!["", "patchbay/x", "\\PC*"],
+        addresses in proptest::collection::vec(any_address(), 0..5),
+    ) -> Link {
+        let admin = if up { Admin::Up } else { Admin::Down };
+        let oper = if up { Oper::Up } else { Oper::Down };
+        Link { index, name, kind, mac: None, mtu, admin, oper, loopback, master, alias, addresses }
+    }
+}
+
+prop_compose! {
+    // The kernel never shows two links of one index.
+    fn any_observed()(
+        links in proptest::collection::btree_map(1u32..40, any_link(), 0..20),
+        default_routes in proptest::collection::vec(1u32..40, 0..5),
+    ) -> Observed {
+        let links = links.into_iter().map(|(index, link)| Link { index, ..link }).collect();
+        Observed { links, default_routes }
+    }
+}
+
+fn shuffled(seen: &Observed, seed: &[usize]) -> Observed {
+    fn shuffle<T>(list: &mut [T], seed: &[usize]) {
+        for (at, swap) in (0..list.len()).zip(seed.iter().cycle()) {
+            list.swap(at, swap % list.len());
+        }
+    }
+    let mut seen = seen.clone();
+    shuffle(&mut seen.links, seed);
+    shuffle(&mut seen.default_routes, seed);
+    seen.links
+        .iter_mut()
+        .for_each(|link| shuffle(&mut link.addresses, seed));
+    seen
+}
+
+proptest! {
+    #[test]
+    fn the_order_in_which_the_kernel_tells_never_matters(
+        seen in any_observed(),
+        seed in proptest::collection::vec(any::<usize>(), 1..20),
+    ) {
+        let facts = facts(&["10.0.0.2", "2001:db8::1"]);
+        prop_assert_eq!(plan_status(&seen, &facts), plan_status(&shuffled(&seen, &seed), &facts));
+    }
+
+    #[test]
+    fn what_is_published_keeps_the_limits_of_the_schema(seen in any_observed()) {
+        let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+        let shown = names(&status);
+        prop_assert!(shown.windows(2).all(|pair| pair[0] < pair[1]));
+        prop_assert!(shown.iter().all(|name| (1..=MAX_NAME).contains(&name.chars().count())));
+        for interface in &status.interfaces {
+            prop_assert!((1..=MAX_NAME).contains(&interface.kind.chars().count()));
+            prop_assert!(interface.mtu >= 0);
+        }
+    }
+
+    #[test]
+    fn after_a_write_there_is_nothing_to_write(seen in any_observed()) {
+        let mut desk = Desk::new();
+        desk.observed = seen;
+        desk.write();
+        prop_assert_eq!(desk.publish(Instant::now()), Publish::Nothing);
+    }
+}
