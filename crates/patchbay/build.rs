@@ -63,7 +63,9 @@ fn watch_sources() -> Vec<String> {
     let rooms = rooms.filter(|room| room.file_name() != OsStr::new("lab"));
     sources.extend(rooms.filter_map(|room| room.path().to_str().map(str::to_owned)));
     sources.sort();
-    sources.iter().for_each(|path| watch(path));
+    for path in &sources {
+        watch(path);
+    }
     sources
 }
 

@@ -30,25 +30,10 @@ pub const MAX_NAME: usize = 63;
     status = "NodeNetworkStatus",
     derive = "PartialEq",
     doc = "NodeNetwork shows what the network of one node looks like. There is one per node, of the same name; the Patchbay daemon of that node writes it, and it goes away together with its Node. It has no spec: there is nothing to edit.",
-    printcolumn(
-        name = "VTEP",
-        type_ = "string",
-        json_path = ".status.vtep.address",
-        description = "Address that overlays between the nodes use"
-    ),
-    printcolumn(
-        name = "Uplink",
-        type_ = "string",
-        json_path = ".status.interfaces[?(@.defaultRoute==true)].name",
-        description = "Link that carries the default route"
-    ),
-    printcolumn(
-        name = "Ready",
-        type_ = "string",
-        json_path = ".status.conditions[?(@.type==\"Ready\")].status",
-        description = "Whether what is shown is complete"
-    ),
-    printcolumn(name = "Age", type_ = "date", json_path = ".metadata.creationTimestamp")
+    printcolumn = r#"{"name": "VTEP", "type": "string", "jsonPath": ".status.vtep.address", "description": "Address that overlays between the nodes use"}"#,
+    printcolumn = r#"{"name": "Uplink", "type": "string", "jsonPath": ".status.interfaces[?(@.defaultRoute==true)].name", "description": "Link that carries the default route"}"#,
+    printcolumn = r#"{"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type==\"Ready\")].status", "description": "Whether what is shown is complete"}"#,
+    printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
 pub struct NodeNetworkSpec {}
 
@@ -57,12 +42,11 @@ pub struct NodeNetworkSpec {}
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NodeNetworkStatus {
-    /// The tunnel end point of this node: where the other nodes send the frames of overlay networks.
-    /// Missing when no InternalIP of the Node is on one of its links; the condition VtepFound then says what to do.
+    // A line of text is a line for `kubectl explain` too, so these are long.
+    /// The tunnel end point of this node: where the other nodes send the frames of overlay networks. Missing when no InternalIP of the Node is on one of its links; the condition VtepFound then says what to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vtep: Option<Vtep>,
-    /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback
-    /// and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
+    /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(
         feature = "kube",
@@ -179,7 +163,8 @@ pub enum LinkState {
 #[expect(dead_code, reason = "only its schema is used")]
 struct Cidr(#[schemars(length(max = 43), extend("format" = "cidr"))] String);
 
-#[cfg(all(test, feature = "kube"))]
+#[cfg(test)]
+#[cfg(feature = "kube")]
 mod tests {
     use kube::CustomResourceExt as _;
     use serde_json::{Value, json};

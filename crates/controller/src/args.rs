@@ -80,7 +80,7 @@ pub enum Error {
 }
 
 const LONGEST_DRAIN: Duration = Duration::from_secs(5);
-const LONGEST_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
+const LONGEST_LIFE: Duration = Duration::from_hours(3650 * 24);
 
 fn any(port: u16) -> SocketAddr {
     SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
@@ -101,11 +101,17 @@ impl Args {
             return Err(Error::Term);
         }
         let pauses = [self.lease_renew, self.lease_look];
-        if pauses.iter().any(|pause| pause.is_zero() || *pause > self.lease_term / 3) {
+        if pauses
+            .iter()
+            .any(|pause| pause.is_zero() || *pause > self.lease_term / 3)
+        {
             return Err(Error::Renew);
         }
         let authority_too_short = self.ca_lifetime < self.leaf_lifetime;
-        if self.leaf_lifetime < Duration::from_secs(3) || authority_too_short || self.ca_lifetime > LONGEST_LIFE {
+        if self.leaf_lifetime < Duration::from_secs(3)
+            || authority_too_short
+            || self.ca_lifetime > LONGEST_LIFE
+        {
             return Err(Error::Lifetime);
         }
         if self.settle > self.leaf_lifetime / 12 {
@@ -148,7 +154,16 @@ pub mod tests {
 
     #[test]
     fn short_lifetimes_for_tests_work() {
-        let short = ["--ca-lifetime", "30s", "--leaf-lifetime", "12s", "--settle", "1s", "--lease-term", "3s"];
+        let short = [
+            "--ca-lifetime",
+            "30s",
+            "--leaf-lifetime",
+            "12s",
+            "--settle",
+            "1s",
+            "--lease-term",
+            "3s",
+        ];
         let pauses = ["--lease-renew", "500ms", "--lease-look", "500ms"];
         assert_eq!(args(&[short.as_slice(), &pauses].concat()).check(), Ok(()));
     }

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use api::CONTROLLER_MANAGER;
 use jiff::Timestamp;
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -17,6 +18,7 @@ use tracing::{debug, info, warn};
 
 use crate::{
     call,
+    error::Chain,
     metrics::{Call, Metrics},
 };
 
@@ -78,14 +80,23 @@ enum Holder {
 
 impl Tenure {
     pub fn check(&self) -> Result<(), Error> {
-        if now() < *self.0.borrow() { Ok(()) } else { Err(Error::Over) }
+        if now() < *self.0.borrow() {
+            Ok(())
+        } else {
+            Err(Error::Over)
+        }
     }
 }
 
 impl Candidate {
     pub fn new(client: Client, settings: Settings, metrics: Arc<Metrics>) -> Self {
         let api = Api::namespaced(client, &settings.namespace);
-        Self { api, settings, metrics, known: None }
+        Self {
+            api,
+            settings,
+            metrics,
+            known: None,
+        }
     }
 
     /// Tries until this replica leads.
@@ -95,13 +106,15 @@ impl Candidate {
                 Ok(Ok(until)) => {
                     info!(identity = self.settings.identity, "leads");
                     self.metrics.leads(true);
-                    return Leader { candidate: self, until: watch::Sender::new(until) };
+                    return Leader {
+                        candidate: self,
+                        until: watch::Sender::new(until),
+                    };
                 }
                 Ok(Err(pause)) => pause,
                 Err(error) if error.is_conflict() => Duration::ZERO,
                 Err(error) => {
-                    let error: &(dyn std::error::Error + 'static) = &error;
-                    warn!(error, "the lease cannot be reached, tried again");
+                    warn!(error = %Chain(&error), "the lease cannot be reached, tried again");
                     self.settings.look
                 }
             };
@@ -111,16 +124,17 @@ impl Candidate {
 
     /// One look and, if it is our turn, one write: until when we lead, or how long to wait.
     async fn try_win(&mut self) -> Result<Result<Instant, Duration>, call::Error> {
-        let known = self.look().await?;
-        match lease::turn(&known.seen, &self.settings.identity, self.settings.term, now()) {
-            Turn::Wait(rest) => {
-                debug!(holder = known.seen.holder(), ?rest, "another replica leads");
-                return Ok(Err(rest));
-            }
-            Turn::Take | Turn::Keep => {}
+        let seen = self.look().await?.seen.clone();
+        if let Turn::Wait(rest) = lease::turn(&seen, &self.settings.identity, self.settings.term, now()) {
+            debug!(holder = seen.holder(), ?rest, "another replica leads");
+            return Ok(Err(rest));
         }
         let until = lease::tenure(self.write(Holder::Me).await?, self.settings.term);
-        Ok(if now() < until { Ok(until) } else { Err(Duration::ZERO) })
+        Ok(if now() < until {
+            Ok(until)
+        } else {
+            Err(Duration::ZERO)
+        })
     }
 
     /// A call may take a fifth of a term, so that a leader has several tries before its time is over.
@@ -148,7 +162,10 @@ impl Candidate {
         let lease = self.known.as_ref().and_then(|known| known.lease.clone());
         let exists = lease.is_some();
         let lease = written(lease, holder, &self.settings, Timestamp::now());
-        let params = PostParams { field_manager: Some("patchbay.dev/controller".to_owned()), ..PostParams::default() };
+        let params = PostParams {
+            field_manager: Some(CONTROLLER_MANAGER.to_owned()),
+            ..PostParams::default()
+        };
         let started = now();
         let call = async {
             if exists {
@@ -199,7 +216,8 @@ impl Leader {
             let rest = self.rest();
             let attempt = match tokio::time::timeout(rest, self.candidate.write(Holder::Me)).await {
                 Ok(Ok(started)) => {
-                    self.until.send_replace(lease::tenure(started, self.candidate.settings.term));
+                    self.until
+                        .send_replace(lease::tenure(started, self.candidate.settings.term));
                     return Ok(());
                 }
                 Ok(Err(error)) if error.is_conflict() => {
@@ -212,8 +230,7 @@ impl Leader {
                 Ok(Err(error)) => error,
                 Err(_) => call::Error::Deadline(rest),
             };
-            let error: &(dyn std::error::Error + 'static) = &attempt;
-            warn!(error, "the lease was not renewed, tried again");
+            warn!(error = %Chain(&attempt), "the lease was not renewed, tried again");
             last = Some(attempt);
             let pause = (self.candidate.settings.renew / 4).min(self.rest());
             tokio::time::sleep(pause).await;
@@ -228,8 +245,7 @@ impl Leader {
                 Ok(_) => return info!(identity = self.candidate.settings.identity, "released the lease"),
                 Err(error) if error.is_conflict() => {}
                 Err(error) => {
-                    let error: &(dyn std::error::Error + 'static) = &error;
-                    return warn!(error, "the lease was not released, others have to wait for its end");
+                    return warn!(error = %Chain(&error), "the lease was not released, others have to wait for its end");
                 }
             }
             let me = self.candidate.settings.identity.clone();
@@ -252,7 +268,10 @@ fn record(lease: &Lease) -> Record {
         holder: spec.holder_identity,
         renewed: spec.renew_time.map(|time| time.0.into()),
         transitions: spec.lease_transitions.unwrap_or_default(),
-        term: spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok()).map(Duration::from_secs),
+        term: spec
+            .lease_duration_seconds
+            .and_then(|n| u64::try_from(n).ok())
+            .map(Duration::from_secs),
         version: lease.resource_version().unwrap_or_default(),
     }
 }
@@ -332,7 +351,10 @@ mod tests {
     fn renewing_moves_only_the_renew_time() {
         let taken = written(None, Holder::Me, &settings(), time(7));
         let renewed = written(Some(taken.clone()), Holder::Me, &settings(), time(9));
-        let expected = LeaseSpec { renew_time: Some(MicroTime(time(9))), ..spec(&taken).clone() };
+        let expected = LeaseSpec {
+            renew_time: Some(MicroTime(time(9))),
+            ..spec(&taken).clone()
+        };
         assert_eq!(spec(&renewed), &expected);
     }
 
@@ -341,7 +363,11 @@ mod tests {
         let mut foreign = written(None, Holder::Me, &settings(), time(1));
         foreign.metadata.resource_version = Some("42".to_owned());
         foreign.labels_mut().insert("kept".to_owned(), "yes".to_owned());
-        let rival = LeaseSpec { holder_identity: Some("rival".to_owned()), lease_transitions: Some(4), ..spec(&foreign).clone() };
+        let rival = LeaseSpec {
+            holder_identity: Some("rival".to_owned()),
+            lease_transitions: Some(4),
+            ..spec(&foreign).clone()
+        };
         foreign.spec = Some(rival);
         let taken = written(Some(foreign), Holder::Me, &settings(), time(9));
         assert_eq!(spec(&taken).lease_transitions, Some(5));
@@ -355,14 +381,20 @@ mod tests {
         let taken = written(None, Holder::Me, &settings(), time(7));
         let released = written(Some(taken), Holder::Nobody, &settings(), time(8));
         let seen = Seen::first(Some(record(&released)), now());
-        assert_eq!(lease::turn(&seen, "other", Duration::from_secs(10), now()), Turn::Take);
+        assert_eq!(
+            lease::turn(&seen, "other", Duration::from_secs(10), now()),
+            Turn::Take
+        );
         assert_eq!(spec(&released).lease_transitions, Some(0));
     }
 
     #[test]
     fn a_lease_with_nonsense_in_it_is_read() {
         let lease = Lease {
-            spec: Some(LeaseSpec { lease_duration_seconds: Some(-3), ..LeaseSpec::default() }),
+            spec: Some(LeaseSpec {
+                lease_duration_seconds: Some(-3),
+                ..LeaseSpec::default()
+            }),
             ..Lease::default()
         };
         let record = record(&lease);

@@ -1,6 +1,6 @@
 //! What ends a controller.
 
-use std::{io, net::SocketAddr};
+use std::{fmt, io, net::SocketAddr};
 
 use crate::{args, election};
 
@@ -31,4 +31,15 @@ pub enum Error {
     Ended(&'static str),
     #[error("a task broke down")]
     Broken(#[source] tokio::task::JoinError),
+}
+
+/// An error with all its causes, for the one place where it is logged.
+pub struct Chain<'a>(pub &'a (dyn std::error::Error + 'static));
+
+impl fmt::Display for Chain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        let causes = std::iter::successors(self.0.source(), |error| error.source());
+        causes.into_iter().try_for_each(|cause| write!(f, ": {cause}"))
+    }
 }

@@ -8,6 +8,7 @@ mod args;
 mod authority;
 mod call;
 mod certificate;
+mod configuration;
 mod duration;
 mod election;
 mod error;
@@ -15,6 +16,7 @@ mod http;
 mod metrics;
 mod nodes;
 mod run;
+mod secret;
 mod serving;
 mod watch;
 

@@ -11,7 +11,10 @@ use kube::{
 };
 use tracing::warn;
 
-use crate::metrics::{Call, Metrics};
+use crate::{
+    error::Chain,
+    metrics::{Call, Metrics},
+};
 
 /// A watch of the one object of this name, which need not exist.
 pub fn only(name: &str) -> watcher::Config {
@@ -21,8 +24,7 @@ pub fn only(name: &str) -> watcher::Config {
 /// Counts and reports a failure; the watch itself goes on after its backoff.
 pub fn failed(metrics: &Metrics, call: Call, error: &watcher::Error) {
     metrics.api_error(call);
-    let error: &(dyn std::error::Error + 'static) = error;
-    warn!(?call, error, "watch failed and is tried again");
+    warn!(?call, error = %Chain(error), "watch failed and is tried again");
 }
 
 /// Says "look" whenever the one object of this name may have changed.

@@ -2,6 +2,7 @@
 //! the register of what is alive: no pid file can lie, and nothing that `kill -9` leaves behind is lost.
 
 use std::{
+    collections::BTreeSet,
     fs, io,
     path::{Path, PathBuf},
     time::Duration,
@@ -142,16 +143,23 @@ impl Group {
 
     /// Kills everything in the group and removes it. Nothing there is success.
     pub fn destroy(&self) -> Result<()> {
+        let mut killed = BTreeSet::new();
         wait::blocking(Duration::from_secs(20), &format!("the processes of {} to end", self.path), || {
             let left = self.processes();
             for pid in &left {
                 // Gone already is what we want.
                 let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+                killed.insert(*pid);
                 // A frozen group would never die.
                 self.thaw();
             }
             Ok(left.is_empty().then_some(()))
         })?;
+        // The dead leave the group at once but are processes until their parent, this machine's init, has taken note.
+        // One that never does so (a container without an init) is no reason to fail.
+        let _ = wait::blocking(Duration::from_secs(3), "the dead to be buried", || {
+            Ok((!killed.iter().any(|pid| is_zombie(*pid))).then_some(()))
+        });
         for hierarchy in hierarchies()? {
             remove(&hierarchy.mount.join(&self.path))?;
         }
@@ -186,8 +194,12 @@ fn is_first(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Some(line) = status.lines().find(|l| l.starts_with("NSpid:")) else { return false };
     let numbers: Vec<&str> = line.split_whitespace().skip(1).collect();
-    let zombie = status.lines().any(|l| l.starts_with("State:") && l.contains('Z'));
-    !zombie && numbers.len() == 2 && numbers[1] == "1"
+    !is_zombie(pid) && numbers.len() == 2 && numbers[1] == "1"
+}
+
+fn is_zombie(pid: i32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.lines().any(|l| l.starts_with("State:") && l.contains('Z'))
 }
 
 fn make(dir: &Path) -> Result<()> {

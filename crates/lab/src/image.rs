@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use crate::{archive::Archive, digest::sha256_hex, machine::capture, place, program::Programs};
 
 /// The image of test pods; also the sandbox image of the nodes.
-pub const LAB_IMAGE: &str = "docker.io/local/lab:1";
+pub const LAB_IMAGE: &str = "localhost/lab:1";
 
 /// What an image is made of.
 pub struct Image<'a> {
-    /// With host, as containerd names it: `docker.io/local/lab:1`.
+    /// With host, as containerd names it: `localhost/lab:1`.
     pub reference: &'a str,
     /// The one layer: a tar.
     pub layer: Vec<u8>,
@@ -97,11 +97,6 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
     let busybox = fs::read("/bin/busybox").context("read /bin/busybox: install busybox-static")?;
     let ip = fs::read("/usr/sbin/ip").context("read /usr/sbin/ip: install iproute2")?;
     let tool = fs::read(programs.path("tool")?).context("read the tool")?;
-    let key = sha256_hex(&[sha256_hex(&busybox), sha256_hex(&ip), sha256_hex(&tool), "3".into()].concat().into_bytes());
-    let path = place::cache()?.join("images").join(format!("lab-{}.tar", &key[..16]));
-    if path.exists() {
-        return Ok(path);
-    }
     let mut layer = Archive::default();
     for dir in ["bin", "sbin", "etc", "tmp", "proc", "sys", "dev", "run", "usr", "usr/sbin", "usr/bin"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
@@ -130,10 +125,15 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
         user: "",
         labels: BTreeMap::new(),
     };
-    fs::create_dir_all(path.parent().context("the cache has a directory")?)?;
-    let partial = path.with_extension("partial");
-    fs::write(&partial, image.pack()?).context("write the image")?;
-    fs::rename(&partial, &path).context("put the image in place")?;
+    let packed = image.pack()?;
+    let dir = place::cache()?.join("images");
+    let path = dir.join(format!("lab-{}.tar", &sha256_hex(&packed)[..16]));
+    if !path.exists() {
+        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+        let partial = path.with_extension("partial");
+        fs::write(&partial, packed).context("write the image")?;
+        fs::rename(&partial, &path).context("put the image in place")?;
+    }
     Ok(path)
 }
 

@@ -28,7 +28,7 @@ use crate::{
     node,
     pki::{Pki, write_secret},
     place::{self, Name},
-    program::Programs,
+    program::{CNI_PLUGINS, Programs},
     progress::say,
     switch, wait,
 };
@@ -232,8 +232,9 @@ impl Lab {
             })
             .await
             .with_context(|| self.tail(&machine, "multus"))?;
+            let boot = machine.boot_id()?;
             wait::until(Duration::from_secs(60), &format!("{} to be Ready", node.name), || async {
-                Ok(nodes.get_opt(&node.name).await?.filter(is_ready).map(|_| ()))
+                Ok(nodes.get_opt(&node.name).await?.filter(|n| is_ready(n, &boot)).map(|_| ()))
             })
             .await
             .with_context(|| self.tail(&machine, "kubelet"))?;
@@ -265,10 +266,14 @@ impl Lab {
         ];
         // A node has no business with the lab's keys.
         let pki = if machine.name == control_plane::NAME { 2 } else { 1 };
+        // CNI plugins have a place of their own; here they would hide iproute2's `bridge`.
         let names: Result<Vec<(String, PathBuf)>> = Programs::names()
+            .filter(|name| !CNI_PLUGINS.contains(name))
             .map(|name| Ok((name.to_owned(), Path::new("/lab/programs").join(programs.relative(name)?))))
             .collect();
-        machine.start(&read_only[..pki], &names?)
+        let mut names = names?;
+        names.extend(["ping", "nslookup", "nc", "wget"].map(|n| (n.to_owned(), "/bin/busybox".into())));
+        machine.start(&read_only[..pki], &names)
     }
 
     fn door(&self) -> Group {
@@ -386,9 +391,12 @@ pub(crate) async fn text(client: &Client, path: &str) -> Result<String> {
     answer.with_context(|| format!("{path}: no answer"))?.with_context(|| format!("ask for {path}"))
 }
 
-fn is_ready(node: &KubeNode) -> bool {
-    let conditions = node.status.as_ref().and_then(|s| s.conditions.as_ref());
-    conditions.is_some_and(|all| all.iter().any(|c| c.type_ == "Ready" && c.status == "True"))
+/// Ready, and said so since the machine was powered on.
+fn is_ready(node: &KubeNode, boot: &str) -> bool {
+    let Some(status) = &node.status else { return false };
+    let conditions = status.conditions.as_deref().unwrap_or_default();
+    conditions.iter().any(|c| c.type_ == "Ready" && c.status == "True")
+        && status.node_info.as_ref().is_some_and(|info| info.boot_id == boot)
 }
 
 fn remove_file(path: &Path) -> Result<()> {

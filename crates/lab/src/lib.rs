@@ -5,6 +5,7 @@
 
 mod address;
 mod archive;
+pub mod audit;
 mod bootstrap;
 mod cgroup;
 mod control_plane;
@@ -21,6 +22,7 @@ mod power;
 pub mod program;
 mod progress;
 mod root;
+pub mod scene;
 pub mod snapshot;
 mod status;
 mod switch;

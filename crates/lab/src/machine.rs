@@ -95,6 +95,13 @@ impl Machine {
         Ok(true)
     }
 
+    /// What the machine's `/proc` says of this boot.
+    pub fn boot_id(&self) -> Result<String> {
+        let path = format!("/proc/{}/root/proc/sys/kernel/random/boot_id", self.require()?);
+        let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+        Ok(text.trim().to_owned())
+    }
+
     /// Powers it off, hard: everything in it dies, its links and mounts are gone, the disk stays.
     pub fn kill(&self) -> Result<()> {
         self.group.destroy()

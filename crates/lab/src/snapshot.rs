@@ -28,7 +28,7 @@ impl Snapshot {
         let target = |line: &str| line.split(' ').nth(4).unwrap_or_default().to_owned();
         lines.extend(mounts.lines().map(|line| format!("mount {}", target(line))));
         lines.extend(namespaces());
-        lines.extend(directories(Path::new("/sys/fs/cgroup")).into_iter().map(|d| format!("cgroup {}", d.display())));
+        lines.extend(cgroups().into_iter().map(|d| format!("cgroup {}", d.display())));
         lines.extend(place::known().into_iter().map(|lab| format!("lab {lab}")));
         Ok(Self { lines })
     }
@@ -44,18 +44,20 @@ impl Snapshot {
     }
 }
 
-/// Every namespace that a process lives in, with the programs of the namespaces that are not ours. Processes of our own
-/// namespaces come and go with the tests themselves; those of a lab are told by where they live or by their program.
+/// Processes and namespaces that can be a lab's: those with files or pids of their own, and the lab's own program.
+/// Other tests make network namespaces at the same time; these are not ours to judge.
 fn namespaces() -> Vec<String> {
     let mut lines = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else { continue };
-        let read = |path: PathBuf| fs::read_link(path).ok();
-        for kind in ["net", "mnt", "pid", "uts", "ipc"] {
-            let Some(theirs) = read(entry.path().join("ns").join(kind)) else { continue };
-            if read(Path::new("/proc/self/ns").join(kind)).is_some_and(|ours| ours != theirs) {
-                lines.push(format!("namespace {}", theirs.display()));
-            }
+        let foreign = |kind: &str| {
+            let theirs = fs::read_link(entry.path().join("ns").join(kind)).ok()?;
+            let ours = fs::read_link(Path::new("/proc/self/ns").join(kind)).ok()?;
+            (ours != theirs).then(|| theirs.display().to_string())
+        };
+        if foreign("mnt").is_some() || foreign("pid").is_some() {
+            lines.push(format!("process {pid}"));
+            lines.extend(["net", "mnt", "pid", "uts", "ipc"].into_iter().filter_map(foreign));
         }
         let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         let mut words = command.split(|b| *b == 0).map(String::from_utf8_lossy);
@@ -68,13 +70,14 @@ fn namespaces() -> Vec<String> {
     lines
 }
 
+/// The first two levels: hierarchies, and what stands right below their roots. Others make and remove groups inside
+/// their own all the time; a lab, and whatever escapes from it, would show here.
+fn cgroups() -> Vec<PathBuf> {
+    let roots = directories(Path::new("/sys/fs/cgroup"));
+    roots.iter().flat_map(|root| directories(root)).chain(roots.clone()).collect()
+}
+
 fn directories(dir: &Path) -> Vec<PathBuf> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-        if entry.file_type().is_ok_and(|t| t.is_dir()) {
-            found.extend(directories(&entry.path()));
-            found.push(entry.path());
-        }
-    }
-    found
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path()).collect()
 }

@@ -106,9 +106,10 @@ pub fn set(control_plane: &Machine, node: Node, cable: Cable) -> Result<()> {
         Cable::Cut => 0,
     };
     let lines: Vec<String> = (0..=SPARE_NICS)
-        .map(|nic| format!("link set {} type bridge_slave state {state}", node.port(nic)))
+        .map(|nic| format!("link set dev {} state {state}", node.port(nic)))
         .collect();
-    batch(control_plane, &lines)
+    // Not `ip link set … type bridge_slave state`: it answers success and changes nothing.
+    batch_of("bridge", control_plane, &lines)
 }
 
 /// How a node's cables are.
@@ -130,17 +131,21 @@ fn read(machine: &Machine, path: &str) -> Option<String> {
 }
 
 fn batch(machine: &Machine, lines: &[String]) -> Result<()> {
+    batch_of("ip", machine, lines)
+}
+
+fn batch_of(program: &str, machine: &Machine, lines: &[String]) -> Result<()> {
     let text = lines.join("\n") + "\n";
     let mut child = machine
-        .command_in_network("ip")?
+        .command_in_network(program)?
         .args(["-batch", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn()
-        .context("run ip: install iproute2")?;
-    child.stdin.take().context("ip has no input")?.write_all(text.as_bytes()).context("write to ip")?;
-    let output = child.wait_with_output().context("wait for ip")?;
+        .with_context(|| format!("run {program}: install iproute2"))?;
+    child.stdin.take().context("no input")?.write_all(text.as_bytes()).context("write the batch")?;
+    let output = child.wait_with_output().context("wait for the batch")?;
     if !output.status.success() {
         bail!("in the network of {}: {}\n{text}", machine.name, String::from_utf8_lossy(&output.stderr).trim());
     }

@@ -1,1 +1,29 @@
-//! placeholder
+//! What the kernel has: links, addresses and default routes, and word when they change.
+//!
+//! Speaks rtnetlink by itself instead of through a decoder of whole messages, because a link's name and alias are
+//! whatever somebody with rights in some namespace once made them, and one unreadable alias must not hide a link.
+//! Decides nothing, and knows only what the kernel knows.
+
+mod dump;
+mod message;
+mod monitor;
+pub mod namespace;
+
+pub use monitor::{Changed, Monitor};
+
+use std::io;
+
+/// Why the kernel could not be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("open a netlink socket")]
+    Open(#[source] io::Error),
+    #[error("enter the network namespace")]
+    Enter(#[source] io::Error),
+    #[error("ask the kernel for its {what}")]
+    Ask { what: &'static str, source: io::Error },
+    #[error("read the kernel's {what}")]
+    Read { what: &'static str, source: io::Error },
+    #[error("the runtime stopped in the middle of a look at the kernel")]
+    Stopped,
+}

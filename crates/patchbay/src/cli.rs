@@ -9,6 +9,8 @@ use std::{
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
+use tokio::runtime::{Builder, Runtime};
+use tracing::info;
 
 use crate::{
     install,
@@ -21,7 +23,7 @@ const WORKERS: usize = 2;
 
 /// Patchbay plugs networks into Kubernetes pods and virtual machines.
 #[derive(Debug, Parser)]
-#[command(name = "patchbay", version = version::VERSION, propagate_version = false, arg_required_else_help = true)]
+#[command(name = "patchbay", version = version::VERSION)]
 pub struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -33,7 +35,7 @@ enum Command {
     Controller(Logged<controller::Args>),
     /// Run the node side, for the node it runs on.
     Node(Logged<node::Args>),
-    /// Ask the node daemon on this node how it is.
+    /// Ask the node daemon on this node how it is; fails when the answer is not good.
     Probe(node::ProbeArgs),
     /// Print the kinds of Patchbay as CustomResourceDefinitions.
     Crds,
@@ -69,7 +71,10 @@ impl Cli {
         match self.command {
             Command::Controller(Logged { log, args }) => program("controller", &log, controller::run(args)),
             Command::Node(Logged { log, args }) => program("node", &log, node::run(args)),
-            Command::Probe(args) => runtime()?.block_on(node::probe(args)),
+            Command::Probe(node::ProbeArgs { question, run_dir }) => {
+                let runtime = built(Builder::new_current_thread())?;
+                print(&runtime.block_on(node::probe(&run_dir, question))?)
+            }
             Command::Crds => print(&install::crds()),
             Command::Install(Install {
                 dir: Some(dir),
@@ -89,22 +94,19 @@ where
     anyhow::Error: From<E>,
 {
     log::start(log);
-    tracing::info!(
+    info!(
         program = name,
         version = version::VERSION,
         commit = version::COMMIT,
-        "starting"
+        "this is patchbay"
     );
-    runtime()?.block_on(run)?;
-    Ok(())
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(WORKERS);
+    Ok(built(builder)?.block_on(run)?)
 }
 
-fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(WORKERS)
-        .enable_all()
-        .build()
-        .context("start the runtime")
+fn built(mut builder: Builder) -> anyhow::Result<Runtime> {
+    builder.enable_all().build().context("start the runtime")
 }
 
 fn write(dir: &Path, options: &install::Options) -> anyhow::Result<()> {
@@ -122,25 +124,5 @@ fn print(text: &str) -> anyhow::Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),
         _ => Ok(()),
-    }
-}
-
-mod controller {
-    #[derive(Debug, clap::Args)]
-    pub struct Args {}
-    pub async fn run(_: Args) -> anyhow::Result<()> {
-        Ok(())
-    }
-}
-mod node {
-    #[derive(Debug, clap::Args)]
-    pub struct Args {}
-    pub async fn run(_: Args) -> anyhow::Result<()> {
-        Ok(())
-    }
-    #[derive(Debug, clap::Args)]
-    pub struct ProbeArgs {}
-    pub async fn probe(_: ProbeArgs) -> anyhow::Result<()> {
-        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 mod cli;
 mod install;
 mod log;
+mod report;
 mod version;
 
 use std::{
@@ -16,11 +17,15 @@ use clap::Parser;
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
     let logs = cli.logs();
-    match cli.run() {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(error) if logs => tracing::error!(error = format!("{error:#}"), "stopped"),
+    let Err(error) = cli.run() else {
+        return ExitCode::SUCCESS;
+    };
+    let error = report::chain(&error);
+    if logs {
+        tracing::error!(error, "stopped");
+    } else {
         // With nowhere left to write to, the exit code alone must do.
-        Err(error) => drop(writeln!(io::stderr(), "patchbay: {error:#}")),
+        let _ = writeln!(io::stderr(), "patchbay: {error}");
     }
     ExitCode::FAILURE
 }

@@ -20,13 +20,17 @@ fn command(args: &[&str]) -> Command {
 /// What it prints when it succeeds, and says nothing else.
 fn printed(args: &[&str]) -> String {
     let output = patchbay(args);
-    let errors = String::from_utf8(output.stderr).unwrap();
+    let errors = text(output.stderr);
     assert!(
         output.status.success() && errors.is_empty(),
         "{args:?}: {}\n{errors}",
         output.status
     );
-    String::from_utf8(output.stdout).unwrap()
+    text(output.stdout)
+}
+
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).expect("the program writes UTF-8")
 }
 
 /// A directory that is gone when the test is over.
@@ -39,7 +43,7 @@ impl Folder {
     }
 
     fn path(&self) -> &str {
-        self.0.to_str().unwrap()
+        self.0.to_str().expect("the target directory has a readable name")
     }
 }
 
@@ -96,7 +100,7 @@ fn install_says_where_it_could_not_write() {
     fs::remove_file(&folder.0).unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(output.stdout.is_empty());
-    let said = String::from_utf8(output.stderr).unwrap();
+    let said = text(output.stderr);
     assert!(
         said.starts_with(&format!("patchbay: make the directory {}: ", folder.path())),
         "{said}"
@@ -148,6 +152,54 @@ fn a_full_disk_is_an_error() {
     let full = fs::File::options().write(true).open("/dev/full").unwrap();
     let output = command(&["crds"]).stdout(full).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
-    let said = String::from_utf8(output.stderr).unwrap();
+    let said = text(output.stderr);
     assert!(said.starts_with("patchbay: write to stdout: "), "{said}");
+}
+
+#[test]
+fn a_probe_that_finds_no_daemon_says_where_it_looked() {
+    let folder = Folder::new("nobody");
+    for question in ["live", "ready", "metrics"] {
+        let output = patchbay(&["probe", question, "--run-dir", folder.path()]);
+        assert_eq!(output.status.code(), Some(1), "{question}");
+        assert!(output.stdout.is_empty(), "{question}");
+        let said = text(output.stderr);
+        assert!(
+            said.starts_with("patchbay: ask the daemon at ") && said.contains(folder.path()),
+            "{said}"
+        );
+    }
+}
+
+/// Logs are read by machines: what ends a program must be in them, in their format.
+#[test]
+fn a_program_that_cannot_start_logs_why_as_json() {
+    for args in [
+        &["node", "--node-name=a"][..],
+        &["controller", "--namespace=a", "--identity=b"],
+    ] {
+        let mut command = command(args);
+        command
+            .env("KUBECONFIG", "/nowhere/config")
+            .env_remove("KUBERNETES_SERVICE_HOST");
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(output.stdout.is_empty(), "{args:?}");
+        let said = text(output.stderr);
+        let lines: Vec<serde_json::Value> = said
+            .lines()
+            .map(|line| serde_json::from_str(line).expect(line))
+            .collect();
+        let (first, last) = (&lines[0], &lines[lines.len() - 1]);
+        assert_eq!(first["program"], args[0]);
+        assert_eq!(first["version"], concat!("v", env!("CARGO_PKG_VERSION")));
+        assert_eq!(last["level"], "ERROR");
+        assert_eq!(last["message"], "stopped");
+        assert!(
+            last["error"]
+                .as_str()
+                .is_some_and(|error| error.contains("/nowhere/config")),
+            "{said}"
+        );
+    }
 }

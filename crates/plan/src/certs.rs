@@ -19,10 +19,10 @@ use std::{
 pub const MOST_AUTHORITIES: usize = 16;
 
 /// How far the clocks of a cluster are allowed to differ.
-const SKEW: Duration = Duration::from_secs(300);
+const SKEW: Duration = Duration::from_mins(5);
 
 /// The wall clock may jump while we sleep, so no sleep is longer than this.
-const LONGEST_LOOK: Duration = Duration::from_secs(3600);
+const LONGEST_LOOK: Duration = Duration::from_hours(1);
 
 /// A certificate's identity: its DER encoding.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -147,6 +147,11 @@ fn slack(life: Duration) -> Duration {
 }
 
 impl Bundle {
+    /// Whether both hold the same authorities and nothing else.
+    pub fn matches(&self, other: &Self) -> bool {
+        !self.damaged && !other.damaged && self.ids() == other.ids()
+    }
+
     fn ids(&self) -> BTreeSet<&Id> {
         self.authorities.iter().map(|authority| &authority.id).collect()
     }

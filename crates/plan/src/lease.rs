@@ -14,7 +14,7 @@ mod tests;
 use std::time::{Duration, Instant, SystemTime};
 
 /// No candidate is configured with a longer term, so a record that claims more is not believed.
-pub const LONGEST_TERM: Duration = Duration::from_secs(60);
+pub const LONGEST_TERM: Duration = Duration::from_mins(1);
 
 /// The Lease as the API server showed it.
 #[derive(Clone, Debug, PartialEq, Eq)]

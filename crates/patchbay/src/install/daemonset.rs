@@ -32,8 +32,9 @@ pub fn daemonset(options: &Options) -> Value {
     })
 }
 
-/// A node without its daemon for the seconds of a restart loses no link, so old before new is enough, and a tenth of the
-/// nodes at a time bounds what a bad version can reach. A surge would ask each node for room for two.
+/// The old daemon goes before the new one comes: a node loses no link in the seconds between. A surge would leave no gap,
+/// but both pods' probes would then be answered by whichever daemon has the socket, and a new one that never gets
+/// ready would show as a fault of the old. A tenth of the nodes at a time bounds what a bad version can reach.
 fn update_strategy() -> Value {
     json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "10%"}})
 }
@@ -114,7 +115,8 @@ fn probe(question: &str, every_seconds: u32, failures: u32) -> Value {
     json!({
         "exec": {"command": [PROGRAM, "probe", question]},
         "periodSeconds": every_seconds,
-        "timeoutSeconds": 5,
+        // A little more than the program itself waits for an answer, so that its own message is seen.
+        "timeoutSeconds": 6,
         "failureThreshold": failures,
     })
 }

@@ -5,7 +5,7 @@
 
 use serde_json::{Value, json};
 
-use super::{CONTROLLER, NODE, Options, WEBHOOK_SECRET};
+use super::{CONTROLLER, NODE, Options, WEBHOOK_CONFIGURATION, WEBHOOK_SECRET};
 
 /// ServiceAccounts first, so that no binding ever names a missing one.
 pub fn rbac(options: &Options) -> Vec<Value> {
@@ -32,7 +32,8 @@ pub fn rbac(options: &Options) -> Vec<Value> {
     ]
 }
 
-/// A create cannot be limited by name: the name is not known when the request is authorized.
+/// A create cannot be limited by name: the name is not known when the request is authorized. A list or watch that selects
+/// one name is allowed by that name.
 fn controller_in_its_namespace() -> Value {
     json!([
         // Leader election.
@@ -43,13 +44,13 @@ fn controller_in_its_namespace() -> Value {
             "resourceNames": [CONTROLLER],
             "verbs": ["get", "update"],
         },
-        // The webhook's certificates. A list or watch of one name is allowed by that name.
+        // The webhook's certificates. Deleted only to make anew what somebody made immutable or of another type.
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
         {
             "apiGroups": [""],
             "resources": ["secrets"],
             "resourceNames": [WEBHOOK_SECRET],
-            "verbs": ["get", "list", "watch", "update"],
+            "verbs": ["get", "list", "watch", "update", "delete"],
         },
     ])
 }
@@ -57,26 +58,26 @@ fn controller_in_its_namespace() -> Value {
 fn controller_in_the_cluster() -> Value {
     json!([
         // A NodeNetwork must name a Node that exists.
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]},
-        // The CA of the webhook.
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
+        // The authorities of the webhooks.
         {
             "apiGroups": ["admissionregistration.k8s.io"],
-            "resources": ["validatingwebhookconfigurations"],
-            "resourceNames": [super::WEBHOOK_CONFIGURATION],
-            "verbs": ["get", "list", "watch", "patch", "update"],
+            "resources": ["validatingwebhookconfigurations", "mutatingwebhookconfigurations"],
+            "resourceNames": [WEBHOOK_CONFIGURATION],
+            "verbs": ["get", "list", "watch", "patch"],
         },
-        {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
     ])
 }
 
 fn node_in_the_cluster() -> Value {
     json!([
         // The own Node: its UID owns the NodeNetwork, its InternalIP is the VTEP address.
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
+        // An apply that makes the object needs both create and patch.
         {
             "apiGroups": ["patchbay.dev"],
             "resources": ["nodenetworks"],
-            "verbs": ["get", "list", "watch", "create", "patch"],
+            "verbs": ["list", "watch", "create", "patch"],
         },
         {"apiGroups": ["patchbay.dev"], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
     ])

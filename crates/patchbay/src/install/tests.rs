@@ -53,7 +53,8 @@ fn kind_and_name(object: &Value) -> String {
 
 /// Through the type and back: a misspelt or misplaced field would be lost on the way.
 fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
-    let typed: T = serde_json::from_value(object.clone()).expect(&kind_and_name(object));
+    let typed: T = serde_json::from_value(object.clone())
+        .unwrap_or_else(|error| panic!("{}: {error}", kind_and_name(object)));
     serde_json::to_value(typed).unwrap()
 }
 

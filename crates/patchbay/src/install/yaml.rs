@@ -60,13 +60,14 @@ fn mapping(out: &mut String, map: &Map<String, Value>, depth: usize, start: Star
                 out.push('\n');
                 mapping(out, inner, depth + 1, Start::Indented);
             }
-            Value::Array(items) if !items.is_empty() => match flow(items) {
-                Some(line) => line_end(out, &line),
-                None => {
+            Value::Array(items) if !items.is_empty() => {
+                if let Some(line) = flow(items) {
+                    line_end(out, &line);
+                } else {
                     out.push('\n');
                     sequence(out, items, depth);
                 }
-            },
+            }
             _ => line_end(out, &scalar(value, depth + 1)),
         }
     }

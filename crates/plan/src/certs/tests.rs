@@ -122,7 +122,7 @@ fn a_leaf_never_outlives_its_authority() {
 
 #[test]
 fn a_new_authority_is_published_before_a_leaf_is_signed() {
-    let (a, b) = (authority("a", 0, 3000), authority("b", 1990, 5000));
+    let (a, b) = (authority("a", 0, 3000), authority("b", 1900, 5000));
     let mut observed = settled();
     observed.secret = bundle([&b, &a]);
     observed.signer = Some(id("b"));

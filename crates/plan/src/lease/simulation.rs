@@ -44,7 +44,7 @@ impl Clock {
 
     /// The true time at which this clock shows `local`.
     fn truth(self, local: Instant) -> u64 {
-        let passed = local - self.base - Duration::from_millis(self.offset);
+        let passed = local.saturating_duration_since(self.base + Duration::from_millis(self.offset));
         u64::try_from(passed.as_micros()).unwrap() / self.speed
     }
 }

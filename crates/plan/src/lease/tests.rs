@@ -1,7 +1,7 @@
 use super::*;
 
 const TERM: Duration = Duration::from_secs(10);
-const SKEW: Duration = Duration::from_secs(120);
+const SKEW: Duration = Duration::from_mins(2);
 
 fn secs(n: u64) -> Duration {
     Duration::from_secs(n)

@@ -1,0 +1,251 @@
+use axum::{
+    body::{Body, to_bytes},
+    http::Request,
+};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    api::ObjectMeta,
+    core::{PartialObjectMeta, PartialObjectMetaExt},
+    runtime::watcher::Event,
+};
+use serde_json::{Value, json};
+use tower::ServiceExt;
+
+use super::*;
+
+/// A replica that knows of one Node.
+fn replica() -> Arc<Replica> {
+    let (nodes, mut filler) = Nodes::new();
+    let node: PartialObjectMeta<Node> = ObjectMeta {
+        name: Some("worker-1".to_owned()),
+        ..ObjectMeta::default()
+    }
+    .into_response_partial();
+    for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
+        filler.apply_watcher_event(&event);
+    }
+    let readiness = Arc::new(Readiness::default());
+    readiness.synced();
+    Arc::new(Replica {
+        readiness,
+        metrics: Arc::default(),
+        nodes,
+    })
+}
+
+async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
+    let response = router.oneshot(request).await.unwrap();
+    let status = response.status();
+    let body = to_bytes(response.into_body(), usize::MAX).await.unwrap();
+    (status, String::from_utf8(body.to_vec()).unwrap())
+}
+
+async fn fetch(router: Router, path: &str) -> (StatusCode, String) {
+    send(router, Request::get(path).body(Body::empty()).unwrap()).await
+}
+
+async fn post(replica: &Arc<Replica>, body: impl Into<Body>) -> (StatusCode, String) {
+    let request = Request::post("/validate/nodenetworks").header("content-type", "application/json");
+    send(router(replica.clone()), request.body(body.into()).unwrap()).await
+}
+
+fn review(operation: &str, name: &str) -> Value {
+    let object = json!({
+        "apiVersion": "patchbay.dev/v1alpha1",
+        "kind": "NodeNetwork",
+        "metadata": {"name": name},
+    });
+    json!({
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "u-1",
+            "kind": {"group": "patchbay.dev", "version": "v1alpha1", "kind": "NodeNetwork"},
+            "resource": {"group": "patchbay.dev", "version": "v1alpha1", "resource": "nodenetworks"},
+            "name": name,
+            "operation": operation,
+            "userInfo": {"username": "someone"},
+            "object": if operation == "DELETE" { Value::Null } else { object.clone() },
+            "oldObject": if operation == "CREATE" { Value::Null } else { object },
+        },
+    })
+}
+
+async fn judged(replica: &Arc<Replica>, review: &Value) -> Value {
+    let (status, body) = post(replica, review.to_string()).await;
+    assert_eq!(status, StatusCode::OK, "{body}");
+    let answer: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(
+        (&answer["apiVersion"], &answer["kind"]),
+        (&json!("admission.k8s.io/v1"), &json!("AdmissionReview"))
+    );
+    assert_eq!(answer["response"]["uid"], "u-1");
+    answer["response"].clone()
+}
+
+#[tokio::test]
+async fn healthz_is_ok_from_the_start_and_readyz_says_what_is_missing() {
+    let readiness = Arc::new(Readiness::default());
+    let router = || health_router(readiness.clone());
+    assert_eq!(
+        fetch(router(), "/healthz").await,
+        (StatusCode::OK, "ok\n".to_owned())
+    );
+    let unready = |reason: &str| (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n"));
+    assert_eq!(
+        fetch(router(), "/readyz").await,
+        unready("the cache of nodes is not filled yet")
+    );
+    readiness.synced();
+    assert_eq!(
+        fetch(router(), "/readyz").await,
+        unready("no webhook certificate yet")
+    );
+    readiness.has_certificate();
+    assert_eq!(
+        fetch(router(), "/readyz").await,
+        (StatusCode::OK, "ok\n".to_owned())
+    );
+    readiness.drain();
+    assert_eq!(fetch(router(), "/readyz").await, unready("shutting down"));
+    assert_eq!(fetch(router(), "/healthz").await.0, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn the_plain_listener_serves_health_and_nothing_else() {
+    let router = health_router(Arc::default());
+    for path in ["/metrics", "/validate/nodenetworks", "/"] {
+        assert_eq!(fetch(router.clone(), path).await.0, StatusCode::NOT_FOUND);
+    }
+}
+
+#[tokio::test]
+async fn a_node_network_is_admitted_only_for_a_node_that_exists() {
+    let replica = replica();
+    assert_eq!(
+        judged(&replica, &review("CREATE", "worker-1")).await["allowed"],
+        true
+    );
+    let refused = judged(&replica, &review("CREATE", "nowhere")).await;
+    assert_eq!(
+        (&refused["allowed"], &refused["status"]["code"]),
+        (&json!(false), &json!(403))
+    );
+    let message = refused["status"]["message"].as_str().unwrap();
+    assert!(message.starts_with("there is no Node \"nowhere\""), "{message}");
+}
+
+#[tokio::test]
+async fn what_exists_already_may_always_change_and_go() {
+    let replica = replica();
+    for operation in ["UPDATE", "DELETE", "CONNECT"] {
+        assert_eq!(
+            judged(&replica, &review(operation, "nowhere")).await["allowed"],
+            true,
+            "{operation}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_generated_name_is_read_from_the_object() {
+    let mut review = review("CREATE", "worker-1");
+    review["request"]["name"] = json!("");
+    assert_eq!(judged(&replica(), &review).await["allowed"], true);
+    review["request"]["object"]["metadata"] = json!({});
+    assert_eq!(judged(&replica(), &review).await["allowed"], false);
+}
+
+#[tokio::test]
+async fn hostile_bodies_are_refused_and_harm_nobody() {
+    let replica = replica();
+    let mut without = review("CREATE", "x");
+    without["request"] = Value::Null;
+    let mut pods = review("CREATE", "x");
+    pods["request"]["resource"] = json!({"group": "", "version": "v1", "resource": "pods"});
+    let mut old = review("CREATE", "x");
+    old["apiVersion"] = json!("admission.k8s.io/v1beta1");
+    let mut strange = review("CREATE", "x");
+    strange["request"]["operation"] = json!("EXPLODE");
+    let mut list = review("CREATE", "x");
+    list["request"]["object"] = json!([1, 2, 3]);
+    let bodies = [
+        Vec::new(),
+        b"{".to_vec(),
+        b"null".to_vec(),
+        b"\xff\xfe\x00".to_vec(),
+        "[".repeat(100_000).into_bytes(),
+        without.to_string().into_bytes(),
+        pods.to_string().into_bytes(),
+        old.to_string().into_bytes(),
+        strange.to_string().into_bytes(),
+        list.to_string().into_bytes(),
+    ];
+    for body in bodies {
+        let shown = String::from_utf8_lossy(&body[..body.len().min(60)]).into_owned();
+        assert_eq!(post(&replica, body).await.0, StatusCode::BAD_REQUEST, "{shown}");
+    }
+    let huge = vec![b' '; 3 * 1024 * 1024 + 1];
+    assert_eq!(post(&replica, huge).await.0, StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(
+        judged(&replica, &review("CREATE", "worker-1")).await["allowed"],
+        true
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_never_ends_is_given_up() {
+    let (never, _keep) = tokio::io::duplex(1);
+    let stream = futures::stream::unfold(never, async |mut never| {
+        let mut byte = [0];
+        tokio::io::AsyncReadExt::read(&mut never, &mut byte).await.ok()?;
+        Some((Ok::<_, io::Error>(byte.to_vec()), never))
+    });
+    assert_eq!(
+        post(&replica(), Body::from_stream(stream)).await.0,
+        StatusCode::REQUEST_TIMEOUT
+    );
+}
+
+#[tokio::test]
+async fn nothing_is_judged_before_the_nodes_are_known() {
+    let (nodes, _filler) = Nodes::new();
+    let replica = Arc::new(Replica {
+        readiness: Arc::default(),
+        metrics: Arc::default(),
+        nodes,
+    });
+    let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn admission_is_asked_by_post_only() {
+    assert_eq!(
+        fetch(router(replica()), "/validate/nodenetworks").await.0,
+        StatusCode::METHOD_NOT_ALLOWED
+    );
+}
+
+#[tokio::test]
+async fn metrics_count_requests_by_path_and_result() {
+    let replica = replica();
+    judged(&replica, &review("CREATE", "worker-1")).await;
+    judged(&replica, &review("CREATE", "nowhere")).await;
+    judged(&replica, &review("CREATE", "nowhere")).await;
+    post(&replica, "junk").await;
+    replica.metrics.leads(true);
+    replica.metrics.api_error(crate::metrics::Call::Lease);
+    let (status, text) = fetch(router(replica), "/metrics").await;
+    assert_eq!(status, StatusCode::OK);
+    for line in [
+        "patchbay_leader 1",
+        "patchbay_webhook_certificate_expiry_timestamp_seconds 0",
+        "patchbay_api_errors_total{call=\"Lease\"} 1",
+        "patchbay_admission_requests_total{path=\"ValidateNodeNetworks\",result=\"Allowed\"} 1",
+        "patchbay_admission_requests_total{path=\"ValidateNodeNetworks\",result=\"Denied\"} 2",
+        "patchbay_admission_requests_total{path=\"ValidateNodeNetworks\",result=\"Malformed\"} 1",
+    ] {
+        assert!(text.lines().any(|it| it == line), "{line} is missing in\n{text}");
+    }
+}

@@ -1,0 +1,177 @@
+//! Asking the kernel for all links, addresses and default routes.
+
+use std::{collections::BTreeMap, io};
+
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use nix::{
+    errno::Errno,
+    libc::MSG_DONTWAIT,
+    sys::{
+        socket::{setsockopt, sockopt},
+        time::TimeVal,
+    },
+};
+use plan::nodenetwork::Observed;
+
+use crate::{
+    Error,
+    message::{self, INET, INET6, Message},
+};
+
+/// The kernel fills at most 32 KiB per datagram.
+const BUFFER: usize = 64 * 1024;
+/// How often a list that changed while it was told is asked for again. After that it is taken as it is: the change
+/// that disturbed it is an event, and that leads to another look.
+const ATTEMPTS: usize = 8;
+const PATIENCE: TimeVal = TimeVal::new(5, 0);
+
+/// A socket that asks and waits. The kernel prepares the answer inside the call that asks, so there is nothing to gain
+/// from waiting in any other way.
+pub struct Asker {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+/// Whether a list is of one moment.
+enum Told {
+    Whole,
+    Interrupted,
+}
+
+impl Asker {
+    /// Opens the socket in the network namespace of this thread.
+    pub fn open() -> Result<Self, Error> {
+        let mut socket = Socket::new(NETLINK_ROUTE).map_err(Error::Open)?;
+        socket.bind_auto().map_err(Error::Open)?;
+        setsockopt(&socket, sockopt::ReceiveTimeout, &PATIENCE).map_err(|errno| Error::Open(errno.into()))?;
+        // With it the kernel filters by table; without (Linux before 4.20) we do.
+        _ = socket.set_netlink_get_strict_chk(true);
+        Ok(Self {
+            socket,
+            sequence: 0,
+            buffer: vec![0; BUFFER],
+        })
+    }
+
+    /// Everything that is looked at, as it is now.
+    pub fn observe(&mut self) -> Result<Observed, Error> {
+        let mut links = self.collect("links", message::get_links, |message| {
+            (message.kind == message::NEW_LINK)
+                .then(|| message::link(message.body))
+                .flatten()
+        })?;
+        let addresses = self.collect("addresses", message::get_addresses, |message| {
+            (message.kind == message::NEW_ADDRESS)
+                .then(|| message::address(message.body))
+                .flatten()
+        })?;
+        let mut default_routes = Vec::new();
+        for family in [INET, INET6] {
+            let routes = self.collect(
+                "routes",
+                |sequence| message::get_routes(sequence, family),
+                |message| (message.kind == message::NEW_ROUTE).then(|| message::default_route(message.body)),
+            );
+            default_routes.extend(none_if_unknown(routes)?.into_iter().flatten());
+        }
+        default_routes.sort_unstable();
+        default_routes.dedup();
+
+        // An address of a link that came after the links were told is left for the next look.
+        let mut by_link = BTreeMap::new();
+        for (index, address) in addresses {
+            by_link.entry(index).or_insert_with(Vec::new).push(address);
+        }
+        for link in &mut links {
+            link.addresses = by_link.remove(&link.index).unwrap_or_default();
+        }
+        Ok(Observed {
+            links,
+            default_routes,
+        })
+    }
+
+    fn collect<T>(
+        &mut self,
+        what: &'static str,
+        request: impl Fn(u32) -> Vec<u8>,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<Vec<T>, Error> {
+        let mut found = Vec::new();
+        for _ in 0..ATTEMPTS {
+            found.clear();
+            if let Told::Whole = self.dump(what, &request, |message| found.extend(read(message)))? {
+                break;
+            }
+        }
+        Ok(found)
+    }
+
+    fn dump(
+        &mut self,
+        what: &'static str,
+        request: &impl Fn(u32) -> Vec<u8>,
+        mut each: impl FnMut(&Message<'_>),
+    ) -> Result<Told, Error> {
+        self.drain();
+        self.sequence = self.sequence.wrapping_add(1);
+        let request = request(self.sequence);
+        self.socket
+            .send_to(&request, &SocketAddr::new(0, 0), 0)
+            .map_err(|source| Error::Ask { what, source })?;
+        let mut told = Told::Whole;
+        loop {
+            let (length, from) = match self.socket.recv_from(&mut self.buffer.as_mut_slice(), 0) {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(source) => return Err(Error::Read { what, source }),
+            };
+            if from.port_number() != 0 {
+                continue;
+            }
+            let datagram = self.buffer.get(..length).unwrap_or(&self.buffer);
+            for message in message::messages(datagram).filter(|message| message.sequence == self.sequence) {
+                if message.flags & message::INTERRUPTED != 0 {
+                    told = Told::Interrupted;
+                }
+                match message.kind {
+                    message::DONE | message::ERROR => {
+                        return match message::error_code(message.body) {
+                            0 => Ok(told),
+                            code => Err(Error::Read {
+                                what,
+                                source: io::Error::from_raw_os_error(code),
+                            }),
+                        };
+                    }
+                    _ => each(&message),
+                }
+            }
+        }
+    }
+
+    /// Reads what an answer that was given up left behind; the kernel refuses a new question before.
+    fn drain(&mut self) {
+        while self
+            .socket
+            .recv(&mut self.buffer.as_mut_slice(), MSG_DONTWAIT)
+            .is_ok()
+        {}
+    }
+}
+
+/// A namespace without any route has no table to ask, and a kernel without IPv6 no routes of it.
+fn none_if_unknown<T>(routes: Result<Vec<T>, Error>) -> Result<Vec<T>, Error> {
+    const UNKNOWN: [Errno; 3] = [Errno::ENOENT, Errno::EOPNOTSUPP, Errno::EAFNOSUPPORT];
+    match routes {
+        Err(Error::Read { source, .. })
+            if UNKNOWN
+                .iter()
+                .any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
+        {
+            Ok(Vec::new())
+        }
+        other => other,
+    }
+}

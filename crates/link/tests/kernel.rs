@@ -1,0 +1,333 @@
+//! The kernel itself, each test in a network namespace of its own.
+#![expect(
+    clippy::unwrap_used,
+    reason = "the functions around the tests are test code too"
+)]
+
+use std::{
+    ffi::{OsStr, OsString},
+    fmt::Write as _,
+    fs::File,
+    io::Write as _,
+    os::unix::ffi::OsStrExt as _,
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use link::{Changed, Monitor, namespace};
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::geteuid,
+};
+use plan::nodenetwork::{Admin, Link, Observed, Oper};
+use tokio::time::timeout;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A network namespace that goes when nobody holds it.
+struct Namespace(File);
+
+impl Namespace {
+    fn new() -> Self {
+        assert!(
+            geteuid().is_root(),
+            "kernel tests need root: run them as `sudo -E cargo test -p link`"
+        );
+        let made = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
+            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
+        });
+        Self(made.join().unwrap())
+    }
+
+    /// Runs `ip` with these words in the namespace.
+    fn ip(&self, words: &str) {
+        self.ip_os(words.split_whitespace().map(OsString::from).collect());
+    }
+
+    fn ip_os(&self, arguments: Vec<OsString>) {
+        let status = namespace::within(&self.0, || Command::new("ip").args(&arguments).status()).unwrap();
+        let status = status.expect("run ip: install the package iproute2");
+        assert!(status.success(), "ip {arguments:?}");
+    }
+
+    /// Runs many lines of `ip` as one process.
+    fn batch(&self, lines: &str) {
+        let run = || {
+            let mut ip = Command::new("ip")
+                .args(["-batch", "-"])
+                .stdin(Stdio::piped())
+                .spawn()?;
+            ip.stdin.take().unwrap().write_all(lines.as_bytes())?;
+            ip.wait()
+        };
+        assert!(namespace::within(&self.0, run).unwrap().unwrap().success());
+    }
+
+    fn monitor(&self) -> Monitor {
+        Monitor::open_in(&self.0).unwrap()
+    }
+}
+
+async fn changed(monitor: &Monitor) -> Changed {
+    timeout(PATIENCE, monitor.changed())
+        .await
+        .expect("an event within ten seconds")
+        .unwrap()
+}
+
+/// Looks again after each event until the kernel is as wanted: state settles in steps.
+async fn observe_until(monitor: &Monitor, wanted: impl Fn(&Observed) -> bool) -> Observed {
+    let looks = async {
+        loop {
+            let seen = monitor.observe().await.unwrap();
+            if wanted(&seen) {
+                return seen;
+            }
+            changed(monitor).await;
+        }
+    };
+    timeout(PATIENCE, looks)
+        .await
+        .expect("the kernel shows it within ten seconds")
+}
+
+fn find<'a>(seen: &'a Observed, name: &str) -> Option<&'a Link> {
+    seen.links.iter().find(|link| link.name == name)
+}
+
+fn nets(link: &Link) -> Vec<String> {
+    let mut nets: Vec<String> = link
+        .addresses
+        .iter()
+        .map(|address| address.net.to_string())
+        .collect();
+    nets.retain(|net| !net.starts_with("fe80"));
+    nets.sort();
+    nets
+}
+
+#[tokio::test]
+async fn a_fresh_namespace_has_its_loopback_and_no_default_route() {
+    let seen = Namespace::new().monitor().observe().await.unwrap();
+    let lo = find(&seen, "lo").unwrap();
+    assert!(lo.loopback);
+    assert_eq!((lo.admin, lo.kind.as_deref()), (Admin::Down, None));
+    assert_eq!(seen.default_routes, Vec::<u32>::new());
+}
+
+#[tokio::test]
+async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
+    let ns = Namespace::new();
+    let monitor = ns.monitor();
+    ns.ip("link add br0 type bridge");
+    ns.ip("link add eth0 address 02:00:00:00:00:0a mtu 1400 type veth peer name eth1");
+    assert!(changed(&monitor).await.events > 0);
+
+    ns.ip("link set eth0 master br0");
+    ns.ip("link set eth0 alias patchbay/test");
+    ns.ip("link set eth0 up");
+    ns.ip("address add 10.1.2.3/24 dev eth0");
+    ns.ip("address add 10.1.2.4/24 dev eth0");
+    ns.ip("address add fd00::3/64 dev eth0");
+    let seen = observe_until(&monitor, |seen| {
+        find(seen, "eth0").is_some_and(|link| nets(link).len() == 3)
+    })
+    .await;
+
+    let (eth0, br0) = (find(&seen, "eth0").unwrap(), find(&seen, "br0").unwrap());
+    assert_eq!(eth0.kind.as_deref(), Some("veth"));
+    assert_eq!(eth0.mac.unwrap().to_string(), "02:00:00:00:00:0a");
+    assert_eq!(eth0.mtu, 1400);
+    assert_eq!(eth0.alias, "patchbay/test");
+    assert_eq!(eth0.master, Some(br0.index));
+    assert_eq!((eth0.admin, eth0.oper), (Admin::Up, Oper::LowerLayerDown));
+    assert_eq!(nets(eth0), ["10.1.2.3/24", "10.1.2.4/24", "fd00::3/64"]);
+    assert!(eth0.addresses.iter().all(|address| !address.temporary));
+    assert_eq!((br0.kind.as_deref(), br0.admin), (Some("bridge"), Admin::Down));
+
+    ns.ip("link set eth1 up");
+    observe_until(&monitor, |seen| {
+        find(seen, "eth0").is_some_and(|link| link.oper == Oper::Up)
+    })
+    .await;
+    ns.ip("link set eth0 nomaster");
+    observe_until(&monitor, |seen| {
+        find(seen, "eth0").is_some_and(|link| link.master.is_none())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn default_routes_of_both_families_are_seen_and_others_are_not() {
+    let ns = Namespace::new();
+    let monitor = ns.monitor();
+    for line in [
+        "link add eth0 type veth peer name peer0",
+        "link add eth1 type veth peer name peer1",
+        "link add eth2 type veth peer name peer2",
+        "address add 10.0.0.2/24 dev eth0",
+        "address add fd00::2/64 dev eth1 nodad",
+        "link set eth0 up",
+        "link set eth1 up",
+        "link set eth2 up",
+        "link set peer0 up",
+        "link set peer1 up",
+        "link set peer2 up",
+        "route add default dev eth2 table 100",
+        "route add 192.168.0.0/16 dev eth2",
+        "route add blackhole default metric 4000",
+    ] {
+        ns.ip(line);
+    }
+    assert_eq!(monitor.observe().await.unwrap().default_routes, Vec::<u32>::new());
+
+    ns.ip("route add default via 10.0.0.1 dev eth0");
+    let seen = observe_until(&monitor, |seen| !seen.default_routes.is_empty()).await;
+    let (eth0, eth1) = (
+        find(&seen, "eth0").unwrap().index,
+        find(&seen, "eth1").unwrap().index,
+    );
+    assert_eq!(seen.default_routes, [eth0]);
+
+    ns.ip("-6 route add default via fd00::1 dev eth1");
+    let seen = observe_until(&monitor, |seen| seen.default_routes.len() == 2).await;
+    assert_eq!(seen.default_routes, [eth0, eth1]);
+
+    ns.ip("route del default via 10.0.0.1 dev eth0");
+    let seen = observe_until(&monitor, |seen| seen.default_routes.len() == 1).await;
+    assert_eq!(seen.default_routes, [eth1]);
+    ns.ip("route add default nexthop via 10.0.0.1 dev eth0 nexthop via 192.168.0.1 dev eth2 onlink");
+    observe_until(&monitor, |seen| seen.default_routes.len() == 3).await;
+}
+
+#[tokio::test]
+async fn a_deleted_link_is_told_and_gone() {
+    let ns = Namespace::new();
+    ns.ip("link add eth0 type veth peer name eth1");
+    let monitor = ns.monitor();
+    assert!(find(&monitor.observe().await.unwrap(), "eth0").is_some());
+    ns.ip("link del eth0");
+    let seen = observe_until(&monitor, |seen| find(seen, "eth0").is_none()).await;
+    assert!(find(&seen, "eth1").is_none());
+}
+
+#[tokio::test]
+async fn routes_that_are_no_default_routes_are_not_worth_a_look() {
+    let ns = Namespace::new();
+    ns.ip("link set lo up");
+    let monitor = ns.monitor();
+    while timeout(Duration::from_millis(50), monitor.changed())
+        .await
+        .is_ok()
+    {}
+    ns.ip("route add 192.168.0.0/16 dev lo");
+    ns.ip("-6 route add fd00:1::/64 dev lo");
+    ns.ip("route del 192.168.0.0/16 dev lo");
+    assert!(
+        timeout(Duration::from_millis(200), monitor.changed())
+            .await
+            .is_err()
+    );
+}
+
+#[tokio::test]
+async fn names_and_aliases_that_are_no_text_hide_nothing() {
+    let ns = Namespace::new();
+    ns.ip("link add eth0 type veth peer name eth1");
+    let words = |parts: &[&[u8]]| {
+        parts
+            .iter()
+            .map(|part| OsStr::from_bytes(part).to_owned())
+            .collect()
+    };
+    ns.ip_os(words(&[
+        b"link",
+        b"set",
+        b"eth0",
+        b"alias",
+        b"patchbay/\xff\xfe\n",
+    ]));
+    ns.ip_os(words(&[b"link", b"set", b"eth1", b"name", b"\xff\x1b[31m\\"]));
+    let seen = ns.monitor().observe().await.unwrap();
+    assert_eq!(find(&seen, "eth0").unwrap().alias, "patchbay/\\xff\\xfe\\x0a");
+    assert!(find(&seen, "\\xff\\x1b[31m\\x5c").is_some(), "{seen:?}");
+}
+
+#[tokio::test]
+async fn an_overflow_of_the_event_queue_is_told_as_a_change() {
+    let ns = Namespace::new();
+    ns.ip("link add eth0 type veth peer name eth1");
+    let monitor = ns.monitor();
+    let mut lines = String::new();
+    for mtu in 0..2000 {
+        writeln!(lines, "link set eth0 mtu {}", 1000 + mtu % 400).unwrap();
+    }
+    ns.batch(&lines);
+
+    let first = changed(&monitor).await;
+    assert!(first.overruns > 0, "{first:?}");
+    ns.ip("link add eth2 type veth peer name eth3");
+    observe_until(&monitor, |seen| find(seen, "eth2").is_some()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn three_hundred_links_are_seen_whole_while_others_come_and_go() {
+    let ns = Namespace::new();
+    let mut lines = String::new();
+    for index in 0..150 {
+        writeln!(lines, "link add a{index} type veth peer name b{index}").unwrap();
+        writeln!(lines, "address add 10.0.{index}.1/24 dev a{index}").unwrap();
+    }
+    ns.batch(&lines);
+    let monitor = ns.monitor();
+
+    let mut churn = String::new();
+    for _ in 0..20 {
+        churn += "link add x type veth peer name y\nlink del x\n";
+    }
+    thread::scope(|scope| {
+        let churn = scope.spawn(|| ns.batch(&churn));
+        tokio::task::block_in_place(|| {
+            while !churn.is_finished() {
+                let seen = tokio::runtime::Handle::current()
+                    .block_on(monitor.observe())
+                    .unwrap();
+                let steady = seen.links.iter().filter(|link| link.name.starts_with(['a', 'b']));
+                assert_eq!(steady.count(), 300);
+            }
+        });
+    });
+    let seen = monitor.observe().await.unwrap();
+    assert_eq!(seen.links.len(), 301);
+    assert_eq!(
+        seen.links.iter().filter(|link| nets(link).len() == 1).count(),
+        150
+    );
+}
+
+#[tokio::test]
+async fn a_look_that_nobody_waits_for_does_not_disturb_the_next() {
+    let ns = Namespace::new();
+    ns.ip("link add eth0 type veth peer name eth1");
+    let monitor = ns.monitor();
+    for _ in 0..20 {
+        let given_up = timeout(Duration::ZERO, monitor.observe()).await;
+        drop(given_up);
+    }
+    assert_eq!(monitor.observe().await.unwrap().links.len(), 3);
+}
+
+#[tokio::test]
+async fn a_namespace_sees_nothing_of_another() {
+    let (one, other) = (Namespace::new(), Namespace::new());
+    let monitor = one.monitor();
+    other.ip("link add eth0 type veth peer name eth1");
+    assert!(
+        timeout(Duration::from_millis(200), monitor.changed())
+            .await
+            .is_err()
+    );
+    assert_eq!(monitor.observe().await.unwrap().links.len(), 1);
+}

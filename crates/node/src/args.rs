@@ -1,0 +1,115 @@
+//! What the command line may say.
+
+use std::path::PathBuf;
+
+use api::Patterns;
+
+use crate::Probe;
+
+/// The directory of the daemon's sockets.
+const RUN_DIR: &str = "/run/patchbay";
+
+/// Flags of `patchbay node`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Name of the Node that this daemon runs on.
+    #[arg(long, env = "NODE_NAME", value_parser = node_name)]
+    pub node_name: String,
+
+    /// Links that NodeNetwork leaves out, as globs separated by commas; links of Patchbay itself are always listed.
+    /// Replaces the list that comes with the program, which leaves out links of pods, virtual machines and other network software.
+    #[arg(
+        long,
+        env = "PATCHBAY_IGNORE_INTERFACES",
+        value_name = "GLOBS",
+        default_value = plan::nodenetwork::IGNORED,
+        hide_default_value = true
+    )]
+    pub ignore_interfaces: Patterns,
+
+    /// Directory for what must survive a restart.
+    #[arg(
+        long,
+        env = "PATCHBAY_STATE_DIR",
+        value_name = "DIR",
+        default_value = "/var/lib/patchbay"
+    )]
+    pub state_dir: PathBuf,
+
+    /// Directory for sockets.
+    #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
+    pub run_dir: PathBuf,
+
+    /// Where the root of the host is mounted.
+    #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = "/host")]
+    pub host_root: PathBuf,
+}
+
+/// Flags of `patchbay probe`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ProbeArgs {
+    /// What to ask the daemon of this node.
+    pub question: Probe,
+
+    /// Directory for sockets.
+    #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
+    pub run_dir: PathBuf,
+}
+
+/// A Node's name is a DNS subdomain; it goes into field selectors and object names as it is.
+fn node_name(text: &str) -> Result<String, &'static str> {
+    let label = |label: &str| {
+        let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
+        !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+    };
+    if text.len() <= 253 && text.split('.').all(label) {
+        Ok(text.to_owned())
+    } else {
+        Err("the name of a Node is made of a-z, 0-9, '-' and '.'; take it from spec.nodeName of the pod")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn parse(args: &[&str]) -> Result<Args, clap::Error> {
+        Cli::try_parse_from([&["patchbay"], args].concat()).map(|cli| cli.args)
+    }
+
+    #[test]
+    fn the_name_of_the_node_is_enough() {
+        let args = parse(&["--node-name", "node-1.example.com"]).unwrap();
+        assert_eq!(args.node_name, "node-1.example.com");
+        assert!(args.ignore_interfaces.matches("veth1234") && !args.ignore_interfaces.matches("eth0"));
+        assert_eq!(args.run_dir, PathBuf::from("/run/patchbay"));
+        assert_eq!(args.state_dir, PathBuf::from("/var/lib/patchbay"));
+        assert_eq!(args.host_root, PathBuf::from("/host"));
+    }
+
+    #[test]
+    fn names_that_no_node_has_are_refused() {
+        let long = "a".repeat(254);
+        for name in [
+            "", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long,
+        ] {
+            assert!(parse(&["--node-name", name]).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn an_empty_list_of_patterns_leaves_nothing_out() {
+        let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
+        assert_eq!(args.ignore_interfaces, Patterns::default());
+        let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();
+        assert!(error.to_string().contains("does not close it"), "{error}");
+    }
+}

@@ -1,0 +1,350 @@
+//! The loop: what comes in from the kernel and the API server, and what is done about it.
+
+use std::sync::Arc;
+
+use api::{NodeNetworkStatus, Patterns};
+use futures::FutureExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client,
+    api::DynamicObject,
+    runtime::{
+        utils::Backoff as _,
+        watcher::{self, DefaultBackoff},
+    },
+};
+use link::{Changed, Monitor};
+use plan::nodenetwork::{self as rules, Facts, Observed, Picture, Publish, Writes};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::{
+    Error, chain,
+    health::{Health, News, Part},
+    metrics::{Kind, Look, Metrics, Outcome, Watched},
+    object::{self, Known, Object},
+    watch::{Seen, Watch},
+};
+
+/// Keeps the NodeNetwork of one node.
+pub struct Daemon {
+    name: String,
+    ignored: Patterns,
+    monitor: Monitor,
+    object: Object,
+    nodes: Api<Node>,
+    metrics: Metrics,
+    health: Arc<Health>,
+    state: State,
+}
+
+/// What is known, and what was done.
+#[derive(Default)]
+struct State {
+    facts: Option<Facts>,
+    observed: Option<Observed>,
+    /// Whether the API server has said what it has.
+    synced: bool,
+    server: Option<Known>,
+    written: Option<rules::Written>,
+    last_write: Option<Instant>,
+    /// The first event since the last look.
+    event: Option<Instant>,
+    last_look: Option<Instant>,
+    /// Nothing is tried before, after a failure.
+    pause: Option<Instant>,
+    backoff: DefaultBackoff,
+}
+
+impl Daemon {
+    pub fn new(
+        client: Client,
+        name: String,
+        ignored: Patterns,
+        monitor: Monitor,
+        metrics: Metrics,
+        health: Arc<Health>,
+    ) -> Self {
+        Self {
+            object: Object::new(client.clone(), name.clone(), metrics.clone()),
+            nodes: Api::all(client),
+            name,
+            ignored,
+            monitor,
+            metrics,
+            health,
+            // The first look is owed from the beginning.
+            state: State {
+                event: Some(Instant::now()),
+                ..State::default()
+            },
+        }
+    }
+
+    /// Runs until `stop`. The API server may come and go; only the kernel falling silent ends it.
+    pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
+        let mut node = Watch::new(self.nodes.clone(), &self.name);
+        let mut own = Watch::new(self.object.api().clone(), &self.name);
+        loop {
+            let Some(wake) = stop.run_until_cancelled(self.turn()).await else {
+                return Ok(());
+            };
+            let nap = async {
+                match wake {
+                    Some(at) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return Ok(()),
+                seen = node.next() => self.see_node(seen),
+                seen = own.next() => self.see_own(seen),
+                // One event is enough to look; the kernel keeps the others until then.
+                changed = self.monitor.changed(), if self.state.event.is_none() => {
+                    self.hear(changed.map_err(Error::Kernel)?);
+                }
+                () = nap => {}
+            }
+        }
+    }
+
+    /// Does what is due, and says when to come back unless something happens before.
+    async fn turn(&mut self) -> Option<Instant> {
+        let due = self.look().await;
+        let next = self.publish().await;
+        due.into_iter().chain(next).min()
+    }
+
+    /// Looks at the kernel if it is time to.
+    async fn look(&mut self) -> Option<Instant> {
+        let event = self.state.event?;
+        let last = self.state.last_look.map(Instant::into_std);
+        let at = Instant::from_std(rules::look(event.into_std(), last));
+        if Instant::now() < at {
+            return Some(at);
+        }
+        // What happened before the look is seen by it; what happens meanwhile leads to another.
+        if let Some(Ok(changed)) = self.monitor.changed().now_or_never() {
+            self.hear(changed);
+        }
+        self.state.event = None;
+        let seen = self.monitor.observe().await;
+        self.state.last_look = Some(Instant::now());
+        self.metrics
+            .looks
+            .get_or_create(&Look {
+                result: Outcome::of(&seen),
+            })
+            .inc();
+        match seen {
+            Ok(observed) => {
+                debug!(links = observed.links.len(), "looked at the kernel");
+                self.health.well(Part::Kernel);
+                self.state.observed = Some(observed);
+                None
+            }
+            Err(error) => {
+                let problem = chain(&error);
+                if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
+                    warn!(error = problem, "cannot look at the kernel, trying again");
+                }
+                let again = Instant::now() + self.state.backoff.next().unwrap_or_default();
+                self.state.event = Some(again);
+                Some(again)
+            }
+        }
+    }
+
+    /// Writes the NodeNetwork if it is to be written now.
+    async fn publish(&mut self) -> Option<Instant> {
+        let now = Instant::now();
+        let (facts, wanted, decision) = self.decide(now)?;
+        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        let writes = match decision {
+            Publish::Nothing => {
+                self.settled();
+                return None;
+            }
+            Publish::At(at) => return Some(Instant::from_std(at)),
+            Publish::Now(_) if self.state.pause.is_some_and(|until| now < until) => return self.state.pause,
+            Publish::Now(writes) => writes,
+        };
+        let result = self.object.write(&facts, &wanted, writes).await;
+        // The end counts, so that a second lies between the last request of this write and the first of the next.
+        self.state.last_write = Some(Instant::now());
+        match result {
+            Ok(known) => {
+                self.wrote(facts, wanted, writes, known);
+                None
+            }
+            Err(error) => Some(self.failed(&error)),
+        }
+    }
+
+    /// Asks the rules. None as long as too little is known.
+    fn decide(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
+        let State {
+            facts,
+            observed,
+            synced: true,
+            server,
+            written,
+            last_write,
+            ..
+        } = &self.state
+        else {
+            return None;
+        };
+        let facts = facts.as_ref()?;
+        let picture = Picture {
+            observed: observed.as_ref()?,
+            facts,
+            ignored: &self.ignored,
+            server: server.as_ref().map(|known| &known.record),
+            written: written.as_ref(),
+            last_write: last_write.map(Instant::into_std),
+        };
+        let wanted = rules::status(&picture, Timestamp::now());
+        let decision = rules::publish(&picture, &wanted, now.into_std());
+        Some((facts.clone(), wanted, decision))
+    }
+
+    fn wrote(&mut self, facts: Facts, wanted: NodeNetworkStatus, writes: Writes, known: Option<Known>) {
+        info!(
+            node = self.name,
+            interfaces = wanted.interfaces.len(),
+            object = writes.object,
+            status = writes.status,
+            "published"
+        );
+        self.metrics
+            .interfaces
+            .set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics
+            .published
+            .set(Timestamp::now().as_duration().as_secs_f64());
+        if let Some(known) = known {
+            self.state.written = Some(rules::Written {
+                uid: facts.uid,
+                wanted,
+                got: known.record.clone(),
+            });
+            self.state.server = Some(known);
+        }
+        self.settled();
+    }
+
+    /// The API server has what it should have.
+    fn settled(&mut self) {
+        self.health.well(Part::Publish);
+        self.state.pause = None;
+        self.state.backoff.reset();
+    }
+
+    fn failed(&mut self, error: &object::Error) -> Instant {
+        let problem = chain(error);
+        if error.is_missing() {
+            // Somebody deleted it between two looks: the next write makes it anew.
+            self.state.server = None;
+        }
+        let delay = self.state.backoff.next().unwrap_or_default();
+        if self.health.ill(Part::Publish, problem.clone()) == News::Changed {
+            warn!(
+                node = self.name,
+                error = problem,
+                ?delay,
+                "cannot publish, trying again"
+            );
+        }
+        let again = Instant::now() + delay;
+        self.state.pause = Some(again);
+        again
+    }
+
+    fn hear(&mut self, changed: Changed) {
+        self.metrics.events.inc_by(changed.events);
+        self.metrics.overruns.inc_by(changed.overruns);
+        self.state.event.get_or_insert_with(Instant::now);
+    }
+
+    fn see_node(&mut self, seen: Seen<Node>) {
+        let node = match seen {
+            Seen::Synced(node) => {
+                self.recovered(Part::NodeWatch, Kind::Node);
+                node
+            }
+            Seen::Changed(node) => Some(node),
+            Seen::Gone(_) => None,
+            Seen::Failed(error) => return self.broken(Part::NodeWatch, Kind::Node, &error),
+        };
+        if node.is_some() {
+            if self.health.well(Part::Node) == News::Changed {
+                info!(node = self.name, "the Node is there");
+            }
+        } else {
+            let problem = format!("there is no Node named {}; waiting for it", self.name);
+            if self.health.ill(Part::Node, problem) == News::Changed {
+                warn!(
+                    node = self.name,
+                    "there is no such Node, waiting for it; is --node-name right?"
+                );
+            }
+        }
+        self.state.facts = node.as_ref().map(object::facts);
+    }
+
+    fn see_own(&mut self, seen: Seen<DynamicObject>) {
+        match seen {
+            Seen::Synced(object) => {
+                self.recovered(Part::OwnWatch, Kind::NodeNetwork);
+                self.state.synced = true;
+                self.state.server = object.as_ref().map(Known::read);
+            }
+            Seen::Changed(object) => {
+                let known = Known::read(&object);
+                if !self
+                    .state
+                    .server
+                    .as_ref()
+                    .is_some_and(|server| server.is_newer_than(&known))
+                {
+                    self.state.server = Some(known);
+                }
+            }
+            Seen::Gone(object) => {
+                let gone = Known::read(&object);
+                if self
+                    .state
+                    .server
+                    .as_ref()
+                    .is_some_and(|server| server.is_same_object(&gone))
+                {
+                    self.state.server = None;
+                }
+            }
+            Seen::Failed(error) => self.broken(Part::OwnWatch, Kind::NodeNetwork, &error),
+        }
+    }
+
+    fn recovered(&self, part: Part, kind: Kind) {
+        if self.health.well(part) == News::Changed {
+            info!(node = self.name, ?kind, "watching");
+        }
+    }
+
+    fn broken(&self, part: Part, kind: Kind, error: &watcher::Error) {
+        self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
+        let problem = format!("watch {kind:?} {}: {}", self.name, chain(error));
+        if self.health.ill(part, problem.clone()) == News::Changed {
+            warn!(
+                node = self.name,
+                ?kind,
+                error = problem,
+                "a watch failed and is tried again"
+            );
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! Asking a daemon how it is, for the kubelet's exec probes.
+
+use std::{io, path::Path, time::Duration};
+
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+    time::timeout,
+};
+
+use crate::{Error, admin};
+
+const LIMIT: Duration = Duration::from_secs(5);
+/// More than any answer has.
+const LONGEST: u64 = 4 * 1024 * 1024;
+
+/// A question.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Probe {
+    /// Whether the daemon is alive.
+    Live,
+    /// Whether the daemon is ready, and if not, why.
+    Ready,
+    /// Its numbers, for Prometheus.
+    Metrics,
+}
+
+impl Probe {
+    fn path(self) -> &'static str {
+        match self {
+            Self::Live => "/healthz",
+            Self::Ready => "/readyz",
+            Self::Metrics => "/metrics",
+        }
+    }
+}
+
+/// Asks the daemon that serves `run_dir`, and returns what it says. An answer other than "OK" is an error.
+pub async fn probe(run_dir: &Path, question: Probe) -> Result<String, Error> {
+    let path = admin::path(run_dir);
+    let answer = match timeout(LIMIT, ask(&path, question)).await {
+        Err(_) => return Err(Error::Deadline { path, limit: LIMIT }),
+        Ok(Err(source)) => return Err(Error::Ask { path, source }),
+        Ok(Ok(answer)) => answer,
+    };
+    match split(&answer) {
+        Some((200, body)) => Ok(body.to_owned()),
+        Some((_, body)) => Err(Error::Refused {
+            answer: body.trim_end().to_owned(),
+        }),
+        None => {
+            let source = io::Error::new(io::ErrorKind::InvalidData, "the answer is not HTTP");
+            Err(Error::Ask { path, source })
+        }
+    }
+}
+
+async fn ask(path: &Path, question: Probe) -> io::Result<String> {
+    let mut stream = UnixStream::connect(path).await?;
+    let request = format!("GET {} HTTP/1.0\r\n\r\n", question.path());
+    stream.write_all(request.as_bytes()).await?;
+    let mut answer = String::new();
+    stream.take(LONGEST).read_to_string(&mut answer).await?;
+    Ok(answer)
+}
+
+/// The status and the body of an HTTP/1.0 answer.
+fn split(answer: &str) -> Option<(u16, &str)> {
+    let (head, body) = answer.split_once("\r\n\r\n")?;
+    let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?.parse().ok()?;
+    Some((status, body))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
+        path::PathBuf,
+        sync::Arc,
+    };
+
+    use tokio::{net::UnixListener, task::JoinSet};
+    use tokio_util::sync::CancellationToken;
+
+    use super::*;
+    use crate::{
+        health::{Health, Part},
+        metrics::Metrics,
+    };
+
+    /// A directory that goes with the test.
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("patchbay-node-{}-{name}", std::process::id()));
+            _ = fs::remove_dir_all(&path);
+            Self(path)
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn serve(
+        listener: UnixListener,
+        health: &Arc<Health>,
+        stop: &CancellationToken,
+    ) -> JoinSet<Result<(), Error>> {
+        let (metrics, registry) = Metrics::new();
+        metrics.events.inc_by(7);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(admin::serve(listener, Arc::clone(health), registry, stop.clone()));
+        tasks
+    }
+
+    #[tokio::test]
+    async fn the_daemon_says_how_it_is_over_its_socket() {
+        let dir = Dir::new("answers");
+        let health = Arc::new(Health::new());
+        let stop = CancellationToken::new();
+        let mut tasks = serve(admin::bind(&dir.0).unwrap(), &health, &stop);
+
+        assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
+        let error = probe(&dir.0, Probe::Ready).await.unwrap_err().to_string();
+        assert!(
+            error.starts_with("not ready: the links of this node have not been read yet;"),
+            "{error}"
+        );
+        for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch, Part::Publish] {
+            health.well(part);
+        }
+        assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
+        let metrics = probe(&dir.0, Probe::Metrics).await.unwrap();
+        assert!(metrics.contains("patchbay_node_events_total 7\n"), "{metrics}");
+
+        stop.cancel();
+        tasks.join_next().await.unwrap().unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_new_generation_takes_the_socket_over_from_one_that_still_serves() {
+        let dir = Dir::new("generations");
+        let stop = CancellationToken::new();
+        let (old, new) = (Arc::new(Health::new()), Arc::new(Health::new()));
+        for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch, Part::Publish] {
+            new.well(part);
+        }
+        let _old = serve(admin::bind(&dir.0).unwrap(), &old, &stop);
+        assert!(probe(&dir.0, Probe::Ready).await.is_err());
+        let _new = serve(admin::bind(&dir.0).unwrap(), &new, &stop);
+        assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
+
+        let socket = fs::metadata(admin::path(&dir.0)).unwrap();
+        assert!(socket.file_type().is_socket());
+        assert_eq!(socket.permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(&dir.0).unwrap().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn no_daemon_is_an_error_that_names_the_socket() {
+        let dir = Dir::new("nobody");
+        let error = probe(&dir.0, Probe::Live).await.unwrap_err();
+        assert!(
+            matches!(&error, Error::Ask { path, .. } if path.ends_with("node.sock")),
+            "{error}"
+        );
+        // A socket that nobody serves any more.
+        drop(admin::bind(&dir.0).unwrap());
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Ask { .. })));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_daemon_that_hangs_is_given_up() {
+        let dir = Dir::new("hangs");
+        let _listener = admin::bind(&dir.0).unwrap();
+        assert!(matches!(
+            probe(&dir.0, Probe::Live).await,
+            Err(Error::Deadline { .. })
+        ));
+    }
+
+    #[test]
+    fn only_http_is_an_answer() {
+        assert_eq!(split("HTTP/1.0 200 OK\r\na: b\r\n\r\nok"), Some((200, "ok")));
+        assert_eq!(split("HTTP/1.1 503 Service Unavailable\r\n\r\n"), Some((503, "")));
+        for nonsense in ["", "ok", "HTTP/1.0 x\r\n\r\n", "HTTP/2 200\r\n\r\n"] {
+            assert_eq!(split(nonsense), None);
+        }
+    }
+}

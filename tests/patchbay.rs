@@ -1,0 +1,1 @@
+//! The product in a lab.

@@ -1,0 +1,306 @@
+//! The lab itself: comes up, goes down without a trace, and survives what is done to it.
+
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use k8s_openapi::api::core::v1::Node;
+use kube::Api;
+use lab::{
+    Lab, Shape,
+    machine::binary,
+    scene::{Scene, pod},
+    snapshot::Snapshot,
+    wait,
+};
+
+/// These tests compare what the machine has before and after: one at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A lab that goes away with the test.
+struct Guard(Lab);
+
+impl Guard {
+    fn new(name: &str) -> Result<Self> {
+        let lab = Lab::new(name.parse()?);
+        lab.down()?;
+        Ok(Self(lab))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let down = self.0.down();
+        if !std::thread::panicking() {
+            down.expect("the lab goes down");
+        }
+    }
+}
+
+fn block<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(work)
+}
+
+/// Asserts that nothing came and nothing went.
+fn same(before: &Snapshot) {
+    // The kernel ends network namespaces a moment after their last process.
+    let settled = wait::blocking(Duration::from_secs(5), "the machine to be as before", || {
+        let now = Snapshot::take()?;
+        let (came, went) = (now.since(before), now.missing(before));
+        ensure!(came.is_empty() && went.is_empty(), "came: {came:#?}\nwent: {went:#?}");
+        Ok(Some(()))
+    });
+    settled.expect("no trace");
+}
+
+async fn answers(lab: &Lab) -> Result<usize> {
+    let nodes: Api<Node> = Api::all(lab.client().await?);
+    Ok(nodes.list(&kube::api::ListParams::default()).await?.items.len())
+}
+
+#[test]
+fn down_leaves_nothing_even_with_pods_running_and_run_twice() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    let guard = Guard::new("t-trace").unwrap();
+    block(async {
+        guard.0.up(Shape::Nodes(2)).await?;
+        let scene = Scene::play(&guard.0, "trace", async |scene: &Scene| {
+            scene.start(pod("a").on("node-1")).await?;
+            scene.start(pod("b").on("node-2")).await?;
+            // The lab goes down with both of them running.
+            guard.0.down()
+        });
+        // The namespace cannot be deleted in a lab that is gone.
+        scene.await.expect_err("the API server is gone");
+        anyhow::Ok(())
+    })
+    .unwrap();
+    same(&before);
+    guard.0.down().unwrap();
+    same(&before);
+}
+
+#[test]
+fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    for moment in [100, 400, 1200, 3000] {
+        let guard = Guard::new("t-killed").unwrap();
+        let mut up = Command::new(binary().unwrap())
+            .args(["--name", "t-killed", "up", "--nodes", "1"])
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let begun = Instant::now();
+        let _ = wait::blocking::<()>(Duration::from_millis(moment), "the moment", || Ok(None));
+        up.kill().unwrap();
+        up.wait().unwrap();
+        assert!(begun.elapsed() < Duration::from_millis(moment + 500));
+        guard.0.down().unwrap();
+        same(&before);
+    }
+    let guard = Guard::new("t-killed").unwrap();
+    let mut up = Command::new(binary().unwrap())
+        .args(["--name", "t-killed", "up", "--control-plane-only"])
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let machine = guard.0.control_plane();
+    let started = || Ok(machine.components().is_ok_and(|c| c.contains_key("etcd")).then_some(()));
+    wait::blocking(Duration::from_secs(5), "etcd to run", started).unwrap();
+    up.kill().unwrap();
+    up.wait().unwrap();
+    block(guard.0.up(Shape::ControlPlaneOnly)).unwrap();
+    assert_eq!(block(answers(&guard.0)).unwrap(), 0);
+    drop(guard);
+    same(&before);
+}
+
+#[test]
+fn down_leaves_nothing_after_kill_9_of_anything() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    let guard = Guard::new("t-kill9").unwrap();
+    block(guard.0.up(Shape::Nodes(1))).unwrap();
+    // The first process of a node, a runtime, the API server, and the forwarder.
+    let kill = |pid: i32| Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
+    guard.0.kill("node-1/containerd").unwrap();
+    guard.0.kill("apiserver").unwrap();
+    kill(guard.0.node("node-1").init().unwrap());
+    kill(guard.0.control_plane().init().unwrap());
+    guard.0.down().unwrap();
+    same(&before);
+}
+
+#[test]
+fn two_labs_run_at_once_and_know_nothing_of_each_other() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    let (one, two) = (Guard::new("t-one").unwrap(), Guard::new("t-two").unwrap());
+    block(async {
+        one.0.up(Shape::Nodes(1)).await?;
+        two.0.up(Shape::ControlPlaneOnly).await?;
+        ensure!(answers(&one.0).await? == 1 && answers(&two.0).await? == 0, "each has its own nodes");
+        one.0.down()?;
+        ensure!(answers(&two.0).await? == 0, "the other one lives on");
+        anyhow::Ok(())
+    })
+    .unwrap();
+    drop((one, two));
+    same(&before);
+}
+
+#[test]
+fn a_control_plane_is_ready_within_5_s_and_two_nodes_within_20_s_and_1536_mib() {
+    let _alone = alone();
+    let small = Guard::new("t-speed").unwrap();
+    let begun = Instant::now();
+    block(small.0.up(Shape::ControlPlaneOnly)).unwrap();
+    let control_plane = begun.elapsed();
+    small.0.down().unwrap();
+    let begun = Instant::now();
+    block(small.0.up(Shape::Nodes(2))).unwrap();
+    let nodes = begun.elapsed();
+    let memory = small.0.status().memory() >> 20;
+    println!("control plane {control_plane:?}, two nodes {nodes:?}, {memory} MiB");
+    assert!(control_plane <= Duration::from_secs(5), "{control_plane:?}");
+    assert!(nodes <= Duration::from_secs(20), "{nodes:?}");
+    assert!(memory <= 1536, "{memory} MiB");
+    assert!(small.0.status().is_whole());
+}
+
+fn reaches(lab: &Lab, from: &str, to: &str) -> bool {
+    lab.node(from).output(&["ping", "-c", "1", "-W", "1", to]).is_ok()
+}
+
+/// What a lab goes through in a day; one lab for all of it.
+#[test]
+fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    let guard = Guard::new("t-day").unwrap();
+    let lab = &guard.0;
+    block(async {
+        lab.up(Shape::Nodes(2)).await?;
+
+        // Nothing leads out, and nothing of the lab is in this machine's network.
+        ensure!(!reaches(lab, "node-1", "192.0.2.1"), "a node reaches beyond the lab");
+        let routes = lab.node("node-1").output(&["ip", "route", "show", "default"])?;
+        ensure!(routes.contains("dev eth0"), "{routes}");
+        let now = Snapshot::take()?.since(&before);
+        let links: Vec<_> = now.iter().filter(|l| l.starts_with("link") || l.starts_with("mount")).collect();
+        ensure!(links.is_empty(), "{links:?}");
+        let nics = lab.node("node-1").output(&["ls", "/sys/class/net"])?;
+        ensure!(nics.split_whitespace().collect::<Vec<_>>() == ["eth0", "eth1", "eth2", "lo"], "{nics}");
+
+        // Cut off and back.
+        ensure!(reaches(lab, "node-1", "172.30.0.12"), "nodes reach each other");
+        lab.partition("node-2")?;
+        ensure!(!reaches(lab, "node-1", "172.30.0.12"), "a cut cable carries nothing");
+        let carrier = lab.node("node-2").output(&["cat", "/sys/class/net/eth0/carrier"])?;
+        ensure!(carrier.trim() == "1", "the fault is further away than the NIC");
+        lab.heal("node-2")?;
+        ensure!(reaches(lab, "node-1", "172.30.0.12"), "a mended cable carries");
+
+        Scene::play(lab, "day", async |scene: &Scene| a_reboot(scene).await).await?;
+        a_third_node(lab).await?;
+        dead_programs(lab).await
+    })
+    .unwrap();
+    drop(guard);
+    same(&before);
+}
+
+async fn a_reboot(scene: &Scene) -> Result<()> {
+    let lab = &scene.lab;
+    scene.start(pod("echo").on("node-2").command(&["tool", "echo", "7"])).await?;
+    let ask = scene.start(pod("ask").on("node-1")).await?;
+    let first_boot = lab.node("node-1").boot_id()?;
+    lab.node("node-1").output(&["touch", "/run/volatile", "/var/lib/kept"])?;
+    lab.reboot("node-1").await?;
+    ensure!(lab.node("node-1").boot_id()? != first_boot, "a boot has an id of its own");
+    ensure!(lab.node("node-1").output(&["ls", "/run/volatile"]).is_err(), "/run is gone");
+    lab.node("node-1").output(&["ls", "/var/lib/kept"])?;
+    // The kubelet notices that the sandbox died with the node.
+    let restarts = |p: &k8s_openapi::api::core::v1::Pod| {
+        p.status.as_ref()?.container_statuses.as_ref()?.first().map(|c| c.restart_count)
+    };
+    let back = wait::until(Duration::from_secs(60), "the pod to be back", || async {
+        let now = scene.ready("ask").await?;
+        Ok((restarts(&now) > restarts(&ask)).then_some(now))
+    });
+    back.await?;
+    let target = scene.ready("echo").await?;
+    let ips = target.status.and_then(|s| s.pod_ips).context("the pod has addresses")?;
+    ensure!(ips.len() == 2, "dual stack: {ips:?}");
+    for ip in ips {
+        let host = if ip.ip.contains(':') { format!("[{}]:7", ip.ip) } else { format!("{}:7", ip.ip) };
+        for protocol in ["tcp", "udp"] {
+            let answer = scene.exec("ask", &["tool", "ask", protocol, &host, "hello"])?;
+            ensure!(answer.contains("hello"), "{answer}");
+        }
+    }
+    let resolved = scene.exec("ask", &["nslookup", "kubernetes.default.svc.cluster.local"])?;
+    ensure!(resolved.contains("10.96.0.1"), "{resolved}");
+    Ok(())
+}
+
+async fn a_third_node(lab: &Lab) -> Result<()> {
+    let name = lab.add_node().await?;
+    ensure!(name == "node-3" && answers(lab).await? == 3, "{name}");
+    Scene::play(lab, "third", async |scene: &Scene| {
+        let there = scene.start(pod("there").on("node-3")).await?;
+        scene.start(pod("here").on("node-1")).await?;
+        let ip = there.status.and_then(|s| s.pod_ip).context("an address")?;
+        scene.exec("here", &["ping", "-c", "1", "-W", "2", &ip]).map(|_| ())
+    })
+    .await?;
+    lab.remove_node("node-3").await?;
+    ensure!(answers(lab).await? == 2, "its Node object is gone");
+    ensure!(!Path::new("/sys/fs/cgroup/pids/patchbay-lab.t-day/node-3").exists(), "its cgroup is gone");
+    Ok(())
+}
+
+async fn dead_programs(lab: &Lab) -> Result<()> {
+    for component in ["etcd", "apiserver", "scheduler", "node-1/kubelet", "node-2/multus", "node-2/containerd"] {
+        lab.kill(component)?;
+    }
+    ensure!(!lab.status().is_whole(), "the dead are seen");
+    lab.up(Shape::Nodes(2)).await?;
+    ensure!(lab.status().is_whole(), "{}", lab.status());
+    lab.pause("apiserver")?;
+    let silent = tokio::time::timeout(Duration::from_secs(1), answers(lab)).await;
+    ensure!(silent.is_err(), "a paused API server says nothing");
+    lab.resume("apiserver")?;
+    ensure!(answers(lab).await? == 2, "and goes on where it was");
+    lab.restart("node-1/kubelet")?;
+    Ok(())
+}
+
+#[test]
+fn what_is_asked_of_the_api_server_can_be_counted_by_user_agent() {
+    let _alone = alone();
+    let guard = Guard::new("t-audit").unwrap();
+    block(async {
+        guard.0.up(Shape::ControlPlaneOnly).await?;
+        let mark = guard.0.audit_mark()?;
+        let nodes: Api<Node> = Api::all(guard.0.client().await?);
+        for _ in 0..3 {
+            nodes.get_opt("nobody").await?;
+        }
+        let asked = guard.0.asked_since(mark)?;
+        let mine = asked.iter().filter(|a| a.agent == "lab" && a.resource == "nodes" && a.code == 404).count();
+        ensure!(mine == 3, "{asked:#?}");
+        anyhow::Ok(())
+    })
+    .unwrap();
+}
