@@ -1,1 +1,45 @@
-//! The product in a lab.
+//! The product in a lab: installed from its image and its manifests, as a user would do it.
+
+use std::{path::PathBuf, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{Lab, wait};
+
+use crate::repository;
+
+/// The image that the manifests name.
+pub const REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PKG_VERSION"));
+/// Where it is installed.
+pub const NAMESPACE: &str = "patchbay-system";
+
+/// Where `make image` puts the image.
+pub fn image() -> PathBuf {
+    repository().join("target/image/patchbay.tar")
+}
+
+/// The directory of the manifests.
+pub fn manifests() -> PathBuf {
+    repository().join("deploy/install")
+}
+
+/// Loads the image, applies the manifests, and waits until both programs are ready everywhere.
+pub async fn install(lab: &Lab) -> Result<()> {
+    ensure!(image().exists(), "{} is not there: run `make image`", image().display());
+    lab.load_image(&image())?;
+    let manifests = manifests();
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    ready(lab).await
+}
+
+/// Waits until both programs are ready and every node has its NodeNetwork.
+pub async fn ready(lab: &Lab) -> Result<()> {
+    for what in ["deployment/patchbay-controller", "daemonset/patchbay-node"] {
+        lab.kubectl(&["-n", NAMESPACE, "rollout", "status", what, "--timeout=90s"])?;
+    }
+    let nodes = lab.nodes();
+    wait::until(Duration::from_secs(10), "a NodeNetwork for each node", || async {
+        let names = lab.kubectl(&["get", "nodenetworks", "-o", "name"])?;
+        Ok(nodes.iter().all(|n| names.contains(n.as_str())).then_some(()))
+    })
+    .await
+}

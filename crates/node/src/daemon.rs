@@ -162,7 +162,9 @@ impl Daemon {
     async fn publish(&mut self) -> Option<Instant> {
         let now = Instant::now();
         let (facts, wanted, decision) = self.decide(now)?;
-        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics
+            .interfaces
+            .set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             Publish::Nothing => {
                 self.settled();

@@ -173,3 +173,58 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     }
     text
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[tokio::test]
+    async fn an_api_server_that_is_away_never_ends_the_daemon_and_a_stop_does() {
+        // Port 1 answers nobody. The kernel is only read, which needs no rights.
+        let client = Client::try_from(Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
+        let run_dir = std::env::temp_dir().join(format!("patchbay-node-{}-away", std::process::id()));
+        let mut args = Cli::parse_from(["patchbay", "--node-name", "a"]).args;
+        args.run_dir.clone_from(&run_dir);
+        let stop = CancellationToken::new();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(run_with(client, args, stop.clone()));
+
+        let said = async {
+            loop {
+                match probe(&run_dir, Probe::Ready).await {
+                    Err(Error::Refused { answer }) if answer.contains("watch Node a") => return answer,
+                    _ => tokio::task::yield_now().await,
+                }
+            }
+        };
+        let answer = timeout(Duration::from_secs(20), said).await.unwrap();
+        assert!(answer.contains("has not been published yet"), "{answer}");
+        assert_eq!(probe(&run_dir, Probe::Live).await.unwrap(), "ok\n");
+        assert!(tasks.try_join_next().is_none());
+
+        stop.cancel();
+        let ended = timeout(Duration::from_secs(10), tasks.join_next()).await.unwrap();
+        assert!(matches!(ended, Some(Ok(Ok(())))), "{ended:?}");
+        fs::remove_dir_all(run_dir).unwrap();
+    }
+
+    #[test]
+    fn a_chain_names_every_cause_once() {
+        let cause = std::io::Error::other("no route");
+        let error = Error::Kernel(link::Error::Open(cause));
+        assert_eq!(
+            chain(&error),
+            "listen to the kernel: open a netlink socket: no route"
+        );
+    }
+}

@@ -1,0 +1,36 @@
+# Small targets; what they do is written in Rust (tests/stages).
+STAGES = cargo run --quiet --locked -p e2e --bin stages --
+LAB = cargo run --quiet --locked -p lab --bin lab --
+
+.PHONY: demo test soak bench image generate lab down shell clean
+
+demo: ## set everything up and walk through what Patchbay does, on a two-node lab
+	$(STAGES) demo
+
+test: ## set everything up and run all tests
+	$(STAGES) test
+
+soak: ## the long counts
+	$(STAGES) soak
+
+bench: ## the numbers
+	$(STAGES) bench
+
+image: ## target/image/patchbay.tar, for `ctr images import` and `docker load`
+	$(STAGES) image
+
+generate: ## deploy/install/ from the code
+	cargo run --quiet --locked -p patchbay -- install --dir deploy/install
+
+lab: ## a two-node Kubernetes, without Patchbay
+	$(STAGES) prepare
+	$(LAB) up
+
+down: ## take all labs away
+	$(LAB) down --all
+
+shell: ## a shell on the lab's first node
+	$(LAB) exec node-1 -- bash
+
+clean: down
+	cargo clean

@@ -1,0 +1,48 @@
+//! What `make` calls: set-up, tests, tour, image, numbers.
+#![allow(clippy::print_stdout, reason = "a command line prints what it does")]
+
+mod bench;
+mod check;
+mod demo;
+mod image;
+mod packages;
+mod step;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// What to do.
+#[derive(Parser)]
+enum Stage {
+    /// Install packages and build the lab's programs.
+    Prepare,
+    /// Everything that decides whether a change is good.
+    Test,
+    /// The same tests with long counts.
+    Soak,
+    /// The numbers.
+    Bench,
+    /// The product's image.
+    Image,
+    /// A walk through what Patchbay does.
+    Demo,
+}
+
+fn main() -> ExitCode {
+    let outcome = match Stage::parse() {
+        Stage::Prepare => packages::prepare(),
+        Stage::Test => check::run(check::Length::Short),
+        Stage::Soak => check::run(check::Length::Long),
+        Stage::Bench => bench::run(),
+        Stage::Image => image::build().map(|_| ()),
+        Stage::Demo => demo::run(),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            lab::say(format!("{e:#}"));
+            ExitCode::FAILURE
+        }
+    }
+}
