@@ -76,10 +76,11 @@ impl Suite {
             return Err(e);
         }
         let mut failures = Vec::new();
+        let limit = Duration::from_secs(if soak() { 1800 } else { 240 });
         for (name, test) in tests {
             let begun = Instant::now();
             let outcome = runtime.block_on(async {
-                tokio::time::timeout(Duration::from_secs(240), test(lab.clone())).await.context("no end after 240 s")?
+                tokio::time::timeout(limit, test(lab.clone())).await.with_context(|| format!("no end after {limit:?}"))?
             });
             let spent = begun.elapsed().as_secs_f64();
             match outcome {
@@ -113,6 +114,11 @@ impl Suite {
         }
         lab.down()
     }
+}
+
+/// Whether the long counts are wanted: `make soak`.
+pub fn soak() -> bool {
+    env::var_os("PATCHBAY_SOAK").is_some()
 }
 
 /// The root of the repository.

@@ -1,1 +1,493 @@
-fn main() {}
+//! The controller as real processes against a real API server, without nodes: who leads, what is admitted, and
+//! certificates that change while it works.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    process::{Child, ExitCode, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use e2e::{Suite, patchbay, tests};
+use k8s_openapi::{
+    api::{coordination::v1::Lease, core::v1::Secret},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+    jiff::{SignedDuration, Timestamp},
+};
+use kube::{
+    Api, Client,
+    api::{DynamicObject, Patch, PatchParams, PostParams},
+    core::{ApiResource, GroupVersionKind},
+};
+use lab::{Lab, Shape, wait};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+const NAMESPACE: &str = patchbay::NAMESPACE;
+
+fn main() -> ExitCode {
+    Suite {
+        name: "t-controller",
+        shape: Shape::ControlPlaneOnly,
+        set_up: |lab| Box::pin(set_up(lab)),
+        tests: tests![
+            the_webhook_refuses_a_nodenetwork_without_a_node,
+            a_replica_is_not_ready_before_it_has_seen_the_cluster,
+            the_leader_lets_go_when_told_to_stop_and_ends_within_10_s,
+            another_replica_leads_within_15_s_after_kill_9,
+            a_paused_leader_never_acts_beside_the_new_one,
+            a_rival_whose_clock_is_two_minutes_off_breaks_nothing,
+            certificates_change_under_load_without_one_failed_admission,
+            damaged_certificates_and_bundles_are_repaired,
+        ],
+    }
+    .run()
+}
+
+async fn set_up(lab: Lab) -> Result<()> {
+    let manifests = patchbay::manifests();
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    // Replicas run as processes in the control plane's network, each with an address of its own.
+    for number in 1..=2 {
+        let address = format!("{}/24", Replica::address(number));
+        lab.control_plane().output(&["ip", "addr", "add", &address, "dev", "sw0"])?;
+    }
+    let slice = json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"name": "replicas", "namespace": NAMESPACE,
+            "labels": {"kubernetes.io/service-name": "patchbay-webhook", "endpointslice.kubernetes.io/managed-by": "test"}},
+        "ports": [{"name": "webhook", "port": 9443, "protocol": "TCP"}],
+        "endpoints": [
+            {"addresses": [Replica::address(1)], "conditions": {"ready": true}},
+            {"addresses": [Replica::address(2)], "conditions": {"ready": true}},
+        ],
+    });
+    let file = lab.kubeconfig().with_file_name("slice.json");
+    fs::write(&file, slice.to_string())?;
+    lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?]).map(|_| ())
+}
+
+/// One controller, a real process with the installed account's token; killed with the value.
+struct Replica {
+    child: Child,
+    number: u8,
+    lab: Lab,
+}
+
+impl Replica {
+    fn address(number: u8) -> String {
+        format!("172.30.0.{}", 1 + number)
+    }
+
+    fn name(number: u8) -> String {
+        format!("replica-{number}")
+    }
+
+    fn start(lab: &Lab, number: u8, more: &[&str]) -> Result<Self> {
+        let token = lab.kubectl(&["-n", NAMESPACE, "create", "token", "patchbay-controller", "--duration=1h"])?;
+        let admin: serde_json::Value = serde_json::from_slice(&fs::read(lab.kubeconfig())?)?;
+        let authority = &admin["clusters"][0]["cluster"]["certificate-authority-data"];
+        let config = json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": "https://172.30.0.1:6443", "certificate-authority-data": authority}}],
+            "users": [{"name": "u", "user": {"token": token.trim()}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        });
+        let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
+        fs::write(&file, config.to_string())?;
+        let address = Self::address(number);
+        let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
+        let child = lab
+            .control_plane()
+            .command_in_network(program()?)?
+            .args(["controller", "--namespace", NAMESPACE, "--identity", &Self::name(number)])
+            .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
+            .args(more)
+            .env("KUBECONFIG", &file)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("start a controller")?;
+        Ok(Self { child, number, lab: lab.clone() })
+    }
+
+    async fn ready(lab: &Lab, number: u8, more: &[&str]) -> Result<Self> {
+        let replica = Self::start(lab, number, more)?;
+        wait::until(Duration::from_secs(20), "the replica to be ready", || async {
+            Ok((replica.probe("readyz")? == 200).then_some(()))
+        })
+        .await
+        .with_context(|| replica.tail())?;
+        Ok(replica)
+    }
+
+    fn tail(&self) -> String {
+        let log = self.lab.kubeconfig().with_file_name(format!("{}.log", Self::name(self.number)));
+        let text = fs::read_to_string(log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        format!("log of {}:\n{}", Self::name(self.number), lines[lines.len().saturating_sub(20)..].join("\n"))
+    }
+
+    /// The status code of /healthz or /readyz; 0 when nobody listens.
+    fn probe(&self, path: &str) -> Result<u16> {
+        let (machine, address) = (self.lab.control_plane(), Self::address(self.number));
+        // A thread of its own: it moves to the lab's network and ends there.
+        let asked = std::thread::scope(|scope| {
+            let ask = || -> Result<String> {
+                machine.enter_network()?;
+                let mut stream = TcpStream::connect((address.as_str(), 8081))?;
+                stream.set_read_timeout(Some(Duration::from_secs(2)))?;
+                write!(stream, "GET /{path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")?;
+                let mut text = String::new();
+                stream.read_to_string(&mut text)?;
+                Ok(text)
+            };
+            scope.spawn(ask).join()
+        });
+        let text = asked.ok().and_then(Result::ok).unwrap_or_default();
+        Ok(text.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0))
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        kill(Pid::from_raw(i32::try_from(self.child.id())?), signal).context("signal a replica")
+    }
+
+    fn alive(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait()?.is_none())
+    }
+
+    async fn ends_within(&mut self, limit: Duration) -> Result<std::process::ExitStatus> {
+        wait::until(limit, "the replica to end", || {
+            let ended = self.child.try_wait();
+            async move { Ok(ended?) }
+        })
+        .await
+    }
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The product as built for tests.
+fn program() -> Result<std::path::PathBuf> {
+    let path = lab::machine::binary()?.with_file_name("patchbay");
+    ensure!(path.exists(), "{} is not built: run `cargo build`", path.display());
+    Ok(path)
+}
+
+fn leases(client: &Client) -> Api<Lease> {
+    Api::namespaced(client.clone(), NAMESPACE)
+}
+
+async fn holder(client: &Client) -> Result<String> {
+    let lease = leases(client).get_opt("patchbay-controller").await?;
+    Ok(lease.and_then(|l| l.spec?.holder_identity).unwrap_or_default())
+}
+
+async fn leads(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+    let start = Instant::now();
+    wait::until(within, &format!("{name} to lead"), || async { Ok((holder(client).await? == name).then_some(())) }).await?;
+    Ok(start.elapsed())
+}
+
+async fn free_the_lease(client: &Client) -> Result<()> {
+    match leases(client).delete("patchbay-controller", &kube::api::DeleteParams::default()).await {
+        Err(kube::Error::Api(e)) if e.is_not_found() => Ok(()),
+        other => other.map(|_| ()).context("delete the Lease"),
+    }
+}
+
+fn nodenetworks(client: &Client) -> Api<DynamicObject> {
+    let gvk = GroupVersionKind::gvk("patchbay.dev", "v1alpha1", "NodeNetwork");
+    Api::all_with(client.clone(), &ApiResource::from_gvk(&gvk))
+}
+
+/// Asks for a NodeNetwork without making one: what admission says.
+async fn admission(client: &Client, name: &str) -> Result<(), kube::Error> {
+    let object: DynamicObject = serde_json::from_value(json!({
+        "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": name},
+    }))
+    .expect("an object");
+    let dry = PostParams { dry_run: true, ..PostParams::default() };
+    nodenetworks(client).create(&dry, &object).await.map(|_| ())
+}
+
+/// Refused by our webhook, with its sentence.
+fn refused_by_us(outcome: &Result<(), kube::Error>) -> bool {
+    matches!(outcome, Err(kube::Error::Api(e)) if e.message.contains("nodenetworks.patchbay.dev") && e.message.contains("denied") && e.message.contains("Node"))
+}
+
+async fn webhook_answers(client: &Client) -> Result<()> {
+    wait::until(Duration::from_secs(20), "the webhook to answer", || async {
+        let outcome = admission(client, "nobody").await;
+        ensure!(refused_by_us(&outcome), "{outcome:?}");
+        Ok(Some(()))
+    })
+    .await
+}
+
+async fn the_webhook_refuses_a_nodenetwork_without_a_node(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let _one = Replica::ready(&lab, 1, &[]).await?;
+    let _two = Replica::ready(&lab, 2, &[]).await?;
+    webhook_answers(&client).await?;
+    let Err(kube::Error::Api(refusal)) = admission(&client, "nobody").await else { bail!("it was let in") };
+    println!("{}", refusal.message);
+    lab.kubectl(&["create", "-f", write(&lab, "node.json", &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "somebody"}}))?.as_str()])?;
+    // Every replica learns of the Node from its own watch.
+    let mut good = 0;
+    wait::until(Duration::from_secs(10), "both replicas to know the Node", || {
+        let client = client.clone();
+        async move { Ok(Some(admission(&client, "somebody").await.is_ok())) }
+    })
+    .await?;
+    wait::until(Duration::from_secs(10), "ten admissions in a row", || {
+        let client = client.clone();
+        let good = &mut good;
+        *good += 1;
+        let count = *good;
+        async move {
+            admission(&client, "somebody").await?;
+            Ok((count >= 10).then_some(()))
+        }
+    })
+    .await?;
+    lab.kubectl(&["delete", "node", "somebody"]).map(|_| ())
+}
+
+fn write(lab: &Lab, name: &str, object: &serde_json::Value) -> Result<String> {
+    let file = lab.kubeconfig().with_file_name(name);
+    fs::write(&file, object.to_string())?;
+    Ok(file.to_str().context("a path in UTF-8")?.to_owned())
+}
+
+async fn a_replica_is_not_ready_before_it_has_seen_the_cluster(lab: Lab) -> Result<()> {
+    // Its token is asked for while the API server still talks.
+    let early = Replica::start(&lab, 1, &[])?;
+    lab.pause("apiserver")?;
+    drop(early);
+    let config = lab.kubeconfig().with_file_name("replica-1.kubeconfig");
+    let address = Replica::address(1);
+    let child = lab
+        .control_plane()
+        .command_in_network(program()?)?
+        .args(["controller", "--namespace", NAMESPACE, "--identity", "replica-1"])
+        .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
+        .env("KUBECONFIG", config)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let replica = Replica { child, number: 1, lab: lab.clone() };
+    let outcome = async {
+        wait::until(Duration::from_secs(10), "the replica to live", || async {
+            Ok((replica.probe("healthz")? == 200).then_some(()))
+        })
+        .await?;
+        ensure!(replica.probe("readyz")? == 503, "it says it is ready with an API server that is silent");
+        anyhow::Ok(())
+    };
+    let outcome = outcome.await;
+    lab.resume("apiserver")?;
+    outcome?;
+    wait::until(Duration::from_secs(60), "the replica to be ready", || async {
+        Ok((replica.probe("readyz")? == 200).then_some(()))
+    })
+    .await
+}
+
+async fn the_leader_lets_go_when_told_to_stop_and_ends_within_10_s(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    free_the_lease(&client).await?;
+    let mut one = Replica::ready(&lab, 1, &[]).await?;
+    leads(&client, "replica-1", Duration::from_secs(15)).await?;
+    let _two = Replica::ready(&lab, 2, &[]).await?;
+    one.signal(Signal::SIGTERM)?;
+    let stop = Instant::now();
+    let status = one.ends_within(Duration::from_secs(10)).await?;
+    ensure!(status.success(), "{status}: {}", one.tail());
+    let took = leads(&client, "replica-2", Duration::from_secs(6)).await?;
+    println!("ended after {:?}, the other one led {took:?} later", stop.elapsed() - took);
+    Ok(())
+}
+
+async fn another_replica_leads_within_15_s_after_kill_9(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let rounds = if e2e::soak() { 10 } else { 1 };
+    for _ in 0..rounds {
+        free_the_lease(&client).await?;
+        let one = Replica::ready(&lab, 1, &[]).await?;
+        leads(&client, "replica-1", Duration::from_secs(15)).await?;
+        let _two = Replica::ready(&lab, 2, &[]).await?;
+        one.signal(Signal::SIGKILL)?;
+        let took = leads(&client, "replica-2", Duration::from_secs(15)).await?;
+        println!("failover after kill -9: {took:?}");
+    }
+    Ok(())
+}
+
+async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    free_the_lease(&client).await?;
+    let mut one = Replica::ready(&lab, 1, &[]).await?;
+    leads(&client, "replica-1", Duration::from_secs(15)).await?;
+    let _two = Replica::ready(&lab, 2, &[]).await?;
+    one.signal(Signal::SIGSTOP)?;
+    leads(&client, "replica-2", Duration::from_secs(15)).await?;
+    let mark = lab.audit_mark()?;
+    one.signal(Signal::SIGCONT)?;
+    // It wakes up believing that it leads, and must end without having written anything.
+    let status = one.ends_within(Duration::from_secs(15)).await?;
+    ensure!(!status.success(), "losing the lead is not a success: {status}");
+    ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
+    let written = |a: &lab::audit::Asked| a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller") && a.resource != "leases";
+    let writes: Vec<_> = lab.asked_since(mark)?.into_iter().filter(written).collect();
+    ensure!(writes.is_empty(), "{writes:?}");
+    Ok(())
+}
+
+/// Holds the Lease as somebody whose clock is off, for as long as it is told to.
+async fn rival(client: &Client, off: SignedDuration, rounds: usize) -> Result<()> {
+    for _ in 0..rounds {
+        let now = MicroTime(Timestamp::now().checked_add(off).context("a time")?);
+        let spec = json!({"spec": {"holderIdentity": "rival", "leaseDurationSeconds": 10, "renewTime": now}});
+        leases(client).patch("patchbay-controller", &PatchParams::default(), &Patch::Merge(&spec)).await.context("the rival's renewal")?;
+        wait::until(Duration::from_secs(3), "the rival to keep the Lease", || async {
+            ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
+            Ok(Some(()))
+        })
+        .await?;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
+    }
+    Ok(())
+}
+
+async fn a_rival_whose_clock_is_two_minutes_off_breaks_nothing(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    for minutes in [-2, 2] {
+        free_the_lease(&client).await?;
+        let mut one = Replica::ready(&lab, 1, &[]).await?;
+        leads(&client, "replica-1", Duration::from_secs(15)).await?;
+        // The rival takes the Lease by force: the one that led must stop, not lead beside it.
+        let off = SignedDuration::from_mins(minutes);
+        let (held, ended) = tokio::join!(rival(&client, off, 14), one.ends_within(Duration::from_secs(14)));
+        held?;
+        ended.context("the old leader goes on")?;
+        // A newcomer waits while the rival renews, whatever its clock says, and leads soon after it stops.
+        let mut two = Replica::ready(&lab, 2, &[]).await?;
+        rival(&client, off, 13).await?;
+        ensure!(two.alive()?, "waiting is no reason to end");
+        let took = leads(&client, "replica-2", Duration::from_secs(15)).await?;
+        println!("clock {minutes} min off: led {took:?} after the rival's last renewal");
+        ensure!(took >= Duration::from_secs(7), "a full term has to pass: {took:?}");
+    }
+    Ok(())
+}
+
+/// Serial numbers that were served or trusted in the course of time.
+async fn certificates(client: &Client) -> Result<(String, usize)> {
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let data = secrets.get("patchbay-webhook-certs").await?.data.unwrap_or_default();
+    let text = |key: &str| data.get(key).map(|b| String::from_utf8_lossy(&b.0).into_owned()).unwrap_or_default();
+    Ok((text("tls.crt"), text("ca.crt").matches("BEGIN CERTIFICATE").count()))
+}
+
+async fn certificates_change_under_load_without_one_failed_admission(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    free_the_lease(&client).await?;
+    let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
+    let _ = secrets.delete("patchbay-webhook-certs", &kube::api::DeleteParams::default()).await;
+    let short = ["--leaf-lifetime=12s", "--ca-lifetime=24s", "--settle=1s"];
+    let mut one = Replica::ready(&lab, 1, &short).await?;
+    let mut two = Replica::ready(&lab, 2, &short).await?;
+    webhook_answers(&client).await?;
+
+    let seconds = if e2e::soak() { 300 } else { 45 };
+    let stop = Arc::new(AtomicBool::new(false));
+    let answered = Arc::new(AtomicUsize::new(0));
+    let mut load = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let (client, stop, answered) = (client.clone(), Arc::clone(&stop), Arc::clone(&answered));
+        load.spawn(async move {
+            let mut failed = Vec::new();
+            while !stop.load(Ordering::Relaxed) {
+                let outcome = admission(&client, "nobody").await;
+                answered.fetch_add(1, Ordering::Relaxed);
+                if !refused_by_us(&outcome) {
+                    failed.push(format!("{outcome:?}"));
+                }
+            }
+            failed
+        });
+    }
+    let (mut leaves, mut bundles, mut authorities) = (Vec::new(), Vec::new(), 0);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(seconds) {
+        let (leaf, count) = certificates(&client).await?;
+        if leaves.last() != Some(&leaf) {
+            leaves.push(leaf);
+        }
+        if bundles.last() != Some(&count) {
+            authorities += usize::from(bundles.last().is_some_and(|last| count > *last));
+            bundles.push(count);
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    let failed: Vec<String> = load.join_all().await.into_iter().flatten().collect();
+    let answered = answered.load(Ordering::Relaxed);
+    println!("{answered} admissions, {} failed, {} certificates served, bundle sizes {bundles:?}", failed.len(), leaves.len());
+    ensure!(failed.is_empty(), "{} of {answered} failed, first: {:?}\n{}\n{}", failed.len(), failed.first(), one.tail(), two.tail());
+    ensure!(answered > 100, "too little load to tell: {answered}");
+    ensure!(leaves.len() >= 4 && authorities >= 2, "too few changes to tell: {} certificates, bundles {bundles:?}", leaves.len());
+    ensure!(one.alive()? && two.alive()?, "no restart is needed");
+    Ok(())
+}
+
+async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    free_the_lease(&client).await?;
+    let _one = Replica::ready(&lab, 1, &[]).await?;
+    webhook_answers(&client).await?;
+    let mangle = [
+        r#"[{"op":"replace","path":"/webhooks/0/clientConfig/caBundle","value":"bm90aGluZw=="}]"#,
+        r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#,
+    ];
+    for patch in mangle {
+        // The API server itself refuses a bundle that is none; either way the webhook answers again.
+        let _ = lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", patch]);
+        webhook_answers(&client).await?;
+    }
+    let manifests = patchbay::manifests();
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    ensure!(refused_by_us(&admission(&client, "nobody").await), "an apply of the manifests must not interrupt admission");
+    let secrets = ["-n", NAMESPACE, "patch", "secret", "patchbay-webhook-certs", "--type=merge", "-p"];
+    for patch in [r#"{"data":{"tls.crt":"Z2FyYmFnZQ==","tls.key":"Z2FyYmFnZQ=="}}"#, r#"{"data":{"ca.key":"Z2FyYmFnZQ=="}}"#, r#"{"data":{"ca.crt":""}}"#] {
+        let before = certificates(&client).await?;
+        lab.kubectl(&[&secrets[..], &[patch]].concat())?;
+        wait::until(Duration::from_secs(30), "the Secret to be mended", || async {
+            let now = certificates(&client).await?;
+            Ok((now.0.contains("BEGIN CERTIFICATE") && now.1 >= 1 && (now != before || patch.contains("ca.key"))).then_some(()))
+        })
+        .await?;
+        webhook_answers(&client).await?;
+    }
+    lab.kubectl(&["-n", NAMESPACE, "delete", "secret", "patchbay-webhook-certs"])?;
+    wait::until(Duration::from_secs(20), "a new Secret", || async { certificates(&client).await.map(|_| Some(())) }).await?;
+    webhook_answers(&client).await
+}

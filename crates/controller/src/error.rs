@@ -10,6 +10,8 @@ pub enum Error {
     #[error("the settings cannot work")]
     Settings(#[source] args::Error),
     #[error("find the API server")]
+    Config(#[source] kube::config::InferConfigError),
+    #[error("make a client for the API server")]
     Client(#[source] kube::Error),
     #[error("listen for signals")]
     Signals(#[source] io::Error),

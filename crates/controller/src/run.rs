@@ -3,7 +3,7 @@
 use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum_server::Handle;
-use kube::Client;
+use kube::{Client, Config};
 use plan::certs::Policy;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -42,7 +42,12 @@ type Ended = (&'static str, Result<(), Error>);
 pub async fn run(args: Args) -> Result<(), Error> {
     let mut terminate = signal(SignalKind::terminate()).map_err(Error::Signals)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::Signals)?;
-    let client = Client::try_default().await.map_err(Error::Client)?;
+    let mut config = Config::infer().await.map_err(Error::Config)?;
+    let agent = concat!("patchbay-controller/", env!("CARGO_PKG_VERSION"));
+    if let (Ok(name), Ok(value)) = ("user-agent".parse(), agent.parse()) {
+        config.headers.push((name, value));
+    }
+    let client = Client::try_from(config).map_err(Error::Client)?;
     let stop = CancellationToken::new();
     let mut replica = std::pin::pin!(run_with(client, args, stop.clone()));
     tokio::select! {
