@@ -34,6 +34,11 @@ impl Asked {
 #[derive(Clone, Copy, Debug)]
 pub struct Mark(u64);
 
+impl Mark {
+    /// The beginning of the log.
+    pub const START: Self = Self(0);
+}
+
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Line {
