@@ -48,7 +48,10 @@ impl Suite {
         let tests: Vec<&Test> = self.tests.iter().filter(|(name, _)| wanted(name)).collect();
         println!("\nrunning {} tests", tests.len());
         if tests.is_empty() {
-            println!("\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {} filtered out", self.tests.len());
+            println!(
+                "\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {} filtered out",
+                self.tests.len()
+            );
             return ExitCode::SUCCESS;
         }
         match self.play(&tests) {
@@ -80,7 +83,9 @@ impl Suite {
         for (name, test) in tests {
             let begun = Instant::now();
             let outcome = runtime.block_on(async {
-                tokio::time::timeout(limit, test(lab.clone())).await.with_context(|| format!("no end after {limit:?}"))?
+                tokio::time::timeout(limit, test(lab.clone()))
+                    .await
+                    .with_context(|| format!("no end after {limit:?}"))?
             });
             let spent = begun.elapsed().as_secs_f64();
             match outcome {
@@ -96,7 +101,8 @@ impl Suite {
         for (name, e) in &failures {
             println!("\n---- {name} ----\n{e:?}");
         }
-        let (verdict, passed) = (if failures.is_empty() { "ok" } else { "FAILED" }, tests.len() - failures.len());
+        let (verdict, passed) =
+            (if failures.is_empty() { "ok" } else { "FAILED" }, tests.len() - failures.len());
         println!(
             "\ntest result: {verdict}. {passed} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
             failures.len(),

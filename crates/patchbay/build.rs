@@ -10,12 +10,8 @@ const ROOT: &str = "../..";
 fn main() {
     println!("cargo::rerun-if-env-changed=PATCHBAY_COMMIT");
     println!("cargo::rerun-if-changed=build.rs");
-    let given = env::var("PATCHBAY_COMMIT")
-        .ok()
-        .filter(|commit| !commit.trim().is_empty());
-    let commit = given
-        .or_else(commit_by_git)
-        .unwrap_or_else(|| String::from("unknown"));
+    let given = env::var("PATCHBAY_COMMIT").ok().filter(|commit| !commit.trim().is_empty());
+    let commit = given.or_else(commit_by_git).unwrap_or_else(|| String::from("unknown"));
     println!("cargo::rustc-env=PATCHBAY_COMMIT={}", commit.trim());
 
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
@@ -56,10 +52,7 @@ fn watch_sources() -> Vec<String> {
         .iter()
         .map(|name| format!("{ROOT}/{name}"))
         .collect();
-    let rooms = fs::read_dir(format!("{ROOT}/crates"))
-        .into_iter()
-        .flatten()
-        .flatten();
+    let rooms = fs::read_dir(format!("{ROOT}/crates")).into_iter().flatten().flatten();
     let rooms = rooms.filter(|room| room.file_name() != OsStr::new("lab"));
     sources.extend(rooms.filter_map(|room| room.path().to_str().map(str::to_owned)));
     sources.sort();

@@ -1,3 +1,122 @@
-//! `make bench`.
-use anyhow::Result;
-pub fn run() -> Result<()> { Ok(()) }
+//! `make bench`: the numbers, taken on a lab of this machine. Printed as a table that docs/numbers.md keeps.
+
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use lab::{Lab, Shape, say, wait};
+
+use crate::{
+    image, packages,
+    step::{cargo, show},
+};
+
+const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
+const ROUNDS: usize = 30;
+
+struct Row(&'static str, String);
+
+/// Measures everything there is, and takes the lab down.
+pub fn run() -> Result<()> {
+    packages::prepare()?;
+    show(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
+    let tar = image::build()?;
+    let lab = Lab::new("bench".parse()?);
+    lab.down()?;
+    let rows = measure(&lab, &tar);
+    lab.down()?;
+    println!("| what | measured |\n|---|---|");
+    for Row(what, measured) in rows? {
+        println!("| {what} | {measured} |");
+    }
+    Ok(())
+}
+
+fn measure(lab: &Lab, tar: &std::path::Path) -> Result<Vec<Row>> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
+    let begun = Instant::now();
+    runtime.block_on(lab.up(Shape::ControlPlaneOnly))?;
+    let mut rows = vec![Row("lab: control plane ready", seconds(begun.elapsed()))];
+    lab.down()?;
+    let begun = Instant::now();
+    runtime.block_on(lab.up(Shape::Nodes(2)))?;
+    rows.push(Row("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
+    rows.push(Row(
+        "lab: memory of two nodes and control plane",
+        format!("{} MiB", lab.status().memory() >> 20),
+    ));
+    rows.push(Row("image", format!("{:.1} MB", fs::metadata(tar)?.len() as f64 / 1e6)));
+    let begun = Instant::now();
+    runtime.block_on(e2e::patchbay::install(lab))?;
+    rows.push(Row("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
+    runtime.block_on(nics(lab, &mut rows))?;
+    for (what, program) in
+        [("controller: memory (largest replica)", "controller"), ("node daemon: memory (largest)", "node")]
+    {
+        rows.push(Row(what, format!("{:.1} MiB", memory(lab, program)? as f64 / 1024.0)));
+    }
+    Ok(rows)
+}
+
+/// How long a new NIC takes to show, on a node at rest; and what it costs.
+async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
+    let mut times = Vec::new();
+    let mut writes = 0;
+    for round in 0..ROUNDS {
+        tokio::time::sleep(Duration::from_millis(1200)).await;
+        let mark = lab.audit_mark()?;
+        let name = format!("nic{round}");
+        lab.node("node-1").output(&[
+            "ip",
+            "link",
+            "add",
+            &name,
+            "type",
+            "veth",
+            "peer",
+            &format!("veth{name}"),
+        ])?;
+        let begun = Instant::now();
+        wait::until(Duration::from_secs(3), "the NIC to show", || async {
+            Ok(lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?.contains(&name).then_some(()))
+        })
+        .await?;
+        times.push(begun.elapsed());
+        let ours = |a: &lab::audit::Asked| a.agent.starts_with("patchbay-node") && a.is_write();
+        writes += lab.asked_since(mark)?.iter().filter(|a| ours(a)).count();
+        lab.node("node-1").output(&["ip", "link", "del", &name])?;
+    }
+    times.sort();
+    let at =
+        |share: usize| format!("{} ms", times[(times.len() * share / 100).min(times.len() - 1)].as_millis());
+    rows.push(Row("new NIC to kubectl showing it, p50 / p99", format!("{} / {}", at(50), at(99))));
+    rows.push(Row("API writes for a new NIC", format!("{:.1}", writes as f64 / ROUNDS as f64)));
+    let mark = lab.audit_mark()?;
+    say("a minute of rest …");
+    tokio::time::sleep(Duration::from_secs(60)).await;
+    let asked = lab.asked_since(mark)?;
+    let ours = asked.iter().filter(|a| a.agent.starts_with("patchbay-") && a.is_write());
+    let (leases, others): (Vec<_>, Vec<_>) = ours.partition(|a| a.resource == "leases");
+    rows.push(Row(
+        "API writes in a minute of rest, the leader's Lease / everything else",
+        format!("{} / {}", leases.len(), others.len()),
+    ));
+    Ok(())
+}
+
+/// The resident memory in KiB of the largest process of a program on any node.
+fn memory(lab: &Lab, program: &str) -> Result<u64> {
+    let script = format!(
+        "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {program} ' && grep VmRSS $p/status; done; true"
+    );
+    let mut largest = 0;
+    for node in lab.nodes() {
+        let text = lab.node(&node).output(&["sh", "-c", &script])?;
+        let sizes = text.lines().filter_map(|l| l.split_whitespace().nth(1)?.parse::<u64>().ok());
+        largest = largest.max(sizes.max().unwrap_or(0));
+    }
+    (largest > 0).then_some(largest).with_context(|| format!("no {program} runs"))
+}

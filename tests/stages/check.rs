@@ -80,7 +80,8 @@ fn summary(lines: &[Line]) -> Result<()> {
             None => ("-".into(), "-".into()),
         };
         let result = if line.good { "ok" } else { "FAILED" };
-        let _ = writeln!(text, "{:<15} {result:<8} {passed:>6}  {failed:>6}  {:>4.0} s", line.name, line.seconds);
+        let _ =
+            writeln!(text, "{:<15} {result:<8} {passed:>6}  {failed:>6}  {:>4.0} s", line.name, line.seconds);
     }
     println!("{text}\n{} passed, {} failed", total.passed, total.failed);
     let bad: Vec<&str> = lines.iter().filter(|l| !l.good).map(|l| l.name).collect();

@@ -25,7 +25,11 @@ pub fn build() -> Result<PathBuf> {
     product_image(&program, e2e::patchbay::REFERENCE, env!("CARGO_PKG_VERSION"), &commit, &out)?;
     let size = fs::metadata(&out).context("look at the image")?.len();
     ensure!(size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
-    say(format!("target/image/patchbay.tar: {} MB, {}, commit {commit}", size / 1_000_000, e2e::patchbay::REFERENCE));
+    say(format!(
+        "target/image/patchbay.tar: {} MB, {}, commit {commit}",
+        size / 1_000_000,
+        e2e::patchbay::REFERENCE
+    ));
     Ok(out)
 }
 

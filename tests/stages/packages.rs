@@ -36,9 +36,13 @@ pub fn prepare() -> Result<()> {
 }
 
 fn packages() -> Result<()> {
-    let mut missing: Vec<&str> = NEEDED.iter().filter(|(p, _)| !on_path(p)).map(|(_, package)| *package).collect();
+    let mut missing: Vec<&str> =
+        NEEDED.iter().filter(|(p, _)| !on_path(p)).map(|(_, package)| *package).collect();
     // Static programs link against these.
-    if !["/usr/lib/x86_64-linux-gnu/libc.a", "/usr/lib/aarch64-linux-gnu/libc.a"].iter().any(|f| Path::new(f).exists()) {
+    if !["/usr/lib/x86_64-linux-gnu/libc.a", "/usr/lib/aarch64-linux-gnu/libc.a"]
+        .iter()
+        .any(|f| Path::new(f).exists())
+    {
         missing.push("libc6-dev");
     }
     if missing.is_empty() {

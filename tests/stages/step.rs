@@ -48,7 +48,9 @@ pub fn tests(command: &mut Command) -> Result<(bool, Count)> {
 }
 
 fn number_before(text: &str, word: &str) -> usize {
-    let Some((left, _)) = text.split_once(word) else { return 0 };
+    let Some((left, _)) = text.split_once(word) else {
+        return 0;
+    };
     left.rsplit(|c: char| !c.is_ascii_digit()).next().and_then(|digits| digits.parse().ok()).unwrap_or(0)
 }
 

@@ -33,7 +33,12 @@ fn packages() -> BTreeMap<String, Vec<Value>> {
     let packages = metadata["packages"].as_array().expect("packages").clone();
     packages
         .into_iter()
-        .map(|p| (p["name"].as_str().unwrap().to_owned(), p["dependencies"].as_array().unwrap().clone()))
+        .map(|p| {
+            (
+                p["name"].as_str().expect("a name").to_owned(),
+                p["dependencies"].as_array().expect("a list").clone(),
+            )
+        })
         .collect()
 }
 
@@ -77,7 +82,11 @@ fn graph(room: &str) -> String {
 
 #[test]
 fn rules_and_kernel_code_build_without_kubernetes_and_without_a_runtime_of_their_own() {
-    for (room, forbidden) in [("plan", &["kube", "tokio", "k8s_openapi", "nix"][..]), ("link", &["kube", "k8s_openapi"]), ("api", &["kube", "tokio"])] {
+    for (room, forbidden) in [
+        ("plan", &["kube", "tokio", "k8s_openapi", "nix"][..]),
+        ("link", &["kube", "k8s_openapi"]),
+        ("api", &["kube", "tokio"]),
+    ] {
         let graph = graph(room);
         for crate_ in forbidden {
             assert!(!graph.lines().any(|line| line.trim() == *crate_), "{room} is built with {crate_}");
@@ -88,7 +97,8 @@ fn rules_and_kernel_code_build_without_kubernetes_and_without_a_runtime_of_their
 #[test]
 fn versions_and_lints_stand_in_the_workspace_alone() {
     let root = e2e::repository();
-    let members = std::fs::read_dir(root.join("crates")).unwrap().flatten().map(|e| e.path().join("Cargo.toml"));
+    let members =
+        std::fs::read_dir(root.join("crates")).unwrap().flatten().map(|e| e.path().join("Cargo.toml"));
     for manifest in members.chain([root.join("tests/Cargo.toml")]) {
         let text = std::fs::read_to_string(&manifest).unwrap();
         let name = manifest.display();
@@ -99,7 +109,10 @@ fn versions_and_lints_stand_in_the_workspace_alone() {
                 section = line;
             }
             let dependency = section.contains("dependencies") && line.contains('=') && !line.starts_with('#');
-            assert!(!dependency || line.contains("workspace = true"), "{name}: {line}: versions go to the workspace");
+            assert!(
+                !dependency || line.contains("workspace = true"),
+                "{name}: {line}: versions go to the workspace"
+            );
         }
     }
 }

@@ -271,7 +271,9 @@ async fn a_third_node(lab: &Lab) -> Result<()> {
 }
 
 async fn dead_programs(lab: &Lab) -> Result<()> {
-    for component in ["etcd", "apiserver", "scheduler", "node-1/kubelet", "node-2/multus", "node-2/containerd"] {
+    for component in
+        ["etcd", "apiserver", "scheduler", "node-1/kubelet", "node-2/multus", "node-2/containerd"]
+    {
         lab.kill(component)?;
     }
     ensure!(!lab.status().is_whole(), "the dead are seen");
@@ -298,7 +300,8 @@ fn what_is_asked_of_the_api_server_can_be_counted_by_user_agent() {
             nodes.get_opt("nobody").await?;
         }
         let asked = guard.0.asked_since(mark)?;
-        let mine = asked.iter().filter(|a| a.agent == "lab" && a.resource == "nodes" && a.code == 404).count();
+        let mine =
+            asked.iter().filter(|a| a.agent == "lab" && a.resource == "nodes" && a.code == 404).count();
         ensure!(mine == 3, "{asked:#?}");
         anyhow::Ok(())
     })

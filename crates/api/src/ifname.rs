@@ -101,16 +101,9 @@ mod tests {
 
     #[test]
     fn accepts_what_the_kernel_accepts() {
-        for name in [
-            "e",
-            "eth1",
-            "br-blue",
-            "enp3s0f1np1",
-            "vlan.100",
-            "bond0.4000",
-            "ethø",
-            "123456789012345",
-        ] {
+        for name in
+            ["e", "eth1", "br-blue", "enp3s0f1np1", "vlan.100", "bond0.4000", "ethø", "123456789012345"]
+        {
             assert_eq!(parse(name).map(String::from), Ok(name.to_owned()));
         }
     }
@@ -141,10 +134,7 @@ mod tests {
 
     #[test]
     fn json_goes_through_the_same_door() {
-        assert_eq!(
-            serde_json::from_str::<IfName>("\"eth1\"").unwrap().as_str(),
-            "eth1"
-        );
+        assert_eq!(serde_json::from_str::<IfName>("\"eth1\"").unwrap().as_str(), "eth1");
         assert!(serde_json::from_str::<IfName>("\"a/b\"").is_err());
     }
 }

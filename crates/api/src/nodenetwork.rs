@@ -178,11 +178,7 @@ mod tests {
 
     fn status() -> NodeNetworkStatus {
         NodeNetworkStatus {
-            vtep: Some(Vtep {
-                address: "10.0.0.1".parse().unwrap(),
-                interface: "eth0".into(),
-                mtu: 1500,
-            }),
+            vtep: Some(Vtep { address: "10.0.0.1".parse().unwrap(), interface: "eth0".into(), mtu: 1500 }),
             interfaces: vec![Interface {
                 name: "eth0".into(),
                 kind: "physical".into(),

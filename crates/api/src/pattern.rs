@@ -17,10 +17,7 @@ enum Token {
     Any,
     Run,
     Exactly(char),
-    OneOf {
-        ranges: Vec<(char, char)>,
-        negated: bool,
-    },
+    OneOf { ranges: Vec<(char, char)>, negated: bool },
 }
 
 /// Why a text is no pattern.
@@ -130,10 +127,7 @@ impl FromStr for Pattern {
         if text.len() > Self::MAX {
             return Err(Error::TooLong(text.len()));
         }
-        if let Some(c) = text
-            .chars()
-            .find(|&c| c == '/' || c.is_whitespace() || c.is_control())
-        {
+        if let Some(c) = text.chars().find(|&c| c == '/' || c.is_whitespace() || c.is_control()) {
             return Err(Error::Character(c));
         }
         let mut tokens = Vec::new();
@@ -147,10 +141,7 @@ impl FromStr for Pattern {
             });
         }
         tokens.dedup_by(|a, b| *a == Token::Run && *b == Token::Run);
-        Ok(Self {
-            text: text.to_owned(),
-            tokens,
-        })
+        Ok(Self { text: text.to_owned(), tokens })
     }
 }
 
@@ -181,11 +172,7 @@ impl FromStr for Patterns {
 
     /// An empty text is an empty list: nothing fits.
     fn from_str(text: &str) -> Result<Self, Error> {
-        text.split(',')
-            .map(str::trim)
-            .filter(|one| !one.is_empty())
-            .map(str::parse)
-            .collect()
+        text.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::parse).collect()
     }
 }
 

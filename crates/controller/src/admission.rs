@@ -81,10 +81,7 @@ impl Path {
 /// All admission paths.
 pub fn router() -> Router<Arc<Replica>> {
     let router = Path::ALL.into_iter().fold(Router::new(), |router, path| {
-        router.route(
-            path.route(),
-            post(move |State(replica), request| admit(path, replica, request)),
-        )
+        router.route(path.route(), post(move |State(replica), request| admit(path, replica, request)))
     });
     router.layer(DefaultBodyLimit::max(LARGEST_BODY))
 }
@@ -120,12 +117,7 @@ async fn answer(
     let Verdict::Deny(message) = &verdict else {
         return Ok((verdict, response));
     };
-    info!(
-        ?path,
-        name = name(&request),
-        user = request.user_info.username,
-        "refused"
-    );
+    info!(?path, name = name(&request), user = request.user_info.username, "refused");
     let mut response = response.deny(message);
     response.result.code = StatusCode::FORBIDDEN.as_u16();
     "Forbidden".clone_into(&mut response.result.reason);
@@ -139,16 +131,10 @@ fn read(path: Path, body: &[u8]) -> Result<AdmissionRequest<DynamicObject>, Unan
         return Err(Unanswerable::Version(review.types.api_version));
     }
     let request: AdmissionRequest<_> = review.try_into().map_err(|_| Unanswerable::NoRequest)?;
-    let asked = (
-        request.resource.group.as_str(),
-        request.resource.resource.as_str(),
-    );
+    let asked = (request.resource.group.as_str(), request.resource.resource.as_str());
     if asked != path.resource() {
         let full = |(group, resource): (&str, &str)| format!("{resource}.{group}");
-        return Err(Unanswerable::Resource {
-            expected: full(path.resource()),
-            asked: full(asked),
-        });
+        return Err(Unanswerable::Resource { expected: full(path.resource()), asked: full(asked) });
     }
     Ok(request)
 }
@@ -167,10 +153,7 @@ fn judge(path: Path, replica: &Replica, request: &AdmissionRequest<DynamicObject
 
 /// A generated name stands in the object only.
 fn name(request: &AdmissionRequest<DynamicObject>) -> &str {
-    let named = request
-        .object
-        .as_ref()
-        .and_then(|object| object.metadata.name.as_deref());
+    let named = request.object.as_ref().and_then(|object| object.metadata.name.as_deref());
     named.unwrap_or(&request.name)
 }
 

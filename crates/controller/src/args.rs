@@ -101,10 +101,7 @@ impl Args {
             return Err(Error::Term);
         }
         let pauses = [self.lease_renew, self.lease_look];
-        if pauses
-            .iter()
-            .any(|pause| pause.is_zero() || *pause > self.lease_term / 3)
-        {
+        if pauses.iter().any(|pause| pause.is_zero() || *pause > self.lease_term / 3) {
             return Err(Error::Renew);
         }
         let authority_too_short = self.ca_lifetime < self.leaf_lifetime;
@@ -154,16 +151,8 @@ pub mod tests {
 
     #[test]
     fn short_lifetimes_for_tests_work() {
-        let short = [
-            "--ca-lifetime",
-            "30s",
-            "--leaf-lifetime",
-            "12s",
-            "--settle",
-            "1s",
-            "--lease-term",
-            "3s",
-        ];
+        let short =
+            ["--ca-lifetime", "30s", "--leaf-lifetime", "12s", "--settle", "1s", "--lease-term", "3s"];
         let pauses = ["--lease-renew", "500ms", "--lease-look", "500ms"];
         assert_eq!(args(&[short.as_slice(), &pauses].concat()).check(), Ok(()));
     }

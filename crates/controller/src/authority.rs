@@ -154,22 +154,12 @@ impl Keeper {
     /// One look and at most one step; says for how long all is well.
     async fn round(&mut self) -> Result<Duration, Error> {
         let view = self.look().await.map_err(Error::Read)?;
-        let configurations: Vec<_> = view
-            .configurations
-            .iter()
-            .flat_map(Configuration::bundles)
-            .cloned()
-            .collect();
+        let configurations: Vec<_> =
+            view.configurations.iter().flat_map(Configuration::bundles).cloned().collect();
         let now = tokio::time::Instant::now().into_std();
         let trusted_for = self.trust.look(view.held.signer.as_ref(), &configurations, now);
         let Held { bundle, signer, leaf } = view.held.clone();
-        let observed = Observed {
-            secret: bundle,
-            signer,
-            leaf,
-            configurations,
-            trusted_for,
-        };
+        let observed = Observed { secret: bundle, signer, leaf, configurations, trusted_for };
         match certs::next(&observed, &self.policy, SystemTime::now()) {
             Next::Look(rest) => Ok(rest),
             Next::Step(step) => {
@@ -182,15 +172,8 @@ impl Keeper {
 
     async fn look(&self) -> Result<View, call::Error> {
         let (secret, configurations) = tokio::try_join!(self.vault.read(), self.configurations.read())?;
-        let held = secret
-            .as_ref()
-            .and_then(|secret| secret.data.as_ref())
-            .map(certificate::read_secret);
-        Ok(View {
-            secret,
-            held: held.unwrap_or_default(),
-            configurations,
-        })
+        let held = secret.as_ref().and_then(|secret| secret.data.as_ref()).map(certificate::read_secret);
+        Ok(View { secret, held: held.unwrap_or_default(), configurations })
     }
 
     async fn apply(&self, step: Step, view: View) -> Result<(), Error> {
@@ -198,14 +181,8 @@ impl Keeper {
             Step::Found { validity, keep } => self.found(validity, &keep, view).await,
             Step::Bundle { keep } => {
                 let parts = [(AUTHORITIES, certificate::bundle_pem(&keep))].into();
-                self.vault
-                    .write(view.secret, parts)
-                    .await
-                    .map_err(Error::Secret)?;
-                info!(
-                    authorities = keep.len(),
-                    "rewrote the bundle of webhook authorities"
-                );
+                self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
+                info!(authorities = keep.len(), "rewrote the bundle of webhook authorities");
                 Ok(())
             }
             Step::Publish => self.publish(&view).await,
@@ -221,29 +198,20 @@ impl Keeper {
             // Nobody serves what is unreadable, so it need not be carried along.
             parts.extend([(LEAF, String::new()), (LEAF_KEY, String::new())]);
         }
-        self.vault
-            .write(view.secret, parts)
-            .await
-            .map_err(Error::Secret)?;
+        self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
         info!(kept = keep.len(), "made a new webhook authority");
         Ok(())
     }
 
     async fn sign(&self, validity: Validity, view: View) -> Result<(), Error> {
-        let key = view
-            .secret
-            .as_ref()
-            .and_then(|secret| secret.data.as_ref()?.get(AUTHORITY_KEY));
+        let key = view.secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(AUTHORITY_KEY));
         let (Some(signer), Some(key)) = (&view.held.signer, key) else {
             return Ok(());
         };
         let names = self.policy.names.iter().cloned().collect();
         let made = certificate::sign(signer, &key.0, names, validity).map_err(Error::Make)?;
         let parts = [(LEAF, made.certificate), (LEAF_KEY, made.key)].into();
-        self.vault
-            .write(view.secret, parts)
-            .await
-            .map_err(Error::Secret)?;
+        self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
         info!("signed a new webhook certificate");
         Ok(())
     }
@@ -251,16 +219,8 @@ impl Keeper {
     /// Every configuration that shows other authorities; one that cannot be written does not hold up the other.
     async fn publish(&self, view: &View) -> Result<(), Error> {
         let mut result = Ok(());
-        for configuration in view
-            .configurations
-            .iter()
-            .filter(|it| !it.trusts(&view.held.bundle))
-        {
-            match self
-                .configurations
-                .publish(configuration, &view.held.bundle)
-                .await
-            {
+        for configuration in view.configurations.iter().filter(|it| !it.trusts(&view.held.bundle)) {
+            match self.configurations.publish(configuration, &view.held.bundle).await {
                 Ok(()) => info!(kind = ?configuration.kind, "published the webhook authorities"),
                 Err(error) => result = Err(Error::Publish(configuration.kind, error)),
             }

@@ -73,19 +73,13 @@ pub fn found(validity: Validity) -> Result<Made, Error> {
     let key = KeyPair::generate().map_err(Error::Make)?;
     let mut params = params(validity);
     // Every authority has a name of its own, so that verifiers never mistake one for another.
-    let mark = params
-        .key_identifier(&key)
-        .iter()
-        .take(8)
-        .fold(0, |mark: u64, byte| mark << 8 | u64::from(*byte));
+    let mark =
+        params.key_identifier(&key).iter().take(8).fold(0, |mark: u64, byte| mark << 8 | u64::from(*byte));
     params.distinguished_name = name(format!("{OUR_NAME}{mark:016x}"));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
     let certificate = params.self_signed(&key).map_err(Error::Make)?;
-    Ok(Made {
-        certificate: certificate.pem(),
-        key: key.serialize_pem(),
-    })
+    Ok(Made { certificate: certificate.pem(), key: key.serialize_pem() })
 }
 
 /// Signs a new serving certificate.
@@ -101,10 +95,7 @@ pub fn sign(signer: &Id, key: &[u8], names: Vec<String>, validity: Validity) -> 
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
     let key = KeyPair::generate().map_err(Error::Make)?;
     let certificate = params.signed_by(&key, &issuer).map_err(Error::Make)?;
-    Ok(Made {
-        certificate: certificate.pem(),
-        key: key.serialize_pem(),
-    })
+    Ok(Made { certificate: certificate.pem(), key: key.serialize_pem() })
 }
 
 fn params(validity: Validity) -> CertificateParams {
@@ -122,9 +113,7 @@ fn name(common: String) -> DistinguishedName {
 
 /// The bundle in PEM.
 pub fn bundle_pem<'a>(ids: impl IntoIterator<Item = &'a Id>) -> String {
-    ids.into_iter()
-        .map(|id| pem::encode(&pem::Pem::new("CERTIFICATE", id.0.clone())))
-        .collect()
+    ids.into_iter().map(|id| pem::encode(&pem::Pem::new("CERTIFICATE", id.0.clone()))).collect()
 }
 
 /// Reads a bundle of authorities.
@@ -144,20 +133,9 @@ fn authority(der: &[u8]) -> Option<Authority> {
     if !certificate.is_ca() {
         return None;
     }
-    let mut names = certificate
-        .subject()
-        .iter_common_name()
-        .filter_map(|name| name.as_str().ok());
-    let origin = if names.any(|name| name.starts_with(OUR_NAME)) {
-        Origin::Ours
-    } else {
-        Origin::Foreign
-    };
-    Some(Authority {
-        id: Id(der.to_vec()),
-        validity: validity(&certificate),
-        origin,
-    })
+    let mut names = certificate.subject().iter_common_name().filter_map(|name| name.as_str().ok());
+    let origin = if names.any(|name| name.starts_with(OUR_NAME)) { Origin::Ours } else { Origin::Foreign };
+    Some(Authority { id: Id(der.to_vec()), validity: validity(&certificate), origin })
 }
 
 /// Reads what the Secret holds.
@@ -172,11 +150,7 @@ pub fn read_secret(data: &BTreeMap<String, ByteString>) -> Held {
 fn signer(bundle: &Bundle, key: &[u8]) -> Option<Id> {
     let key = public_half(key)?;
     let fits = |authority: &&Authority| read(&authority.id.0).is_some_and(|it| it.public_key().raw == key);
-    bundle
-        .authorities
-        .iter()
-        .find(fits)
-        .map(|authority| authority.id.clone())
+    bundle.authorities.iter().find(fits).map(|authority| authority.id.clone())
 }
 
 fn read_leaf(text: &[u8], key: &[u8], bundle: &Bundle) -> Option<Leaf> {
@@ -191,27 +165,14 @@ fn read_leaf(text: &[u8], key: &[u8], bundle: &Bundle) -> Option<Leaf> {
                 && certificate.verify_signature(Some(it.public_key())).is_ok()
         })
     };
-    let signed_by = bundle
-        .authorities
-        .iter()
-        .find(signed)
-        .map(|authority| authority.id.clone());
-    let names = certificate
-        .subject_alternative_name()
-        .ok()??
-        .value
-        .general_names
-        .iter()
-        .map(|name| match name {
+    let signed_by = bundle.authorities.iter().find(signed).map(|authority| authority.id.clone());
+    let names =
+        certificate.subject_alternative_name().ok()??.value.general_names.iter().map(|name| match name {
             GeneralName::DNSName(name) => (*name).to_owned(),
             // Not ours to have made: shown in a form that is no DNS name, so that it fits nothing.
             other => format!("{other:?}"),
         });
-    Some(Leaf {
-        signed_by,
-        validity: validity(&certificate),
-        names: names.collect(),
-    })
+    Some(Leaf { signed_by, validity: validity(&certificate), names: names.collect() })
 }
 
 fn read(der: &[u8]) -> Option<X509Certificate<'_>> {
@@ -227,10 +188,7 @@ fn public_half(key: &[u8]) -> Option<Vec<u8>> {
 
 fn validity(certificate: &X509Certificate<'_>) -> Validity {
     let validity = certificate.validity();
-    Validity {
-        from: time(validity.not_before.timestamp()),
-        until: time(validity.not_after.timestamp()),
-    }
+    Validity { from: time(validity.not_before.timestamp()), until: time(validity.not_after.timestamp()) }
 }
 
 /// Dates before 1970 do not matter to anybody here.
@@ -241,9 +199,8 @@ fn time(seconds: i64) -> SystemTime {
 /// What a TLS listener needs to serve the Secret's certificate.
 pub fn server_config(data: &BTreeMap<String, ByteString>) -> Result<Arc<ServerConfig>, Error> {
     let part = |key: &str| data.get(key).map_or(&[][..], |bytes| &bytes.0);
-    let chain = CertificateDer::pem_slice_iter(part(LEAF))
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(Error::Read)?;
+    let chain =
+        CertificateDer::pem_slice_iter(part(LEAF)).collect::<Result<Vec<_>, _>>().map_err(Error::Read)?;
     let key = PrivateKeyDer::from_pem_slice(part(LEAF_KEY)).map_err(Error::Read)?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
@@ -257,7 +214,5 @@ pub fn server_config(data: &BTreeMap<String, ByteString>) -> Result<Arc<ServerCo
 }
 
 fn alt_names(names: Vec<String>) -> Result<Vec<rcgen::SanType>, Error> {
-    Ok(CertificateParams::new(names)
-        .map_err(Error::Make)?
-        .subject_alt_names)
+    Ok(CertificateParams::new(names).map_err(Error::Make)?.subject_alt_names)
 }

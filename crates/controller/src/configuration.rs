@@ -57,10 +57,7 @@ impl Hooks for ValidatingWebhookConfiguration {
     const KIND: Kind = Kind::Validating;
 
     fn hooks(&self) -> impl Iterator<Item = (&str, &WebhookClientConfig)> {
-        self.webhooks
-            .iter()
-            .flatten()
-            .map(|hook| (hook.name.as_str(), &hook.client_config))
+        self.webhooks.iter().flatten().map(|hook| (hook.name.as_str(), &hook.client_config))
     }
 }
 
@@ -68,10 +65,7 @@ impl Hooks for MutatingWebhookConfiguration {
     const KIND: Kind = Kind::Mutating;
 
     fn hooks(&self) -> impl Iterator<Item = (&str, &WebhookClientConfig)> {
-        self.webhooks
-            .iter()
-            .flatten()
-            .map(|hook| (hook.name.as_str(), &hook.client_config))
+        self.webhooks.iter().flatten().map(|hook| (hook.name.as_str(), &hook.client_config))
     }
 }
 
@@ -99,14 +93,8 @@ impl Configurations {
     /// Makes every webhook of this configuration trust the bundle, unless the configuration has changed since it was read.
     pub async fn publish(&self, configuration: &Configuration, bundle: &Bundle) -> Result<(), call::Error> {
         match configuration.kind {
-            Kind::Validating => {
-                self.patch::<ValidatingWebhookConfiguration>(configuration, bundle)
-                    .await
-            }
-            Kind::Mutating => {
-                self.patch::<MutatingWebhookConfiguration>(configuration, bundle)
-                    .await
-            }
+            Kind::Validating => self.patch::<ValidatingWebhookConfiguration>(configuration, bundle).await,
+            Kind::Mutating => self.patch::<MutatingWebhookConfiguration>(configuration, bundle).await,
         }
     }
 
@@ -119,9 +107,7 @@ impl Configurations {
         let patch = Patch::Apply(patch::<K>(configuration, bundle));
         let params = PatchParams::apply(CONTROLLER_MANAGER).force();
         let call = api.patch(NAME, &params, &patch);
-        call::within(call::DEADLINE, &self.metrics, Call::WebhookConfiguration, call)
-            .await
-            .map(drop)
+        call::within(call::DEADLINE, &self.metrics, Call::WebhookConfiguration, call).await.map(drop)
     }
 }
 
@@ -144,10 +130,7 @@ fn configuration<K: Hooks>(object: &K) -> Configuration {
     Configuration {
         kind: K::KIND,
         version: object.resource_version(),
-        webhooks: object
-            .hooks()
-            .map(|(name, config)| (name.to_owned(), trusted(config)))
-            .collect(),
+        webhooks: object.hooks().map(|(name, config)| (name.to_owned(), trusted(config))).collect(),
     }
 }
 
@@ -178,10 +161,7 @@ struct Trusted<'a> {
 
 impl<'a> Hook<'a> {
     fn new(name: &'a str, ca_bundle: &'a ByteString) -> Self {
-        Self {
-            name,
-            client_config: Trusted { ca_bundle },
-        }
+        Self { name, client_config: Trusted { ca_bundle } }
     }
 }
 
@@ -196,30 +176,18 @@ mod tests {
 
     fn hook(name: &str, trusted: Option<&str>) -> ValidatingWebhook {
         let ca_bundle = trusted.map(|text| ByteString(text.as_bytes().to_vec()));
-        let client_config = WebhookClientConfig {
-            ca_bundle,
-            ..WebhookClientConfig::default()
-        };
-        ValidatingWebhook {
-            name: name.to_owned(),
-            client_config,
-            ..ValidatingWebhook::default()
-        }
+        let client_config = WebhookClientConfig { ca_bundle, ..WebhookClientConfig::default() };
+        ValidatingWebhook { name: name.to_owned(), client_config, ..ValidatingWebhook::default() }
     }
 
     fn read(hooks: Vec<ValidatingWebhook>) -> Configuration {
-        let mut object = ValidatingWebhookConfiguration {
-            webhooks: Some(hooks),
-            ..Default::default()
-        };
+        let mut object = ValidatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
         object.metadata.resource_version = Some("7".to_owned());
         configuration(&object)
     }
 
     fn pem() -> String {
-        certificate::found(Validity::starting(SystemTime::now(), Duration::from_mins(1)))
-            .unwrap()
-            .certificate
+        certificate::found(Validity::starting(SystemTime::now(), Duration::from_mins(1))).unwrap().certificate
     }
 
     #[test]
@@ -228,13 +196,7 @@ mod tests {
         let bundle = certificate::read_bundle(ours.as_bytes());
         assert!(read(vec![hook("a", Some(&ours)), hook("b", Some(&ours))]).trusts(&bundle));
         assert!(read(vec![]).trusts(&bundle));
-        for wrong in [
-            None,
-            Some(""),
-            Some("junk"),
-            Some(&other),
-            Some(&(ours.clone() + &other)),
-        ] {
+        for wrong in [None, Some(""), Some("junk"), Some(&other), Some(&(ours.clone() + &other))] {
             let wrong = wrong.map(str::to_owned);
             let configuration = read(vec![hook("a", Some(&ours)), hook("b", wrong.as_deref())]);
             assert!(!configuration.trusts(&bundle), "{wrong:?}");

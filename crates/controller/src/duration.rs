@@ -30,9 +30,7 @@ pub fn parse(text: &str) -> Result<Duration, Error> {
         }
         let number: u64 = number.parse().map_err(|_| Error::TooLong)?;
         let millis = number.checked_mul(millis(unit)?).ok_or(Error::TooLong)?;
-        total = total
-            .checked_add(Duration::from_millis(millis))
-            .ok_or(Error::TooLong)?;
+        total = total.checked_add(Duration::from_millis(millis)).ok_or(Error::TooLong)?;
         rest = tail;
     }
     Ok(total)
@@ -74,9 +72,7 @@ mod tests {
 
     #[test]
     fn refuses_what_is_not_a_duration() {
-        for text in [
-            "", " ", "s", "30", "30 s", "-5s", "1.5h", "1h30", "h1", "5s,", "٣s",
-        ] {
+        for text in ["", " ", "s", "30", "30 s", "-5s", "1.5h", "1h30", "h1", "5s,", "٣s"] {
             assert_eq!(parse(text), Err(Error::Form), "{text}");
         }
         assert_eq!(parse("3y"), Err(Error::Unit("y".to_owned())));

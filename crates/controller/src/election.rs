@@ -80,23 +80,14 @@ enum Holder {
 
 impl Tenure {
     pub fn check(&self) -> Result<(), Error> {
-        if now() < *self.0.borrow() {
-            Ok(())
-        } else {
-            Err(Error::Over)
-        }
+        if now() < *self.0.borrow() { Ok(()) } else { Err(Error::Over) }
     }
 }
 
 impl Candidate {
     pub fn new(client: Client, settings: Settings, metrics: Arc<Metrics>) -> Self {
         let api = Api::namespaced(client, &settings.namespace);
-        Self {
-            api,
-            settings,
-            metrics,
-            known: None,
-        }
+        Self { api, settings, metrics, known: None }
     }
 
     /// Tries until this replica leads.
@@ -106,10 +97,7 @@ impl Candidate {
                 Ok(Ok(until)) => {
                     info!(identity = self.settings.identity, "leads");
                     self.metrics.leads(true);
-                    return Leader {
-                        candidate: self,
-                        until: watch::Sender::new(until),
-                    };
+                    return Leader { candidate: self, until: watch::Sender::new(until) };
                 }
                 Ok(Err(pause)) => pause,
                 Err(error) if error.is_conflict() => Duration::ZERO,
@@ -130,11 +118,7 @@ impl Candidate {
             return Ok(Err(rest));
         }
         let until = lease::tenure(self.write(Holder::Me).await?, self.settings.term);
-        Ok(if now() < until {
-            Ok(until)
-        } else {
-            Err(Duration::ZERO)
-        })
+        Ok(if now() < until { Ok(until) } else { Err(Duration::ZERO) })
     }
 
     /// A call may take a fifth of a term, so that a leader has several tries before its time is over.
@@ -162,10 +146,8 @@ impl Candidate {
         let lease = self.known.as_ref().and_then(|known| known.lease.clone());
         let exists = lease.is_some();
         let lease = written(lease, holder, &self.settings, Timestamp::now());
-        let params = PostParams {
-            field_manager: Some(CONTROLLER_MANAGER.to_owned()),
-            ..PostParams::default()
-        };
+        let params =
+            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
         let started = now();
         let call = async {
             if exists {
@@ -216,8 +198,7 @@ impl Leader {
             let rest = self.rest();
             let attempt = match tokio::time::timeout(rest, self.candidate.write(Holder::Me)).await {
                 Ok(Ok(started)) => {
-                    self.until
-                        .send_replace(lease::tenure(started, self.candidate.settings.term));
+                    self.until.send_replace(lease::tenure(started, self.candidate.settings.term));
                     return Ok(());
                 }
                 Ok(Err(error)) if error.is_conflict() => {
@@ -268,10 +249,7 @@ fn record(lease: &Lease) -> Record {
         holder: spec.holder_identity,
         renewed: spec.renew_time.map(|time| time.0.into()),
         transitions: spec.lease_transitions.unwrap_or_default(),
-        term: spec
-            .lease_duration_seconds
-            .and_then(|n| u64::try_from(n).ok())
-            .map(Duration::from_secs),
+        term: spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok()).map(Duration::from_secs),
         version: lease.resource_version().unwrap_or_default(),
     }
 }
@@ -351,10 +329,7 @@ mod tests {
     fn renewing_moves_only_the_renew_time() {
         let taken = written(None, Holder::Me, &settings(), time(7));
         let renewed = written(Some(taken.clone()), Holder::Me, &settings(), time(9));
-        let expected = LeaseSpec {
-            renew_time: Some(MicroTime(time(9))),
-            ..spec(&taken).clone()
-        };
+        let expected = LeaseSpec { renew_time: Some(MicroTime(time(9))), ..spec(&taken).clone() };
         assert_eq!(spec(&renewed), &expected);
     }
 
@@ -381,20 +356,14 @@ mod tests {
         let taken = written(None, Holder::Me, &settings(), time(7));
         let released = written(Some(taken), Holder::Nobody, &settings(), time(8));
         let seen = Seen::first(Some(record(&released)), now());
-        assert_eq!(
-            lease::turn(&seen, "other", Duration::from_secs(10), now()),
-            Turn::Take
-        );
+        assert_eq!(lease::turn(&seen, "other", Duration::from_secs(10), now()), Turn::Take);
         assert_eq!(spec(&released).lease_transitions, Some(0));
     }
 
     #[test]
     fn a_lease_with_nonsense_in_it_is_read() {
         let lease = Lease {
-            spec: Some(LeaseSpec {
-                lease_duration_seconds: Some(-3),
-                ..LeaseSpec::default()
-            }),
+            spec: Some(LeaseSpec { lease_duration_seconds: Some(-3), ..LeaseSpec::default() }),
             ..Lease::default()
         };
         let record = record(&lease);

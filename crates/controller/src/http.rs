@@ -78,10 +78,7 @@ impl Readiness {
 
 /// What the plain listener serves.
 pub fn health_router(readiness: Arc<Readiness>) -> Router {
-    Router::new()
-        .route("/healthz", get(async || "ok\n"))
-        .route("/readyz", get(ready))
-        .with_state(readiness)
+    Router::new().route("/healthz", get(async || "ok\n")).route("/readyz", get(ready)).with_state(readiness)
 }
 
 async fn ready(State(readiness): State<Arc<Readiness>>) -> Response {
@@ -93,10 +90,7 @@ async fn ready(State(readiness): State<Arc<Readiness>>) -> Response {
 
 /// What the TLS listener serves.
 pub fn router(replica: Arc<Replica>) -> Router {
-    Router::new()
-        .route("/metrics", get(metrics))
-        .merge(admission::router())
-        .with_state(replica)
+    Router::new().route("/metrics", get(metrics)).merge(admission::router()).with_state(replica)
 }
 
 async fn metrics(State(replica): State<Arc<Replica>>) -> Response {
@@ -150,18 +144,10 @@ pub async fn first_certificate(
     mut tls: watch::Receiver<Option<RustlsConfig>>,
     close: CancellationToken,
 ) -> Option<RustlsConfig> {
-    close
-        .run_until_cancelled(tls.wait_for(Option::is_some))
-        .await?
-        .ok()?
-        .clone()
+    close.run_until_cancelled(tls.wait_for(Option::is_some)).await?.ok()?.clone()
 }
 
 fn limit<A>(server: &mut Server<SocketAddr, A>) {
-    server
-        .http_builder()
-        .http1()
-        .timer(TokioTimer::new())
-        .header_read_timeout(SLOWEST_HEADERS);
+    server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(SLOWEST_HEADERS);
     server.http_builder().http2().timer(TokioTimer::new());
 }

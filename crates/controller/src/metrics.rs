@@ -76,16 +76,8 @@ impl Metrics {
             "When the served webhook certificate expires, 0 before one is loaded",
             self.certificate_expiry.clone(),
         );
-        registry.register(
-            "api_errors",
-            "Calls to the API server that failed",
-            self.api_errors.clone(),
-        );
-        registry.register(
-            "admission_requests",
-            "Admission requests answered",
-            self.admissions.clone(),
-        );
+        registry.register("api_errors", "Calls to the API server that failed", self.api_errors.clone());
+        registry.register("admission_requests", "Admission requests answered", self.admissions.clone());
         self
     }
 
@@ -95,8 +87,7 @@ impl Metrics {
 
     pub fn certificate_expires(&self, at: SystemTime) {
         let seconds = at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-        self.certificate_expiry
-            .set(i64::try_from(seconds).unwrap_or(i64::MAX));
+        self.certificate_expiry.set(i64::try_from(seconds).unwrap_or(i64::MAX));
     }
 
     pub fn api_error(&self, call: Call) {
@@ -104,9 +95,7 @@ impl Metrics {
     }
 
     pub fn admission(&self, path: Path, result: Outcome) {
-        self.admissions
-            .get_or_create(&AdmissionLabels { path, result })
-            .inc();
+        self.admissions.get_or_create(&AdmissionLabels { path, result }).inc();
     }
 
     /// The text that Prometheus reads.

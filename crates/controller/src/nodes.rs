@@ -42,17 +42,14 @@ impl Nodes {
 
 /// Keeps the cache filled; ends only when it is dropped.
 pub async fn follow(client: Client, filler: Filler, metrics: &Metrics) {
-    let stream = watcher(
-        Api::<PartialObjectMeta<Node>>::all(client),
-        watcher::Config::default(),
-    )
-    .default_backoff()
-    .modify(|node| {
-        // Nodes carry kilobytes of annotations that no rule here reads.
-        node.managed_fields_mut().clear();
-        node.annotations_mut().clear();
-    })
-    .reflect(filler)
-    .inspect_err(|error| watch::failed(metrics, Call::WatchNodes, error));
+    let stream = watcher(Api::<PartialObjectMeta<Node>>::all(client), watcher::Config::default())
+        .default_backoff()
+        .modify(|node| {
+            // Nodes carry kilobytes of annotations that no rule here reads.
+            node.managed_fields_mut().clear();
+            node.annotations_mut().clear();
+        })
+        .reflect(filler)
+        .inspect_err(|error| watch::failed(metrics, Call::WatchNodes, error));
     watch::drain(stream).await;
 }

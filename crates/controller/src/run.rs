@@ -97,11 +97,8 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
     let metrics = Arc::new(Metrics::default());
     let (nodes, filler) = Nodes::new();
     let served = Served::new(names.clone(), readiness.clone(), metrics.clone());
-    let replica = Arc::new(Replica {
-        readiness: readiness.clone(),
-        metrics: metrics.clone(),
-        nodes: nodes.clone(),
-    });
+    let replica =
+        Arc::new(Replica { readiness: readiness.clone(), metrics: metrics.clone(), nodes: nodes.clone() });
     let settings = election::Settings {
         namespace: namespace.clone(),
         identity,
@@ -109,12 +106,7 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
         renew: lease_renew,
         look: lease_look,
     };
-    let policy = Policy {
-        names,
-        authority_life: ca_lifetime,
-        leaf_life: leaf_lifetime,
-        settle,
-    };
+    let policy = Policy { names, authority_life: ca_lifetime, leaf_life: leaf_lifetime, settle };
     let candidate = Candidate::new(client.clone(), settings, metrics.clone());
     let leader = LeaderLoops {
         client: client.clone(),
@@ -122,14 +114,9 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
         policy,
         metrics: metrics.clone(),
     };
-    let health = http::listen(health_addr).map_err(|source| Error::Listen {
-        addr: health_addr,
-        source,
-    })?;
-    let webhook = http::listen(webhook_addr).map_err(|source| Error::Listen {
-        addr: webhook_addr,
-        source,
-    })?;
+    let health = http::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
+    let webhook =
+        http::listen(webhook_addr).map_err(|source| Error::Listen { addr: webhook_addr, source })?;
 
     let handles = [Handle::new(), Handle::new()];
     let (resign, close) = (CancellationToken::new(), CancellationToken::new());
@@ -146,13 +133,7 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
     tasks.spawn(named("sync", sync(nodes, readiness.clone(), close.clone())));
     tasks.spawn(named("election", lead(candidate, leader, resign.clone())));
 
-    let closing = Closing {
-        readiness,
-        handles,
-        resign,
-        close,
-        drain,
-    };
+    let closing = Closing { readiness, handles, resign, close, drain };
     closing.after(stop, tasks).await
 }
 
@@ -178,11 +159,7 @@ impl Closing {
         self.readiness.drain();
         self.resign.cancel();
         // After a failure nobody is helped by waiting; requests that are under way are answered all the same.
-        let pause = if result.is_ok() {
-            self.drain
-        } else {
-            Duration::ZERO
-        };
+        let pause = if result.is_ok() { self.drain } else { Duration::ZERO };
         if timeout(END, self.wind_down(&mut tasks, pause)).await.is_err() {
             warn!("not everything ended in time, the rest is cut off");
         }
@@ -228,12 +205,7 @@ async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToke
         () = resign.cancelled() => return Ok(()),
         leader = candidate.win() => leader,
     };
-    let LeaderLoops {
-        client,
-        namespace,
-        policy,
-        metrics,
-    } = loops;
+    let LeaderLoops { client, namespace, policy, metrics } = loops;
     let keeper = Keeper::new(client, namespace, policy, metrics, leader.tenure());
     let mut tasks = JoinSet::new();
     tasks.spawn(named("certificates", endless(keeper.keep(resign.clone()))));

@@ -28,11 +28,7 @@ pub struct Vault {
 
 impl Vault {
     pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>) -> Self {
-        Self {
-            api: Api::namespaced(client, namespace),
-            namespace: namespace.to_owned(),
-            metrics,
-        }
+        Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), metrics }
     }
 
     pub async fn read(&self) -> Result<Option<Secret>, call::Error> {
@@ -41,10 +37,8 @@ impl Vault {
 
     /// Puts these parts over those of the Secret that was read, unless it has changed since.
     pub async fn write(&self, old: Option<Secret>, parts: BTreeMap<&str, String>) -> Result<(), call::Error> {
-        let params = PostParams {
-            field_manager: Some(CONTROLLER_MANAGER.to_owned()),
-            ..PostParams::default()
-        };
+        let params =
+            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
         let old = match old {
             Some(old) if replaceable(&old) => {
                 let new = with(old, parts);
@@ -56,13 +50,7 @@ impl Vault {
             }
             None => None,
         };
-        let new = with(
-            Secret {
-                data: old,
-                ..self.blank()
-            },
-            parts,
-        );
+        let new = with(Secret { data: old, ..self.blank() }, parts);
         self.call(self.api.create(&params, &new)).await.map(drop)
     }
 
@@ -98,15 +86,10 @@ fn only_this(secret: &Secret) -> DeleteParams {
 fn with(mut secret: Secret, parts: BTreeMap<&str, String>) -> Secret {
     secret.metadata.managed_fields = None;
     let data = secret.data.get_or_insert_default();
-    data.extend(
-        parts
-            .into_iter()
-            .map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))),
-    );
+    data.extend(parts.into_iter().map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))));
     // A Secret of this type has to have both, be they empty.
     for key in ["tls.crt", "tls.key"] {
-        data.entry(key.to_owned())
-            .or_insert_with(|| ByteString(Vec::new()));
+        data.entry(key.to_owned()).or_insert_with(|| ByteString(Vec::new()));
     }
     secret
 }
@@ -121,34 +104,17 @@ mod tests {
 
     #[test]
     fn a_secret_that_cannot_be_changed_is_made_anew() {
-        let tls = Secret {
-            type_: Some(TYPE.to_owned()),
-            ..Secret::default()
-        };
+        let tls = Secret { type_: Some(TYPE.to_owned()), ..Secret::default() };
         assert!(replaceable(&tls));
-        assert!(!replaceable(&Secret {
-            immutable: Some(true),
-            ..tls
-        }));
-        assert!(!replaceable(&Secret {
-            type_: Some("Opaque".to_owned()),
-            ..Secret::default()
-        }));
+        assert!(!replaceable(&Secret { immutable: Some(true), ..tls }));
+        assert!(!replaceable(&Secret { type_: Some("Opaque".to_owned()), ..Secret::default() }));
     }
 
     #[test]
     fn parts_that_are_not_written_survive_and_required_ones_exist() {
-        let old = Secret {
-            data: Some([("ca.key".to_owned(), bytes("key"))].into()),
-            ..Secret::default()
-        };
+        let old = Secret { data: Some([("ca.key".to_owned(), bytes("key"))].into()), ..Secret::default() };
         let new = with(old, [("ca.crt", "new".to_owned())].into());
-        let expected = [
-            ("ca.crt", "new"),
-            ("ca.key", "key"),
-            ("tls.crt", ""),
-            ("tls.key", ""),
-        ];
+        let expected = [("ca.crt", "new"), ("ca.key", "key"), ("tls.crt", ""), ("tls.key", "")];
         let expected = expected.map(|(key, text)| (key.to_owned(), bytes(text)));
         assert_eq!(new.data, Some(expected.into()));
     }

@@ -45,13 +45,7 @@ pub struct Served {
 
 impl Served {
     pub fn new(names: BTreeSet<String>, readiness: Arc<Readiness>, metrics: Arc<Metrics>) -> Self {
-        Self {
-            names,
-            tls: watch::Sender::new(None),
-            data: None,
-            readiness,
-            metrics,
-        }
+        Self { names, tls: watch::Sender::new(None), data: None, readiness, metrics }
     }
 
     /// Where the listener finds its certificate as soon as there is one. Later ones arrive in the same configuration.
@@ -78,10 +72,8 @@ impl Served {
     /// Serves what the Secret holds, if it is fit to be served.
     fn load(&mut self, data: &BTreeMap<String, ByteString>) -> Result<(), Error> {
         let serving = [certificate::LEAF, certificate::LEAF_KEY];
-        let part: BTreeMap<_, _> = serving
-            .iter()
-            .filter_map(|key| Some(((*key).to_owned(), data.get(*key)?.clone())))
-            .collect();
+        let part: BTreeMap<_, _> =
+            serving.iter().filter_map(|key| Some(((*key).to_owned(), data.get(*key)?.clone()))).collect();
         // An authority that joins or leaves changes the Secret, not what is served; before the first leaf there is nothing to serve.
         if self.data.as_ref() == Some(&part) || part.values().all(|bytes| bytes.0.is_empty()) {
             return Ok(());
@@ -126,10 +118,7 @@ mod tests {
     fn secret(name: &str) -> BTreeMap<String, ByteString> {
         let validity = Validity::starting(SystemTime::now(), Duration::from_hours(1));
         let authority = certificate::found(validity).unwrap();
-        let id = certificate::read_bundle(authority.certificate.as_bytes())
-            .authorities
-            .remove(0)
-            .id;
+        let id = certificate::read_bundle(authority.certificate.as_bytes()).authorities.remove(0).id;
         let leaf = certificate::sign(&id, authority.key.as_bytes(), vec![name.to_owned()], validity).unwrap();
         let parts = [
             (certificate::AUTHORITIES, authority.certificate),
@@ -137,9 +126,7 @@ mod tests {
             (certificate::LEAF, leaf.certificate),
             (certificate::LEAF_KEY, leaf.key),
         ];
-        parts
-            .map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes())))
-            .into()
+        parts.map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))).into()
     }
 
     fn ready(served: &Served) -> bool {

@@ -131,7 +131,10 @@ mod tests {
             "responseStatus":{"code":200}}"#;
         let asked = parse(line).unwrap().unwrap();
         assert!(asked.is_write());
-        assert_eq!((asked.agent.as_str(), asked.resource.as_str(), asked.code), ("a/1", "nodenetworks/status", 200));
+        assert_eq!(
+            (asked.agent.as_str(), asked.resource.as_str(), asked.code),
+            ("a/1", "nodenetworks/status", 200)
+        );
     }
 
     #[test]

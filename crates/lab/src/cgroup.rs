@@ -45,8 +45,12 @@ fn hierarchies() -> Result<Vec<Hierarchy>> {
     let text = fs::read_to_string("/proc/self/mountinfo").context("read the mounts")?;
     let mut all: Vec<(PathBuf, bool)> = Vec::new();
     for line in text.lines() {
-        let Some((left, right)) = line.split_once(" - ") else { continue };
-        let Some(mount) = left.split(' ').nth(4) else { continue };
+        let Some((left, right)) = line.split_once(" - ") else {
+            continue;
+        };
+        let Some(mount) = left.split(' ').nth(4) else {
+            continue;
+        };
         match right.split(' ').next() {
             Some("cgroup") if mount.starts_with(MOUNT) => all.push((mount.into(), false)),
             Some("cgroup2") if mount.starts_with(MOUNT) => all.push((mount.into(), true)),
@@ -92,7 +96,7 @@ impl Group {
     pub fn create(&self) -> Result<()> {
         for hierarchy in hierarchies()? {
             let mut dir = hierarchy.mount.clone();
-            for part in Path::new(&self.path).join(OWN).iter() {
+            for part in &Path::new(&self.path).join(OWN) {
                 if hierarchy.version == Version::V2 {
                     // A controller that is not there or is on already is no reason to stop.
                     for controller in ["+cpu", "+cpuset", "+memory", "+pids", "+io"] {
@@ -192,7 +196,9 @@ impl Group {
 /// Whether a process is the first one of a pid namespace below ours.
 fn is_first(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let Some(line) = status.lines().find(|l| l.starts_with("NSpid:")) else { return false };
+    let Some(line) = status.lines().find(|l| l.starts_with("NSpid:")) else {
+        return false;
+    };
     let numbers: Vec<&str> = line.split_whitespace().skip(1).collect();
     !is_zombie(pid) && numbers.len() == 2 && numbers[1] == "1"
 }

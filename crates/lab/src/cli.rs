@@ -190,7 +190,9 @@ fn timed<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
 }
 
 fn exec(lab: &Lab, machine: &str, command: &[String]) -> Result<ExitCode> {
-    let Some((program, arguments)) = command.split_first() else { return Ok(ExitCode::FAILURE) };
+    let Some((program, arguments)) = command.split_first() else {
+        return Ok(ExitCode::FAILURE);
+    };
     let status = lab.machine(machine)?.command(program)?.args(arguments).status().context("run nsenter")?;
     let code = status.code().or_else(|| status.signal().map(|s| 128 + s)).unwrap_or(1);
     Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)))

@@ -66,12 +66,22 @@ pub fn configure(machine: &Machine, pki: &Pki) -> Result<()> {
         service(API_SERVICE.0)?,
         service(API_SERVICE.1)?,
     ];
-    let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", NAME];
+    let names = [
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kubernetes.default.svc.cluster.local",
+        NAME,
+    ];
     let serving = Subject { user: "kube-apiserver", group: None, names: &names, addresses: &addresses };
     pki.certificate("ca", "apiserver", &serving)?;
     let client = |user, group| Subject { user, group, names: &[], addresses: &[] };
     pki.certificate("ca", "admin", &client("lab-admin", Some("system:masters")))?;
-    pki.certificate("ca", "apiserver-kubelet-client", &client("kube-apiserver-kubelet-client", Some("system:masters")))?;
+    pki.certificate(
+        "ca",
+        "apiserver-kubelet-client",
+        &client("kube-apiserver-kubelet-client", Some("system:masters")),
+    )?;
     pki.certificate("ca", "controller-manager", &client("system:kube-controller-manager", None))?;
     pki.certificate("ca", "scheduler", &client("system:kube-scheduler", None))?;
     pki.certificate("ca", "kube-proxy", &client("system:kube-proxy", None))?;
@@ -96,7 +106,11 @@ pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
     let files = [
         ("hostname", format!("{hostname}\n")),
         ("hosts", format!("127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {hostname}\n")),
-        ("passwd", "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n".into()),
+        (
+            "passwd",
+            "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+                .into(),
+        ),
         ("group", "root:x:0:\nnogroup:x:65534:\n".into()),
         ("nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n".into()),
         ("resolv.conf", format!("nameserver {}\n", CONTROL_PLANE.0)),
@@ -125,7 +139,9 @@ pub fn component(name: &str, command: impl IntoIterator<Item = String>) -> Compo
 }
 
 fn flags(program: &str, flags: &[(&str, String)]) -> Vec<String> {
-    std::iter::once(program.to_owned()).chain(flags.iter().map(|(name, value)| format!("--{name}={value}"))).collect()
+    std::iter::once(program.to_owned())
+        .chain(flags.iter().map(|(name, value)| format!("--{name}={value}")))
+        .collect()
 }
 
 fn pki_file(name: &str) -> String {

@@ -29,7 +29,8 @@ pub fn run(group: &str, network: &Path, target: SocketAddr, port_file: &Path, po
     let port = listener.local_addr().context("read the port")?.port();
     crate::pki::write_secret(port_file, &port.to_string())?;
     listener.set_nonblocking(true).context("prepare the listener")?;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     runtime.block_on(serve(listener, target))
 }
 

@@ -53,7 +53,8 @@ impl Image<'_> {
             "layers": [descriptor(layer_type, &layer_digest, self.layer.len())],
         }))?;
         let manifest_digest = sha256_hex(&manifest);
-        let mut entry = descriptor("application/vnd.oci.image.manifest.v1+json", &manifest_digest, manifest.len());
+        let mut entry =
+            descriptor("application/vnd.oci.image.manifest.v1+json", &manifest_digest, manifest.len());
         let tag = self.reference.rsplit_once(':').map_or("latest", |(_, tag)| tag);
         entry["annotations"] =
             json!({"io.containerd.image.name": self.reference, "org.opencontainers.image.ref.name": tag});
@@ -73,7 +74,9 @@ impl Image<'_> {
         tar.file("manifest.json", 0o644, &docker)?;
         tar.directory("blobs", 0o755)?;
         tar.directory("blobs/sha256", 0o755)?;
-        for (digest, content) in [(&layer_digest, &self.layer), (&config_digest, &config), (&manifest_digest, &manifest)] {
+        for (digest, content) in
+            [(&layer_digest, &self.layer), (&config_digest, &config), (&manifest_digest, &manifest)]
+        {
             tar.file(&format!("blobs/sha256/{digest}"), 0o644, content)?;
         }
         Ok(tar.finish())
@@ -104,7 +107,12 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
     layer.file("bin/busybox", 0o755, &busybox)?;
     layer.file("bin/tool", 0o755, &tool)?;
     layer.file("sbin/ip", 0o755, &ip)?;
-    for applet in ["sh", "ash", "ls", "cat", "echo", "sleep", "ping", "ping6", "nc", "wget", "nslookup", "grep", "head", "tail", "sed", "awk", "true", "false", "test", "[", "ps", "kill", "mkdir", "rm", "cp", "mv", "touch", "hostname", "date", "id", "env", "seq", "sort", "uniq", "wc", "cut", "tr", "xargs", "find", "arping", "ifconfig", "netstat", "timeout", "stat", "dd", "chmod", "ln", "printf"] {
+    for applet in [
+        "sh", "ash", "ls", "cat", "echo", "sleep", "ping", "ping6", "nc", "wget", "nslookup", "grep", "head",
+        "tail", "sed", "awk", "true", "false", "test", "[", "ps", "kill", "mkdir", "rm", "cp", "mv", "touch",
+        "hostname", "date", "id", "env", "seq", "sort", "uniq", "wc", "cut", "tr", "xargs", "find", "arping",
+        "ifconfig", "netstat", "timeout", "stat", "dd", "chmod", "ln", "printf",
+    ] {
         layer.symlink(&format!("bin/{applet}"), "busybox")?;
     }
     for library in libraries(Path::new("/usr/sbin/ip"))? {
@@ -154,7 +162,11 @@ pub fn product_image(program: &Path, reference: &str, version: &str, commit: &st
     for dir in ["etc", "tmp", "usr", "usr/bin", "host", "run", "var", "var/lib"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
     }
-    layer.file("etc/passwd", 0o644, b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n")?;
+    layer.file(
+        "etc/passwd",
+        0o644,
+        b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n",
+    )?;
     layer.file("etc/group", 0o644, b"root:x:0:\npatchbay:x:65532:\n")?;
     layer.file("usr/bin/patchbay", 0o755, &content)?;
     let image = Image {

@@ -350,7 +350,8 @@ impl Lab {
     }
 
     pub(crate) fn record(&self) -> Result<Record> {
-        let text = fs::read(self.dir.join("lab.json")).with_context(|| format!("lab {} is not up", self.name))?;
+        let text =
+            fs::read(self.dir.join("lab.json")).with_context(|| format!("lab {} is not up", self.name))?;
         serde_json::from_slice(&text).context("understand lab.json")
     }
 
@@ -401,7 +402,9 @@ fn is_ready(node: &KubeNode, boot: &str) -> bool {
 
 fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e).with_context(|| format!("remove {}", path.display())),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => {
+            Err(e).with_context(|| format!("remove {}", path.display()))
+        }
         _ => Ok(()),
     }
 }

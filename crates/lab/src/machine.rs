@@ -124,7 +124,9 @@ impl Machine {
 
     /// How its components are; empty when it is off.
     pub fn components(&self) -> Result<BTreeMap<String, State>> {
-        let Some(init) = self.init() else { return Ok(BTreeMap::new()) };
+        let Some(init) = self.init() else {
+            return Ok(BTreeMap::new());
+        };
         match init::ask(init, &Request::List)? {
             Answer::Components(components) => Ok(components),
             other => bail!("{} answered {other:?} to List", self.name),
@@ -218,8 +220,8 @@ pub fn binary() -> Result<PathBuf> {
 
 /// `lab machine GROUP FILE`: makes the namespaces and starts the first process in them. Runs before any thread exists.
 pub fn power_on(group: &str, file: &Path) -> Result<()> {
-    let machine: init::Machine =
-        serde_json::from_slice(&fs::read(file).context("read the machine's file")?).context("understand it")?;
+    let machine: init::Machine = serde_json::from_slice(&fs::read(file).context("read the machine's file")?)
+        .context("understand it")?;
     Group::at(group).enter()?;
     unshare(
         CloneFlags::CLONE_NEWNS
@@ -248,7 +250,7 @@ pub fn power_on(group: &str, file: &Path) -> Result<()> {
 
 /// `lab init FILE`: the first process of a machine.
 pub fn first_process(file: &Path) -> Result<()> {
-    let machine: init::Machine =
-        serde_json::from_slice(&fs::read(file).context("read the machine's file")?).context("understand it")?;
+    let machine: init::Machine = serde_json::from_slice(&fs::read(file).context("read the machine's file")?)
+        .context("understand it")?;
     init::run(&machine)
 }

@@ -30,8 +30,14 @@ pub fn configure(machine: &Machine, node: Node, pki: &Pki, programs: &Programs) 
     let etc = disk.join("etc");
     write_host_files(&etc, name)?;
     let dirs = [
-        "etc/kubernetes", "etc/containerd", "etc/cni/net.d/multus.d", "opt/cni/bin", "var/lib/kubelet",
-        "var/lib/containerd", "var/lib/cni/multus", "var/log/pods",
+        "etc/kubernetes",
+        "etc/containerd",
+        "etc/cni/net.d/multus.d",
+        "opt/cni/bin",
+        "var/lib/kubelet",
+        "var/lib/containerd",
+        "var/lib/cni/multus",
+        "var/log/pods",
     ];
     for dir in dirs {
         fs::create_dir_all(disk.join(dir)).with_context(|| format!("make /{dir} of {name}"))?;
@@ -40,7 +46,11 @@ pub fn configure(machine: &Machine, node: Node, pki: &Pki, programs: &Programs) 
     write_secret(&kubernetes.join("kubelet.conf"), &pki.kubeconfig(&file, &server())?)?;
     write_secret(&kubernetes.join("kube-proxy.conf"), &pki.kubeconfig("kube-proxy", &server())?)?;
     write_secret(&kubernetes.join("kubelet.yaml"), &kubelet_settings(machine)?)?;
-    for (from, to) in [("ca.crt", "ca.crt"), (&format!("{file}.crt"), "kubelet.crt"), (&format!("{file}.key"), "kubelet.key")] {
+    for (from, to) in [
+        ("ca.crt", "ca.crt"),
+        (&format!("{file}.crt"), "kubelet.crt"),
+        (&format!("{file}.key"), "kubelet.key"),
+    ] {
         let text = fs::read_to_string(pki.dir().join(from)).with_context(|| format!("read {from}"))?;
         write_secret(&kubernetes.join(to), &text)?;
     }

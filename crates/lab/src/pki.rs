@@ -9,8 +9,8 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
-    KeyUsagePurpose, SanType,
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
+    KeyPair, KeyUsagePurpose, SanType,
 };
 use serde_json::json;
 
@@ -66,8 +66,10 @@ impl Pki {
         if self.dir.join(format!("{file}.crt")).exists() {
             return Ok(());
         }
-        let read = |name: String| fs::read_to_string(self.dir.join(&name)).with_context(|| format!("read {name}"));
-        let ca_key = KeyPair::from_pem(&read(format!("{authority}.key"))?).context("read the authority's key")?;
+        let read =
+            |name: String| fs::read_to_string(self.dir.join(&name)).with_context(|| format!("read {name}"));
+        let ca_key =
+            KeyPair::from_pem(&read(format!("{authority}.key"))?).context("read the authority's key")?;
         let issuer = Issuer::from_ca_cert_pem(&read(format!("{authority}.crt"))?, ca_key)
             .context("read the authority's certificate")?;
         let names: Vec<String> = subject.names.iter().map(ToString::to_string).collect();

@@ -58,7 +58,9 @@ pub fn lab(name: &Name) -> PathBuf {
 
 /// The names of all labs that have left a directory.
 pub fn known() -> Vec<Name> {
-    let Ok(entries) = std::fs::read_dir(labs()) else { return Vec::new() };
+    let Ok(entries) = std::fs::read_dir(labs()) else {
+        return Vec::new();
+    };
     let mut names: Vec<Name> =
         entries.flatten().filter_map(|e| e.file_name().to_str().and_then(|n| n.parse().ok())).collect();
     names.sort();

@@ -82,9 +82,9 @@ impl Lab {
         record.nodes.retain(|n| n.name != name);
         self.save(&record)?;
         for other in &record.nodes {
-            switch::unroute(&self.node(&other.name), node.address())?;
+            switch::unroute(&self.node(&other.name), node.address());
         }
-        switch::unroute(&self.control_plane(), node.address())?;
+        switch::unroute(&self.control_plane(), node.address());
         let dir = self.dir.join("machines").join(name);
         fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;
         let nodes: Api<KubeNode> = Api::all(self.client().await?);
@@ -115,7 +115,10 @@ impl Lab {
         let known: Vec<String> = components.iter().map(|c| c.name.clone()).collect();
         let matches = |c: &Component| c.name == name || c.name.strip_prefix("kube-") == Some(name);
         let component = components.into_iter().find(matches).with_context(|| {
-            format!("{machine} has no component {name}; it has {}; those of a node are written NODE/NAME", known.join(", "))
+            format!(
+                "{machine} has no component {name}; it has {}; those of a node are written NODE/NAME",
+                known.join(", ")
+            )
         })?;
         Ok(Target { machine: self.node(machine), component })
     }
@@ -133,7 +136,10 @@ impl Lab {
         machine.signal(&component.name, Signal::SIGKILL)?;
         let what = format!("{} to die", component.name);
         wait::blocking(Duration::from_secs(5), &what, || {
-            let alive = matches!(machine.components()?.get(&component.name), Some(crate::init::State::Running { .. }));
+            let alive = matches!(
+                machine.components()?.get(&component.name),
+                Some(crate::init::State::Running { .. })
+            );
             Ok((!alive).then_some(()))
         })
     }

@@ -111,7 +111,15 @@ const TOOL: &str = include_str!("../third-party/tool/tool.rs");
 
 /// The CNI plugins that a node has in `/opt/cni/bin`.
 pub const CNI_PLUGINS: &[&str] = &[
-    "bridge", "host-device", "loopback", "macvlan", "ptp", "host-local", "static", "portmap", "tuning",
+    "bridge",
+    "host-device",
+    "loopback",
+    "macvlan",
+    "ptp",
+    "host-local",
+    "static",
+    "portmap",
+    "tuning",
     "multus-shim",
 ];
 
@@ -202,7 +210,15 @@ impl Programs {
             let start = Instant::now();
             let partial = dir.join(format!(".{program}.partial"));
             let status = Command::new("go")
-                .args(["build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", module.ldflags, "-o"])
+                .args([
+                    "build",
+                    "-mod=readonly",
+                    "-trimpath",
+                    "-buildvcs=false",
+                    "-ldflags",
+                    module.ldflags,
+                    "-o",
+                ])
                 .arg(&partial)
                 .arg(package)
                 .current_dir(&dir)
@@ -258,7 +274,10 @@ mod tests {
         unique.sort();
         unique.dedup();
         assert_eq!(unique.len(), keys.len());
-        let changed = Module { ldflags: "-w", ..Module { name: "etcd", files: lock!("etcd"), ldflags: PLAIN, programs: &[] } };
+        let changed = Module {
+            ldflags: "-w",
+            ..Module { name: "etcd", files: lock!("etcd"), ldflags: PLAIN, programs: &[] }
+        };
         assert_ne!(changed.key(), MODULES[0].key());
     }
 

@@ -79,11 +79,13 @@ impl Scene {
     {
         let client = lab.client().await?;
         let namespaces: Api<Namespace> = Api::all(client.clone());
-        let prefix: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(40).collect();
+        let prefix: String =
+            name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(40).collect();
         let fresh: Namespace = serde_json::from_value(json!({
             "metadata": {"generateName": format!("{prefix}-"), "labels": {"lab": "scene"}},
         }))?;
-        let namespace = namespaces.create(&PostParams::default(), &fresh).await.context("make a namespace")?.name_any();
+        let namespace =
+            namespaces.create(&PostParams::default(), &fresh).await.context("make a namespace")?.name_any();
         let scene = Self { lab: lab.clone(), client, namespace };
         let outcome = match test(&scene).await {
             Ok(()) => Ok(()),
@@ -105,7 +107,9 @@ impl Scene {
         wait::until(Duration::from_secs(10), &format!("pod {} to be accepted", spec.name), || async {
             match self.pods().create(&PostParams::default(), &pod).await {
                 Ok(made) => Ok(Some(made)),
-                Err(kube::Error::Api(e)) if e.is_forbidden() && e.message.contains("serviceaccount") => Ok(None),
+                Err(kube::Error::Api(e)) if e.is_forbidden() && e.message.contains("serviceaccount") => {
+                    Ok(None)
+                }
                 Err(e) => Err(e.into()),
             }
         })

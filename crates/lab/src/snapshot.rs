@@ -49,7 +49,9 @@ impl Snapshot {
 fn namespaces() -> Vec<String> {
     let mut lines = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else { continue };
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
+            continue;
+        };
         let foreign = |kind: &str| {
             let theirs = fs::read_link(entry.path().join("ns").join(kind)).ok()?;
             let ours = fs::read_link(Path::new("/proc/self/ns").join(kind)).ok()?;

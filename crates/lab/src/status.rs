@@ -62,7 +62,10 @@ impl Lab {
             name: name.to_owned(),
             on: machine.init().is_some(),
             cable: node.map(|n| switch::cable(&self.control_plane(), n.address())),
-            components: expected.into_iter().map(|name| (name.clone(), running.get(&name).cloned())).collect(),
+            components: expected
+                .into_iter()
+                .map(|name| (name.clone(), running.get(&name).cloned()))
+                .collect(),
         }
     }
 }
@@ -83,7 +86,13 @@ impl Status {
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let door = if self.door { "open" } else { "closed" };
-        writeln!(f, "lab {}: memory {} MiB, door {door}, kubeconfig {}", self.lab, self.memory >> 20, self.kubeconfig)?;
+        writeln!(
+            f,
+            "lab {}: memory {} MiB, door {door}, kubeconfig {}",
+            self.lab,
+            self.memory >> 20,
+            self.kubeconfig
+        )?;
         for machine in &self.machines {
             let on = if machine.on { "on" } else { "off" };
             let cable = if machine.cable == Some(Cable::Cut) { ", partitioned" } else { "" };

@@ -82,12 +82,11 @@ pub fn route(machine: &Machine, nodes: &[Node]) -> Result<()> {
 }
 
 /// Takes the way to a node's pods away.
-pub fn unroute(machine: &Machine, node: Node) -> Result<()> {
+pub fn unroute(machine: &Machine, node: Node) {
     for pods in [node.pods_v4(), node.pods_v6()] {
         // Gone already is what we want.
         let _ = batch(machine, &[format!("route del {pods}")]);
     }
-    Ok(())
 }
 
 /// Whether a node's cables carry anything.
@@ -105,9 +104,8 @@ pub fn set(control_plane: &Machine, node: Node, cable: Cable) -> Result<()> {
         Cable::Whole => 3,
         Cable::Cut => 0,
     };
-    let lines: Vec<String> = (0..=SPARE_NICS)
-        .map(|nic| format!("link set dev {} state {state}", node.port(nic)))
-        .collect();
+    let lines: Vec<String> =
+        (0..=SPARE_NICS).map(|nic| format!("link set dev {} state {state}", node.port(nic))).collect();
     // Not `ip link set … type bridge_slave state`: it answers success and changes nothing.
     batch_of("bridge", control_plane, &lines)
 }
@@ -147,7 +145,11 @@ fn batch_of(program: &str, machine: &Machine, lines: &[String]) -> Result<()> {
     child.stdin.take().context("no input")?.write_all(text.as_bytes()).context("write the batch")?;
     let output = child.wait_with_output().context("wait for the batch")?;
     if !output.status.success() {
-        bail!("in the network of {}: {}\n{text}", machine.name, String::from_utf8_lossy(&output.stderr).trim());
+        bail!(
+            "in the network of {}: {}\n{text}",
+            machine.name,
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
     }
     Ok(())
 }

@@ -47,24 +47,16 @@ impl Asker {
         setsockopt(&socket, sockopt::ReceiveTimeout, &PATIENCE).map_err(|errno| Error::Open(errno.into()))?;
         // With it the kernel filters by table; without (Linux before 4.20) we do.
         _ = socket.set_netlink_get_strict_chk(true);
-        Ok(Self {
-            socket,
-            sequence: 0,
-            buffer: vec![0; BUFFER],
-        })
+        Ok(Self { socket, sequence: 0, buffer: vec![0; BUFFER] })
     }
 
     /// Everything that is looked at, as it is now.
     pub fn observe(&mut self) -> Result<Observed, Error> {
         let mut links = self.collect("links", message::get_links, |message| {
-            (message.kind == message::NEW_LINK)
-                .then(|| message::link(message.body))
-                .flatten()
+            (message.kind == message::NEW_LINK).then(|| message::link(message.body)).flatten()
         })?;
         let addresses = self.collect("addresses", message::get_addresses, |message| {
-            (message.kind == message::NEW_ADDRESS)
-                .then(|| message::address(message.body))
-                .flatten()
+            (message.kind == message::NEW_ADDRESS).then(|| message::address(message.body)).flatten()
         })?;
         let mut default_routes = Vec::new();
         for family in [INET, INET6] {
@@ -86,10 +78,7 @@ impl Asker {
         for link in &mut links {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
-        Ok(Observed {
-            links,
-            default_routes,
-        })
+        Ok(Observed { links, default_routes })
     }
 
     fn collect<T>(
@@ -139,10 +128,7 @@ impl Asker {
                     message::DONE | message::ERROR => {
                         return match message::error_code(message.body) {
                             0 => Ok(told),
-                            code => Err(Error::Read {
-                                what,
-                                source: io::Error::from_raw_os_error(code),
-                            }),
+                            code => Err(Error::Read { what, source: io::Error::from_raw_os_error(code) }),
                         };
                     }
                     _ => each(&message),
@@ -153,11 +139,7 @@ impl Asker {
 
     /// Reads what an answer that was given up left behind; the kernel refuses a new question before.
     fn drain(&mut self) {
-        while self
-            .socket
-            .recv(&mut self.buffer.as_mut_slice(), MSG_DONTWAIT)
-            .is_ok()
-        {}
+        while self.socket.recv(&mut self.buffer.as_mut_slice(), MSG_DONTWAIT).is_ok() {}
     }
 }
 
@@ -166,9 +148,7 @@ fn none_if_unknown<T>(routes: Result<Vec<T>, Error>) -> Result<Vec<T>, Error> {
     const UNKNOWN: [Errno; 3] = [Errno::ENOENT, Errno::EOPNOTSUPP, Errno::EAFNOSUPPORT];
     match routes {
         Err(Error::Read { source, .. })
-            if UNKNOWN
-                .iter()
-                .any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
+            if UNKNOWN.iter().any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
         {
             Ok(Vec::new())
         }

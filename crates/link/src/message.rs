@@ -84,8 +84,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 
 /// The error code of an `ERROR` or `DONE` message; zero is success.
 pub fn error_code(body: &[u8]) -> i32 {
-    body.first_chunk()
-        .map_or(0, |code| i32::from_ne_bytes(*code).saturating_neg())
+    body.first_chunk().map_or(0, |code| i32::from_ne_bytes(*code).saturating_neg())
 }
 
 fn request(kind: u16, sequence: u32, body: &[u8]) -> Vec<u8> {
@@ -118,11 +117,7 @@ pub fn get_addresses(sequence: u32) -> Vec<u8> {
 
 /// Asks for the unicast routes of the main table.
 pub fn get_routes(sequence: u32, family: u8) -> Vec<u8> {
-    request(
-        GET_ROUTE,
-        sequence,
-        &[family, 0, 0, 0, MAIN, 0, 0, UNICAST, 0, 0, 0, 0],
-    )
+    request(GET_ROUTE, sequence, &[family, 0, 0, 0, MAIN, 0, 0, UNICAST, 0, 0, 0, 0])
 }
 
 /// A link out of a `NEW_LINK` message, without its addresses.
@@ -150,20 +145,11 @@ pub fn link(body: &[u8]) -> Option<Link> {
         index: u32_at(body, 4)?,
         name: text(IFLA_IFNAME)?,
         kind: all.get(&IFLA_LINKINFO).and_then(|info| {
-            attributes(info)
-                .find(|(kind, _)| *kind == IFLA_INFO_KIND)
-                .map(|(_, value)| readable(value))
+            attributes(info).find(|(kind, _)| *kind == IFLA_INFO_KIND).map(|(_, value)| readable(value))
         }),
-        mac: all
-            .get(&IFLA_ADDRESS)
-            .and_then(|value| <[u8; 6]>::try_from(*value).ok())
-            .map(Mac::from),
+        mac: all.get(&IFLA_ADDRESS).and_then(|value| <[u8; 6]>::try_from(*value).ok()).map(Mac::from),
         mtu: number(IFLA_MTU).unwrap_or(0),
-        admin: if flags & IFF_UP == 0 {
-            Admin::Down
-        } else {
-            Admin::Up
-        },
+        admin: if flags & IFF_UP == 0 { Admin::Down } else { Admin::Up },
         oper: match all.get(&IFLA_OPERSTATE).and_then(|value| value.first()) {
             Some(1) => Oper::NotPresent,
             Some(2) => Oper::Down,
@@ -199,18 +185,9 @@ pub fn address(body: &[u8]) -> Option<(u32, Address)> {
         INET6 => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(*own).ok()?)),
         _ => return None,
     };
-    let flags = all
-        .get(&IFA_FLAGS)
-        .and_then(|value| u32_at(value, 0))
-        .unwrap_or(u32::from(flags));
+    let flags = all.get(&IFA_FLAGS).and_then(|value| u32_at(value, 0)).unwrap_or(u32::from(flags));
     let temporary = family == INET6 && flags & IFA_F_TEMPORARY != 0;
-    Some((
-        u32_at(body, 4)?,
-        Address {
-            net: IpNet::new(ip, prefix).ok()?,
-            temporary,
-        },
-    ))
+    Some((u32_at(body, 4)?, Address { net: IpNet::new(ip, prefix).ok()?, temporary }))
 }
 
 /// The links that a default route of the main table leads to, out of a `NEW_ROUTE` message. Empty for other routes.
@@ -228,23 +205,12 @@ pub fn default_route(body: &[u8]) -> Vec<u32> {
         return Vec::new();
     }
     let all: BTreeMap<u16, &[u8]> = attributes(body.get(12..).unwrap_or_default()).collect();
-    let table = all
-        .get(&RTA_TABLE)
-        .and_then(|value| u32_at(value, 0))
-        .unwrap_or(u32::from(table));
+    let table = all.get(&RTA_TABLE).and_then(|value| u32_at(value, 0)).unwrap_or(u32::from(table));
     if table != u32::from(MAIN) {
         return Vec::new();
     }
-    let mut links: Vec<u32> = all
-        .get(&RTA_OIF)
-        .and_then(|value| u32_at(value, 0))
-        .into_iter()
-        .collect();
-    links.extend(
-        all.get(&RTA_MULTIPATH)
-            .into_iter()
-            .flat_map(|hops| next_hops(hops)),
-    );
+    let mut links: Vec<u32> = all.get(&RTA_OIF).and_then(|value| u32_at(value, 0)).into_iter().collect();
+    links.extend(all.get(&RTA_MULTIPATH).into_iter().flat_map(|hops| next_hops(hops)));
     links
 }
 
@@ -317,14 +283,7 @@ mod tests {
 
     #[test]
     fn only_events_about_default_routes_count_among_routes() {
-        let event = |kind, body| {
-            matters(&Message {
-                kind,
-                flags: 0,
-                sequence: 0,
-                body,
-            })
-        };
+        let event = |kind, body| matters(&Message { kind, flags: 0, sequence: 0, body });
         assert!(event(NEW_LINK, &[]));
         assert!(event(NEW_ROUTE, &[INET, 0, 0]));
         assert!(event(DELETE_ROUTE, &[INET6, 0, 0]));
@@ -352,15 +311,7 @@ mod tests {
         let bytes = get_routes(7, INET6);
         let read: Vec<Message<'_>> = messages(&bytes).collect();
         let body = [INET6, 0, 0, 0, MAIN, 0, 0, UNICAST, 0, 0, 0, 0];
-        assert_eq!(
-            read,
-            [Message {
-                kind: GET_ROUTE,
-                flags: DUMP,
-                sequence: 7,
-                body: &body
-            }]
-        );
+        assert_eq!(read, [Message { kind: GET_ROUTE, flags: DUMP, sequence: 7, body: &body }]);
     }
 
     proptest! {

@@ -43,14 +43,8 @@ impl Monitor {
     /// Watches the network namespace of this thread. Must be called inside a tokio runtime.
     pub fn open() -> Result<Self, Error> {
         let mut events = TokioSocket::new(NETLINK_ROUTE).map_err(Error::Open)?;
-        events
-            .socket_mut()
-            .bind(&SocketAddr::new(0, GROUPS))
-            .map_err(Error::Open)?;
-        Ok(Self {
-            events,
-            asker: Arc::new(Mutex::new(Asker::open()?)),
-        })
+        events.socket_mut().bind(&SocketAddr::new(0, GROUPS)).map_err(Error::Open)?;
+        Ok(Self { events, asker: Arc::new(Mutex::new(Asker::open()?)) })
     }
 
     /// Watches another network namespace. Must be called inside a tokio runtime.
@@ -66,14 +60,8 @@ impl Monitor {
     pub async fn changed(&self) -> Result<Changed, Error> {
         loop {
             let drained = poll_fn(|context| self.drain(context)).await;
-            match drained.map_err(|source| Error::Read {
-                what: "events",
-                source,
-            })? {
-                Changed {
-                    events: 0,
-                    overruns: 0,
-                } => {}
+            match drained.map_err(|source| Error::Read { what: "events", source })? {
+                Changed { events: 0, overruns: 0 } => {}
                 changed => return Ok(changed),
             }
         }
@@ -116,7 +104,5 @@ fn count(datagram: &[u8]) -> u64 {
     if messages.peek().is_none() {
         return 1;
     }
-    messages
-        .map(|message| u64::from(message::matters(&message)))
-        .sum()
+    messages.map(|message| u64::from(message::matters(&message))).sum()
 }

@@ -16,15 +16,11 @@ use crate::Error;
 pub fn within<T: Send>(namespace: impl AsFd, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
     let namespace: BorrowedFd<'_> = namespace.as_fd();
     thread::scope(|scope| {
-        let thread = thread::Builder::new()
-            .name("netns".to_owned())
-            .spawn_scoped(scope, move || {
-                setns(namespace, CloneFlags::CLONE_NEWNET).map_err(|errno| Error::Enter(errno.into()))?;
-                Ok(work())
-            });
+        let thread = thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, move || {
+            setns(namespace, CloneFlags::CLONE_NEWNET).map_err(|errno| Error::Enter(errno.into()))?;
+            Ok(work())
+        });
         let thread = thread.map_err(Error::Enter)?;
-        thread
-            .join()
-            .unwrap_or_else(|_| Err(Error::Enter(io::Error::other("the thread panicked"))))
+        thread.join().unwrap_or_else(|_| Err(Error::Enter(io::Error::other("the thread panicked"))))
     })
 }

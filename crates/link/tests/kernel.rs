@@ -1,8 +1,5 @@
 //! The kernel itself, each test in a network namespace of its own.
-#![expect(
-    clippy::unwrap_used,
-    reason = "the functions around the tests are test code too"
-)]
+#![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
 use std::{
     ffi::{OsStr, OsString},
@@ -30,10 +27,7 @@ struct Namespace(File);
 
 impl Namespace {
     fn new() -> Self {
-        assert!(
-            geteuid().is_root(),
-            "kernel tests need root: run them as `sudo -E cargo test -p link`"
-        );
+        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
         let made = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
             File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
@@ -55,10 +49,7 @@ impl Namespace {
     /// Runs many lines of `ip` as one process.
     fn batch(&self, lines: &str) {
         let run = || {
-            let mut ip = Command::new("ip")
-                .args(["-batch", "-"])
-                .stdin(Stdio::piped())
-                .spawn()?;
+            let mut ip = Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn()?;
             ip.stdin.take().unwrap().write_all(lines.as_bytes())?;
             ip.wait()
         };
@@ -71,10 +62,7 @@ impl Namespace {
 }
 
 async fn changed(monitor: &Monitor) -> Changed {
-    timeout(PATIENCE, monitor.changed())
-        .await
-        .expect("an event within ten seconds")
-        .unwrap()
+    timeout(PATIENCE, monitor.changed()).await.expect("an event within ten seconds").unwrap()
 }
 
 /// Looks again after each event until the kernel is as wanted: state settles in steps.
@@ -88,9 +76,7 @@ async fn observe_until(monitor: &Monitor, wanted: impl Fn(&Observed) -> bool) ->
             changed(monitor).await;
         }
     };
-    timeout(PATIENCE, looks)
-        .await
-        .expect("the kernel shows it within ten seconds")
+    timeout(PATIENCE, looks).await.expect("the kernel shows it within ten seconds")
 }
 
 fn find<'a>(seen: &'a Observed, name: &str) -> Option<&'a Link> {
@@ -98,11 +84,7 @@ fn find<'a>(seen: &'a Observed, name: &str) -> Option<&'a Link> {
 }
 
 fn nets(link: &Link) -> Vec<String> {
-    let mut nets: Vec<String> = link
-        .addresses
-        .iter()
-        .map(|address| address.net.to_string())
-        .collect();
+    let mut nets: Vec<String> = link.addresses.iter().map(|address| address.net.to_string()).collect();
     nets.retain(|net| !net.starts_with("fe80"));
     nets.sort();
     nets
@@ -131,10 +113,8 @@ async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
     ns.ip("address add 10.1.2.3/24 dev eth0");
     ns.ip("address add 10.1.2.4/24 dev eth0");
     ns.ip("address add fd00::3/64 dev eth0");
-    let seen = observe_until(&monitor, |seen| {
-        find(seen, "eth0").is_some_and(|link| nets(link).len() == 3)
-    })
-    .await;
+    let seen =
+        observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| nets(link).len() == 3)).await;
 
     let (eth0, br0) = (find(&seen, "eth0").unwrap(), find(&seen, "br0").unwrap());
     assert_eq!(eth0.kind.as_deref(), Some("veth"));
@@ -148,15 +128,9 @@ async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
     assert_eq!((br0.kind.as_deref(), br0.admin), (Some("bridge"), Admin::Down));
 
     ns.ip("link set eth1 up");
-    observe_until(&monitor, |seen| {
-        find(seen, "eth0").is_some_and(|link| link.oper == Oper::Up)
-    })
-    .await;
+    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.oper == Oper::Up)).await;
     ns.ip("link set eth0 nomaster");
-    observe_until(&monitor, |seen| {
-        find(seen, "eth0").is_some_and(|link| link.master.is_none())
-    })
-    .await;
+    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.master.is_none())).await;
 }
 
 #[tokio::test]
@@ -185,10 +159,7 @@ async fn default_routes_of_both_families_are_seen_and_others_are_not() {
 
     ns.ip("route add default via 10.0.0.1 dev eth0");
     let seen = observe_until(&monitor, |seen| !seen.default_routes.is_empty()).await;
-    let (eth0, eth1) = (
-        find(&seen, "eth0").unwrap().index,
-        find(&seen, "eth1").unwrap().index,
-    );
+    let (eth0, eth1) = (find(&seen, "eth0").unwrap().index, find(&seen, "eth1").unwrap().index);
     assert_eq!(seen.default_routes, [eth0]);
 
     ns.ip("-6 route add default via fd00::1 dev eth1");
@@ -218,37 +189,19 @@ async fn routes_that_are_no_default_routes_are_not_worth_a_look() {
     let ns = Namespace::new();
     ns.ip("link set lo up");
     let monitor = ns.monitor();
-    while timeout(Duration::from_millis(50), monitor.changed())
-        .await
-        .is_ok()
-    {}
+    while timeout(Duration::from_millis(50), monitor.changed()).await.is_ok() {}
     ns.ip("route add 192.168.0.0/16 dev lo");
     ns.ip("-6 route add fd00:1::/64 dev lo");
     ns.ip("route del 192.168.0.0/16 dev lo");
-    assert!(
-        timeout(Duration::from_millis(200), monitor.changed())
-            .await
-            .is_err()
-    );
+    assert!(timeout(Duration::from_millis(200), monitor.changed()).await.is_err());
 }
 
 #[tokio::test]
 async fn names_and_aliases_that_are_no_text_hide_nothing() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
-    let words = |parts: &[&[u8]]| {
-        parts
-            .iter()
-            .map(|part| OsStr::from_bytes(part).to_owned())
-            .collect()
-    };
-    ns.ip_os(words(&[
-        b"link",
-        b"set",
-        b"eth0",
-        b"alias",
-        b"patchbay/\xff\xfe\n",
-    ]));
+    let words = |parts: &[&[u8]]| parts.iter().map(|part| OsStr::from_bytes(part).to_owned()).collect();
+    ns.ip_os(words(&[b"link", b"set", b"eth0", b"alias", b"patchbay/\xff\xfe\n"]));
     ns.ip_os(words(&[b"link", b"set", b"eth1", b"name", b"\xff\x1b[31m\\"]));
     let seen = ns.monitor().observe().await.unwrap();
     assert_eq!(find(&seen, "eth0").unwrap().alias, "patchbay/\\xff\\xfe\\x0a");
@@ -291,9 +244,7 @@ async fn three_hundred_links_are_seen_whole_while_others_come_and_go() {
         let churn = scope.spawn(|| ns.batch(&churn));
         tokio::task::block_in_place(|| {
             while !churn.is_finished() {
-                let seen = tokio::runtime::Handle::current()
-                    .block_on(monitor.observe())
-                    .unwrap();
+                let seen = tokio::runtime::Handle::current().block_on(monitor.observe()).unwrap();
                 let steady = seen.links.iter().filter(|link| link.name.starts_with(['a', 'b']));
                 assert_eq!(steady.count(), 300);
             }
@@ -301,10 +252,7 @@ async fn three_hundred_links_are_seen_whole_while_others_come_and_go() {
     });
     let seen = monitor.observe().await.unwrap();
     assert_eq!(seen.links.len(), 301);
-    assert_eq!(
-        seen.links.iter().filter(|link| nets(link).len() == 1).count(),
-        150
-    );
+    assert_eq!(seen.links.iter().filter(|link| nets(link).len() == 1).count(), 150);
 }
 
 #[tokio::test]
@@ -324,10 +272,6 @@ async fn a_namespace_sees_nothing_of_another() {
     let (one, other) = (Namespace::new(), Namespace::new());
     let monitor = one.monitor();
     other.ip("link add eth0 type veth peer name eth1");
-    assert!(
-        timeout(Duration::from_millis(200), monitor.changed())
-            .await
-            .is_err()
-    );
+    assert!(timeout(Duration::from_millis(200), monitor.changed()).await.is_err());
     assert_eq!(monitor.observe().await.unwrap().links.len(), 1);
 }

@@ -36,10 +36,7 @@ pub fn bind(run_dir: &Path) -> Result<UnixListener, Error> {
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let temporary = run_dir.join(format!(".node.{}.{number}", std::process::id()));
     let open = || {
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(run_dir)?;
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
         // Left by a process that had this number before us.
         match fs::remove_file(&temporary) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -50,10 +47,7 @@ pub fn bind(run_dir: &Path) -> Result<UnixListener, Error> {
         fs::rename(&temporary, &path)?;
         Ok(listener)
     };
-    open().map_err(|source| Error::Socket {
-        path: path.clone(),
-        source,
-    })
+    open().map_err(|source| Error::Socket { path: path.clone(), source })
 }
 
 /// Serves the socket until `stop`.

@@ -28,12 +28,7 @@ pub struct Args {
     pub ignore_interfaces: Patterns,
 
     /// Directory for what must survive a restart.
-    #[arg(
-        long,
-        env = "PATCHBAY_STATE_DIR",
-        value_name = "DIR",
-        default_value = "/var/lib/patchbay"
-    )]
+    #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/patchbay")]
     pub state_dir: PathBuf,
 
     /// Directory for sockets.
@@ -98,9 +93,7 @@ mod tests {
     #[test]
     fn names_that_no_node_has_are_refused() {
         let long = "a".repeat(254);
-        for name in [
-            "", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long,
-        ] {
+        for name in ["", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long] {
             assert!(parse(&["--node-name", name]).is_err(), "{name:?}");
         }
     }

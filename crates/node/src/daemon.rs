@@ -76,10 +76,7 @@ impl Daemon {
             metrics,
             health,
             // The first look is owed from the beginning.
-            state: State {
-                event: Some(Instant::now()),
-                ..State::default()
-            },
+            state: State { event: Some(Instant::now()), ..State::default() },
         }
     }
 
@@ -133,12 +130,7 @@ impl Daemon {
         self.state.event = None;
         let seen = self.monitor.observe().await;
         self.state.last_look = Some(Instant::now());
-        self.metrics
-            .looks
-            .get_or_create(&Look {
-                result: Outcome::of(&seen),
-            })
-            .inc();
+        self.metrics.looks.get_or_create(&Look { result: Outcome::of(&seen) }).inc();
         match seen {
             Ok(observed) => {
                 debug!(links = observed.links.len(), "looked at the kernel");
@@ -162,9 +154,7 @@ impl Daemon {
     async fn publish(&mut self) -> Option<Instant> {
         let now = Instant::now();
         let (facts, wanted, decision) = self.decide(now)?;
-        self.metrics
-            .interfaces
-            .set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             Publish::Nothing => {
                 self.settled();
@@ -188,16 +178,7 @@ impl Daemon {
 
     /// Asks the rules. None as long as too little is known.
     fn decide(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
-        let State {
-            facts,
-            observed,
-            synced: true,
-            server,
-            written,
-            last_write,
-            ..
-        } = &self.state
-        else {
+        let State { facts, observed, synced: true, server, written, last_write, .. } = &self.state else {
             return None;
         };
         let facts = facts.as_ref()?;
@@ -222,18 +203,10 @@ impl Daemon {
             status = writes.status,
             "published"
         );
-        self.metrics
-            .interfaces
-            .set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
-        self.metrics
-            .published
-            .set(Timestamp::now().as_duration().as_secs_f64());
+        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics.published.set(Timestamp::now().as_duration().as_secs_f64());
         if let Some(known) = known {
-            self.state.written = Some(rules::Written {
-                uid: facts.uid,
-                wanted,
-                got: known.record.clone(),
-            });
+            self.state.written = Some(rules::Written { uid: facts.uid, wanted, got: known.record.clone() });
             self.state.server = Some(known);
         }
         self.settled();
@@ -254,12 +227,7 @@ impl Daemon {
         }
         let delay = self.state.backoff.next().unwrap_or_default();
         if self.health.ill(Part::Publish, problem.clone()) == News::Changed {
-            warn!(
-                node = self.name,
-                error = problem,
-                ?delay,
-                "cannot publish, trying again"
-            );
+            warn!(node = self.name, error = problem, ?delay, "cannot publish, trying again");
         }
         let again = Instant::now() + delay;
         self.state.pause = Some(again);
@@ -289,10 +257,7 @@ impl Daemon {
         } else {
             let problem = format!("there is no Node named {}; waiting for it", self.name);
             if self.health.ill(Part::Node, problem) == News::Changed {
-                warn!(
-                    node = self.name,
-                    "there is no such Node, waiting for it; is --node-name right?"
-                );
+                warn!(node = self.name, "there is no such Node, waiting for it; is --node-name right?");
             }
         }
         self.state.facts = node.as_ref().map(object::facts);
@@ -307,23 +272,13 @@ impl Daemon {
             }
             Seen::Changed(object) => {
                 let known = Known::read(&object);
-                if !self
-                    .state
-                    .server
-                    .as_ref()
-                    .is_some_and(|server| server.is_newer_than(&known))
-                {
+                if !self.state.server.as_ref().is_some_and(|server| server.is_newer_than(&known)) {
                     self.state.server = Some(known);
                 }
             }
             Seen::Gone(object) => {
                 let gone = Known::read(&object);
-                if self
-                    .state
-                    .server
-                    .as_ref()
-                    .is_some_and(|server| server.is_same_object(&gone))
-                {
+                if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
                     self.state.server = None;
                 }
             }
@@ -341,12 +296,7 @@ impl Daemon {
         self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
         let problem = format!("watch {kind:?} {}: {}", self.name, chain(error));
         if self.health.ill(part, problem.clone()) == News::Changed {
-            warn!(
-                node = self.name,
-                ?kind,
-                error = problem,
-                "a watch failed and is tried again"
-            );
+            warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
         }
     }
 }

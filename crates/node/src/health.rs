@@ -35,18 +35,12 @@ impl Health {
             (Part::OwnWatch, "the NodeNetwork has not been read yet"),
             (Part::Publish, "the NodeNetwork has not been published yet"),
         ];
-        Self(Mutex::new(
-            problems.map(|(part, text)| (part, text.to_owned())).into(),
-        ))
+        Self(Mutex::new(problems.map(|(part, text)| (part, text.to_owned())).into()))
     }
 
     /// This part is well.
     pub fn well(&self, part: Part) -> News {
-        if self.problems().remove(&part).is_some() {
-            News::Changed
-        } else {
-            News::Same
-        }
+        if self.problems().remove(&part).is_some() { News::Changed } else { News::Same }
     }
 
     /// This part is not well, because of `problem`.
@@ -82,10 +76,7 @@ mod tests {
         for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch] {
             assert_eq!(health.well(part), News::Changed);
         }
-        assert_eq!(
-            health.problem().unwrap(),
-            "the NodeNetwork has not been published yet"
-        );
+        assert_eq!(health.problem().unwrap(), "the NodeNetwork has not been published yet");
         health.well(Part::Publish);
         assert_eq!(health.problem(), None);
     }

@@ -104,13 +104,7 @@ pub async fn run_in(
     monitor: Monitor,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    let Args {
-        node_name,
-        ignore_interfaces,
-        state_dir,
-        run_dir,
-        host_root,
-    } = args;
+    let Args { node_name, ignore_interfaces, state_dir, run_dir, host_root } = args;
     info!(
         node = node_name,
         ignore_interfaces = %ignore_interfaces,
@@ -122,14 +116,7 @@ pub async fn run_in(
     let health = Arc::new(Health::new());
     let (metrics, registry) = Metrics::new();
     let listener = admin::bind(&run_dir)?;
-    let daemon = Daemon::new(
-        client,
-        node_name,
-        ignore_interfaces,
-        monitor,
-        metrics,
-        Arc::clone(&health),
-    );
+    let daemon = Daemon::new(client, node_name, ignore_interfaces, monitor, metrics, Arc::clone(&health));
 
     // Ends with us even if the caller never asks to stop.
     let stop = stop.child_token();
@@ -222,9 +209,6 @@ mod tests {
     fn a_chain_names_every_cause_once() {
         let cause = std::io::Error::other("no route");
         let error = Error::Kernel(link::Error::Open(cause));
-        assert_eq!(
-            chain(&error),
-            "listen to the kernel: open a netlink socket: no route"
-        );
+        assert_eq!(chain(&error), "listen to the kernel: open a netlink socket: no route");
     }
 }

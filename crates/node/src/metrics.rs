@@ -70,33 +70,12 @@ impl Metrics {
         let mut all = Registry::with_prefix("patchbay_node");
         all.register("writes", "Writes to the NodeNetwork", metrics.writes.clone());
         all.register("looks", "Looks at all links of the node", metrics.looks.clone());
-        all.register(
-            "events",
-            "Events of the kernel about links",
-            metrics.events.clone(),
-        );
-        all.register(
-            "overruns",
-            "Times that the kernel threw events away",
-            metrics.overruns.clone(),
-        );
-        all.register(
-            "watch_failures",
-            "Failures of a watch",
-            metrics.watch_failures.clone(),
-        );
-        all.register(
-            "interfaces",
-            "Links listed in the NodeNetwork",
-            metrics.interfaces.clone(),
-        );
+        all.register("events", "Events of the kernel about links", metrics.events.clone());
+        all.register("overruns", "Times that the kernel threw events away", metrics.overruns.clone());
+        all.register("watch_failures", "Failures of a watch", metrics.watch_failures.clone());
+        all.register("interfaces", "Links listed in the NodeNetwork", metrics.interfaces.clone());
         let help = "When the NodeNetwork was last written, in seconds since 1970";
-        all.register_with_unit(
-            "last_publish_timestamp",
-            help,
-            Unit::Seconds,
-            metrics.published.clone(),
-        );
+        all.register_with_unit("last_publish_timestamp", help, Unit::Seconds, metrics.published.clone());
         (metrics, all)
     }
 }

@@ -49,10 +49,7 @@ pub struct Known {
 impl Known {
     /// Reads any object, also one that somebody edited into something that is no NodeNetwork.
     pub fn read(object: &DynamicObject) -> Self {
-        let status = object
-            .data
-            .get("status")
-            .and_then(|status| serde_json::from_value(status.clone()).ok());
+        let status = object.data.get("status").and_then(|status| serde_json::from_value(status.clone()).ok());
         let nodes = object
             .owner_references()
             .iter()
@@ -60,20 +57,13 @@ impl Known {
         Self {
             uid: object.uid(),
             version: object.resource_version().and_then(|version| version.parse().ok()),
-            record: Record {
-                owners: nodes.map(|owner| owner.uid.clone()).collect(),
-                status,
-            },
+            record: Record { owners: nodes.map(|owner| owner.uid.clone()).collect(), status },
         }
     }
 
     /// Whether `other` is an earlier state of this object: the answer to a write overtakes the watch.
     pub fn is_newer_than(&self, other: &Self) -> bool {
-        self.uid == other.uid
-            && self
-                .version
-                .zip(other.version)
-                .is_some_and(|(own, other)| own > other)
+        self.uid == other.uid && self.version.zip(other.version).is_some_and(|(own, other)| own > other)
     }
 
     /// Whether both are the same object in the sense of its UID.
@@ -84,10 +74,7 @@ impl Known {
 
 /// What the Node says that matters here.
 pub fn facts(node: &Node) -> Facts {
-    let addresses = node
-        .status
-        .iter()
-        .flat_map(|status| status.addresses.iter().flatten());
+    let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     Facts {
         uid: node.uid().unwrap_or_default(),
         internal_ips: addresses
@@ -108,12 +95,7 @@ pub struct Object {
 impl Object {
     pub fn new(client: Client, name: String, metrics: Metrics) -> Self {
         let kind = ApiResource::erase::<NodeNetwork>(&());
-        Self {
-            api: Api::all_with(client, &kind),
-            kind,
-            name,
-            metrics,
-        }
+        Self { api: Api::all_with(client, &kind), kind, name, metrics }
     }
 
     pub fn api(&self) -> &Api<DynamicObject> {
@@ -133,17 +115,12 @@ impl Object {
             let owner = json!({"apiVersion": "v1", "kind": "Node", "name": self.name, "uid": facts.uid});
             let body = self.body(json!({"name": self.name, "ownerReferences": [owner]}), None);
             let patch = Patch::Apply(body);
-            known = Some(
-                self.call(Written::Object, self.api.patch(&self.name, &apply, &patch))
-                    .await?,
-            );
+            known = Some(self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?);
         }
         if writes.status {
             let body = self.body(json!({"name": self.name}), Some(wanted));
             let patch = Patch::Apply(body);
-            let now = self
-                .call(Written::Status, self.api.patch_status(&self.name, &apply, &patch))
-                .await?;
+            let now = self.call(Written::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
             // An apply leaves alone what another manager put into the status; all of it is ours.
             let foreign = now.record.status.as_ref() != Some(wanted);
             known = Some(if foreign { self.repair(wanted).await? } else { now });
@@ -154,22 +131,11 @@ impl Object {
     /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
     /// a later apply could not take away again.
     async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<Known, Error> {
-        let NodeNetworkStatus {
-            vtep,
-            interfaces,
-            conditions,
-        } = wanted;
+        let NodeNetworkStatus { vtep, interfaces, conditions } = wanted;
         let status = json!({"vtep": vtep, "interfaces": interfaces, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
-        let params = PatchParams {
-            field_manager: Some(NODE_MANAGER.to_owned()),
-            ..PatchParams::default()
-        };
-        self.call(
-            Written::Repair,
-            self.api.patch_status(&self.name, &params, &patch),
-        )
-        .await
+        let params = PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() };
+        self.call(Written::Repair, self.api.patch_status(&self.name, &params, &patch)).await
     }
 
     fn body(&self, metadata: Value, status: Option<&NodeNetworkStatus>) -> Value {
@@ -189,19 +155,10 @@ impl Object {
         let name = || self.name.clone();
         let result = match timeout(LIMIT, call).await {
             Ok(Ok(object)) => Ok(Known::read(&object)),
-            Ok(Err(source)) => Err(Error::Write {
-                name: name(),
-                source: Box::new(source),
-            }),
+            Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
             Err(_) => Err(Error::Deadline { name: name() }),
         };
-        self.metrics
-            .writes
-            .get_or_create(&Write {
-                part,
-                result: Outcome::of(&result),
-            })
-            .inc();
+        self.metrics.writes.get_or_create(&Write { part, result: Outcome::of(&result) }).inc();
         result
     }
 }
@@ -227,13 +184,7 @@ mod tests {
         }))
         .unwrap();
         let internal_ips = vec!["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()];
-        assert_eq!(
-            facts(&node),
-            Facts {
-                uid: "u".to_owned(),
-                internal_ips
-            }
-        );
+        assert_eq!(facts(&node), Facts { uid: "u".to_owned(), internal_ips });
     }
 
     #[test]
@@ -245,13 +196,7 @@ mod tests {
             ]},
             "status": {"vtep": {"address": "nonsense"}},
         }));
-        assert_eq!(
-            known.record,
-            Record {
-                owners: vec!["u".to_owned()],
-                status: None
-            }
-        );
+        assert_eq!(known.record, Record { owners: vec!["u".to_owned()], status: None });
     }
 
     #[test]

@@ -45,9 +45,7 @@ pub async fn probe(run_dir: &Path, question: Probe) -> Result<String, Error> {
     };
     match split(&answer) {
         Some((200, body)) => Ok(body.to_owned()),
-        Some((_, body)) => Err(Error::Refused {
-            answer: body.trim_end().to_owned(),
-        }),
+        Some((_, body)) => Err(Error::Refused { answer: body.trim_end().to_owned() }),
         None => {
             let source = io::Error::new(io::ErrorKind::InvalidData, "the answer is not HTTP");
             Err(Error::Ask { path, source })
@@ -127,10 +125,7 @@ mod tests {
 
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
         let error = probe(&dir.0, Probe::Ready).await.unwrap_err().to_string();
-        assert!(
-            error.starts_with("not ready: the links of this node have not been read yet;"),
-            "{error}"
-        );
+        assert!(error.starts_with("not ready: the links of this node have not been read yet;"), "{error}");
         for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch, Part::Publish] {
             health.well(part);
         }
@@ -165,10 +160,7 @@ mod tests {
     async fn no_daemon_is_an_error_that_names_the_socket() {
         let dir = Dir::new("nobody");
         let error = probe(&dir.0, Probe::Live).await.unwrap_err();
-        assert!(
-            matches!(&error, Error::Ask { path, .. } if path.ends_with("node.sock")),
-            "{error}"
-        );
+        assert!(matches!(&error, Error::Ask { path, .. } if path.ends_with("node.sock")), "{error}");
         // A socket that nobody serves any more.
         drop(admin::bind(&dir.0).unwrap());
         assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Ask { .. })));
@@ -178,10 +170,7 @@ mod tests {
     async fn a_daemon_that_hangs_is_given_up() {
         let dir = Dir::new("hangs");
         let _listener = admin::bind(&dir.0).unwrap();
-        assert!(matches!(
-            probe(&dir.0, Probe::Live).await,
-            Err(Error::Deadline { .. })
-        ));
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Deadline { .. })));
     }
 
     #[test]

@@ -53,9 +53,8 @@ where
                 sleep_until(at).await;
                 self.retry_at = None;
             }
-            let stream = self
-                .stream
-                .get_or_insert_with(|| watcher(self.api.clone(), self.config.clone()).boxed());
+            let stream =
+                self.stream.get_or_insert_with(|| watcher(self.api.clone(), self.config.clone()).boxed());
             match stream.next().await {
                 Some(Ok(Event::Init)) => self.listed = None,
                 Some(Ok(Event::InitApply(object))) => self.listed = Some(object),

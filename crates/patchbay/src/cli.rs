@@ -76,10 +76,7 @@ impl Cli {
                 print(&runtime.block_on(node::probe(&run_dir, question))?)
             }
             Command::Crds => print(&install::crds()),
-            Command::Install(Install {
-                dir: Some(dir),
-                options,
-            }) => write(&dir, &options),
+            Command::Install(Install { dir: Some(dir), options }) => write(&dir, &options),
             Command::Install(Install { dir: None, options }) => {
                 print(&install::files(&options).map(|file| file.text).join("---\n"))
             }
@@ -94,12 +91,7 @@ where
     anyhow::Error: From<E>,
 {
     log::start(log);
-    info!(
-        program = name,
-        version = version::VERSION,
-        commit = version::COMMIT,
-        "this is patchbay"
-    );
+    info!(program = name, version = version::VERSION, commit = version::COMMIT, "this is patchbay");
     let mut builder = Builder::new_multi_thread();
     builder.worker_threads(WORKERS);
     Ok(built(builder)?.block_on(run)?)

@@ -40,12 +40,7 @@ pub struct Options {
     pub image: String,
 
     /// When the kubelet fetches the image.
-    #[arg(
-        long,
-        value_name = "POLICY",
-        default_value = "IfNotPresent",
-        ignore_case = true
-    )]
+    #[arg(long, value_name = "POLICY", default_value = "IfNotPresent", ignore_case = true)]
     pub image_pull_policy: PullPolicy,
 
     /// The namespace to install into.
@@ -101,14 +96,8 @@ pub struct File {
 /// The whole installation. The kinds are apart, so that Patchbay can be removed without its users' objects.
 pub fn files(options: &Options) -> [File; 2] {
     [
-        File {
-            name: "00-crds.yaml",
-            text: crds(),
-        },
-        File {
-            name: "10-patchbay.yaml",
-            text: text(&objects(options)),
-        },
+        File { name: "00-crds.yaml", text: crds() },
+        File { name: "10-patchbay.yaml", text: text(&objects(options)) },
     ]
 }
 
@@ -175,17 +164,13 @@ fn dns_label(text: &str) -> Result<String, String> {
     {
         Ok(text.to_owned())
     } else {
-        Err(String::from(
-            "a namespace is 1 to 63 of a-z, 0-9 and '-', with no '-' at either end",
-        ))
+        Err(String::from("a namespace is 1 to 63 of a-z, 0-9 and '-', with no '-' at either end"))
     }
 }
 
 fn image(text: &str) -> Result<String, String> {
     if text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
-        Err(String::from(
-            "an image is a name without spaces, such as localhost/patchbay:v1",
-        ))
+        Err(String::from("an image is a name without spaces, such as localhost/patchbay:v1"))
     } else {
         Ok(text.to_owned())
     }

@@ -17,9 +17,7 @@ pub struct Logged<A: clap::Args> {
 
 /// Checks a filter at the door; the text is kept, because it is also written into manifests.
 pub fn filter(text: &str) -> Result<String, String> {
-    EnvFilter::try_new(text)
-        .map(|_| text.to_owned())
-        .map_err(|error| error.to_string())
+    EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
 /// Starts logging. A second call changes nothing.

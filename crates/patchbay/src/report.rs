@@ -21,9 +21,8 @@ mod tests {
 
     #[test]
     fn every_cause_is_told_once() {
-        let error = anyhow!("connection refused")
-            .context("dial: connection refused")
-            .context("read the Node");
+        let error =
+            anyhow!("connection refused").context("dial: connection refused").context("read the Node");
         assert_eq!(chain(&error), "read the Node: dial: connection refused");
     }
 }

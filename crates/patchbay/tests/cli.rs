@@ -21,11 +21,7 @@ fn command(args: &[&str]) -> Command {
 fn printed(args: &[&str]) -> String {
     let output = patchbay(args);
     let errors = text(output.stderr);
-    assert!(
-        output.status.success() && errors.is_empty(),
-        "{args:?}: {}\n{errors}",
-        output.status
-    );
+    assert!(output.status.success() && errors.is_empty(), "{args:?}: {}\n{errors}", output.status);
     text(output.stdout)
 }
 
@@ -57,17 +53,12 @@ impl Drop for Folder {
 fn version_names_version_commit_and_compiler() {
     let text = printed(&["version"]);
     let lines: Vec<&str> = text.lines().collect();
-    let [version, commit, compiler] = lines[..] else {
-        panic!("{text}")
-    };
+    let [version, commit, compiler] = lines[..] else { panic!("{text}") };
     assert_eq!(version, concat!("patchbay v", env!("CARGO_PKG_VERSION")));
     let commit = commit.strip_prefix("commit ").expect(commit);
     let hash = commit.strip_suffix("-dirty").unwrap_or(commit);
     let is_hash = hash.len() >= 40 && hash.chars().all(|c| c.is_ascii_hexdigit());
-    assert!(
-        is_hash || hash == "unknown" || option_env!("PATCHBAY_COMMIT") == Some(commit),
-        "{commit}"
-    );
+    assert!(is_hash || hash == "unknown" || option_env!("PATCHBAY_COMMIT") == Some(commit), "{commit}");
     assert!(compiler.starts_with("built with rustc "), "{compiler}");
 }
 
@@ -101,21 +92,14 @@ fn install_says_where_it_could_not_write() {
     assert_eq!(output.status.code(), Some(1));
     assert!(output.stdout.is_empty());
     let said = text(output.stderr);
-    assert!(
-        said.starts_with(&format!("patchbay: make the directory {}: ", folder.path())),
-        "{said}"
-    );
+    assert!(said.starts_with(&format!("patchbay: make the directory {}: ", folder.path())), "{said}");
     assert_eq!(said.lines().count(), 1, "the cause is told once: {said}");
 }
 
 #[test]
 fn a_wrong_call_is_told_so_with_code_2() {
-    for args in [
-        &[][..],
-        &["dance"],
-        &["install", "--namespace", "No"],
-        &["controller", "--log", "info,=,"],
-    ] {
+    for args in [&[][..], &["dance"], &["install", "--namespace", "No"], &["controller", "--log", "info,=,"]]
+    {
         let output = patchbay(args);
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         assert!(!output.stderr.is_empty(), "{args:?}");
@@ -124,20 +108,13 @@ fn a_wrong_call_is_told_so_with_code_2() {
 
 #[test]
 fn a_filter_from_the_environment_is_checked_too() {
-    let output = command(&["node"])
-        .env("PATCHBAY_LOG", "info,=,")
-        .output()
-        .unwrap();
+    let output = command(&["node"]).env("PATCHBAY_LOG", "info,=,").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]
 fn a_reader_that_leaves_early_is_no_error() {
-    let mut child = command(&["install"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child = command(&["install"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     // Closed before anything is read: the program finds the pipe broken on its first write or, at the latest, on a later
     // one, since the manifests are longer than it takes at once.
     drop(child.stdout.take());
@@ -164,42 +141,27 @@ fn a_probe_that_finds_no_daemon_says_where_it_looked() {
         assert_eq!(output.status.code(), Some(1), "{question}");
         assert!(output.stdout.is_empty(), "{question}");
         let said = text(output.stderr);
-        assert!(
-            said.starts_with("patchbay: ask the daemon at ") && said.contains(folder.path()),
-            "{said}"
-        );
+        assert!(said.starts_with("patchbay: ask the daemon at ") && said.contains(folder.path()), "{said}");
     }
 }
 
 /// Logs are read by machines: what ends a program must be in them, in their format.
 #[test]
 fn a_program_that_cannot_start_logs_why_as_json() {
-    for args in [
-        &["node", "--node-name=a"][..],
-        &["controller", "--namespace=a", "--identity=b"],
-    ] {
+    for args in [&["node", "--node-name=a"][..], &["controller", "--namespace=a", "--identity=b"]] {
         let mut command = command(args);
-        command
-            .env("KUBECONFIG", "/nowhere/config")
-            .env_remove("KUBERNETES_SERVICE_HOST");
+        command.env("KUBECONFIG", "/nowhere/config").env_remove("KUBERNETES_SERVICE_HOST");
         let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{args:?}");
         assert!(output.stdout.is_empty(), "{args:?}");
         let said = text(output.stderr);
-        let lines: Vec<serde_json::Value> = said
-            .lines()
-            .map(|line| serde_json::from_str(line).expect(line))
-            .collect();
+        let lines: Vec<serde_json::Value> =
+            said.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
         let (first, last) = (&lines[0], &lines[lines.len() - 1]);
         assert_eq!(first["program"], args[0]);
         assert_eq!(first["version"], concat!("v", env!("CARGO_PKG_VERSION")));
         assert_eq!(last["level"], "ERROR");
         assert_eq!(last["message"], "stopped");
-        assert!(
-            last["error"]
-                .as_str()
-                .is_some_and(|error| error.contains("/nowhere/config")),
-            "{said}"
-        );
+        assert!(last["error"].as_str().is_some_and(|error| error.contains("/nowhere/config")), "{said}");
     }
 }

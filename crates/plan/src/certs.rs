@@ -116,10 +116,7 @@ pub enum Next {
 impl Validity {
     /// The validity of a certificate made `now`, dated back so that a clock that is behind accepts it.
     pub fn starting(now: SystemTime, life: Duration) -> Self {
-        Self {
-            from: now - slack(life),
-            until: now + life,
-        }
+        Self { from: now - slack(life), until: now + life }
     }
 
     /// Two thirds of its life.
@@ -166,15 +163,9 @@ pub fn next(observed: &Observed, policy: &Policy, now: SystemTime) -> Next {
     let keep = keep(observed, now);
     let signer = observed.signer.as_ref().and_then(|id| observed.secret.find(id));
     let Some(signer) = signer.filter(|signer| signer.validity.fresh(now)) else {
-        let keep = keep
-            .into_iter()
-            .take(MOST_AUTHORITIES - 1)
-            .map(|authority| authority.id.clone())
-            .collect();
-        return Next::Step(Step::Found {
-            validity: Validity::starting(now, policy.authority_life),
-            keep,
-        });
+        let keep =
+            keep.into_iter().take(MOST_AUTHORITIES - 1).map(|authority| authority.id.clone()).collect();
+        return Next::Step(Step::Found { validity: Validity::starting(now, policy.authority_life), keep });
     };
     let wanted: BTreeSet<_> = keep.iter().map(|authority| &authority.id).collect();
     if observed.secret.damaged || observed.secret.ids() != wanted {
@@ -182,46 +173,26 @@ pub fn next(observed: &Observed, policy: &Policy, now: SystemTime) -> Next {
             keep: keep.iter().map(|authority| authority.id.clone()).collect(),
         });
     }
-    if observed
-        .configurations
-        .iter()
-        .any(|bundle| bundle.damaged || bundle.ids() != wanted)
-    {
+    if observed.configurations.iter().any(|bundle| bundle.damaged || bundle.ids() != wanted) {
         return Next::Step(Step::Publish);
     }
-    let Some(leaf) = observed
-        .leaf
-        .as_ref()
-        .filter(|leaf| serves(leaf, signer, policy, now))
-    else {
+    let Some(leaf) = observed.leaf.as_ref().filter(|leaf| serves(leaf, signer, policy, now)) else {
         let trusted = observed.trusted_for.unwrap_or_default();
         return match policy.settle.checked_sub(trusted) {
             Some(rest) if !rest.is_zero() => Next::Look(rest),
-            Some(_) | None => Next::Step(Step::Sign {
-                validity: leaf_validity(signer, policy, now),
-            }),
+            Some(_) | None => Next::Step(Step::Sign { validity: leaf_validity(signer, policy, now) }),
         };
     };
-    let others = keep
-        .iter()
-        .filter(|other| other.id != signer.id)
-        .map(|other| other.validity.gone_at());
-    let look = others
-        .chain([signer.validity.renew_at(), leaf.validity.renew_at()])
-        .min();
-    let rest = look
-        .and_then(|at| at.duration_since(now).ok())
-        .unwrap_or_default();
+    let others = keep.iter().filter(|other| other.id != signer.id).map(|other| other.validity.gone_at());
+    let look = others.chain([signer.validity.renew_at(), leaf.validity.renew_at()]).min();
+    let rest = look.and_then(|at| at.duration_since(now).ok()).unwrap_or_default();
     Next::Look(rest.min(LONGEST_LOOK))
 }
 
 /// The authorities that have to stay trusted: the signer first, then the current leaf's, then the youngest.
 fn keep(observed: &Observed, now: SystemTime) -> Vec<&Authority> {
     let leaf = observed.leaf.as_ref().and_then(|leaf| leaf.signed_by.as_ref());
-    let known = observed
-        .configurations
-        .iter()
-        .flat_map(|bundle| &bundle.authorities);
+    let known = observed.configurations.iter().flat_map(|bundle| &bundle.authorities);
     let mut keep: Vec<_> = observed
         .secret
         .authorities
@@ -254,10 +225,7 @@ fn serves(leaf: &Leaf, signer: &Authority, policy: &Policy, now: SystemTime) -> 
 fn leaf_validity(signer: &Authority, policy: &Policy, now: SystemTime) -> Validity {
     let rest = signer.validity.until.duration_since(now).unwrap_or_default();
     let validity = Validity::starting(now, policy.leaf_life.min(rest));
-    Validity {
-        from: validity.from.max(signer.validity.from),
-        ..validity
-    }
+    Validity { from: validity.from.max(signer.validity.from), ..validity }
 }
 
 /// Why a replica does not serve a certificate. Its dates are for the leader to judge: a replica whose clock is wrong had better serve.
@@ -296,8 +264,6 @@ impl Trust {
             (Some(id), _) => Some((id.clone(), now)),
             (None, _) => None,
         };
-        self.0
-            .as_ref()
-            .map(|(_, since)| now.saturating_duration_since(*since))
+        self.0.as_ref().map(|(_, since)| now.saturating_duration_since(*since))
     }
 }

@@ -63,12 +63,7 @@ pub enum Office {
 impl Seen {
     /// The first look, at `now`: the instant at which the answer was in our hands, not when it was asked for.
     pub fn first(record: Option<Record>, now: Instant) -> Self {
-        Self {
-            holder: holder(record.as_ref()),
-            term: term(record.as_ref()),
-            record,
-            at: now,
-        }
+        Self { holder: holder(record.as_ref()), term: term(record.as_ref()), record, at: now }
     }
 
     /// A further look. The instant moves only if something changed.
@@ -76,11 +71,7 @@ impl Seen {
     pub fn look(self, record: Option<Record>, now: Instant) -> Self {
         match record {
             same if same == self.record => self,
-            None => Self {
-                record: None,
-                at: now,
-                ..self
-            },
+            None => Self { record: None, at: now, ..self },
             changed => Self::first(changed, now),
         }
     }

@@ -126,36 +126,19 @@ pub struct Picture<'a> {
 
 /// What the NodeNetwork should say.
 pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
-    let Picture {
-        observed,
-        facts,
-        ignored,
-        server,
-        written,
-        last_write: _,
-    } = picture;
+    let Picture { observed, facts, ignored, server, written, last_write: _ } = picture;
     // A condition whose status stays keeps its time. Ours counts before the server's, which somebody may have
     // edited, and which an older schema may have emptied.
     let ours = written.map(|written| &written.wanted);
     let theirs = server.and_then(|record| record.status.as_ref());
-    let before: Vec<&Condition> = ours
-        .into_iter()
-        .chain(theirs)
-        .flat_map(|status| &status.conditions)
-        .collect();
+    let before: Vec<&Condition> =
+        ours.into_iter().chain(theirs).flat_map(|status| &status.conditions).collect();
 
     let vtep = vtep(observed, facts, ignored);
     let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
     let verdicts = [ready(interfaces.len(), left), vtep_found(facts, vtep.as_ref())];
-    let conditions = verdicts
-        .into_iter()
-        .map(|verdict| verdict.condition(&before, now))
-        .collect();
-    NodeNetworkStatus {
-        vtep,
-        interfaces,
-        conditions,
-    }
+    let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
+    NodeNetworkStatus { vtep, interfaces, conditions }
 }
 
 fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
@@ -166,21 +149,14 @@ fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> 
             .filter(|link| link.addresses.iter().any(|own| own.net.addr() == address))
             // The same address on several links happens (proxies put it on a dummy): the real one first.
             .min_by_key(|link| (link.loopback, ignored.matches(&link.name), link.index))
-            .map(|link| Vtep {
-                address,
-                interface: shown(&link.name),
-                mtu: mtu(link),
-            })
+            .map(|link| Vtep { address, interface: shown(&link.name), mtu: mtu(link) })
     })
 }
 
 /// The links to list, sorted by name, and how many did not fit.
 fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, usize) {
-    let names: BTreeMap<u32, &str> = observed
-        .links
-        .iter()
-        .map(|link| (link.index, link.name.as_str()))
-        .collect();
+    let names: BTreeMap<u32, &str> =
+        observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
     let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS);
 
@@ -339,12 +315,7 @@ fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
             (ConditionStatus::False, "AddressNotOnAnyLink", message)
         }
     };
-    Verdict {
-        r#type: "VtepFound",
-        status,
-        reason,
-        message,
-    }
+    Verdict { r#type: "VtepFound", status, reason, message }
 }
 
 /// When to look at the kernel again: the first event since the last look came at `event`.
@@ -391,19 +362,9 @@ pub struct Writes {
 
 /// Decides about a write of `wanted`.
 pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) -> Publish {
-    let Picture {
-        facts,
-        server,
-        written,
-        last_write,
-        observed: _,
-        ignored: _,
-    } = *picture;
+    let Picture { facts, server, written, last_write, observed: _, ignored: _ } = *picture;
     let writes = match server {
-        None => Writes {
-            object: true,
-            status: true,
-        },
+        None => Writes { object: true, status: true },
         Some(record) => Writes {
             object: !record.owners.contains(&facts.uid),
             status: record.status.as_ref() != Some(wanted),

@@ -16,21 +16,14 @@ use super::*;
 /// A replica that knows of one Node.
 fn replica() -> Arc<Replica> {
     let (nodes, mut filler) = Nodes::new();
-    let node: PartialObjectMeta<Node> = ObjectMeta {
-        name: Some("worker-1".to_owned()),
-        ..ObjectMeta::default()
-    }
-    .into_response_partial();
+    let node: PartialObjectMeta<Node> =
+        ObjectMeta { name: Some("worker-1".to_owned()), ..ObjectMeta::default() }.into_response_partial();
     for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
         filler.apply_watcher_event(&event);
     }
     let readiness = Arc::new(Readiness::default());
     readiness.synced();
-    Arc::new(Replica {
-        readiness,
-        metrics: Arc::default(),
-        nodes,
-    })
+    Arc::new(Replica { readiness, metrics: Arc::default(), nodes })
 }
 
 async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
@@ -87,25 +80,13 @@ async fn judged(replica: &Arc<Replica>, review: &Value) -> Value {
 async fn healthz_is_ok_from_the_start_and_readyz_says_what_is_missing() {
     let readiness = Arc::new(Readiness::default());
     let router = || health_router(readiness.clone());
-    assert_eq!(
-        fetch(router(), "/healthz").await,
-        (StatusCode::OK, "ok\n".to_owned())
-    );
+    assert_eq!(fetch(router(), "/healthz").await, (StatusCode::OK, "ok\n".to_owned()));
     let unready = |reason: &str| (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n"));
-    assert_eq!(
-        fetch(router(), "/readyz").await,
-        unready("the cache of nodes is not filled yet")
-    );
+    assert_eq!(fetch(router(), "/readyz").await, unready("the cache of nodes is not filled yet"));
     readiness.synced();
-    assert_eq!(
-        fetch(router(), "/readyz").await,
-        unready("no webhook certificate yet")
-    );
+    assert_eq!(fetch(router(), "/readyz").await, unready("no webhook certificate yet"));
     readiness.has_certificate();
-    assert_eq!(
-        fetch(router(), "/readyz").await,
-        (StatusCode::OK, "ok\n".to_owned())
-    );
+    assert_eq!(fetch(router(), "/readyz").await, (StatusCode::OK, "ok\n".to_owned()));
     readiness.drain();
     assert_eq!(fetch(router(), "/readyz").await, unready("shutting down"));
     assert_eq!(fetch(router(), "/healthz").await.0, StatusCode::OK);
@@ -122,15 +103,9 @@ async fn the_plain_listener_serves_health_and_nothing_else() {
 #[tokio::test]
 async fn a_node_network_is_admitted_only_for_a_node_that_exists() {
     let replica = replica();
-    assert_eq!(
-        judged(&replica, &review("CREATE", "worker-1")).await["allowed"],
-        true
-    );
+    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
     let refused = judged(&replica, &review("CREATE", "nowhere")).await;
-    assert_eq!(
-        (&refused["allowed"], &refused["status"]["code"]),
-        (&json!(false), &json!(403))
-    );
+    assert_eq!((&refused["allowed"], &refused["status"]["code"]), (&json!(false), &json!(403)));
     let message = refused["status"]["message"].as_str().unwrap();
     assert!(message.starts_with("there is no Node \"nowhere\""), "{message}");
 }
@@ -139,11 +114,7 @@ async fn a_node_network_is_admitted_only_for_a_node_that_exists() {
 async fn what_exists_already_may_always_change_and_go() {
     let replica = replica();
     for operation in ["UPDATE", "DELETE", "CONNECT"] {
-        assert_eq!(
-            judged(&replica, &review(operation, "nowhere")).await["allowed"],
-            true,
-            "{operation}"
-        );
+        assert_eq!(judged(&replica, &review(operation, "nowhere")).await["allowed"], true, "{operation}");
     }
 }
 
@@ -187,10 +158,7 @@ async fn hostile_bodies_are_refused_and_harm_nobody() {
     }
     let huge = vec![b' '; 3 * 1024 * 1024 + 1];
     assert_eq!(post(&replica, huge).await.0, StatusCode::PAYLOAD_TOO_LARGE);
-    assert_eq!(
-        judged(&replica, &review("CREATE", "worker-1")).await["allowed"],
-        true
-    );
+    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
 }
 
 #[tokio::test(start_paused = true)]
@@ -201,30 +169,20 @@ async fn a_body_that_never_ends_is_given_up() {
         tokio::io::AsyncReadExt::read(&mut never, &mut byte).await.ok()?;
         Some((Ok::<_, io::Error>(byte.to_vec()), never))
     });
-    assert_eq!(
-        post(&replica(), Body::from_stream(stream)).await.0,
-        StatusCode::REQUEST_TIMEOUT
-    );
+    assert_eq!(post(&replica(), Body::from_stream(stream)).await.0, StatusCode::REQUEST_TIMEOUT);
 }
 
 #[tokio::test]
 async fn nothing_is_judged_before_the_nodes_are_known() {
     let (nodes, _filler) = Nodes::new();
-    let replica = Arc::new(Replica {
-        readiness: Arc::default(),
-        metrics: Arc::default(),
-        nodes,
-    });
+    let replica = Arc::new(Replica { readiness: Arc::default(), metrics: Arc::default(), nodes });
     let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }
 
 #[tokio::test]
 async fn admission_is_asked_by_post_only() {
-    assert_eq!(
-        fetch(router(replica()), "/validate/nodenetworks").await.0,
-        StatusCode::METHOD_NOT_ALLOWED
-    );
+    assert_eq!(fetch(router(replica()), "/validate/nodenetworks").await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 
 #[tokio::test]

@@ -64,12 +64,7 @@ fn pod(options: &Options) -> Value {
 
 fn container(options: &Options) -> Value {
     let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
-    args.extend(
-        options
-            .ignore_interfaces
-            .iter()
-            .map(|pattern| format!("--ignore-interfaces={pattern}")),
-    );
+    args.extend(options.ignore_interfaces.iter().map(|pattern| format!("--ignore-interfaces={pattern}")));
     json!({
         "name": "node",
         "image": options.image,

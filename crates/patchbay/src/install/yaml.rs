@@ -9,16 +9,7 @@ use std::fmt::Write;
 use serde_json::{Map, Value};
 
 /// Keys that come before all others, in this order; the rest follows the alphabet.
-const FIRST: [&str; 8] = [
-    "apiVersion",
-    "kind",
-    "metadata",
-    "name",
-    "namespace",
-    "image",
-    "command",
-    "args",
-];
+const FIRST: [&str; 8] = ["apiVersion", "kind", "metadata", "name", "namespace", "image", "command", "args"];
 
 /// Lists of strings up to this many columns stay on one line.
 const FLOW_WIDTH: usize = 80;
@@ -104,10 +95,7 @@ fn indent(out: &mut String, depth: usize) {
 fn in_order(map: &Map<String, Value>) -> Vec<(&String, &Value)> {
     let mut entries: Vec<_> = map.iter().collect();
     entries.sort_by_key(|(key, _)| {
-        (
-            FIRST.iter().position(|first| first == key).unwrap_or(FIRST.len()),
-            key.as_str(),
-        )
+        (FIRST.iter().position(|first| first == key).unwrap_or(FIRST.len()), key.as_str())
     });
     entries
 }
@@ -121,11 +109,7 @@ fn flow(items: &[Value]) -> Option<String> {
 
 /// A key, or an item of a list on one line.
 fn word(text: &str) -> String {
-    if is_word(text) {
-        text.to_owned()
-    } else {
-        quoted(text)
-    }
+    if is_word(text) { text.to_owned() } else { quoted(text) }
 }
 
 /// The text of anything that is not a filled mapping or list. `depth` is where the lines of a block go.
@@ -163,17 +147,13 @@ fn is_block(text: &str) -> bool {
         && !body.ends_with('\n')
         && !body.is_empty()
         && body.chars().all(|c| c == '\n' || is_printable(c))
-        && body
-            .split('\n')
-            .all(|line| line.is_empty() || !line.trim().is_empty())
+        && body.split('\n').all(|line| line.is_empty() || !line.trim().is_empty())
 }
 
 /// Safe without quotes even in a list on one line.
 fn is_word(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/')
-        && text
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "_./-".contains(c))
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || "_./-".contains(c))
         && !is_reserved(text)
 }
 

@@ -71,35 +71,22 @@ impl World {
 
     fn known(&self, id: &Id) -> Authority {
         let all = self.configurations.iter().chain([&self.secret]);
-        all.flat_map(|bundle| &bundle.authorities)
-            .find(|authority| authority.id == *id)
-            .unwrap()
-            .clone()
+        all.flat_map(|bundle| &bundle.authorities).find(|authority| authority.id == *id).unwrap().clone()
     }
 
     fn apply(&mut self, step: Step) {
         match step {
             Step::Found { validity, keep } => {
                 self.made += 1;
-                let new = Authority {
-                    id: Id(vec![self.made]),
-                    validity,
-                    origin: Origin::Ours,
-                };
+                let new = Authority { id: Id(vec![self.made]), validity, origin: Origin::Ours };
                 let kept = keep.iter().map(|id| self.known(id)).collect::<Vec<_>>();
                 self.signer = Some(new.id.clone());
                 let authorities = std::iter::once(new).chain(kept).collect();
-                self.secret = Bundle {
-                    authorities,
-                    damaged: false,
-                };
+                self.secret = Bundle { authorities, damaged: false };
             }
             Step::Bundle { keep } => {
                 let authorities = keep.iter().map(|id| self.known(id)).collect();
-                self.secret = Bundle {
-                    authorities,
-                    damaged: false,
-                };
+                self.secret = Bundle { authorities, damaged: false };
             }
             Step::Publish => {
                 for bundle in &mut self.configurations {
@@ -108,11 +95,7 @@ impl World {
                 }
             }
             Step::Sign { validity } => {
-                let leaf = Leaf {
-                    signed_by: self.signer.clone(),
-                    validity,
-                    names: policy().names,
-                };
+                let leaf = Leaf { signed_by: self.signer.clone(), validity, names: policy().names };
                 self.leaves.push(leaf.clone());
                 self.leaf = Some(leaf);
             }
@@ -133,11 +116,8 @@ impl World {
 
     fn check(&self) {
         let now = at(self.second);
-        let past = self
-            .past
-            .iter()
-            .filter(|(until, _)| self.second < until + SETTLE)
-            .map(|(_, bundle)| bundle);
+        let past =
+            self.past.iter().filter(|(until, _)| self.second < until + SETTLE).map(|(_, bundle)| bundle);
         for bundle in past.chain(&self.configurations) {
             for leaf in self.leaves.iter().filter(|leaf| now < leaf.validity.until) {
                 let signer = leaf.signed_by.as_ref().unwrap();
@@ -151,9 +131,7 @@ impl World {
     }
 
     fn served(&self) -> bool {
-        self.leaf
-            .as_ref()
-            .is_some_and(|leaf| at(self.second) < leaf.validity.until)
+        self.leaf.as_ref().is_some_and(|leaf| at(self.second) < leaf.validity.until)
     }
 
     fn pass(&mut self, seconds: u64) {
@@ -168,11 +146,7 @@ fn a_whole_rotation_never_shows_a_leaf_that_an_api_server_may_not_know() {
     for _ in 0..3000 {
         world.settle(true);
         world.check();
-        assert!(
-            world.second < SETTLE || world.served(),
-            "second {}: nothing to serve",
-            world.second
-        );
+        assert!(world.second < SETTLE || world.served(), "second {}: nothing to serve", world.second);
         most = most.max(world.secret.authorities.len());
         world.pass(1);
     }
@@ -186,9 +160,7 @@ fn nothing_is_written_between_renewals() {
     world.settle(true);
     world.pass(SETTLE);
     world.settle(true);
-    let Next::Look(rest) = world.next() else {
-        panic!("not at rest")
-    };
+    let Next::Look(rest) = world.next() else { panic!("not at rest") };
     for _ in 1..rest.as_secs() {
         world.pass(1);
         assert_eq!(world.settle(true), 0);

@@ -9,10 +9,7 @@ fn at(n: u64) -> SystemTime {
 }
 
 fn valid(from: u64, until: u64) -> Validity {
-    Validity {
-        from: at(from),
-        until: at(until),
-    }
+    Validity { from: at(from), until: at(until) }
 }
 
 fn id(name: &str) -> Id {
@@ -20,18 +17,11 @@ fn id(name: &str) -> Id {
 }
 
 fn authority(name: &str, from: u64, until: u64) -> Authority {
-    Authority {
-        id: id(name),
-        validity: valid(from, until),
-        origin: Origin::Ours,
-    }
+    Authority { id: id(name), validity: valid(from, until), origin: Origin::Ours }
 }
 
 fn bundle<const N: usize>(authorities: [&Authority; N]) -> Bundle {
-    Bundle {
-        authorities: authorities.into_iter().cloned().collect(),
-        damaged: false,
-    }
+    Bundle { authorities: authorities.into_iter().cloned().collect(), damaged: false }
 }
 
 fn names() -> BTreeSet<String> {
@@ -39,20 +29,11 @@ fn names() -> BTreeSet<String> {
 }
 
 fn leaf(signed_by: &Authority, from: u64, until: u64) -> Leaf {
-    Leaf {
-        signed_by: Some(signed_by.id.clone()),
-        validity: valid(from, until),
-        names: names(),
-    }
+    Leaf { signed_by: Some(signed_by.id.clone()), validity: valid(from, until), names: names() }
 }
 
 fn policy() -> Policy {
-    Policy {
-        names: names(),
-        authority_life: secs(3000),
-        leaf_life: secs(900),
-        settle: secs(5),
-    }
+    Policy { names: names(), authority_life: secs(3000), leaf_life: secs(900), settle: secs(5) }
 }
 
 /// Everything as it should be at second 100.
@@ -73,10 +54,7 @@ fn next_at(observed: &Observed, second: u64) -> Next {
 
 fn found(second: u64, keep: &[&str]) -> Next {
     let validity = Validity::starting(at(second), secs(3000));
-    Next::Step(Step::Found {
-        validity,
-        keep: keep.iter().map(|name| id(name)).collect(),
-    })
+    Next::Step(Step::Found { validity, keep: keep.iter().map(|name| id(name)).collect() })
 }
 
 #[test]
@@ -86,10 +64,7 @@ fn nothing_is_done_while_all_is_well_and_the_next_look_is_the_first_renewal() {
 
 #[test]
 fn an_empty_cluster_gets_an_authority_first() {
-    let observed = Observed {
-        configurations: vec![Bundle::default()],
-        ..Observed::default()
-    };
+    let observed = Observed { configurations: vec![Bundle::default()], ..Observed::default() };
     assert_eq!(next_at(&observed, 100), found(100, &[]));
 }
 
@@ -109,14 +84,8 @@ fn an_authority_is_renewed_at_two_thirds_of_its_life_and_the_old_one_stays_trust
 #[test]
 fn a_leaf_never_outlives_its_authority() {
     let a = authority("a", 0, 1200);
-    let observed = Observed {
-        secret: bundle([&a]),
-        configurations: vec![bundle([&a])],
-        ..settled()
-    };
-    let Next::Step(Step::Sign { validity }) = next_at(&observed, 700) else {
-        panic!("no leaf is signed")
-    };
+    let observed = Observed { secret: bundle([&a]), configurations: vec![bundle([&a])], ..settled() };
+    let Next::Step(Step::Sign { validity }) = next_at(&observed, 700) else { panic!("no leaf is signed") };
     assert_eq!(validity.until, at(1200));
 }
 
@@ -149,77 +118,45 @@ fn an_old_authority_leaves_only_after_it_has_expired_for_every_clock() {
     observed.leaf = Some(leaf(&b, 3000, 3900));
     observed.configurations = vec![bundle([&b, &a])];
     assert_eq!(next_at(&observed, 3299), Next::Look(secs(1)));
-    assert_eq!(
-        next_at(&observed, 3300),
-        Next::Step(Step::Bundle { keep: vec![id("b")] })
-    );
+    assert_eq!(next_at(&observed, 3300), Next::Step(Step::Bundle { keep: vec![id("b")] }));
     observed.secret = bundle([&b]);
     assert_eq!(next_at(&observed, 3300), Next::Step(Step::Publish));
 }
 
 #[test]
 fn a_hand_edit_of_a_configuration_is_repaired() {
-    let foreign = Authority {
-        origin: Origin::Foreign,
-        ..authority("evil", 0, 9000)
-    };
+    let foreign = Authority { origin: Origin::Foreign, ..authority("evil", 0, 9000) };
     let a = authority("a", 0, 3000);
     let edits = [
         Bundle::default(),
         bundle([&foreign]),
         bundle([&a, &foreign]),
-        Bundle {
-            damaged: true,
-            ..bundle([&a])
-        },
+        Bundle { damaged: true, ..bundle([&a]) },
     ];
     for edit in edits {
-        let observed = Observed {
-            configurations: vec![bundle([&a]), edit],
-            ..settled()
-        };
+        let observed = Observed { configurations: vec![bundle([&a]), edit], ..settled() };
         assert_eq!(next_at(&observed, 100), Next::Step(Step::Publish));
     }
 }
 
 #[test]
 fn a_lost_secret_keeps_the_authority_that_the_configurations_still_trust() {
-    let observed = Observed {
-        secret: Bundle::default(),
-        signer: None,
-        leaf: None,
-        ..settled()
-    };
+    let observed = Observed { secret: Bundle::default(), signer: None, leaf: None, ..settled() };
     assert_eq!(next_at(&observed, 100), found(100, &["a"]));
 }
 
 #[test]
 fn an_authority_without_its_key_is_replaced_and_stays_trusted() {
-    let observed = Observed {
-        signer: None,
-        ..settled()
-    };
+    let observed = Observed { signer: None, ..settled() };
     assert_eq!(next_at(&observed, 100), found(100, &["a"]));
 }
 
 #[test]
 fn a_damaged_bundle_is_mended_from_what_the_configurations_know() {
     let (a, b) = (authority("a", 0, 3000), authority("b", 0, 2000));
-    let secret = Bundle {
-        damaged: true,
-        ..bundle([&a])
-    };
-    let observed = Observed {
-        secret,
-        configurations: vec![bundle([&a, &b])],
-        ..settled()
-    };
-    assert_eq!(
-        next_at(&observed, 100),
-        Next::Step(Step::Bundle {
-            keep: vec![id("a"), id("b")]
-        })
-    );
+    let secret = Bundle { damaged: true, ..bundle([&a]) };
+    let observed = Observed { secret, configurations: vec![bundle([&a, &b])], ..settled() };
+    assert_eq!(next_at(&observed, 100), Next::Step(Step::Bundle { keep: vec![id("a"), id("b")] }));
 }
 
 #[test]
@@ -227,38 +164,17 @@ fn an_unfit_leaf_is_replaced() {
     let good = leaf(&authority("a", 0, 3000), 0, 900);
     let leaves = [
         None,
-        Some(Leaf {
-            signed_by: None,
-            ..good.clone()
-        }),
-        Some(Leaf {
-            signed_by: Some(id("other")),
-            ..good.clone()
-        }),
-        Some(Leaf {
-            names: BTreeSet::new(),
-            ..good.clone()
-        }),
-        Some(Leaf {
-            names: ["hook.ns.svc".to_owned(), "bank.example".to_owned()].into(),
-            ..good.clone()
-        }),
-        Some(Leaf {
-            validity: valid(200, 900),
-            ..good.clone()
-        }),
-        Some(Leaf {
-            validity: valid(0, 90),
-            ..good
-        }),
+        Some(Leaf { signed_by: None, ..good.clone() }),
+        Some(Leaf { signed_by: Some(id("other")), ..good.clone() }),
+        Some(Leaf { names: BTreeSet::new(), ..good.clone() }),
+        Some(Leaf { names: ["hook.ns.svc".to_owned(), "bank.example".to_owned()].into(), ..good.clone() }),
+        Some(Leaf { validity: valid(200, 900), ..good.clone() }),
+        Some(Leaf { validity: valid(0, 90), ..good }),
     ];
     for leaf in leaves {
         let observed = Observed { leaf, ..settled() };
         let validity = Validity::starting(at(100), secs(900));
-        let validity = Validity {
-            from: validity.from.max(at(0)),
-            ..validity
-        };
+        let validity = Validity { from: validity.from.max(at(0)), ..validity };
         assert_eq!(next_at(&observed, 100), Next::Step(Step::Sign { validity }));
     }
 }
@@ -266,41 +182,23 @@ fn an_unfit_leaf_is_replaced() {
 #[test]
 fn an_authority_from_the_future_is_replaced() {
     let a = authority("a", 200, 3000);
-    let observed = Observed {
-        secret: bundle([&a]),
-        configurations: vec![bundle([&a])],
-        ..settled()
-    };
+    let observed = Observed { secret: bundle([&a]), configurations: vec![bundle([&a])], ..settled() };
     assert_eq!(next_at(&observed, 100), found(100, &["a"]));
 }
 
 #[test]
 fn without_any_configuration_the_leaf_is_still_made() {
-    let observed = Observed {
-        configurations: vec![],
-        leaf: None,
-        ..settled()
-    };
+    let observed = Observed { configurations: vec![], leaf: None, ..settled() };
     assert!(matches!(next_at(&observed, 100), Next::Step(Step::Sign { .. })));
 }
 
 #[test]
 fn endless_damage_does_not_grow_the_bundle_without_end() {
     let many: Vec<_> = (0..40).map(|n| authority(&n.to_string(), 0, 3000 + n)).collect();
-    let secret = Bundle {
-        authorities: many.clone(),
-        damaged: false,
-    };
+    let secret = Bundle { authorities: many.clone(), damaged: false };
     let leaf = leaf(&many[0], 0, 900);
-    let observed = Observed {
-        secret,
-        signer: None,
-        leaf: Some(leaf),
-        ..settled()
-    };
-    let Next::Step(Step::Found { keep, .. }) = next_at(&observed, 100) else {
-        panic!("no new authority")
-    };
+    let observed = Observed { secret, signer: None, leaf: Some(leaf), ..settled() };
+    let Next::Step(Step::Found { keep, .. }) = next_at(&observed, 100) else { panic!("no new authority") };
     assert_eq!(keep.len(), MOST_AUTHORITIES - 1);
     assert_eq!(keep[..2], [id("0"), id("39")]);
 }
@@ -313,10 +211,7 @@ fn certificates_are_dated_back_by_a_tenth_of_their_life_and_five_minutes_at_most
 
 #[test]
 fn nonsense_dates_do_no_harm() {
-    let observed = Observed {
-        secret: bundle([&authority("a", 3000, 0)]),
-        ..settled()
-    };
+    let observed = Observed { secret: bundle([&authority("a", 3000, 0)]), ..settled() };
     assert!(matches!(next_at(&observed, 5000), Next::Step(Step::Found { .. })));
 }
 
@@ -339,24 +234,6 @@ fn a_replica_serves_only_what_was_signed_for_its_names() {
     let good = leaf(&authority("a", 0, 1), 0, 1);
     assert_eq!(fit(Some(&good), &names()), Ok(()));
     assert_eq!(fit(None, &names()), Err(Unfit::Unreadable));
-    assert_eq!(
-        fit(
-            Some(&Leaf {
-                signed_by: None,
-                ..good.clone()
-            }),
-            &names()
-        ),
-        Err(Unfit::Unsigned)
-    );
-    assert_eq!(
-        fit(
-            Some(&Leaf {
-                names: BTreeSet::new(),
-                ..good
-            }),
-            &names()
-        ),
-        Err(Unfit::OtherNames)
-    );
+    assert_eq!(fit(Some(&Leaf { signed_by: None, ..good.clone() }), &names()), Err(Unfit::Unsigned));
+    assert_eq!(fit(Some(&Leaf { names: BTreeSet::new(), ..good }), &names()), Err(Unfit::OtherNames));
 }

@@ -52,11 +52,7 @@ impl Clock {
 #[derive(Clone)]
 enum Call {
     Look,
-    Write {
-        version: Option<String>,
-        holder: Option<String>,
-        renewed: SystemTime,
-    },
+    Write { version: Option<String>, holder: Option<String>, renewed: SystemTime },
 }
 
 #[derive(Clone)]
@@ -120,19 +116,8 @@ impl World {
         let base = Instant::now();
         let candidates = (0..2)
             .map(|_| {
-                let clock = Clock {
-                    base,
-                    offset: dice.roll(240_000),
-                    speed: 900 + dice.roll(201),
-                };
-                Candidate {
-                    clock,
-                    seen: None,
-                    until: None,
-                    started: base,
-                    ticket: 0,
-                    writing: false,
-                }
+                let clock = Clock { base, offset: dice.roll(240_000), speed: 900 + dice.roll(201) };
+                Candidate { clock, seen: None, until: None, started: base, ticket: 0, writing: false }
             })
             .collect();
         let mut world = Self {
@@ -207,13 +192,8 @@ impl World {
             Call::Write { holder, renewed, .. } => {
                 self.version += 1;
                 let version = self.version.to_string();
-                let record = Record {
-                    holder,
-                    renewed: Some(renewed),
-                    transitions: 0,
-                    term: Some(TERM),
-                    version,
-                };
+                let record =
+                    Record { holder, renewed: Some(renewed), transitions: 0, term: Some(TERM), version };
                 self.lease = Some(record.clone());
                 Answer::Written(record)
             }
@@ -221,31 +201,16 @@ impl World {
     }
 
     fn write(&mut self, who: usize, holder: Option<String>) {
-        let version = self.candidates[who]
-            .seen
-            .as_ref()
-            .and_then(Seen::record)
-            .map(|r| r.version.clone());
+        let version = self.candidates[who].seen.as_ref().and_then(Seen::record).map(|r| r.version.clone());
         // A wall clock up to two minutes off, which nobody may care about.
         let renewed = SystemTime::UNIX_EPOCH + Duration::from_millis(self.now + self.dice.roll(240_000));
-        self.send(
-            who,
-            Call::Write {
-                version,
-                holder,
-                renewed,
-            },
-        );
+        self.send(who, Call::Write { version, holder, renewed });
     }
 
     fn rest(&mut self, who: usize, at_most: Duration) {
         let pause = u64::try_from(at_most.min(PAUSE).as_millis()).unwrap();
         // A process may be stopped for a while at any time.
-        let late = if self.dice.one_in(20) {
-            self.dice.roll(30_000)
-        } else {
-            0
-        };
+        let late = if self.dice.one_in(20) { self.dice.roll(30_000) } else { 0 };
         self.wake(who, pause + 1 + late);
     }
 
@@ -308,11 +273,7 @@ impl World {
             }
         }
         let candidate = &self.candidates[who];
-        match candidate
-            .seen
-            .as_ref()
-            .map(|seen| turn(seen, NAMES[who], TERM, now))
-        {
+        match candidate.seen.as_ref().map(|seen| turn(seen, NAMES[who], TERM, now)) {
             Some(Turn::Wait(rest)) if candidate.until.is_none() => self.rest(who, rest),
             Some(_) | None => self.act(who),
         }
@@ -386,13 +347,9 @@ fn the_simulation_finds_the_fault_when_a_leader_overstays() {
     // The checker itself is checked: leaders that act for a term and a half are caught within a few seeds.
     let overlaps = (0..200).any(|seed| {
         let reigns = World::new(seed).run();
-        let long: Vec<_> = reigns
-            .iter()
-            .map(|&(from, to, who)| (from, from + (to - from) * 9 / 4, who))
-            .collect();
-        long.iter()
-            .enumerate()
-            .any(|(n, a)| long[n + 1..].iter().any(|b| b.0 < a.1 && a.2 != b.2))
+        let long: Vec<_> =
+            reigns.iter().map(|&(from, to, who)| (from, from + (to - from) * 9 / 4, who)).collect();
+        long.iter().enumerate().any(|(n, a)| long[n + 1..].iter().any(|b| b.0 < a.1 && a.2 != b.2))
     });
     assert!(overlaps);
 }

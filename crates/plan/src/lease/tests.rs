@@ -31,13 +31,7 @@ fn an_absent_lease_is_free() {
 fn a_lease_without_holder_is_free_at_once() {
     let t = Instant::now();
     for holder in [None, Some(String::new())] {
-        let seen = Seen::first(
-            Some(Record {
-                holder,
-                ..record("x")
-            }),
-            t,
-        );
+        let seen = Seen::first(Some(Record { holder, ..record("x") }), t);
         assert_eq!(turn_of(&seen, t), Turn::Take);
     }
 }
@@ -104,13 +98,7 @@ fn any_changed_field_counts_as_a_sign_of_life() {
 fn a_rivals_longer_term_is_respected_but_an_absurd_one_is_not() {
     let t = Instant::now();
     let wait = |term| {
-        let seen = Seen::first(
-            Some(Record {
-                term: Some(term),
-                ..record("rival")
-            }),
-            t,
-        );
+        let seen = Seen::first(Some(Record { term: Some(term), ..record("rival") }), t);
         turn_of(&seen, t)
     };
     assert_eq!(wait(secs(1)), Turn::Wait(TERM));
@@ -149,13 +137,7 @@ fn a_leader_gives_up_at_once_when_another_holds_the_lease() {
 #[test]
 fn a_leader_writes_again_what_was_emptied_or_deleted_under_its_feet() {
     let t = Instant::now();
-    let emptied = Seen::first(
-        Some(Record {
-            holder: None,
-            ..record("x")
-        }),
-        t,
-    );
+    let emptied = Seen::first(Some(Record { holder: None, ..record("x") }), t);
     let deleted = Seen::first(Some(record("me")), t).look(None, t);
     assert_eq!(office(&emptied, "me", t + secs(5), t), Office::Renew);
     assert_eq!(office(&deleted, "me", t + secs(5), t), Office::Renew);

@@ -19,17 +19,11 @@ fn link(index: u32, name: &str) -> Link {
 }
 
 fn address(net: &str) -> Address {
-    Address {
-        net: net.parse().unwrap(),
-        temporary: false,
-    }
+    Address { net: net.parse().unwrap(), temporary: false }
 }
 
 fn facts(ips: &[&str]) -> Facts {
-    Facts {
-        uid: "uid-1".to_owned(),
-        internal_ips: ips.iter().map(|ip| ip.parse().unwrap()).collect(),
-    }
+    Facts { uid: "uid-1".to_owned(), internal_ips: ips.iter().map(|ip| ip.parse().unwrap()).collect() }
 }
 
 fn ignored() -> Patterns {
@@ -41,66 +35,38 @@ fn noon() -> Timestamp {
 }
 
 fn observed(links: &[Link]) -> Observed {
-    Observed {
-        links: links.to_vec(),
-        default_routes: Vec::new(),
-    }
+    Observed { links: links.to_vec(), default_routes: Vec::new() }
 }
 
 fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
     let ignored = ignored();
-    let picture = Picture {
-        observed,
-        facts,
-        ignored: &ignored,
-        server: None,
-        written: None,
-        last_write: None,
-    };
+    let picture =
+        Picture { observed, facts, ignored: &ignored, server: None, written: None, last_write: None };
     status(&picture, noon())
 }
 
 fn names(status: &NodeNetworkStatus) -> Vec<&str> {
-    status
-        .interfaces
-        .iter()
-        .map(|interface| interface.name.as_str())
-        .collect()
+    status.interfaces.iter().map(|interface| interface.name.as_str()).collect()
 }
 
 fn condition<'a>(status: &'a NodeNetworkStatus, r#type: &str) -> &'a Condition {
-    status
-        .conditions
-        .iter()
-        .find(|condition| condition.r#type == r#type)
-        .unwrap()
+    status.conditions.iter().find(|condition| condition.r#type == r#type).unwrap()
 }
 
 #[test]
 fn a_link_is_shown_with_all_that_is_known_of_it() {
     let mut eth0 = link(2, "eth0");
     eth0.master = Some(5);
-    eth0.addresses = vec![
-        address("fd00::2/64"),
-        address("10.0.0.2/24"),
-        address("10.0.0.2/24"),
-    ];
+    eth0.addresses = vec![address("fd00::2/64"), address("10.0.0.2/24"), address("10.0.0.2/24")];
     let mut bridge = link(5, "br0");
     bridge.kind = Some("bridge".to_owned());
     bridge.oper = Oper::Down;
     bridge.mac = None;
-    let seen = Observed {
-        links: vec![eth0, bridge],
-        default_routes: vec![2, 2],
-    };
+    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2] };
 
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
-    let vtep = Vtep {
-        address: "10.0.0.2".parse().unwrap(),
-        interface: "eth0".to_owned(),
-        mtu: 1500,
-    };
+    let vtep = Vtep { address: "10.0.0.2".parse().unwrap(), interface: "eth0".to_owned(), mtu: 1500 };
     assert_eq!(status.vtep, Some(vtep));
     assert_eq!(
         status.interfaces,
@@ -143,10 +109,7 @@ fn links_of_pods_and_of_other_network_software_are_left_out() {
         wg0 wlan0";
     let all = left_out.split_whitespace().chain(kept.split_whitespace());
     let links: Vec<Link> = (1..).zip(all).map(|(index, name)| link(index, name)).collect();
-    assert_eq!(
-        names(&plan_status(&observed(&links), &facts(&[]))).join(" "),
-        kept
-    );
+    assert_eq!(names(&plan_status(&observed(&links), &facts(&[]))).join(" "), kept);
 }
 
 #[test]
@@ -155,10 +118,7 @@ fn our_own_links_are_listed_whatever_their_name() {
     ours.alias = "patchbay/blue".to_owned();
     let mut foreign = link(2, "veth2");
     foreign.alias = "not patchbay/blue".to_owned();
-    assert_eq!(
-        names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))),
-        ["veth1"]
-    );
+    assert_eq!(names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))), ["veth1"]);
 }
 
 #[test]
@@ -166,10 +126,7 @@ fn the_loopback_is_never_listed_even_if_it_is_renamed_or_claims_to_be_ours() {
     let mut lo = link(1, "eth7");
     lo.loopback = true;
     lo.alias = "patchbay/x".to_owned();
-    assert_eq!(
-        names(&plan_status(&observed(&[lo]), &facts(&[]))),
-        Vec::<&str>::new()
-    );
+    assert_eq!(names(&plan_status(&observed(&[lo]), &facts(&[]))), Vec::<&str>::new());
 }
 
 #[test]
@@ -181,15 +138,8 @@ fn the_vtep_is_the_first_internal_ip_that_is_on_a_link() {
     cni0.mtu = 9000;
     let seen = observed(&[eth0, cni0]);
 
-    let vtep = |ips: &[&str]| {
-        plan_status(&seen, &facts(ips))
-            .vtep
-            .map(|vtep| (vtep.interface, vtep.mtu))
-    };
-    assert_eq!(
-        vtep(&["10.9.9.9", "fd00::2", "10.0.0.2"]),
-        Some(("cni0".to_owned(), 9000))
-    );
+    let vtep = |ips: &[&str]| plan_status(&seen, &facts(ips)).vtep.map(|vtep| (vtep.interface, vtep.mtu));
+    assert_eq!(vtep(&["10.9.9.9", "fd00::2", "10.0.0.2"]), Some(("cni0".to_owned(), 9000)));
     assert_eq!(vtep(&["10.0.0.2", "fd00::2"]), Some(("eth0".to_owned(), 1500)));
     assert_eq!(vtep(&["10.0.0.3"]), None);
 }
@@ -201,27 +151,12 @@ fn an_address_on_two_links_belongs_to_the_one_that_is_listed() {
     for link in &mut links {
         link.addresses = vec![address("10.0.0.2/32")];
     }
+    assert_eq!(plan_status(&observed(&links), &facts(&["10.0.0.2"])).vtep.unwrap().interface, "eth0");
     assert_eq!(
-        plan_status(&observed(&links), &facts(&["10.0.0.2"]))
-            .vtep
-            .unwrap()
-            .interface,
-        "eth0"
-    );
-    assert_eq!(
-        plan_status(&observed(&links[..2]), &facts(&["10.0.0.2"]))
-            .vtep
-            .unwrap()
-            .interface,
+        plan_status(&observed(&links[..2]), &facts(&["10.0.0.2"])).vtep.unwrap().interface,
         "kube-ipvs0"
     );
-    assert_eq!(
-        plan_status(&observed(&links[..1]), &facts(&["10.0.0.2"]))
-            .vtep
-            .unwrap()
-            .interface,
-        "lo"
-    );
+    assert_eq!(plan_status(&observed(&links[..1]), &facts(&["10.0.0.2"])).vtep.unwrap().interface, "lo");
 }
 
 #[test]
@@ -229,10 +164,7 @@ fn a_node_without_a_vtep_says_what_to_do() {
     let seen = observed(&[link(1, "eth0")]);
     let status = plan_status(&seen, &facts(&["10.0.0.2", "fd00::2"]));
     let found = condition(&status, "VtepFound");
-    assert_eq!(
-        (found.status, found.reason.as_str()),
-        (ConditionStatus::False, "AddressNotOnAnyLink")
-    );
+    assert_eq!((found.status, found.reason.as_str()), (ConditionStatus::False, "AddressNotOnAnyLink"));
     assert!(found.message.contains("10.0.0.2 or fd00::2") && found.message.contains("--node-ip"));
 
     let status = plan_status(&seen, &facts(&[]));
@@ -245,18 +177,13 @@ fn link_local_and_temporary_addresses_are_not_shown() {
     let mut eth0 = link(1, "eth0");
     eth0.addresses = vec![
         address("fe80::1/64"),
-        Address {
-            net: "2001:db8::1234/64".parse().unwrap(),
-            temporary: true,
-        },
+        Address { net: "2001:db8::1234/64".parse().unwrap(), temporary: true },
         address("2001:db8::1/64"),
         address("169.254.1.1/16"),
     ];
     let status = plan_status(&observed(&[eth0]), &facts(&[]));
-    let wanted: Vec<IpNet> = ["169.254.1.1/16", "2001:db8::1/64"]
-        .iter()
-        .map(|net| net.parse().unwrap())
-        .collect();
+    let wanted: Vec<IpNet> =
+        ["169.254.1.1/16", "2001:db8::1/64"].iter().map(|net| net.parse().unwrap()).collect();
     assert_eq!(status.interfaces[0].addresses, wanted);
 }
 
@@ -282,35 +209,24 @@ fn every_state_has_its_word() {
 fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
     let mut port = link(3, "eth1");
     port.master = Some(99);
-    let status = plan_status(
-        &observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]),
-        &facts(&[]),
-    );
+    let status = plan_status(&observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]), &facts(&[]));
     assert_eq!(names(&status), ["eth0", "eth1"]);
     assert_eq!(status.interfaces[1].master, None);
 }
 
 #[test]
 fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
-    let mut links: Vec<Link> = (1..=600)
-        .map(|index| link(index, &format!("eth{index:03}")))
-        .collect();
+    let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
     links[597].alias = "patchbay/blue".to_owned();
-    let seen = Observed {
-        links,
-        default_routes: vec![600],
-    };
+    let seen = Observed { links, default_routes: vec![600] };
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
     let shown = names(&status);
     assert_eq!(shown.len(), MAX_INTERFACES);
     assert_eq!(shown[508..], ["eth509", "eth598", "eth599", "eth600"]);
     let ready = condition(&status, "Ready");
-    assert_eq!(
-        (ready.status, ready.reason.as_str()),
-        (ConditionStatus::False, "TooManyLinks")
-    );
+    assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "TooManyLinks"));
     assert!(ready.message.contains("512 of 600"), "{}", ready.message);
 }
 
@@ -327,10 +243,7 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
         last_write: None,
     };
     let first = status(&picture, noon());
-    let record = Record {
-        owners: vec![],
-        status: Some(first.clone()),
-    };
+    let record = Record { owners: vec![], status: Some(first.clone()) };
     picture.server = Some(&record);
     let later: Timestamp = "2026-01-01T13:00:00.5Z".parse().unwrap();
     assert_eq!(status(&picture, later), first);
@@ -339,9 +252,7 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
     flipped.status.as_mut().unwrap().conditions[0].status = ConditionStatus::Unknown;
     picture.server = Some(&flipped);
     assert_eq!(
-        status(&picture, later).conditions[0]
-            .last_transition_time
-            .to_string(),
+        status(&picture, later).conditions[0].last_transition_time.to_string(),
         "2026-01-01T13:00:00Z"
     );
 }
@@ -396,16 +307,9 @@ impl Desk {
 
     fn write(&mut self) {
         let wanted = self.wanted();
-        let got = Record {
-            owners: vec![self.facts.uid.clone()],
-            status: Some(wanted.clone()),
-        };
+        let got = Record { owners: vec![self.facts.uid.clone()], status: Some(wanted.clone()) };
         self.server = Some(got.clone());
-        self.written = Some(Written {
-            uid: self.facts.uid.clone(),
-            wanted,
-            got,
-        });
+        self.written = Some(Written { uid: self.facts.uid.clone(), wanted, got });
     }
 
     fn publish(&self, now: Instant) -> Publish {
@@ -413,18 +317,9 @@ impl Desk {
     }
 }
 
-const BOTH: Publish = Publish::Now(Writes {
-    object: true,
-    status: true,
-});
-const STATUS: Publish = Publish::Now(Writes {
-    object: false,
-    status: true,
-});
-const OBJECT: Publish = Publish::Now(Writes {
-    object: true,
-    status: false,
-});
+const BOTH: Publish = Publish::Now(Writes { object: true, status: true });
+const STATUS: Publish = Publish::Now(Writes { object: false, status: true });
+const OBJECT: Publish = Publish::Now(Writes { object: true, status: false });
 
 #[test]
 fn nothing_is_written_when_nothing_changed() {
@@ -440,10 +335,7 @@ fn a_new_nic_is_written_at_once_and_the_next_one_a_second_later() {
     desk.write();
     desk.last_write = Some(now);
     desk.observed.links.push(link(3, "eth2"));
-    assert_eq!(
-        desk.publish(now + Duration::from_millis(999)),
-        Publish::At(now + BETWEEN_WRITES)
-    );
+    assert_eq!(desk.publish(now + Duration::from_millis(999)), Publish::At(now + BETWEEN_WRITES));
     assert_eq!(desk.publish(now + BETWEEN_WRITES), STATUS);
 }
 
@@ -459,14 +351,7 @@ fn a_missing_object_is_made_and_a_foreign_edit_undone() {
     assert_eq!(desk.publish(now), STATUS);
 
     let mut desk = Desk::new();
-    desk.server
-        .as_mut()
-        .unwrap()
-        .status
-        .as_mut()
-        .unwrap()
-        .interfaces
-        .clear();
+    desk.server.as_mut().unwrap().status.as_mut().unwrap().interfaces.clear();
     assert_eq!(desk.publish(now), STATUS);
 
     let mut desk = Desk::new();
@@ -484,18 +369,12 @@ fn a_node_that_was_made_anew_becomes_the_owner() {
 #[test]
 fn a_server_that_changes_what_we_write_is_not_written_to_again_and_again() {
     let mut desk = Desk::new();
-    for record in [
-        desk.server.as_mut().unwrap(),
-        &mut desk.written.as_mut().unwrap().got,
-    ] {
+    for record in [desk.server.as_mut().unwrap(), &mut desk.written.as_mut().unwrap().got] {
         record.status.as_mut().unwrap().conditions.clear();
     }
     let much_later: Timestamp = "2026-01-01T15:00:00Z".parse().unwrap();
     let wanted = status(&desk.picture(), much_later);
-    assert_eq!(
-        publish(&desk.picture(), &wanted, Instant::now()),
-        Publish::Nothing
-    );
+    assert_eq!(publish(&desk.picture(), &wanted, Instant::now()), Publish::Nothing);
     desk.observed.links.push(link(2, "eth1"));
     assert_eq!(desk.publish(Instant::now()), STATUS);
 }
@@ -545,9 +424,7 @@ fn shuffled(seen: &Observed, seed: &[usize]) -> Observed {
     let mut seen = seen.clone();
     shuffle(&mut seen.links, seed);
     shuffle(&mut seen.default_routes, seed);
-    seen.links
-        .iter_mut()
-        .for_each(|link| shuffle(&mut link.addresses, seed));
+    seen.links.iter_mut().for_each(|link| shuffle(&mut link.addresses, seed));
     seen
 }
 
