@@ -1,4 +1,5 @@
 //! `make bench`: the numbers, taken on a lab of this machine. Printed as a table that docs/numbers.md keeps.
+#![allow(clippy::cast_precision_loss, reason = "numbers for the eye")]
 
 use std::{
     fs,

@@ -24,7 +24,7 @@ pub fn run() -> Result<()> {
     let lab = Lab::new(LAB.parse()?);
     let tour = Tour { lab: lab.clone() };
 
-    tour.chapter("A real Kubernetes on this machine");
+    chapter("A real Kubernetes on this machine");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let begun = Instant::now();
     say("starting two nodes …");
@@ -32,7 +32,7 @@ pub fn run() -> Result<()> {
     say(format!("ready after {:.1} s", begun.elapsed().as_secs_f64()));
     tour.kubectl("get nodes -o wide")?;
 
-    tour.chapter("Install Patchbay");
+    chapter("Install Patchbay");
     say("loading the image into the nodes …");
     lab.load_image(&tar)?;
     tour.kubectl("apply -f deploy/install/")?;
@@ -47,11 +47,11 @@ pub fn run() -> Result<()> {
 
 /// What the nodes have, told by their daemons.
 fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
-    tour.chapter("What the nodes have: NodeNetwork");
+    chapter("What the nodes have: NodeNetwork");
     runtime.block_on(e2e::patchbay::ready(&tour.lab))?;
     tour.kubectl("get nodenetworks")?;
     tour.kubectl("get nodenetwork node-1 -o jsonpath={.status} | (pretty)")?;
-    tour.say("A NIC that appears on a node is published at once:");
+    println!("A NIC that appears on a node is published at once:");
     // A tour that is run twice on one lab finds the NIC there.
     let _ = tour.lab.node("node-1").output(&["ip", "link", "del", "nic1"]);
     tour.exec("node-1", "ip link add nic1 up type veth peer vethnic1")?;
@@ -60,11 +60,11 @@ fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
         let found = tour.lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?;
         Ok(found.contains("nic1").then_some(()))
     }))?;
-    tour.say(&format!("seen after {} ms", begun.elapsed().as_millis()));
+    println!("seen after {} ms", begun.elapsed().as_millis());
     tour.kubectl(&format!("get nodenetwork node-1 -o {NAMES}"))?;
     tour.exec("node-1", "ip link del nic1")?;
 
-    tour.say("A NodeNetwork that nobody's node stands for is refused, with a reason:");
+    println!("A NodeNetwork that nobody's node stands for is refused, with a reason:");
     let object =
         r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"NodeNetwork","metadata":{"name":"nowhere"}}"#;
     tour.refused("create -f -", object)
@@ -72,19 +72,15 @@ fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
 
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 
+fn chapter(title: &str) {
+    println!("\n=== {title}\n");
+}
+
 struct Tour {
     lab: Lab,
 }
 
 impl Tour {
-    fn say(&self, text: &str) {
-        println!("{text}");
-    }
-
-    fn chapter(&self, title: &str) {
-        println!("\n=== {title}\n");
-    }
-
     fn program(&self) -> Result<Command> {
         let mut command = Command::new(Programs::prepare()?.path("kubectl")?);
         command.env("KUBECONFIG", self.lab.kubeconfig()).current_dir(e2e::repository());
@@ -99,11 +95,10 @@ impl Tour {
         if !output.status.success() {
             bail!("kubectl {words}: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
-        let text = match pretty {
-            true => {
-                serde_json::to_string_pretty(&serde_json::from_slice::<serde_json::Value>(&output.stdout)?)?
-            }
-            false => String::from_utf8_lossy(&output.stdout).into_owned(),
+        let text = if pretty {
+            serde_json::to_string_pretty(&serde_json::from_slice::<serde_json::Value>(&output.stdout)?)?
+        } else {
+            String::from_utf8_lossy(&output.stdout).into_owned()
         };
         println!("{}\n", text.trim_end());
         Ok(())
