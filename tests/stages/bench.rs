@@ -62,12 +62,21 @@ fn measure(lab: &Lab, tar: &std::path::Path) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+async fn shows(lab: &Lab, nic: &str, there: bool) -> Result<()> {
+    wait::until(Duration::from_secs(3), "the NIC to come or go", || async {
+        let names = lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?;
+        Ok((names.split(' ').any(|n| n == nic) == there).then_some(()))
+    })
+    .await
+}
+
 /// How long a new NIC takes to show, on a node at rest; and what it costs.
 async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
     let mut times = Vec::new();
     let mut writes = 0;
     for round in 0..ROUNDS {
-        tokio::time::sleep(Duration::from_millis(1200)).await;
+        // A node at rest: it writes at most once a second.
+        tokio::time::sleep(Duration::from_millis(1100)).await;
         let mark = lab.audit_mark()?;
         let name = format!("nic{round}");
         lab.node("node-1").output(&[
@@ -81,14 +90,12 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
             &format!("veth{name}"),
         ])?;
         let begun = Instant::now();
-        wait::until(Duration::from_secs(3), "the NIC to show", || async {
-            Ok(lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?.contains(&name).then_some(()))
-        })
-        .await?;
+        shows(lab, &name, true).await?;
         times.push(begun.elapsed());
         let ours = |a: &lab::audit::Asked| a.agent.starts_with("patchbay-node") && a.is_write();
         writes += lab.asked_since(mark)?.iter().filter(|a| ours(a)).count();
         lab.node("node-1").output(&["ip", "link", "del", &name])?;
+        shows(lab, &name, false).await?;
     }
     times.sort();
     let at =

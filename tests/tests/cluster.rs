@@ -42,6 +42,7 @@ fn main() -> ExitCode {
             no_container_is_privileged_and_the_image_tells_its_commit,
             a_leader_pod_that_is_deleted_is_followed_within_15_s,
             a_silent_api_server_is_survived,
+            what_happens_during_a_partition_is_published_after_it,
             a_node_that_reboots_joins_or_leaves_is_followed,
             kubernetes_can_be_left_without_patchbay_and_get_it_back,
         ],
@@ -411,6 +412,22 @@ async fn a_silent_api_server_is_survived(lab: Lab) -> Result<()> {
     lab.node("node-1").output(&["ip", "link", "del", "nic8"])?;
     shows(&client, "node-1", "nic8", false, Duration::from_secs(5)).await?;
     ensure!(restarts()? == before, "no daemon was restarted: {} then {}", before, restarts()?);
+    patchbay::ready(&lab).await
+}
+
+async fn what_happens_during_a_partition_is_published_after_it(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    lab.partition("node-2")?;
+    lab.node("node-2").output(&["ip", "link", "add", "nic5", "type", "veth", "peer", "vethnic5"])?;
+    // Long enough for a write to be given up.
+    tokio::time::sleep(Duration::from_secs(12)).await;
+    let unknown = !interfaces(&client, "node-2").await?.contains_key("nic5");
+    lab.heal("node-2")?;
+    ensure!(unknown, "a cut-off node cannot have told anybody");
+    let took = shows(&client, "node-2", "nic5", true, Duration::from_secs(45)).await?;
+    println!("published {took:?} after the partition ended");
+    lab.node("node-2").output(&["ip", "link", "del", "nic5"])?;
+    shows(&client, "node-2", "nic5", false, Duration::from_secs(5)).await?;
     patchbay::ready(&lab).await
 }
 

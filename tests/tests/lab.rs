@@ -18,6 +18,8 @@ use lab::{
     wait,
 };
 
+use serde_json::json;
+
 /// These tests compare what the machine has before and after: one at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
@@ -211,6 +213,19 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
         lab.heal("node-2")?;
         ensure!(reaches(lab, "node-1", "172.30.0.12"), "a mended cable carries");
 
+        // What a node offers on its default paths.
+        for path in [
+            "/run/nri/nri.sock",
+            "/run/multus/multus.sock",
+            "/run/containerd/containerd.sock",
+            "/opt/cni/bin/bridge",
+        ] {
+            lab.node("node-1").output(&["ls", path])?;
+        }
+        let version = lab.kubectl(&["version", "-o", "json"])?;
+        ensure!(version.matches("v1.36.3").count() == 2, "{version}");
+
+        Scene::play(lab, "attach", async |scene: &Scene| an_attachment(scene).await).await?;
         Scene::play(lab, "day", async |scene: &Scene| a_reboot(scene).await).await?;
         a_third_node(lab).await?;
         dead_programs(lab).await
@@ -218,6 +233,26 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
     .unwrap();
     drop(guard);
     same(&before);
+}
+
+/// Multus gives a pod a second interface, and two pods of a node reach each other on it.
+async fn an_attachment(scene: &Scene) -> Result<()> {
+    let config = r#"{"cniVersion": "1.0.0", "type": "bridge", "bridge": "br-t", "ipam": {"type": "host-local", "subnet": "10.9.0.0/24"}}"#;
+    let definition = json!({
+        "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
+        "metadata": {"name": "second", "namespace": scene.namespace}, "spec": {"config": config},
+    });
+    let file = scene.lab.kubeconfig().with_file_name("definition.json");
+    std::fs::write(&file, definition.to_string())?;
+    scene.lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?])?;
+    let with = |name: &str| pod(name).on("node-1").annotation("k8s.v1.cni.cncf.io/networks", "second");
+    let one = scene.start(with("one")).await?;
+    scene.start(with("two")).await?;
+    let status = one.metadata.annotations.and_then(|a| a.get("k8s.v1.cni.cncf.io/network-status").cloned());
+    let status: serde_json::Value = serde_json::from_str(&status.context("multus writes network-status")?)?;
+    let ip = status[1]["ips"][0].as_str().context("a second address")?.to_owned();
+    ensure!(status[1]["interface"] == "net1", "{status}");
+    scene.exec("two", &["ping", "-c", "1", "-W", "2", "-I", "net1", &ip]).map(|_| ())
 }
 
 async fn a_reboot(scene: &Scene) -> Result<()> {
@@ -285,6 +320,18 @@ async fn dead_programs(lab: &Lab) -> Result<()> {
     lab.resume("apiserver")?;
     ensure!(answers(lab).await? == 2, "and goes on where it was");
     lab.restart("node-1/kubelet")?;
+
+    // Whole machines, one after the other: a node, then the control plane with both switches in it.
+    for machine in [lab.node("node-2"), lab.control_plane()] {
+        let pid = machine.init().context("it runs")?.to_string();
+        ensure!(Command::new("kill").args(["-9", &pid]).status()?.success(), "kill {pid}");
+        wait::blocking(Duration::from_secs(5), "the machine to be off", || {
+            Ok(machine.init().is_none().then_some(()))
+        })?;
+        lab.up(Shape::Nodes(2)).await.with_context(|| format!("after the death of {}", machine.name))?;
+        ensure!(lab.status().is_whole(), "{}", lab.status());
+        ensure!(reaches(lab, "node-1", "172.30.0.12"), "cables are plugged in again");
+    }
     Ok(())
 }
 
