@@ -1,28 +1,31 @@
 # Small targets; what they do is written in Rust (tests/stages).
-STAGES = cargo run --quiet --locked -p e2e --bin stages --
+STAGES = cargo run --locked -p e2e --bin stages --
 LAB = cargo run --quiet --locked -p lab --bin lab --
 
-.PHONY: demo test soak bench image generate lab down shell clean
+.PHONY: linker demo test soak bench image generate lab down shell clean
 
-demo: ## set everything up and walk through what Patchbay does, on a two-node lab
+linker: # Rust links with cc; everything else is installed by the stages
+	@command -v cc >/dev/null || { apt-get -q update && apt-get -q install -y --no-install-recommends gcc libc6-dev; }
+
+demo: linker ## set everything up and walk through what Patchbay does, on a two-node lab
 	$(STAGES) demo
 
-test: ## set everything up and run all tests
+test: linker ## set everything up and run all tests
 	$(STAGES) test
 
-soak: ## the long counts
+soak: linker ## the long counts
 	$(STAGES) soak
 
-bench: ## the numbers
+bench: linker ## the numbers
 	$(STAGES) bench
 
-image: ## target/image/patchbay.tar, for `ctr images import` and `docker load`
+image: linker ## target/image/patchbay.tar, for `ctr images import` and `docker load`
 	$(STAGES) image
 
 generate: ## deploy/install/ from the code
 	cargo run --quiet --locked -p patchbay -- install --dir deploy/install
 
-lab: ## a two-node Kubernetes, without Patchbay
+lab: linker ## a two-node Kubernetes, without Patchbay
 	$(STAGES) prepare
 	$(LAB) up
 

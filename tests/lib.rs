@@ -3,13 +3,14 @@
 
 use std::{
     env,
+    panic::AssertUnwindSafe,
     path::PathBuf,
     process::ExitCode,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
-use futures::future::BoxFuture;
+use anyhow::{Context as _, Result, bail};
+use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Shape};
 
 pub mod patchbay;
@@ -83,16 +84,23 @@ impl Suite {
         for (name, test) in tests {
             let begun = Instant::now();
             let outcome = runtime.block_on(async {
-                tokio::time::timeout(limit, test(lab.clone()))
+                let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
+                let ended = tokio::time::timeout(limit, test)
                     .await
-                    .with_context(|| format!("no end after {limit:?}"))?
+                    .with_context(|| format!("no end after {limit:?}"))?;
+                ended.unwrap_or_else(|_| bail!("the test panicked"))
             });
             let spent = begun.elapsed().as_secs_f64();
             match outcome {
                 Ok(()) => println!("test {name} ... ok ({spent:.1} s)"),
                 Err(e) => {
                     println!("test {name} ... FAILED ({spent:.1} s)");
-                    failures.push((name, e));
+                    failures.push((name, e.context(patchbay::dump(&lab))));
+                    // What it left cut or paused must not fail the next one.
+                    for node in lab.nodes() {
+                        lab.heal(&node)?;
+                    }
+                    runtime.block_on(lab.up(self.shape))?;
                 }
             }
         }

@@ -1,6 +1,6 @@
 //! The product in a lab: installed from its image and its manifests, as a user would do it.
 
-use std::{path::PathBuf, time::Duration};
+use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{Lab, wait};
@@ -42,4 +42,22 @@ pub async fn ready(lab: &Lab) -> Result<()> {
         Ok(nodes.iter().all(|n| names.contains(n.as_str())).then_some(()))
     })
     .await
+}
+
+/// The lab and the product in it, for a failure's text.
+pub fn dump(lab: &Lab) -> String {
+    let mut text = lab.dump();
+    let mut tell = |what: &str, arguments: &[&str]| {
+        let found = lab.kubectl(arguments).unwrap_or_else(|e| format!("{e:#}"));
+        let _ = writeln!(text, "--- {what}\n{}", found.trim_end());
+    };
+    tell("nodenetworks", &["get", "nodenetworks", "-o", "yaml", "--request-timeout=5s"]);
+    for component in ["controller", "node"] {
+        let selector = format!("app.kubernetes.io/component={component}");
+        tell(
+            component,
+            &["-n", NAMESPACE, "logs", "-l", &selector, "--tail=40", "--prefix", "--request-timeout=5s"],
+        );
+    }
+    text
 }

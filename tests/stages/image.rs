@@ -1,13 +1,17 @@
 //! The product's image: a static program on an empty base.
 
-use std::{fs, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{image::product_image, say};
+use lab::{archive::Archive, image::Image, say};
 
 use crate::step::{cargo, show};
 
-const LIMIT: u64 = 30 << 20;
+const LIMIT: u64 = 30_000_000;
 
 /// Builds `target/image/patchbay.tar`.
 pub fn build() -> Result<PathBuf> {
@@ -22,7 +26,7 @@ pub fn build() -> Result<PathBuf> {
     let program = e2e::repository().join("target").join(&target).join("dist/patchbay");
     let commit = commit(&program)?;
     let out = e2e::patchbay::image();
-    product_image(&program, e2e::patchbay::REFERENCE, env!("CARGO_PKG_VERSION"), &commit, &out)?;
+    pack(&program, &commit, &out)?;
     let size = fs::metadata(&out).context("look at the image")?.len();
     ensure!(size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
     say(format!(
@@ -34,8 +38,39 @@ pub fn build() -> Result<PathBuf> {
 }
 
 /// What the program itself says it was built from.
-fn commit(program: &std::path::Path) -> Result<String> {
+fn commit(program: &Path) -> Result<String> {
     let text = lab::machine::capture(std::process::Command::new(program).arg("version"))?;
     let commit = text.lines().find_map(|line| line.strip_prefix("commit "));
     commit.map(str::to_owned).context("the program does not tell its commit")
+}
+
+/// The program and nothing else, with the commit in the labels.
+fn pack(program: &Path, commit: &str, out: &Path) -> Result<()> {
+    let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
+    let mut layer = Archive::default();
+    for dir in ["etc", "tmp", "usr", "usr/bin", "host", "run", "var", "var/lib"] {
+        layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
+    }
+    let users = b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n";
+    layer.file("etc/passwd", 0o644, users)?;
+    layer.file("etc/group", 0o644, b"root:x:0:\npatchbay:x:65532:\n")?;
+    layer.file("usr/bin/patchbay", 0o755, &content)?;
+    let image = Image {
+        reference: e2e::patchbay::REFERENCE,
+        layer: layer.finish(),
+        entrypoint: &["/usr/bin/patchbay"],
+        environment: &["PATH=/usr/bin"],
+        user: "65532:65532",
+        labels: BTreeMap::from([
+            ("org.opencontainers.image.title", "patchbay"),
+            ("org.opencontainers.image.licenses", "Apache-2.0"),
+            ("org.opencontainers.image.version", env!("CARGO_PKG_VERSION")),
+            ("org.opencontainers.image.revision", commit),
+        ]),
+    };
+    let dir = out.parent().context("the image has a directory")?;
+    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    let partial = out.with_extension("partial");
+    fs::write(&partial, image.pack()?).context("write the image")?;
+    fs::rename(&partial, out).context("put the image in place")
 }

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
             a_new_nic_shows_within_1_s_and_goes_as_fast,
             a_flapping_nic_costs_at_most_one_write_a_second,
             what_people_do_to_a_nodenetwork_is_repaired,
+            the_webhook_is_reached_through_its_service,
             a_node_daemon_can_write_only_its_own_nodes_objects,
             both_programs_run_under_the_installed_roles_without_one_refusal,
             no_container_is_privileged_and_the_image_tells_its_commit,
@@ -198,6 +199,18 @@ async fn what_people_do_to_a_nodenetwork_is_repaired(lab: Lab) -> Result<()> {
         Ok((api.get("node-1").await?.status == before.status).then_some(()))
     })
     .await?;
+    let foreign = json!({"metadata": {"ownerReferences": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "00000000-0000-0000-0000-000000000000"},
+    ]}});
+    api.patch("node-1", &PatchParams::default(), &Patch::Merge(&foreign))
+        .await
+        .context("give it another owner")?;
+    wait::until(Duration::from_secs(5), "the owner to be its Node alone", || async {
+        let owners =
+            api.get_opt("node-1").await?.and_then(|n| n.metadata.owner_references).unwrap_or_default();
+        Ok((owners.len() == 1 && owners[0].kind == "Node").then_some(()))
+    })
+    .await?;
     api.delete("node-1", &DeleteParams::default()).await.context("delete it")?;
     wait::until(Duration::from_secs(3), "a new NodeNetwork", || async {
         let now = api.get_opt("node-1").await?;
@@ -209,6 +222,17 @@ async fn what_people_do_to_a_nodenetwork_is_repaired(lab: Lab) -> Result<()> {
             .map(|_| ()))
     })
     .await
+}
+
+async fn the_webhook_is_reached_through_its_service(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let stranger: NodeNetwork = serde_json::from_value(json!({
+        "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "nowhere"},
+    }))?;
+    match networks(&client).create(&PostParams::default(), &stranger).await {
+        Err(kube::Error::Api(e)) if e.message.contains("there is no Node \"nowhere\"") => Ok(()),
+        other => bail!("{other:?}"),
+    }
 }
 
 /// A client with the token of the node daemon; bound to a pod or to nothing.
@@ -361,7 +385,7 @@ async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab) -> 
     ])?;
     ensure!(commit.len() >= 40 && inspected.contains(&commit), "{commit} in {inspected}");
     let size = std::fs::metadata(patchbay::image())?.len();
-    ensure!(size <= 30 << 20, "{size} bytes");
+    ensure!(size <= 30_000_000, "{size} bytes");
     Ok(())
 }
 
@@ -404,11 +428,19 @@ async fn a_silent_api_server_is_survived(lab: Lab) -> Result<()> {
         ])
     };
     let before = restarts()?;
-    lab.kill("apiserver")?;
-    // Something happens while nobody can be told.
+    // Connections that hang, then connections that are refused; something happens while nobody can be told.
+    lab.pause("apiserver")?;
     lab.node("node-1").output(&["ip", "link", "add", "nic8", "type", "veth", "peer", "vethnic8"])?;
+    tokio::time::sleep(Duration::from_secs(12)).await;
+    lab.resume("apiserver")?;
+    let took = shows(&client, "node-1", "nic8", true, Duration::from_secs(60)).await?;
+    println!("published {took:?} after the API server woke up");
+    lab.kill("apiserver")?;
+    lab.node("node-1").output(&["ip", "link", "add", "nic7", "type", "veth", "peer", "vethnic7"])?;
     lab.up(Shape::Nodes(2)).await?;
-    shows(&client, "node-1", "nic8", true, Duration::from_secs(60)).await?;
+    let took = shows(&client, "node-1", "nic7", true, Duration::from_secs(60)).await?;
+    println!("published {took:?} after the API server was back");
+    lab.node("node-1").output(&["ip", "link", "del", "nic7"])?;
     lab.node("node-1").output(&["ip", "link", "del", "nic8"])?;
     shows(&client, "node-1", "nic8", false, Duration::from_secs(5)).await?;
     ensure!(restarts()? == before, "no daemon was restarted: {} then {}", before, restarts()?);

@@ -17,7 +17,9 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{Suite, patchbay, tests};
 use k8s_openapi::{
-    api::{coordination::v1::Lease, core::v1::Secret},
+    api::{
+        admissionregistration::v1::ValidatingWebhookConfiguration, coordination::v1::Lease, core::v1::Secret,
+    },
     apimachinery::pkg::apis::meta::v1::MicroTime,
     jiff::{SignedDuration, Timestamp},
 };
@@ -262,22 +264,12 @@ async fn the_webhook_refuses_a_nodenetwork_without_a_node(lab: Lab) -> Result<()
         )?
         .as_str(),
     ])?;
-    // Every replica learns of the Node from its own watch.
-    let mut good = 0;
-    wait::until(Duration::from_secs(10), "both replicas to know the Node", || {
-        let client = client.clone();
-        async move { Ok(Some(admission(&client, "somebody").await.is_ok())) }
-    })
-    .await?;
-    wait::until(Duration::from_secs(10), "ten admissions in a row", || {
-        let client = client.clone();
-        let good = &mut good;
-        *good += 1;
-        let count = *good;
-        async move {
-            admission(&client, "somebody").await?;
-            Ok((count >= 10).then_some(()))
-        }
+    // Every replica learns of the Node from its own watch: ten in a row, whichever of them answers.
+    let row = AtomicUsize::new(0);
+    wait::until(Duration::from_secs(10), "ten admissions in a row", || async {
+        let good = admission(&client, "somebody").await.is_ok();
+        row.store(if good { row.load(Ordering::Relaxed) + 1 } else { 0 }, Ordering::Relaxed);
+        Ok((row.load(Ordering::Relaxed) >= 10).then_some(()))
     })
     .await?;
     lab.kubectl(&["delete", "node", "somebody"]).map(|_| ())
@@ -359,21 +351,46 @@ async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
     free_the_lease(&client).await?;
     let mut one = Replica::ready(&lab, 1, &[]).await?;
     leads(&client, "replica-1", Duration::from_secs(15)).await?;
-    let _two = Replica::ready(&lab, 2, &[]).await?;
+    let mut two = Replica::ready(&lab, 2, &[]).await?;
+    webhook_answers(&client).await?;
     one.signal(Signal::SIGSTOP)?;
     leads(&client, "replica-2", Duration::from_secs(15)).await?;
+    // With the new leader held too, only the old one could mend what is broken now; and it must not.
+    two.signal(Signal::SIGSTOP)?;
+    let broken = r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#;
+    lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
     let mark = lab.audit_mark()?;
     one.signal(Signal::SIGCONT)?;
     // It wakes up believing that it leads, and must end without having written anything.
-    let status = one.ends_within(Duration::from_secs(15)).await?;
+    let status = one.ends_within(Duration::from_secs(8)).await?;
     ensure!(!status.success(), "losing the lead is not a success: {status}");
-    ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
-    let written = |a: &lab::audit::Asked| {
-        a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller") && a.resource != "leases"
-    };
-    let writes: Vec<_> = lab.asked_since(mark)?.into_iter().filter(written).collect();
+    let ours =
+        |a: &lab::audit::Asked| a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller");
+    let writes: Vec<_> = lab.asked_since(mark)?.into_iter().filter(ours).collect();
     ensure!(writes.is_empty(), "{writes:?}");
-    Ok(())
+    ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
+    ensure!(bundle(&client).await?.is_empty(), "somebody mended it");
+    two.signal(Signal::SIGCONT)?;
+    webhook_answers_after_repair(&lab, &client, &mut two).await
+}
+
+/// The held leader lost its own tenure too: it ends, and one that starts anew mends everything.
+async fn webhook_answers_after_repair(lab: &Lab, client: &Client, two: &mut Replica) -> Result<()> {
+    two.ends_within(Duration::from_secs(8)).await?;
+    let _three = Replica::ready(lab, 1, &[]).await?;
+    wait::until(Duration::from_secs(20), "the bundle to be mended", || async {
+        Ok((!bundle(client).await?.is_empty()).then_some(()))
+    })
+    .await?;
+    webhook_answers(client).await
+}
+
+/// The authorities that the API server is told to trust.
+async fn bundle(client: &Client) -> Result<String> {
+    let api: Api<ValidatingWebhookConfiguration> = Api::all(client.clone());
+    let hooks = api.get("patchbay").await?.webhooks.unwrap_or_default();
+    let first = hooks.into_iter().next().and_then(|hook| hook.client_config.ca_bundle);
+    Ok(first.map(|b| String::from_utf8_lossy(&b.0).into_owned()).unwrap_or_default())
 }
 
 /// Holds the Lease as somebody whose clock is off, for as long as it is told to.
@@ -503,10 +520,16 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
         r#"[{"op":"replace","path":"/webhooks/0/clientConfig/caBundle","value":"bm90aGluZw=="}]"#,
         r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#,
     ];
+    let good = bundle(&client).await?;
+    ensure!(good.contains("BEGIN CERTIFICATE"), "{good}");
     for patch in mangle {
-        // The API server itself refuses a bundle that is none; either way the webhook answers again.
+        // The API server itself may refuse a bundle that is none.
         let _ =
             lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", patch]);
+        wait::until(Duration::from_secs(5), "the bundle to be mended", || async {
+            Ok((bundle(&client).await? == good).then_some(()))
+        })
+        .await?;
         webhook_answers(&client).await?;
     }
     let manifests = patchbay::manifests();

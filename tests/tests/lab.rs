@@ -14,7 +14,7 @@ use lab::{
     Lab, Shape,
     machine::binary,
     scene::{Scene, pod},
-    snapshot::Snapshot,
+    snapshot::{Snapshot, inhabitants, namespaces},
     wait,
 };
 
@@ -63,6 +63,15 @@ fn same(before: &Snapshot) {
     settled.expect("no trace");
 }
 
+/// Takes the lab down and asserts that nobody is left in its namespaces, wherever its cgroup put him.
+fn down_and_out(lab: &Lab) {
+    let namespaces = namespaces(&lab.processes());
+    assert!(namespaces.len() >= 5, "a lab lives in namespaces of its own: {namespaces:?}");
+    lab.down().unwrap();
+    let left = inhabitants(&namespaces);
+    assert!(left.is_empty(), "processes {left:?} are left in the lab's namespaces");
+}
+
 async fn answers(lab: &Lab) -> Result<usize> {
     let nodes: Api<Node> = Api::all(lab.client().await?);
     Ok(nodes.list(&kube::api::ListParams::default()).await?.items.len())
@@ -95,36 +104,20 @@ fn down_leaves_nothing_even_with_pods_running_and_run_twice() {
 fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
     let _alone = alone();
     let before = Snapshot::take().unwrap();
-    for moment in [100, 400, 1200, 3000] {
+    let moments =
+        if e2e::soak() { (1..60).map(|n| n * 100).collect() } else { vec![100, 400, 700, 1200, 3000] };
+    for moment in moments {
         let guard = Guard::new("t-killed").unwrap();
-        let mut up = Command::new(binary().unwrap())
-            .args(["--name", "t-killed", "up", "--nodes", "1"])
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let begun = Instant::now();
-        let _ = wait::blocking::<()>(Duration::from_millis(moment), "the moment", || Ok(None));
-        up.kill().unwrap();
-        up.wait().unwrap();
-        assert!(begun.elapsed() < Duration::from_millis(moment + 500));
-        guard.0.down().unwrap();
+        run_and_kill(&["--name", "t-killed", "up", "--nodes", "1"], moment);
+        down_and_out_or_gone(&guard.0);
+        same(&before);
+        run_and_kill(&["--name", "t-killed", "up", "--nodes", "1"], moment);
+        block(guard.0.up(Shape::Nodes(1))).unwrap();
+        assert!(guard.0.status().is_whole(), "{}", guard.0.status());
+        assert_eq!(block(answers(&guard.0)).unwrap(), 1);
+        down_and_out(&guard.0);
         same(&before);
     }
-    let guard = Guard::new("t-killed").unwrap();
-    let mut up = Command::new(binary().unwrap())
-        .args(["--name", "t-killed", "up", "--control-plane-only"])
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let machine = guard.0.control_plane();
-    let started = || Ok(machine.components().is_ok_and(|c| c.contains_key("etcd")).then_some(()));
-    wait::blocking(Duration::from_secs(5), "etcd to run", started).unwrap();
-    up.kill().unwrap();
-    up.wait().unwrap();
-    block(guard.0.up(Shape::ControlPlaneOnly)).unwrap();
-    assert_eq!(block(answers(&guard.0)).unwrap(), 0);
-    drop(guard);
-    same(&before);
 }
 
 #[test]
@@ -133,14 +126,52 @@ fn down_leaves_nothing_after_kill_9_of_anything() {
     let before = Snapshot::take().unwrap();
     let guard = Guard::new("t-kill9").unwrap();
     block(guard.0.up(Shape::Nodes(1))).unwrap();
-    // The first process of a node, a runtime, the API server, and the forwarder.
-    let kill = |pid: i32| Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
+    // A runtime, the API server, the forwarder, a shim, and the first processes of both machines.
+    let kill =
+        |pid: i32| assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
     guard.0.kill("node-1/containerd").unwrap();
     guard.0.kill("apiserver").unwrap();
+    let door = guard.0.door_processes();
+    assert_eq!(door.len(), 1, "{door:?}");
+    kill(door[0]);
     kill(guard.0.node("node-1").init().unwrap());
     kill(guard.0.control_plane().init().unwrap());
     guard.0.down().unwrap();
     same(&before);
+}
+
+#[test]
+fn down_and_reboot_that_are_killed_can_be_repeated() {
+    let _alone = alone();
+    let before = Snapshot::take().unwrap();
+    let guard = Guard::new("t-half").unwrap();
+    block(guard.0.up(Shape::Nodes(1))).unwrap();
+    for moment in if e2e::soak() { vec![20, 60, 100, 200, 400, 800, 1600, 2400] } else { vec![60, 800] } {
+        run_and_kill(&["--name", "t-half", "reboot", "node-1"], moment);
+        block(guard.0.up(Shape::Nodes(1))).unwrap();
+        assert!(guard.0.status().is_whole(), "{}", guard.0.status());
+    }
+    for moment in if e2e::soak() { vec![5, 20, 50, 100, 200, 400, 800] } else { vec![20, 150] } {
+        run_and_kill(&["--name", "t-half", "down"], moment);
+        block(guard.0.up(Shape::Nodes(1))).unwrap();
+    }
+    run_and_kill(&["--name", "t-half", "down"], 100);
+    down_and_out_or_gone(&guard.0);
+    same(&before);
+}
+
+/// Runs the lab's program and kills it after some milliseconds, unless it has ended by itself.
+fn run_and_kill(arguments: &[&str], moment: u64) {
+    let mut child = Command::new(binary().unwrap()).args(arguments).stderr(Stdio::null()).spawn().unwrap();
+    let _ = wait::blocking(Duration::from_millis(moment), "the moment", || Ok(child.try_wait()?));
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+fn down_and_out_or_gone(lab: &Lab) {
+    let namespaces = namespaces(&lab.processes());
+    lab.down().unwrap();
+    assert_eq!(inhabitants(&namespaces), Vec::<i32>::new());
 }
 
 #[test]
@@ -195,11 +226,13 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
         lab.up(Shape::Nodes(2)).await?;
 
         // Nothing leads out, and nothing of the lab is in this machine's network.
-        ensure!(!reaches(lab, "node-1", "192.0.2.1"), "a node reaches beyond the lab");
+        let beyond = lab.control_plane().output(&["ip", "route", "get", "192.0.2.1"]);
+        ensure!(beyond.is_err(), "the switch leads somewhere: {beyond:?}");
         let routes = lab.node("node-1").output(&["ip", "route", "show", "default"])?;
         ensure!(routes.contains("dev eth0"), "{routes}");
         let now = Snapshot::take()?.since(&before);
-        let links: Vec<_> = now.iter().filter(|l| l.starts_with("link") || l.starts_with("mount")).collect();
+        let here = |line: &&String| line.starts_with("link") || line.starts_with("mount");
+        let links: Vec<_> = now.iter().filter(here).collect();
         ensure!(links.is_empty(), "{links:?}");
         let nics = lab.node("node-1").output(&["ls", "/sys/class/net"])?;
         ensure!(nics.split_whitespace().collect::<Vec<_>>() == ["eth0", "eth1", "eth2", "lo"], "{nics}");
@@ -210,6 +243,7 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
         ensure!(!reaches(lab, "node-1", "172.30.0.12"), "a cut cable carries nothing");
         let carrier = lab.node("node-2").output(&["cat", "/sys/class/net/eth0/carrier"])?;
         ensure!(carrier.trim() == "1", "the fault is further away than the NIC");
+        ensure!(lab.status().to_string().contains("partitioned"), "{}", lab.status());
         lab.heal("node-2")?;
         ensure!(reaches(lab, "node-1", "172.30.0.12"), "a mended cable carries");
 
@@ -319,6 +353,10 @@ async fn dead_programs(lab: &Lab) -> Result<()> {
     ensure!(silent.is_err(), "a paused API server says nothing");
     lab.resume("apiserver")?;
     ensure!(answers(lab).await? == 2, "and goes on where it was");
+    lab.pause("scheduler")?;
+    lab.up(Shape::Nodes(2)).await?;
+    let state = lab.control_plane().output(&["sh", "-c", "grep -l kube-scheduler /proc/[0-9]*/comm | head -1 | xargs dirname | xargs -I{} grep State {}/status"]);
+    ensure!(state.as_ref().is_ok_and(|s| !s.contains("T (stopped)")), "up wakes what is paused: {state:?}");
     lab.restart("node-1/kubelet")?;
 
     // Whole machines, one after the other: a node, then the control plane with both switches in it.

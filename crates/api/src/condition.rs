@@ -35,7 +35,10 @@ pub struct Condition {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum ConditionStatus {
+    /// It holds.
     True,
+    /// It does not hold.
     False,
+    /// Nobody can say.
     Unknown,
 }

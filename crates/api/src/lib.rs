@@ -2,13 +2,17 @@
 //!
 //! Plain data that knows no client, clock or kernel. The feature `kube` adds what makes the kinds API
 //! resources; without it everything here is serde structs and parsers.
+#![warn(missing_docs)]
 
+pub mod chain;
 pub mod condition;
 pub mod ifname;
 pub mod mac;
+pub mod names;
 pub mod nodenetwork;
 pub mod pattern;
 
+pub use chain::Chain;
 pub use condition::{Condition, ConditionStatus};
 pub use ifname::IfName;
 pub use mac::Mac;

@@ -7,10 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Condition, Mac};
 
-/// The links of a node that are listed at most. More would not fit into one object.
+/// The links of a node that are listed at most. With [`MAX_ALL_ADDRESSES`] the largest object stays below 512 KiB, a
+/// third of what the API server stores, with what it adds itself to say who wrote which field.
 pub const MAX_INTERFACES: usize = 512;
 /// The addresses of one link that are listed at most.
 pub const MAX_ADDRESSES: usize = 64;
+/// The addresses of all links together that are listed at most.
+pub const MAX_ALL_ADDRESSES: usize = 2048;
 /// The longest name shown. A name of 15 bytes has up to 60 characters when all of them had to be escaped.
 pub const MAX_NAME: usize = 63;
 
@@ -225,6 +228,14 @@ mod tests {
         let text = serde_json::to_string(&object).unwrap();
         assert_eq!(serde_json::from_str::<NodeNetwork>(&text).unwrap(), object);
         assert!(!text.contains("spec"), "{text}");
+    }
+
+    #[test]
+    fn the_kind_is_of_our_group_and_version() {
+        use kube::Resource as _;
+
+        assert_eq!(NodeNetwork::group(&()), crate::GROUP);
+        assert_eq!(NodeNetwork::version(&()), crate::VERSION);
     }
 
     #[test]

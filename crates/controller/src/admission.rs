@@ -5,6 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use api::{Chain, names::VALIDATE_NODENETWORKS};
 use axum::{
     Json, Router,
     body::Bytes,
@@ -13,20 +14,82 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
-use kube::core::{
-    DynamicObject,
-    admission::{AdmissionRequest, AdmissionResponse, AdmissionReview, Operation},
-};
 use prometheus_client::encoding::EncodeLabelValue;
-use tracing::{info, warn};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::time::timeout;
+use tracing::debug;
 
-use crate::{error::Chain, http::Replica, metrics::Outcome};
+use crate::{http::Replica, metrics::Outcome};
 
 /// An object is at most 1.5 MiB in etcd, and an update carries two.
 const LARGEST_BODY: usize = 3 * 1024 * 1024;
 
-/// API servers give up after 30 s at most.
-const SLOWEST_BODY: Duration = Duration::from_secs(10);
+/// So many bodies are read and judged at a time; the others wait.
+pub const MOST_BODIES: usize = 16;
+
+/// How long a request waits for its turn before the API server is told to try elsewhere.
+const LONGEST_QUEUE: Duration = Duration::from_secs(2);
+
+/// API servers give up on us after five seconds.
+const SLOWEST_BODY: Duration = Duration::from_secs(5);
+
+/// What a request says is repeated up to so many characters.
+const LONGEST_ECHO: usize = 64;
+
+const REVIEW_VERSION: &str = "admission.k8s.io/v1";
+
+/// An AdmissionReview, as far as anything here reads it. The objects in it may be large and are skipped, not kept.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Review {
+    api_version: String,
+    request: Option<Asked>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Asked {
+    uid: String,
+    resource: Resource,
+    #[serde(default)]
+    name: String,
+    operation: Operation,
+    user_info: User,
+    object: Option<Object>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Resource {
+    group: String,
+    resource: String,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "SCREAMING_SNAKE_CASE")]
+enum Operation {
+    Create,
+    Update,
+    Delete,
+    Connect,
+}
+
+#[derive(Debug, Deserialize)]
+struct User {
+    #[serde(default)]
+    username: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct Object {
+    #[serde(default)]
+    metadata: Metadata,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Metadata {
+    name: Option<String>,
+}
 
 /// What the API server asks about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
@@ -53,6 +116,8 @@ enum Unanswerable {
     Version(String),
     #[error("this path is about {expected} and was asked about {asked}: mend the webhook configuration")]
     Resource { expected: String, asked: String },
+    #[error("too many requests at a time: try again")]
+    Busy,
     #[error("the body did not arrive in time")]
     Slow,
     #[error("the body was refused: {0}")]
@@ -66,7 +131,7 @@ impl Path {
 
     fn route(self) -> &'static str {
         match self {
-            Self::ValidateNodeNetworks => "/validate/nodenetworks",
+            Self::ValidateNodeNetworks => VALIDATE_NODENETWORKS,
         }
     }
 
@@ -88,62 +153,58 @@ pub fn router() -> Router<Arc<Replica>> {
 
 async fn admit(path: Path, replica: Arc<Replica>, request: Request) -> Response {
     match answer(path, &replica, request).await {
-        Ok((verdict, response)) => {
+        Ok((uid, verdict)) => {
             replica.metrics.admission(path, verdict.outcome());
-            Json(response.into_review()).into_response()
+            Json(response(&uid, &verdict)).into_response()
         }
         Err(error) => {
             replica.metrics.admission(path, error.outcome());
-            warn!(?path, error = %Chain(&error), "an admission request was not understood");
+            debug!(?path, error = %Chain(&error), "an admission request was not judged");
             (error.status(), error.to_string()).into_response()
         }
     }
 }
 
-async fn answer(
-    path: Path,
-    replica: &Replica,
-    request: Request,
-) -> Result<(Verdict, AdmissionResponse), Unanswerable> {
-    let body = tokio::time::timeout(SLOWEST_BODY, Bytes::from_request(request, &())).await;
+/// The UID of what was asked, and the verdict.
+async fn answer(path: Path, replica: &Replica, request: Request) -> Result<(String, Verdict), Unanswerable> {
+    let turn = timeout(LONGEST_QUEUE, replica.bodies.acquire()).await;
+    let Ok(Ok(_turn)) = turn else { return Err(Unanswerable::Busy) };
+    let body = timeout(SLOWEST_BODY, Bytes::from_request(request, &())).await;
     let body = body.map_err(|_| Unanswerable::Slow)?;
     let body = body.map_err(|refused| Unanswerable::Refused(refused.status(), refused.body_text()))?;
-    let request = read(path, &body)?;
+    let asked = read(path, &body)?;
     if !replica.readiness.is_synced() {
         return Err(Unanswerable::NotSynced);
     }
-    let verdict = judge(path, replica, &request);
-    let response = AdmissionResponse::from(&request);
-    let Verdict::Deny(message) = &verdict else {
-        return Ok((verdict, response));
-    };
-    info!(?path, name = name(&request), user = request.user_info.username, "refused");
-    let mut response = response.deny(message);
-    response.result.code = StatusCode::FORBIDDEN.as_u16();
-    "Forbidden".clone_into(&mut response.result.reason);
-    Ok((verdict, response))
+    let verdict = judge(path, replica, &asked);
+    if let Verdict::Deny(_) = verdict {
+        debug!(?path, name = short(asked.name()), user = short(&asked.user_info.username), "refused");
+    }
+    Ok((asked.uid, verdict))
 }
 
-fn read(path: Path, body: &[u8]) -> Result<AdmissionRequest<DynamicObject>, Unanswerable> {
-    let review: AdmissionReview<DynamicObject> =
-        serde_json::from_slice(body).map_err(|error| Unanswerable::Body(error.to_string()))?;
-    if review.types.api_version != "admission.k8s.io/v1" {
-        return Err(Unanswerable::Version(review.types.api_version));
+fn read(path: Path, body: &[u8]) -> Result<Asked, Unanswerable> {
+    let review: Review =
+        serde_json::from_slice(body).map_err(|error| Unanswerable::Body(short(&error.to_string())))?;
+    if review.api_version != REVIEW_VERSION {
+        return Err(Unanswerable::Version(short(&review.api_version)));
     }
-    let request: AdmissionRequest<_> = review.try_into().map_err(|_| Unanswerable::NoRequest)?;
+    let request = review.request.ok_or(Unanswerable::NoRequest)?;
+    if request.uid.chars().count() > LONGEST_ECHO {
+        return Err(Unanswerable::Body("its uid is none".to_owned()));
+    }
     let asked = (request.resource.group.as_str(), request.resource.resource.as_str());
     if asked != path.resource() {
-        let full = |(group, resource): (&str, &str)| format!("{resource}.{group}");
+        let full = |(group, resource): (&str, &str)| short(&format!("{resource}.{group}"));
         return Err(Unanswerable::Resource { expected: full(path.resource()), asked: full(asked) });
     }
     Ok(request)
 }
 
-fn judge(path: Path, replica: &Replica, request: &AdmissionRequest<DynamicObject>) -> Verdict {
-    match (path, &request.operation) {
+fn judge(path: Path, replica: &Replica, asked: &Asked) -> Verdict {
+    match (path, asked.operation) {
         (Path::ValidateNodeNetworks, Operation::Create) => {
-            let name = name(request);
-            node_network(name, replica.nodes.exists(name))
+            node_network(asked.name(), replica.nodes.exists(asked.name()))
         }
         (Path::ValidateNodeNetworks, Operation::Update | Operation::Delete | Operation::Connect) => {
             Verdict::Allow
@@ -151,10 +212,32 @@ fn judge(path: Path, replica: &Replica, request: &AdmissionRequest<DynamicObject
     }
 }
 
-/// A generated name stands in the object only.
-fn name(request: &AdmissionRequest<DynamicObject>) -> &str {
-    let named = request.object.as_ref().and_then(|object| object.metadata.name.as_deref());
-    named.unwrap_or(&request.name)
+fn response(uid: &str, verdict: &Verdict) -> Value {
+    let response = match verdict {
+        Verdict::Allow => json!({"uid": uid, "allowed": true}),
+        Verdict::Deny(message) => {
+            let status =
+                json!({"code": StatusCode::FORBIDDEN.as_u16(), "reason": "Forbidden", "message": message});
+            json!({"uid": uid, "allowed": false, "status": status})
+        }
+    };
+    json!({"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response})
+}
+
+/// What is repeated of a text that anybody may have written.
+fn short(text: &str) -> String {
+    match text.char_indices().nth(LONGEST_ECHO) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+impl Asked {
+    /// A generated name stands in the object only.
+    fn name(&self) -> &str {
+        let named = self.object.as_ref().and_then(|object| object.metadata.name.as_deref());
+        named.unwrap_or(&self.name)
+    }
 }
 
 /// Whether a NodeNetwork of this name may be, given whether a Node of this name exists.
@@ -163,8 +246,9 @@ pub fn node_network(name: &str, node_exists: bool) -> Verdict {
         return Verdict::Allow;
     }
     Verdict::Deny(format!(
-        "there is no Node {name:?}: a NodeNetwork bears the name of its Node and is made by the Patchbay daemon on it. \
-         Do not create it by hand; if the Node has only just joined, try again in a moment"
+        "there is no Node {:?}: a NodeNetwork bears the name of its Node and is made by the Patchbay daemon on it. \
+         Do not create it by hand; if the Node has only just joined, try again in a moment",
+        short(name)
     ))
 }
 
@@ -185,13 +269,13 @@ impl Unanswerable {
             }
             Self::Slow => StatusCode::REQUEST_TIMEOUT,
             Self::Refused(status, _) => *status,
-            Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 
     fn outcome(&self) -> Outcome {
         match self {
-            Self::NotSynced => Outcome::Unavailable,
+            Self::Busy | Self::NotSynced => Outcome::Unavailable,
             Self::Body(_)
             | Self::NoRequest
             | Self::Version(_)

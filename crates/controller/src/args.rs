@@ -1,12 +1,12 @@
 //! The flags of `patchbay controller`.
 
 use std::{
-    collections::BTreeSet,
     net::{Ipv6Addr, SocketAddr},
     time::Duration,
 };
 
-use plan::lease::LONGEST_TERM;
+use api::names::{HEALTH_PORT, SERVICE, WEBHOOK_PORT};
+use plan::{certs::LONGEST_LIFE, lease::LONGEST_TERM};
 
 use crate::duration;
 
@@ -34,15 +34,15 @@ pub struct Args {
     pub lease_look: Duration,
 
     /// Where /healthz and /readyz are served, in the clear
-    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any(8081))]
+    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any(HEALTH_PORT))]
     pub health_addr: SocketAddr,
 
     /// Where admission and /metrics are served, over TLS
-    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any(9443))]
+    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any(WEBHOOK_PORT))]
     pub webhook_addr: SocketAddr,
 
     /// Name of the Service through which the API server calls the webhook
-    #[arg(long, env = "PATCHBAY_WEBHOOK_SERVICE", default_value = "patchbay-webhook")]
+    #[arg(long, env = "PATCHBAY_WEBHOOK_SERVICE", default_value = SERVICE)]
     pub webhook_service: String,
 
     /// Lifetime of the webhook's certificate authority; renewed after two thirds of it
@@ -80,7 +80,6 @@ pub enum Error {
 }
 
 const LONGEST_DRAIN: Duration = Duration::from_secs(5);
-const LONGEST_LIFE: Duration = Duration::from_hours(3650 * 24);
 
 fn any(port: u16) -> SocketAddr {
     SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
@@ -120,10 +119,9 @@ impl Args {
         Ok(())
     }
 
-    /// The names under which API servers know the webhook.
-    pub fn webhook_names(&self) -> BTreeSet<String> {
-        let short = format!("{}.{}.svc", self.webhook_service, self.namespace);
-        [format!("{short}.cluster.local"), short].into()
+    /// The name by which API servers call the webhook.
+    pub fn webhook_name(&self) -> String {
+        format!("{}.{}.svc", self.webhook_service, self.namespace)
     }
 }
 
@@ -177,7 +175,6 @@ pub mod tests {
 
     #[test]
     fn the_webhook_is_known_by_its_service_in_the_namespace() {
-        let names = ["patchbay-webhook.ns.svc", "patchbay-webhook.ns.svc.cluster.local"];
-        assert_eq!(args(&[]).webhook_names(), names.map(str::to_owned).into());
+        assert_eq!(args(&[]).webhook_name(), "patchbay-webhook.ns.svc");
     }
 }

@@ -9,11 +9,12 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use futures::{StreamExt, stream};
-use k8s_openapi::api::{
-    admissionregistration::v1::{MutatingWebhookConfiguration, ValidatingWebhookConfiguration},
-    core::v1::Secret,
+use api::{
+    Chain,
+    names::{CONFIGURATION, SECRET},
 };
+use futures::{StreamExt, stream};
+use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
 use kube::{Api, Client};
 use plan::certs::{self, Id, Next, Observed, Policy, Step, Trust, Validity};
 use tokio_util::sync::CancellationToken;
@@ -22,11 +23,11 @@ use tracing::{debug, info, warn};
 use crate::{
     call,
     certificate::{self, AUTHORITIES, AUTHORITY_KEY, Held, LEAF, LEAF_KEY},
-    configuration::{self, Configuration, Configurations, Kind},
-    election::{self, Tenure},
-    error::Chain,
+    clock::Clock,
+    configuration::{Configuration, Registration},
     metrics::{Call, Metrics},
-    secret::{self, Vault},
+    secret::Vault,
+    tenure::{Tenure, now},
     watch,
 };
 
@@ -42,32 +43,36 @@ pub enum Error {
     Read(#[source] call::Error),
     #[error("write the secret of the webhook certificates")]
     Secret(#[source] call::Error),
-    #[error("publish the webhook authorities to the {0:?} configuration")]
-    Publish(Kind, #[source] call::Error),
+    #[error("publish the webhook authorities")]
+    Publish(#[source] call::Error),
     #[error("make a webhook certificate")]
     Make(#[source] certificate::Error),
-    #[error("write as leader")]
-    Lead(#[source] election::Error),
 }
 
 impl Error {
     fn is_conflict(&self) -> bool {
         match self {
-            Self::Secret(error) | Self::Publish(_, error) => error.is_conflict(),
-            Self::Read(_) | Self::Make(_) | Self::Lead(_) => false,
+            Self::Secret(error) | Self::Publish(error) => error.is_conflict(),
+            Self::Read(_) | Self::Make(_) => false,
         }
     }
+}
+
+/// Where the webhook lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Home {
+    pub namespace: String,
+    pub service: String,
 }
 
 /// The keeper of the certificates.
 pub struct Keeper {
     client: Client,
-    namespace: String,
+    home: Home,
     policy: Policy,
     metrics: Arc<Metrics>,
-    tenure: Tenure,
     vault: Vault,
-    configurations: Configurations,
+    registration: Registration,
     trust: Trust,
 }
 
@@ -75,25 +80,18 @@ pub struct Keeper {
 struct View {
     secret: Option<Secret>,
     held: Held,
-    configurations: Vec<Configuration>,
+    configuration: Option<Configuration>,
 }
 
 impl Keeper {
-    pub fn new(
-        client: Client,
-        namespace: String,
-        policy: Policy,
-        metrics: Arc<Metrics>,
-        tenure: Tenure,
-    ) -> Self {
+    pub fn new(client: Client, home: Home, policy: Policy, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
         Self {
-            vault: Vault::new(client.clone(), &namespace, metrics.clone()),
-            configurations: Configurations::new(client.clone(), metrics.clone()),
+            vault: Vault::new(client.clone(), &home.namespace, metrics.clone(), tenure.clone()),
+            registration: Registration::new(client.clone(), home.clone(), metrics.clone(), tenure),
             client,
-            namespace,
+            home,
             policy,
             metrics,
-            tenure,
             trust: Trust::default(),
         }
     }
@@ -103,6 +101,7 @@ impl Keeper {
         let mut touches = self.touches();
         let mut retry = FIRST_RETRY;
         loop {
+            let clock = Clock::new();
             let rest = match self.round().await {
                 Ok(rest) => {
                     retry = FIRST_RETRY;
@@ -122,6 +121,7 @@ impl Keeper {
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(rest.max(BREATH)) => {}
+                () = clock.was_set() => info!("the clock was set, every date is judged anew"),
                 touched = touches.next() => match touched {
                     Some(()) => tokio::time::sleep(BREATH).await,
                     None => return,
@@ -131,39 +131,30 @@ impl Keeper {
     }
 
     fn touches(&self) -> impl futures::Stream<Item = ()> + Unpin + use<> {
-        let secret = Api::namespaced(self.client.clone(), &self.namespace);
-        let (validating, mutating) = (Api::all(self.client.clone()), Api::all(self.client.clone()));
-        let configuration = Call::WatchWebhookConfiguration;
-        stream::select_all([
-            watch::touches::<Secret>(secret, secret::NAME, self.metrics.clone(), Call::WatchSecret),
+        let secret = Api::namespaced(self.client.clone(), &self.home.namespace);
+        let configuration = Api::all(self.client.clone());
+        stream::select(
+            watch::touches::<Secret>(secret, SECRET, self.metrics.clone(), Call::WatchSecret),
             watch::touches::<ValidatingWebhookConfiguration>(
-                validating,
-                configuration::NAME,
-                self.metrics.clone(),
                 configuration,
-            ),
-            watch::touches::<MutatingWebhookConfiguration>(
-                mutating,
-                configuration::NAME,
+                CONFIGURATION,
                 self.metrics.clone(),
-                configuration,
+                Call::WatchWebhookConfiguration,
             ),
-        ])
+        )
     }
 
     /// One look and at most one step; says for how long all is well.
     async fn round(&mut self) -> Result<Duration, Error> {
         let view = self.look().await.map_err(Error::Read)?;
         let configurations: Vec<_> =
-            view.configurations.iter().flat_map(Configuration::bundles).cloned().collect();
-        let now = tokio::time::Instant::now().into_std();
-        let trusted_for = self.trust.look(view.held.signer.as_ref(), &configurations, now);
+            view.configuration.iter().flat_map(Configuration::bundles).cloned().collect();
+        let trusted_for = self.trust.look(view.held.signer.as_ref(), &configurations, now());
         let Held { bundle, signer, leaf } = view.held.clone();
         let observed = Observed { secret: bundle, signer, leaf, configurations, trusted_for };
         match certs::next(&observed, &self.policy, SystemTime::now()) {
             Next::Look(rest) => Ok(rest),
             Next::Step(step) => {
-                self.tenure.check().map_err(Error::Lead)?;
                 self.apply(step, view).await?;
                 Ok(Duration::ZERO)
             }
@@ -171,9 +162,9 @@ impl Keeper {
     }
 
     async fn look(&self) -> Result<View, call::Error> {
-        let (secret, configurations) = tokio::try_join!(self.vault.read(), self.configurations.read())?;
+        let (secret, configuration) = tokio::try_join!(self.vault.read(), self.registration.read())?;
         let held = secret.as_ref().and_then(|secret| secret.data.as_ref()).map(certificate::read_secret);
-        Ok(View { secret, held: held.unwrap_or_default(), configurations })
+        Ok(View { secret, held: held.unwrap_or_default(), configuration })
     }
 
     async fn apply(&self, step: Step, view: View) -> Result<(), Error> {
@@ -208,23 +199,18 @@ impl Keeper {
         let (Some(signer), Some(key)) = (&view.held.signer, key) else {
             return Ok(());
         };
-        let names = self.policy.names.iter().cloned().collect();
-        let made = certificate::sign(signer, &key.0, names, validity).map_err(Error::Make)?;
+        let name = self.policy.name.clone();
+        let made = certificate::sign(signer, &key.0, name, validity).map_err(Error::Make)?;
         let parts = [(LEAF, made.certificate), (LEAF_KEY, made.key)].into();
         self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
         info!("signed a new webhook certificate");
         Ok(())
     }
 
-    /// Every configuration that shows other authorities; one that cannot be written does not hold up the other.
     async fn publish(&self, view: &View) -> Result<(), Error> {
-        let mut result = Ok(());
-        for configuration in view.configurations.iter().filter(|it| !it.trusts(&view.held.bundle)) {
-            match self.configurations.publish(configuration, &view.held.bundle).await {
-                Ok(()) => info!(kind = ?configuration.kind, "published the webhook authorities"),
-                Err(error) => result = Err(Error::Publish(configuration.kind, error)),
-            }
-        }
-        result
+        let Some(configuration) = &view.configuration else { return Ok(()) };
+        self.registration.publish(configuration, &view.held.bundle).await.map_err(Error::Publish)?;
+        info!("published the webhook authorities");
+        Ok(())
     }
 }

@@ -83,12 +83,12 @@ pub fn found(validity: Validity) -> Result<Made, Error> {
 }
 
 /// Signs a new serving certificate.
-pub fn sign(signer: &Id, key: &[u8], names: Vec<String>, validity: Validity) -> Result<Made, Error> {
+pub fn sign(signer: &Id, key: &[u8], host: String, validity: Validity) -> Result<Made, Error> {
     let key = KeyPair::from_pem(std::str::from_utf8(key).map_err(|_| Error::Key)?).map_err(Error::Make)?;
     let authority = CertificateDer::from(signer.0.as_slice());
     let issuer = Issuer::from_ca_cert_der(&authority, key).map_err(Error::Make)?;
     let mut params = params(validity);
-    params.subject_alt_names = alt_names(names)?;
+    params.subject_alt_names = CertificateParams::new([host]).map_err(Error::Make)?.subject_alt_names;
     params.distinguished_name = name("patchbay webhook".to_owned());
     params.use_authority_key_identifier_extension = true;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -211,8 +211,4 @@ pub fn server_config(data: &BTreeMap<String, ByteString>) -> Result<Arc<ServerCo
         .map_err(Error::Serve)?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
-}
-
-fn alt_names(names: Vec<String>) -> Result<Vec<rcgen::SanType>, Error> {
-    Ok(CertificateParams::new(names).map_err(Error::Make)?.subject_alt_names)
 }

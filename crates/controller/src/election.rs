@@ -1,11 +1,14 @@
 //! The Lease: taken, renewed and given back as `plan::lease` says.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use api::CONTROLLER_MANAGER;
+use api::{CONTROLLER_MANAGER, Chain, names::LEASE};
 use jiff::Timestamp;
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -14,16 +17,20 @@ use k8s_openapi::{
 use kube::{Api, Client, ResourceExt, api::ObjectMeta, api::PostParams};
 use plan::lease::{self, Office, Record, Seen, Turn};
 use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
-    call,
-    error::Chain,
+    call::{self, Line},
     metrics::{Call, Metrics},
+    tenure::{Tenure, now},
 };
 
-/// The name of the Lease.
-pub const LEASE: &str = "patchbay-controller";
+/// The mark of a release, an annotation that names who gave the Lease back. Whoever takes it removes the mark.
+const RELEASED_BY: &str = "patchbay.dev/released-by";
+
+/// Keeps a fight with another writer from becoming a storm.
+const BREATH: Duration = Duration::from_millis(100);
 
 /// Why this replica does not lead any more.
 #[derive(Debug, thiserror::Error)]
@@ -32,8 +39,6 @@ pub enum Error {
     Taken(String),
     #[error("the lease could not be renewed in time")]
     Late(#[source] Option<call::Error>),
-    #[error("the time in office is over")]
-    Over,
 }
 
 /// How a candidate behaves.
@@ -51,6 +56,7 @@ pub struct Candidate {
     api: Api<Lease>,
     settings: Settings,
     metrics: Arc<Metrics>,
+    line: Line,
     known: Option<Known>,
 }
 
@@ -66,11 +72,6 @@ pub struct Leader {
     until: watch::Sender<Instant>,
 }
 
-/// Until when a leader's loops may write. They ask before each write, because a process that was stopped for a
-/// while wakes up in the middle of anything.
-#[derive(Clone, Debug)]
-pub struct Tenure(watch::Receiver<Instant>);
-
 /// Who is to stand in the Lease.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Holder {
@@ -78,26 +79,24 @@ enum Holder {
     Nobody,
 }
 
-impl Tenure {
-    pub fn check(&self) -> Result<(), Error> {
-        if now() < *self.0.borrow() { Ok(()) } else { Err(Error::Over) }
-    }
-}
-
 impl Candidate {
     pub fn new(client: Client, settings: Settings, metrics: Arc<Metrics>) -> Self {
         let api = Api::namespaced(client, &settings.namespace);
-        Self { api, settings, metrics, known: None }
+        // A call may take a fifth of a term, so that a leader has several tries before its time is over.
+        let deadline = (settings.term / 5).clamp(Duration::from_millis(500), call::DEADLINE);
+        let line = Line::new(metrics.clone(), Call::Lease, deadline);
+        Self { api, settings, metrics, line, known: None }
     }
 
-    /// Tries until this replica leads.
-    pub async fn win(mut self) -> Leader {
+    /// Tries until this replica leads, or is told to stop. A write that is under way is awaited: the Lease must not be
+    /// left naming one that has gone.
+    pub async fn win(mut self, stop: &CancellationToken) -> Option<Leader> {
         loop {
-            let pause = match self.try_win().await {
+            let pause = match self.try_win(stop).await {
                 Ok(Ok(until)) => {
                     info!(identity = self.settings.identity, "leads");
                     self.metrics.leads(true);
-                    return Leader { candidate: self, until: watch::Sender::new(until) };
+                    return Some(Leader { candidate: self, until: watch::Sender::new(until) });
                 }
                 Ok(Err(pause)) => pause,
                 Err(error) if error.is_conflict() => Duration::ZERO,
@@ -106,14 +105,21 @@ impl Candidate {
                     self.settings.look
                 }
             };
-            tokio::time::sleep(pause.min(self.settings.look)).await;
+            let pause = pause.min(self.settings.look).max(BREATH);
+            if stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                self.withdraw().await;
+                return None;
+            }
         }
     }
 
     /// One look and, if it is our turn, one write: until when we lead, or how long to wait.
-    async fn try_win(&mut self) -> Result<Result<Instant, Duration>, call::Error> {
-        let seen = self.look().await?.seen.clone();
-        if let Turn::Wait(rest) = lease::turn(&seen, &self.settings.identity, self.settings.term, now()) {
+    async fn try_win(&mut self, stop: &CancellationToken) -> Result<Result<Instant, Duration>, call::Error> {
+        let Some(known) = stop.run_until_cancelled(self.look()).await else {
+            return Ok(Err(Duration::ZERO));
+        };
+        let seen = known?.seen.clone();
+        if let Turn::Wait(rest) = self.turn(&seen) {
             debug!(holder = seen.holder(), ?rest, "another replica leads");
             return Ok(Err(rest));
         }
@@ -121,14 +127,42 @@ impl Candidate {
         Ok(if now() < until { Ok(until) } else { Err(Duration::ZERO) })
     }
 
-    /// A call may take a fifth of a term, so that a leader has several tries before its time is over.
-    fn deadline(&self) -> Duration {
-        (self.settings.term / 5).clamp(Duration::from_millis(500), call::DEADLINE)
+    /// Gives back what was taken without ever leading: a write that came too late, or whose answer was lost.
+    async fn withdraw(&mut self) {
+        if self.known.as_ref().is_some_and(|known| known.seen.is_open()) && self.look().await.is_err() {
+            return;
+        }
+        if self.known.as_ref().is_some_and(|known| self.turn(&known.seen) == Turn::Keep) {
+            self.release().await;
+        }
+    }
+
+    fn turn(&self, seen: &Seen) -> Turn {
+        lease::turn(seen, &self.settings.identity, self.settings.term, now())
+    }
+
+    fn holds(&self) -> bool {
+        self.known.as_ref().is_some_and(|known| known.seen.holder() == Some(&self.settings.identity))
+    }
+
+    /// Writes nobody into the Lease, so that another replica can take it at once.
+    async fn release(&mut self) {
+        for _ in 0..2 {
+            match self.write(Holder::Nobody).await {
+                Ok(_) => return info!(identity = self.settings.identity, "released the lease"),
+                Err(error) if error.is_conflict() => {}
+                Err(error) => {
+                    return warn!(error = %Chain(&error), "the lease was not released, others have to wait for its end");
+                }
+            }
+            if self.look().await.is_err() || !self.holds() {
+                return;
+            }
+        }
     }
 
     async fn look(&mut self) -> Result<&Known, call::Error> {
-        let call = self.api.get_opt(LEASE);
-        let lease = call::within(self.deadline(), &self.metrics, Call::Lease, call).await?;
+        let lease = self.line.read(self.api.get_opt(LEASE)).await?;
         Ok(self.saw(lease))
     }
 
@@ -146,17 +180,17 @@ impl Candidate {
         let lease = self.known.as_ref().and_then(|known| known.lease.clone());
         let exists = lease.is_some();
         let lease = written(lease, holder, &self.settings, Timestamp::now());
+        if let (Holder::Me, Some(known), Some(renewed)) = (holder, &mut self.known, record(&lease).renewed) {
+            known.seen.attempt(&self.settings.identity, renewed);
+        }
         let params =
             PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
         let started = now();
-        let call = async {
-            if exists {
-                self.api.replace(LEASE, &params, &lease).await
-            } else {
-                self.api.create(&params, &lease).await
-            }
+        let lease = if exists {
+            self.line.change(self.api.replace(LEASE, &params, &lease)).await?
+        } else {
+            self.line.create(self.api.create(&params, &lease)).await?
         };
-        let lease = call::within(self.deadline(), &self.metrics, Call::Lease, call).await?;
         self.saw(Some(lease));
         Ok(started)
     }
@@ -164,7 +198,7 @@ impl Candidate {
 
 impl Leader {
     pub fn tenure(&self) -> Tenure {
-        Tenure(self.until.subscribe())
+        Tenure::new(&self.until)
     }
 
     /// Renews for as long as it can; returns why it no longer leads.
@@ -203,7 +237,10 @@ impl Leader {
                 }
                 Ok(Err(error)) if error.is_conflict() => {
                     match tokio::time::timeout(self.rest(), self.candidate.look()).await {
-                        Ok(Ok(_)) => continue,
+                        Ok(Ok(_)) => {
+                            tokio::time::sleep(BREATH.min(self.rest())).await;
+                            continue;
+                        }
                         Ok(Err(error)) => error,
                         Err(_) => call::Error::Deadline(rest),
                     }
@@ -218,29 +255,11 @@ impl Leader {
         }
     }
 
-    /// Gives the Lease back, so that another replica can take it at once. Only after the leader's loops have ended.
+    /// Gives the Lease back. Only after the leader's loops have ended.
     pub async fn release(mut self) {
         self.candidate.metrics.leads(false);
-        for _ in 0..2 {
-            match self.candidate.write(Holder::Nobody).await {
-                Ok(_) => return info!(identity = self.candidate.settings.identity, "released the lease"),
-                Err(error) if error.is_conflict() => {}
-                Err(error) => {
-                    return warn!(error = %Chain(&error), "the lease was not released, others have to wait for its end");
-                }
-            }
-            let me = self.candidate.settings.identity.clone();
-            match self.candidate.look().await {
-                Ok(known) if known.lease.is_some() && known.seen.holder() == Some(&me) => {}
-                Ok(_) | Err(_) => return,
-            }
-        }
+        self.candidate.release().await;
     }
-}
-
-/// tokio's clock, so that a test can stop it.
-fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
 }
 
 fn record(lease: &Lease) -> Record {
@@ -250,6 +269,7 @@ fn record(lease: &Lease) -> Record {
         renewed: spec.renew_time.map(|time| time.0.into()),
         transitions: spec.lease_transitions.unwrap_or_default(),
         term: spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok()).map(Duration::from_secs),
+        released: lease.annotations().contains_key(RELEASED_BY),
         version: lease.resource_version().unwrap_or_default(),
     }
 }
@@ -267,7 +287,8 @@ fn written(seen: Option<Lease>, holder: Holder, settings: &Settings, time: Times
     lease.metadata.managed_fields = None;
     let fresh = lease.spec.is_none();
     let spec = lease.spec.get_or_insert_with(LeaseSpec::default);
-    let time = MicroTime(time);
+    // What the API server keeps of it, so that our own writing is known when it is seen again.
+    let time = MicroTime(Timestamp::from_microsecond(time.as_microsecond()).unwrap_or(time));
     let seconds = settings.term.as_millis().div_ceil(1000);
     spec.renew_time = Some(time.clone());
     match holder {
@@ -279,103 +300,14 @@ fn written(seen: Option<Lease>, holder: Holder, settings: &Settings, time: Times
                 spec.lease_transitions = Some(if fresh { 0 } else { transitions.saturating_add(1) });
             }
             spec.holder_identity = Some(settings.identity.clone());
+            lease.annotations_mut().remove(RELEASED_BY);
         }
         Holder::Nobody => {
-            // Like client-go: the shortest term, for those who look at it rather than at the holder.
+            // Like client-go: the shortest term, for those who look at it rather than at the mark.
             spec.lease_duration_seconds = Some(1);
             spec.holder_identity = Some(String::new());
+            lease.annotations_mut().insert(RELEASED_BY.to_owned(), settings.identity.clone());
         }
     }
     lease
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn settings() -> Settings {
-        Settings {
-            namespace: "ns".to_owned(),
-            identity: "me".to_owned(),
-            term: Duration::from_millis(9500),
-            renew: Duration::from_secs(2),
-            look: Duration::from_secs(2),
-        }
-    }
-
-    fn time(second: i64) -> Timestamp {
-        Timestamp::from_second(second).unwrap()
-    }
-
-    fn spec(lease: &Lease) -> &LeaseSpec {
-        lease.spec.as_ref().unwrap()
-    }
-
-    #[test]
-    fn a_new_lease_starts_with_no_transition_and_a_term_rounded_up() {
-        let lease = written(None, Holder::Me, &settings(), time(7));
-        let expected = LeaseSpec {
-            holder_identity: Some("me".to_owned()),
-            lease_duration_seconds: Some(10),
-            lease_transitions: Some(0),
-            acquire_time: Some(MicroTime(time(7))),
-            renew_time: Some(MicroTime(time(7))),
-            ..LeaseSpec::default()
-        };
-        assert_eq!((lease.name_any().as_str(), spec(&lease)), (LEASE, &expected));
-    }
-
-    #[test]
-    fn renewing_moves_only_the_renew_time() {
-        let taken = written(None, Holder::Me, &settings(), time(7));
-        let renewed = written(Some(taken.clone()), Holder::Me, &settings(), time(9));
-        let expected = LeaseSpec { renew_time: Some(MicroTime(time(9))), ..spec(&taken).clone() };
-        assert_eq!(spec(&renewed), &expected);
-    }
-
-    #[test]
-    fn taking_over_counts_a_transition_and_keeps_what_others_wrote() {
-        let mut foreign = written(None, Holder::Me, &settings(), time(1));
-        foreign.metadata.resource_version = Some("42".to_owned());
-        foreign.labels_mut().insert("kept".to_owned(), "yes".to_owned());
-        let rival = LeaseSpec {
-            holder_identity: Some("rival".to_owned()),
-            lease_transitions: Some(4),
-            ..spec(&foreign).clone()
-        };
-        foreign.spec = Some(rival);
-        let taken = written(Some(foreign), Holder::Me, &settings(), time(9));
-        assert_eq!(spec(&taken).lease_transitions, Some(5));
-        assert_eq!(spec(&taken).acquire_time, Some(MicroTime(time(9))));
-        assert_eq!(taken.resource_version().as_deref(), Some("42"));
-        assert_eq!(taken.labels().get("kept").map(String::as_str), Some("yes"));
-    }
-
-    #[test]
-    fn a_released_lease_is_free_and_remembers_its_transitions() {
-        let taken = written(None, Holder::Me, &settings(), time(7));
-        let released = written(Some(taken), Holder::Nobody, &settings(), time(8));
-        let seen = Seen::first(Some(record(&released)), now());
-        assert_eq!(lease::turn(&seen, "other", Duration::from_secs(10), now()), Turn::Take);
-        assert_eq!(spec(&released).lease_transitions, Some(0));
-    }
-
-    #[test]
-    fn a_lease_with_nonsense_in_it_is_read() {
-        let lease = Lease {
-            spec: Some(LeaseSpec { lease_duration_seconds: Some(-3), ..LeaseSpec::default() }),
-            ..Lease::default()
-        };
-        let record = record(&lease);
-        assert_eq!((record.term, record.holder), (None, None));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_tenure_ends_by_itself() {
-        let sender = watch::Sender::new(now() + Duration::from_secs(6));
-        let tenure = Tenure(sender.subscribe());
-        assert!(tenure.check().is_ok());
-        tokio::time::advance(Duration::from_secs(6)).await;
-        assert!(tenure.check().is_err());
-    }
 }

@@ -1,6 +1,6 @@
 //! What ends a controller.
 
-use std::{fmt, io, net::SocketAddr};
+use std::{io, net::SocketAddr};
 
 use crate::{args, election};
 
@@ -9,12 +9,6 @@ use crate::{args, election};
 pub enum Error {
     #[error("the settings cannot work")]
     Settings(#[source] args::Error),
-    #[error("find the API server")]
-    Config(#[source] kube::config::InferConfigError),
-    #[error("make a client for the API server")]
-    Client(#[source] kube::Error),
-    #[error("listen for signals")]
-    Signals(#[source] io::Error),
     #[error("listen on {addr}")]
     Listen {
         addr: SocketAddr,
@@ -33,15 +27,4 @@ pub enum Error {
     Ended(&'static str),
     #[error("a task broke down")]
     Broken(#[source] tokio::task::JoinError),
-}
-
-/// An error with all its causes, for the one place where it is logged.
-pub struct Chain<'a>(pub &'a (dyn std::error::Error + 'static));
-
-impl fmt::Display for Chain<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)?;
-        let causes = std::iter::successors(self.0.source(), |error| error.source());
-        causes.into_iter().try_for_each(|cause| write!(f, ": {cause}"))
-    }
 }

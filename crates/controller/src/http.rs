@@ -22,10 +22,10 @@ use axum::{
 };
 use axum_server::{Handle, Server, tls_rustls::RustlsConfig};
 use hyper_util::rt::TokioTimer;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, metrics::Metrics, nodes::Nodes};
+use crate::{admission, connection::Limited, metrics::Metrics, nodes::Nodes};
 
 /// A client that does not even finish its headers is let go.
 const SLOWEST_HEADERS: Duration = Duration::from_secs(10);
@@ -43,6 +43,14 @@ pub struct Replica {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
     pub nodes: Nodes,
+    /// Room for bodies that are read and judged: bounds the memory that any number of requests can take.
+    pub bodies: Semaphore,
+}
+
+impl Replica {
+    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, nodes: Nodes) -> Self {
+        Self { readiness, metrics, nodes, bodies: Semaphore::new(admission::MOST_BODIES) }
+    }
 }
 
 impl Readiness {
@@ -119,7 +127,8 @@ pub async fn serve_plain(
     router: Router,
     handle: Handle<SocketAddr>,
 ) -> io::Result<()> {
-    let mut server = axum_server::from_tcp(listener)?.handle(handle);
+    // HTTP/1 only: an HTTP/2 connection that has not sent its preface yet has no deadline.
+    let mut server = axum_server::from_tcp(listener)?.handle(handle).http1_only();
     limit(&mut server);
     server.serve(router.into_make_service()).await
 }
@@ -134,7 +143,7 @@ pub async fn serve_tls(
     let Some(tls) = certificate.await else {
         return Ok(());
     };
-    let mut server = axum_server::from_tcp_rustls(listener, tls)?.handle(handle);
+    let mut server = axum_server::from_tcp_rustls(listener, tls)?.map(Limited::new).handle(handle);
     limit(&mut server);
     server.serve(router.into_make_service()).await
 }

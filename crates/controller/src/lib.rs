@@ -1,14 +1,15 @@
 //! The cluster side of Patchbay: one leader's loops, and the admission webhook that every replica serves.
 //!
-//! [`run`] is the program; [`run_with`] is the same with a client and a stop of the caller's, so that several replicas can
-//! live in one process. Rules are in `plan`; this crate watches, asks them and writes.
+//! [`run`] is one replica, with a client and a stop of the caller's. Rules are in `plan`; this crate watches, asks them and writes.
 
 mod admission;
 mod args;
 mod authority;
 mod call;
 mod certificate;
+mod clock;
 mod configuration;
+mod connection;
 mod duration;
 mod election;
 mod error;
@@ -18,8 +19,9 @@ mod nodes;
 mod run;
 mod secret;
 mod serving;
+mod tenure;
 mod watch;
 
 pub use args::Args;
 pub use error::Error;
-pub use run::{run, run_with};
+pub use run::run;

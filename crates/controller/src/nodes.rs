@@ -8,7 +8,7 @@ use kube::{
     runtime::{
         WatchStreamExt,
         reflector::{self, ObjectRef, Store, store::Writer},
-        watcher,
+        watcher::watcher,
     },
 };
 
@@ -42,7 +42,7 @@ impl Nodes {
 
 /// Keeps the cache filled; ends only when it is dropped.
 pub async fn follow(client: Client, filler: Filler, metrics: &Metrics) {
-    let stream = watcher(Api::<PartialObjectMeta<Node>>::all(client), watcher::Config::default())
+    let stream = watcher(Api::<PartialObjectMeta<Node>>::all(client), watch::all())
         .default_backoff()
         .modify(|node| {
             // Nodes carry kilobytes of annotations that no rule here reads.

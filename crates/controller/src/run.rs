@@ -3,19 +3,15 @@
 use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum_server::Handle;
-use kube::{Client, Config};
+use kube::Client;
 use plan::certs::Policy;
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    task::JoinSet,
-    time::timeout,
-};
+use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
     Args, Error,
-    authority::Keeper,
+    authority::{Home, Keeper},
     election::{self, Candidate},
     http::{self, Readiness, Replica},
     metrics::Metrics,
@@ -32,37 +28,13 @@ const LAST_STEP: Duration = Duration::from_secs(3);
 /// How long requests that are under way may take when the listeners close.
 const LAST_REQUESTS: Duration = Duration::from_secs(3);
 
-/// How often the listeners are told to close, because one that is just accepting does not hear it.
-const REMIND: Duration = Duration::from_millis(100);
-
 /// A task and how it ended.
 type Ended = (&'static str, Result<(), Error>);
 
-/// Runs one replica in the cluster it finds itself in, until SIGTERM or SIGINT.
-pub async fn run(args: Args) -> Result<(), Error> {
-    let mut terminate = signal(SignalKind::terminate()).map_err(Error::Signals)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::Signals)?;
-    let mut config = Config::infer().await.map_err(Error::Config)?;
-    let agent = concat!("patchbay-controller/", env!("CARGO_PKG_VERSION"));
-    if let (Ok(name), Ok(value)) = ("user-agent".parse(), agent.parse()) {
-        config.headers.push((name, value));
-    }
-    let client = Client::try_from(config).map_err(Error::Client)?;
-    let stop = CancellationToken::new();
-    let mut replica = std::pin::pin!(run_with(client, args, stop.clone()));
-    tokio::select! {
-        result = &mut replica => return result,
-        _ = terminate.recv() => info!("SIGTERM, shutting down"),
-        _ = interrupt.recv() => info!("SIGINT, shutting down"),
-    }
-    stop.cancel();
-    replica.await
-}
-
 /// Runs one replica until `stop`. Shares nothing with other replicas in the same process.
-pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
+pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
     args.check().map_err(Error::Settings)?;
-    let names = args.webhook_names();
+    let name = args.webhook_name();
     let Args {
         namespace,
         identity,
@@ -96,9 +68,8 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
     let readiness = Arc::new(Readiness::default());
     let metrics = Arc::new(Metrics::default());
     let (nodes, filler) = Nodes::new();
-    let served = Served::new(names.clone(), readiness.clone(), metrics.clone());
-    let replica =
-        Arc::new(Replica { readiness: readiness.clone(), metrics: metrics.clone(), nodes: nodes.clone() });
+    let served = Served::new(name.clone(), readiness.clone(), metrics.clone());
+    let replica = Arc::new(Replica::new(readiness.clone(), metrics.clone(), nodes.clone()));
     let settings = election::Settings {
         namespace: namespace.clone(),
         identity,
@@ -106,11 +77,11 @@ pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Re
         renew: lease_renew,
         look: lease_look,
     };
-    let policy = Policy { names, authority_life: ca_lifetime, leaf_life: leaf_lifetime, settle };
+    let policy = Policy { name, authority_life: ca_lifetime, leaf_life: leaf_lifetime, settle };
     let candidate = Candidate::new(client.clone(), settings, metrics.clone());
     let leader = LeaderLoops {
         client: client.clone(),
-        namespace: namespace.clone(),
+        home: Home { namespace: namespace.clone(), service: webhook_service },
         policy,
         metrics: metrics.clone(),
     };
@@ -175,25 +146,17 @@ impl Closing {
     async fn wind_down(&self, tasks: &mut JoinSet<Ended>, pause: Duration) {
         tokio::time::sleep(pause).await;
         self.close.cancel();
-        let remind = async {
-            loop {
-                for handle in &self.handles {
-                    handle.graceful_shutdown(Some(LAST_REQUESTS));
-                }
-                tokio::time::sleep(REMIND).await;
-            }
-        };
-        tokio::select! {
-            () = remind => {}
-            () = finished(tasks) => {}
+        for handle in &self.handles {
+            handle.graceful_shutdown(Some(LAST_REQUESTS));
         }
+        finished(tasks).await;
     }
 }
 
 /// What only the leader does.
 struct LeaderLoops {
     client: Client,
-    namespace: String,
+    home: Home,
     policy: Policy,
     metrics: Arc<Metrics>,
 }
@@ -201,12 +164,15 @@ struct LeaderLoops {
 /// Stands for election and, once elected, leads until told to resign. Losing the Lease is an error: a restart is the simplest way
 /// to be sure that nothing of a leader is left.
 async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToken) -> Result<(), Error> {
-    let mut leader = tokio::select! {
-        () = resign.cancelled() => return Ok(()),
-        leader = candidate.win() => leader,
+    let Some(mut leader) = candidate.win(&resign).await else {
+        return Ok(());
     };
-    let LeaderLoops { client, namespace, policy, metrics } = loops;
-    let keeper = Keeper::new(client, namespace, policy, metrics, leader.tenure());
+    if resign.is_cancelled() {
+        leader.release().await;
+        return Ok(());
+    }
+    let LeaderLoops { client, home, policy, metrics } = loops;
+    let keeper = Keeper::new(client, home, policy, metrics, leader.tenure());
     let mut tasks = JoinSet::new();
     tasks.spawn(named("certificates", endless(keeper.keep(resign.clone()))));
     let result = tokio::select! {

@@ -1,8 +1,8 @@
 //! The Secret that carries the webhook's certificates: written by the leader, read by every replica.
 
-use std::{collections::BTreeMap, future::Future, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
-use api::CONTROLLER_MANAGER;
+use api::{CONTROLLER_MANAGER, names::SECRET};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
     Api, Client,
@@ -10,29 +10,29 @@ use kube::{
 };
 
 use crate::{
-    call,
+    call::{self, Line},
+    certificate::{LEAF, LEAF_KEY},
     metrics::{Call, Metrics},
+    tenure::Tenure,
 };
-
-/// Its name.
-pub const NAME: &str = "patchbay-webhook-certs";
 
 const TYPE: &str = "kubernetes.io/tls";
 
-/// The Secret in the API server.
+/// The Secret in the API server, in the leader's hands.
 pub struct Vault {
     api: Api<Secret>,
     namespace: String,
-    metrics: Arc<Metrics>,
+    line: Line,
 }
 
 impl Vault {
-    pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>) -> Self {
-        Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), metrics }
+    pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
+        let line = Line::of_leader(metrics, Call::Secret, tenure);
+        Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), line }
     }
 
     pub async fn read(&self) -> Result<Option<Secret>, call::Error> {
-        self.call(self.api.get_opt(NAME)).await
+        self.line.read(self.api.get_opt(SECRET)).await
     }
 
     /// Puts these parts over those of the Secret that was read, unless it has changed since.
@@ -42,26 +42,22 @@ impl Vault {
         let old = match old {
             Some(old) if replaceable(&old) => {
                 let new = with(old, parts);
-                return self.call(self.api.replace(NAME, &params, &new)).await.map(drop);
+                return self.line.change(self.api.replace(SECRET, &params, &new)).await.map(drop);
             }
             Some(old) => {
-                self.call(self.api.delete(NAME, &only_this(&old))).await?;
+                self.line.change(self.api.delete(SECRET, &only_this(&old))).await?;
                 old.data
             }
             None => None,
         };
         let new = with(Secret { data: old, ..self.blank() }, parts);
-        self.call(self.api.create(&params, &new)).await.map(drop)
-    }
-
-    async fn call<T>(&self, call: impl Future<Output = Result<T, kube::Error>>) -> Result<T, call::Error> {
-        call::within(call::DEADLINE, &self.metrics, Call::Secret, call).await
+        self.line.create(self.api.create(&params, &new)).await.map(drop)
     }
 
     fn blank(&self) -> Secret {
         Secret {
             metadata: ObjectMeta {
-                name: Some(NAME.to_owned()),
+                name: Some(SECRET.to_owned()),
                 namespace: Some(self.namespace.clone()),
                 ..ObjectMeta::default()
             },
@@ -88,7 +84,7 @@ fn with(mut secret: Secret, parts: BTreeMap<&str, String>) -> Secret {
     let data = secret.data.get_or_insert_default();
     data.extend(parts.into_iter().map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))));
     // A Secret of this type has to have both, be they empty.
-    for key in ["tls.crt", "tls.key"] {
+    for key in [LEAF, LEAF_KEY] {
         data.entry(key.to_owned()).or_insert_with(|| ByteString(Vec::new()));
     }
     secret
@@ -96,7 +92,15 @@ fn with(mut secret: Secret, parts: BTreeMap<&str, String>) -> Secret {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use axum::{body::Body, http};
+
     use super::*;
+    use crate::{
+        certificate::{AUTHORITIES, AUTHORITY_KEY},
+        tenure::tests::tenure,
+    };
 
     fn bytes(text: &str) -> ByteString {
         ByteString(text.as_bytes().to_vec())
@@ -112,10 +116,39 @@ mod tests {
 
     #[test]
     fn parts_that_are_not_written_survive_and_required_ones_exist() {
-        let old = Secret { data: Some([("ca.key".to_owned(), bytes("key"))].into()), ..Secret::default() };
-        let new = with(old, [("ca.crt", "new".to_owned())].into());
-        let expected = [("ca.crt", "new"), ("ca.key", "key"), ("tls.crt", ""), ("tls.key", "")];
+        let old =
+            Secret { data: Some([(AUTHORITY_KEY.to_owned(), bytes("key"))].into()), ..Secret::default() };
+        let new = with(old, [(AUTHORITIES, "new".to_owned())].into());
+        let expected = [(AUTHORITIES, "new"), (AUTHORITY_KEY, "key"), (LEAF, ""), (LEAF_KEY, "")];
         let expected = expected.map(|(key, text)| (key.to_owned(), bytes(text)));
         assert_eq!(new.data, Some(expected.into()));
+    }
+
+    /// An API server that agrees to everything and takes four seconds over it; says what it was asked.
+    fn slow() -> (Client, Arc<std::sync::Mutex<Vec<http::Method>>>) {
+        let asked = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let seen = asked.clone();
+        let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+            seen.lock().unwrap().push(request.method().clone());
+            async {
+                tokio::time::sleep(Duration::from_secs(4)).await;
+                let body = serde_json::to_vec(&Secret::default()).unwrap();
+                Ok::<_, std::convert::Infallible>(http::Response::new(Body::from(body)))
+            }
+        });
+        (Client::new(service, "ns"), asked)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_second_of_two_writes_is_not_sent_when_the_tenure_ends_with_the_first() {
+        for (length, expected) in [(4, 1), (60, 2)] {
+            let (client, asked) = slow();
+            let vault = Vault::new(client, "ns", Arc::default(), tenure(Duration::from_secs(length)));
+            let foreign = Secret { type_: Some("Opaque".to_owned()), ..Secret::default() };
+            let result = vault.write(Some(foreign), BTreeMap::new()).await;
+            assert_eq!(result.is_ok(), expected == 2, "{result:?}");
+            let all = [http::Method::DELETE, http::Method::POST];
+            assert_eq!(*asked.lock().unwrap(), all[..expected]);
+        }
     }
 }

@@ -1,16 +1,14 @@
 //! The certificate that this replica serves: follows the Secret, swapped without a restart.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
+use api::{Chain, names::SECRET};
 use axum_server::tls_rustls::RustlsConfig;
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
     Api, Client,
-    runtime::{WatchStreamExt, watcher},
+    runtime::{WatchStreamExt, watcher::watcher},
 };
 use plan::certs;
 use tokio::sync::watch;
@@ -18,10 +16,8 @@ use tracing::{info, warn};
 
 use crate::{
     certificate,
-    error::Chain,
     http::Readiness,
     metrics::{Call, Metrics},
-    secret,
     watch::{failed, only},
 };
 
@@ -36,7 +32,7 @@ pub enum Error {
 
 /// What is served. Once there is a certificate there always is one: a worse one never replaces a good one.
 pub struct Served {
-    names: BTreeSet<String>,
+    name: String,
     tls: watch::Sender<Option<RustlsConfig>>,
     data: Option<BTreeMap<String, ByteString>>,
     readiness: Arc<Readiness>,
@@ -44,8 +40,8 @@ pub struct Served {
 }
 
 impl Served {
-    pub fn new(names: BTreeSet<String>, readiness: Arc<Readiness>, metrics: Arc<Metrics>) -> Self {
-        Self { names, tls: watch::Sender::new(None), data: None, readiness, metrics }
+    pub fn new(name: String, readiness: Arc<Readiness>, metrics: Arc<Metrics>) -> Self {
+        Self { name, tls: watch::Sender::new(None), data: None, readiness, metrics }
     }
 
     /// Where the listener finds its certificate as soon as there is one. Later ones arrive in the same configuration.
@@ -56,7 +52,7 @@ impl Served {
     /// Follows the Secret; ends only when it is dropped.
     pub async fn follow(mut self, client: Client, namespace: String) {
         let metrics = self.metrics.clone();
-        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(secret::NAME))
+        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(SECRET))
             .default_backoff()
             .inspect_err(|error| failed(&metrics, Call::WatchSecret, error))
             .applied_objects()
@@ -79,7 +75,7 @@ impl Served {
             return Ok(());
         }
         let leaf = certificate::read_secret(data).leaf;
-        certs::fit(leaf.as_ref(), &self.names).map_err(Error::Unfit)?;
+        certs::fit(leaf.as_ref(), &self.name).map_err(Error::Unfit)?;
         let config = certificate::server_config(&part).map_err(Error::Load)?;
         self.tls.send_if_modified(|tls| match tls {
             Some(tls) => {
@@ -112,14 +108,14 @@ mod tests {
     const NAME: &str = "hook.ns.svc";
 
     fn served() -> Served {
-        Served::new([NAME.to_owned()].into(), Arc::default(), Arc::default())
+        Served::new(NAME.to_owned(), Arc::default(), Arc::default())
     }
 
     fn secret(name: &str) -> BTreeMap<String, ByteString> {
         let validity = Validity::starting(SystemTime::now(), Duration::from_hours(1));
         let authority = certificate::found(validity).unwrap();
         let id = certificate::read_bundle(authority.certificate.as_bytes()).authorities.remove(0).id;
-        let leaf = certificate::sign(&id, authority.key.as_bytes(), vec![name.to_owned()], validity).unwrap();
+        let leaf = certificate::sign(&id, authority.key.as_bytes(), name.to_owned(), validity).unwrap();
         let parts = [
             (certificate::AUTHORITIES, authority.certificate),
             (certificate::AUTHORITY_KEY, authority.key),

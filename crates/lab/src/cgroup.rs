@@ -14,7 +14,10 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::wait;
+use crate::{
+    place::{self, Name},
+    wait,
+};
 
 const MOUNT: &str = "/sys/fs/cgroup";
 /// The leaf that holds a machine's own processes; pods get siblings of it.
@@ -73,8 +76,8 @@ fn hierarchies() -> Result<Vec<Hierarchy>> {
 
 impl Group {
     /// The group that holds all machines of a lab.
-    pub fn of_lab(lab: &str) -> Self {
-        Self { path: format!("patchbay-lab.{lab}") }
+    pub fn of_lab(lab: &Name) -> Self {
+        Self { path: place::group(lab) }
     }
 
     /// The group at a path as [`Group::root`] gives it, without the leading slash.
@@ -148,25 +151,25 @@ impl Group {
     /// Kills everything in the group and removes it. Nothing there is success.
     pub fn destroy(&self) -> Result<()> {
         let mut killed = BTreeSet::new();
-        wait::blocking(Duration::from_secs(20), &format!("the processes of {} to end", self.path), || {
-            let left = self.processes();
-            for pid in &left {
+        // One loop: something that was just being started may enter while we remove.
+        wait::blocking(Duration::from_secs(30), &format!("{} to be empty and gone", self.path), || {
+            for pid in self.processes() {
                 // Gone already is what we want.
-                let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
-                killed.insert(*pid);
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                killed.insert(pid);
                 // A frozen group would never die.
                 self.thaw();
             }
-            Ok(left.is_empty().then_some(()))
+            for hierarchy in hierarchies()? {
+                remove(&hierarchy.mount.join(&self.path));
+            }
+            Ok((!self.exists()).then_some(()))
         })?;
         // The dead leave the group at once but are processes until their parent, this machine's init, has taken note.
         // One that never does so (a container without an init) is no reason to fail.
         let _ = wait::blocking(Duration::from_secs(3), "the dead to be buried", || {
             Ok((!killed.iter().any(|pid| is_zombie(*pid))).then_some(()))
         });
-        for hierarchy in hierarchies()? {
-            remove(&hierarchy.mount.join(&self.path))?;
-        }
         Ok(())
     }
 
@@ -185,6 +188,12 @@ impl Group {
         walk(&Path::new(MOUNT).join("freezer").join(&self.path), &mut |dir| {
             let _ = fs::write(dir.join("freezer.state"), "THAWED");
         });
+    }
+
+    /// The group's directory in each hierarchy, with the hierarchy's mount.
+    pub fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>> {
+        let all = hierarchies()?.into_iter();
+        Ok(all.map(|h| (h.mount.clone(), h.mount.join(&self.path))).collect())
     }
 
     /// Whether any hierarchy still has the group.
@@ -241,17 +250,9 @@ fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
     visit(dir);
 }
 
-fn remove(dir: &Path) -> Result<()> {
-    // A group stays busy for a moment after its last process was reaped.
-    wait::blocking(Duration::from_secs(10), &format!("cgroup {} to be empty", dir.display()), || {
-        let mut failed = None;
-        walk(dir, &mut |d| {
-            if let Err(e) = fs::remove_dir(d)
-                && e.kind() != io::ErrorKind::NotFound
-            {
-                failed = Some(e);
-            }
-        });
-        Ok(failed.is_none().then_some(()))
-    })
+/// Removes what is empty; a group stays busy for a moment after its last process was reaped.
+fn remove(dir: &Path) {
+    walk(dir, &mut |d| {
+        let _ = fs::remove_dir(d);
+    });
 }

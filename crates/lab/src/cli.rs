@@ -10,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::{Parser, Subcommand};
 use lab::{Lab, Name, Shape, forward, image, machine, program::Programs, say};
 
@@ -87,18 +87,12 @@ enum Verb {
     LoadImage { tar: PathBuf },
     /// Build the programs that the lab is made of.
     Prepare,
-    /// Pack a static program into an image.
-    Image {
-        #[arg(long)]
-        program: PathBuf,
-        #[arg(long)]
-        reference: String,
-        #[arg(long)]
-        version: String,
-        #[arg(long)]
-        commit: String,
-        #[arg(long)]
-        out: PathBuf,
+    #[command(hide = true)]
+    Enter {
+        group: String,
+        init: i32,
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<String>,
     },
     #[command(hide = true)]
     Machine { group: String, file: PathBuf },
@@ -121,8 +115,9 @@ pub fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<ExitCode> {
     let lab = Lab::new(cli.name);
     match cli.verb {
-        // These three must run before any thread exists.
+        // These must run before any thread exists.
         Verb::Machine { group, file } => machine::power_on(&group, &file)?,
+        Verb::Enter { group, init, command } => machine::enter(&group, init, &command)?,
         Verb::Init { file } => machine::first_process(&file)?,
         Verb::Forward { group, network, target, port_file, port } => {
             forward::run(&group, &network, target, &port_file, port)?;
@@ -133,7 +128,10 @@ fn run(cli: Cli) -> Result<ExitCode> {
         }
         Verb::Down { all } => {
             let labs = if all { lab::place::known().into_iter().map(Lab::new).collect() } else { vec![lab] };
-            labs.iter().try_for_each(Lab::down)?;
+            // One that resists is no reason to leave the others.
+            let failed: Vec<String> =
+                labs.iter().filter_map(|lab| lab.down().err().map(|e| format!("{e:#}"))).collect();
+            ensure!(failed.is_empty(), "{}", failed.join("; "));
         }
         Verb::Status => {
             let status = lab.status();
@@ -173,9 +171,6 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Heal { node } => lab.heal(&node)?,
         Verb::LoadImage { tar } => lab.load_image(&tar)?,
         Verb::Prepare => image::lab_image(&Programs::prepare()?).map(|_| ())?,
-        Verb::Image { program, reference, version, commit, out } => {
-            image::product_image(&program, &reference, &version, &commit, &out)?;
-        }
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -123,7 +123,7 @@ pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
     let id = etc.join("machine-id");
     if !id.exists() {
         let uuid = fs::read_to_string("/proc/sys/kernel/random/uuid")?.replace('-', "");
-        fs::write(id, uuid).context("write /etc/machine-id")?;
+        write_secret(&id, &uuid)?;
     }
     Ok(())
 }

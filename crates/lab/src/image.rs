@@ -154,38 +154,3 @@ fn libraries(program: &Path) -> Result<Vec<String>> {
     });
     Ok(found.collect())
 }
-
-/// Packs the product: static programs on an empty base, the commit in its labels.
-pub fn product_image(program: &Path, reference: &str, version: &str, commit: &str, out: &Path) -> Result<()> {
-    let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
-    let mut layer = Archive::default();
-    for dir in ["etc", "tmp", "usr", "usr/bin", "host", "run", "var", "var/lib"] {
-        layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
-    }
-    layer.file(
-        "etc/passwd",
-        0o644,
-        b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n",
-    )?;
-    layer.file("etc/group", 0o644, b"root:x:0:\npatchbay:x:65532:\n")?;
-    layer.file("usr/bin/patchbay", 0o755, &content)?;
-    let image = Image {
-        reference,
-        layer: layer.finish(),
-        entrypoint: &["/usr/bin/patchbay"],
-        environment: &["PATH=/usr/bin"],
-        user: "65532:65532",
-        labels: BTreeMap::from([
-            ("org.opencontainers.image.title", "patchbay"),
-            ("org.opencontainers.image.licenses", "Apache-2.0"),
-            ("org.opencontainers.image.version", version),
-            ("org.opencontainers.image.revision", commit),
-        ]),
-    };
-    if let Some(dir) = out.parent() {
-        fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
-    }
-    let partial = out.with_extension("partial");
-    fs::write(&partial, image.pack()?).context("write the image")?;
-    fs::rename(&partial, out).context("put the image in place")
-}

@@ -52,7 +52,7 @@ pub struct Component {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Request {
-    /// Starts it, unless it runs.
+    /// Starts it, or wakes it if it is paused.
     Start(Component),
     Signal {
         name: String,
@@ -174,9 +174,16 @@ fn act(request: Request, register: &Register) -> Result<Answer> {
     let mut components = register.lock().unwrap_or_else(PoisonError::into_inner);
     match request {
         Request::Start(component) => {
-            if !matches!(components.get(&component.name), Some(State::Running { .. })) {
-                let pid = start(&component)?;
-                components.insert(component.name, State::Running { pid });
+            match components.get(&component.name) {
+                // One that is paused runs again.
+                Some(State::Running { pid }) => {
+                    kill(Pid::from_raw(*pid), Signal::SIGCONT)
+                        .with_context(|| format!("wake {}", component.name))?;
+                }
+                Some(State::Ended { .. }) | None => {
+                    let pid = start(&component)?;
+                    components.insert(component.name, State::Running { pid });
+                }
             }
             Ok(Answer::Done)
         }

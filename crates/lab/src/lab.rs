@@ -1,9 +1,9 @@
 //! One lab: its machines, and bringing them up and down.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::MetadataExt as _,
+    os::unix::{fs::MetadataExt as _, net::UnixStream},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
@@ -30,7 +30,8 @@ use crate::{
     place::{self, Name},
     program::{CNI_PLUGINS, Programs},
     progress::say,
-    switch, wait,
+    switch::{self, Cable},
+    wait,
 };
 
 /// A lab by its name. Making the value touches nothing.
@@ -59,6 +60,9 @@ pub(crate) struct Record {
 pub(crate) struct NodeRecord {
     pub name: String,
     pub number: u8,
+    /// Partitioned; a reboot does not mend a cable.
+    #[serde(default)]
+    pub cut: bool,
 }
 
 impl NodeRecord {
@@ -72,7 +76,7 @@ impl Record {
     pub fn add(&mut self) -> Result<NodeRecord> {
         let number = (1..=MAX_NODES).find(|n| self.nodes.iter().all(|node| node.number != *n));
         let number = number.with_context(|| format!("a lab has at most {MAX_NODES} nodes"))?;
-        let node = NodeRecord { name: format!("node-{number}"), number };
+        let node = NodeRecord { name: format!("node-{number}"), number, cut: false };
         self.nodes.push(node.clone());
         Ok(node)
     }
@@ -86,7 +90,7 @@ pub(crate) struct Lock {
 
 impl Lab {
     pub fn new(name: Name) -> Self {
-        Self { dir: place::lab(&name), group: Group::of_lab(name.as_str()), name }
+        Self { dir: place::lab(&name), group: Group::of_lab(&name), name }
     }
 
     pub fn control_plane(&self) -> Machine {
@@ -136,7 +140,7 @@ impl Lab {
 
     pub(crate) fn prepare(&self, shape: Shape) -> Result<Record> {
         fs::create_dir_all(&self.dir).with_context(|| format!("make {}", self.dir.display()))?;
-        let mut record = self.record().unwrap_or_default();
+        let mut record = if self.dir.join("lab.json").exists() { self.record()? } else { Record::default() };
         if let Shape::Nodes(count) = shape {
             while record.nodes.len() < usize::from(count) {
                 record.add()?;
@@ -149,10 +153,7 @@ impl Lab {
     fn start_control_plane(&self, programs: &Programs) -> Result<()> {
         let machine = self.control_plane();
         control_plane::configure(&machine, &self.pki())?;
-        if self.power_on(&machine, programs)? {
-            // It led into a network that is gone.
-            self.door().destroy()?;
-        }
+        self.power_on(&machine, programs)?;
         switch::build(&machine)?;
         for component in control_plane::foundation() {
             machine.run(&component)?;
@@ -188,6 +189,9 @@ impl Lab {
         let machine = self.node(&record.name);
         self.power_on(&machine, programs)?;
         switch::plug(control_plane, &machine, record.address())?;
+        if record.cut {
+            switch::set(control_plane, record.address(), Cable::Cut)?;
+        }
         node::volatile(&machine)?;
         let [containerd, ..] = node::components(&machine, record.address());
         machine.run(&containerd)?;
@@ -227,11 +231,21 @@ impl Lab {
             let machine = self.node(&node.name);
             wait::until(Duration::from_secs(60), &format!("multus on {}", node.name), || async {
                 let root = format!("/proc/{}/root", machine.init().context("the node is off")?);
-                let there = |path: &str| Path::new(&root).join(path).exists();
-                Ok((there("etc/cni/net.d/00-multus.conf") && there("run/multus/multus.sock")).then_some(()))
+                // The files of a daemon that was killed are still there; nobody answers on its socket.
+                let answers = |path: &str| UnixStream::connect(Path::new(&root).join(path)).is_ok();
+                let configured = Path::new(&root).join("etc/cni/net.d/00-multus.conf").exists();
+                let up = answers("run/multus/multus.sock") && answers("run/containerd/containerd.sock");
+                Ok((configured && up).then_some(()))
             })
             .await
             .with_context(|| self.tail(&machine, "multus"))?;
+            wait::until(Duration::from_secs(60), &format!("the kubelet on {}", node.name), || async {
+                machine
+                    .output(&["busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:10248/healthz"])
+                    .map(Some)
+            })
+            .await
+            .with_context(|| self.tail(&machine, "kubelet"))?;
             let boot = machine.boot_id()?;
             wait::until(Duration::from_secs(60), &format!("{} to be Ready", node.name), || async {
                 Ok(nodes.get_opt(&node.name).await?.filter(|n| is_ready(n, &boot)).map(|_| ()))
@@ -251,12 +265,10 @@ impl Lab {
             .map(|_| ())
     }
 
-    /// The last lines of a component's log, for a failure's text.
+    /// The end of a component's log, for a failure's text.
     fn tail(&self, machine: &Machine, component: &str) -> String {
-        let text = fs::read_to_string(machine.log(component)).unwrap_or_default();
-        let lines: Vec<&str> = text.lines().collect();
-        let last = lines[lines.len().saturating_sub(15)..].join("\n");
-        format!("the end of {}'s log on {} (lab {}):\n{last}", component, machine.name, self.name)
+        let last = machine.tail(component);
+        format!("the end of {component}'s log on {} (lab {}):\n{last}", machine.name, self.name)
     }
 
     fn power_on(&self, machine: &Machine, programs: &Programs) -> Result<bool> {
@@ -285,11 +297,27 @@ impl Lab {
         !self.door().processes().is_empty()
     }
 
+    /// Every process of the lab, as numbered on this machine.
+    pub fn processes(&self) -> Vec<i32> {
+        self.group.processes()
+    }
+
+    /// The forwarder's processes.
+    pub fn door_processes(&self) -> Vec<i32> {
+        self.door().processes()
+    }
+
     /// Starts the forwarder, unless it runs, and writes the kubeconfig.
     fn open_door(&self, control_plane: &Machine) -> Result<()> {
         let port_file = self.dir.join("port");
         let old = fs::read_to_string(&port_file).unwrap_or_default();
-        if !self.door_is_open() || old.is_empty() {
+        // One that was started for an earlier control plane leads into a network that is gone.
+        let astray = self
+            .door()
+            .processes()
+            .iter()
+            .any(|pid| network_of(*pid) != control_plane.init().and_then(network_of));
+        if !self.door_is_open() || astray || old.is_empty() {
             self.door().destroy()?;
             self.door().create()?;
             remove_file(&port_file)?;
@@ -327,6 +355,7 @@ impl Lab {
         crate::install_crypto();
         let file = Kubeconfig::read_from(self.kubeconfig()).context("read the kubeconfig: is the lab up?")?;
         let mut config = Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await?;
+        config.read_timeout = Some(Duration::from_secs(60));
         config.headers.push((http::header::USER_AGENT, http::HeaderValue::from_static("lab")));
         Ok(config)
     }
@@ -336,12 +365,7 @@ impl Lab {
         require_root()?;
         let lock = self.lock()?;
         self.group.destroy()?;
-        match fs::remove_dir_all(&self.dir) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(e).with_context(|| format!("remove {}", self.dir.display()));
-            }
-            _ => {}
-        }
+        place::remove(&self.dir)?;
         remove_file(&lock.path)?;
         drop(lock);
         // Another lab may still be in it.
@@ -363,8 +387,8 @@ impl Lab {
     pub(crate) fn lock(&self) -> Result<Lock> {
         let path = place::labs().join(format!(".{}.lock", self.name));
         loop {
-            fs::create_dir_all(place::labs()).with_context(|| format!("make {}", place::labs().display()))?;
-            let file = match File::create(&path) {
+            place::make_labs().with_context(|| format!("make {}", place::labs().display()))?;
+            let file = match OpenOptions::new().write(true).create(true).truncate(false).open(&path) {
                 // The directory may have gone with the last lab in between.
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 other => other.with_context(|| format!("make {}", path.display()))?,
@@ -383,6 +407,11 @@ impl Lab {
             }
         }
     }
+}
+
+/// Which network namespace a process lives in.
+fn network_of(pid: i32) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{pid}/ns/net")).ok()
 }
 
 /// Asks the API server for a plain text.

@@ -4,12 +4,13 @@
 //! 127.0.0.1. Nothing of it appears in this machine's network, and `down` leaves nothing behind.
 
 mod address;
-mod archive;
+pub mod archive;
 pub mod audit;
 mod bootstrap;
 mod cgroup;
 mod control_plane;
 mod digest;
+mod dump;
 pub mod forward;
 pub mod image;
 mod init;

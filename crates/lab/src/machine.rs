@@ -6,6 +6,7 @@ use std::{
     ffi::OsStr,
     fs::{self, File},
     io::{BufRead as _, BufReader},
+    os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -73,6 +74,7 @@ impl Machine {
                 disk: self.disk(),
                 read_only: read_only.to_vec(),
                 programs: programs.to_vec(),
+                group: self.group.root().trim_start_matches('/').to_owned(),
                 boot_id: fs::read_to_string("/proc/sys/kernel/random/uuid")?.trim().to_owned(),
             },
             log: self.dir.join("init.log"),
@@ -155,11 +157,8 @@ impl Machine {
 
     /// A command inside the machine: its files, its network, its processes.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Result<Command> {
-        let mut command = Command::new("nsenter");
+        let mut command = self.enter(&["--mount", "--uts", "--ipc", "--net", "--pid"], program)?;
         command
-            .arg(format!("--target={}", self.require()?))
-            .args(["--mount", "--uts", "--ipc", "--net", "--pid", "--"])
-            .arg(program)
             .env_clear()
             .env("PATH", init::PATH)
             .env("HOME", "/root")
@@ -169,8 +168,20 @@ impl Machine {
 
     /// A command with this machine's files in the other one's network.
     pub fn command_in_network(&self, program: impl AsRef<OsStr>) -> Result<Command> {
-        let mut command = Command::new("nsenter");
-        command.arg(format!("--target={}", self.require()?)).args(["--net", "--"]).arg(program);
+        self.enter(&["--net"], program)
+    }
+
+    /// Through `lab enter`, so that it is born in the machine's cgroup and ends with the lab.
+    fn enter(&self, namespaces: &[&str], program: impl AsRef<OsStr>) -> Result<Command> {
+        let mut command = Command::new(binary()?);
+        command
+            .arg("enter")
+            .arg(self.group.root().trim_start_matches('/'))
+            .arg(self.require()?.to_string())
+            .args(["nsenter", &format!("--target={}", self.require()?)])
+            .args(namespaces)
+            .arg("--")
+            .arg(program);
         Ok(command)
     }
 
@@ -246,6 +257,20 @@ pub fn power_on(group: &str, file: &Path) -> Result<()> {
         bail!("the first process ended");
     }
     Ok(())
+}
+
+/// `lab enter GROUP PID COMMAND…`: becomes the command, as a process of the machine whose first process is PID.
+pub fn enter(group: &str, init: i32, command: &[String]) -> Result<()> {
+    let group = Group::at(group);
+    group.enter()?;
+    // A pid that has come to mean another process must not turn this into a command for our own network.
+    let ours = fs::read_link("/proc/self/ns/net").context("look at the own network")?;
+    let theirs = fs::read_link(format!("/proc/{init}/ns/net")).context("look at the machine's network")?;
+    if group.init() != Some(init) || ours == theirs {
+        bail!("the machine has just ended");
+    }
+    let Some((program, arguments)) = command.split_first() else { bail!("nothing to run") };
+    Err(Command::new(program).args(arguments).exec()).with_context(|| format!("run {program}"))
 }
 
 /// `lab init FILE`: the first process of a machine.

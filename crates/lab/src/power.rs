@@ -13,7 +13,7 @@ use crate::{
     init::Component,
     lab::{Lab, NodeRecord, Record, require_root},
     machine::Machine,
-    node,
+    node, place,
     program::Programs,
     switch::{self, Cable},
     wait,
@@ -76,32 +76,43 @@ impl Lab {
         require_root()?;
         let _lock = self.lock()?;
         let node = self.node_record(name)?;
+        self.node(name).kill()?;
         let mut record = self.record()?;
-        let machine = self.node(name);
-        machine.kill()?;
-        record.nodes.retain(|n| n.name != name);
-        self.save(&record)?;
-        for other in &record.nodes {
+        for other in record.nodes.iter().filter(|other| other.name != name) {
             switch::unroute(&self.node(&other.name), node.address());
         }
         switch::unroute(&self.control_plane(), node.address());
-        let dir = self.dir.join("machines").join(name);
-        fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;
+        place::remove(&self.dir.join("machines").join(name))?;
         let nodes: Api<KubeNode> = Api::all(self.client().await?);
         match nodes.delete(name, &DeleteParams::default()).await {
-            Err(kube::Error::Api(e)) if e.is_not_found() => Ok(()),
-            other => other.map(|_| ()).with_context(|| format!("delete Node {name}")),
+            Err(kube::Error::Api(e)) if e.is_not_found() => {}
+            other => other.map(|_| ()).with_context(|| format!("delete Node {name}"))?,
         }
+        // Last: as long as it is listed, the command can be repeated.
+        record.nodes.retain(|n| n.name != name);
+        self.save(&record)
     }
 
     /// Cuts a node off from everything.
     pub fn partition(&self, name: &str) -> Result<()> {
-        switch::set(&self.control_plane(), self.node_record(name)?.address(), Cable::Cut)
+        self.set_cable(name, Cable::Cut)
     }
 
     /// Lets it back.
     pub fn heal(&self, name: &str) -> Result<()> {
-        switch::set(&self.control_plane(), self.node_record(name)?.address(), Cable::Whole)
+        self.set_cable(name, Cable::Whole)
+    }
+
+    fn set_cable(&self, name: &str, cable: Cable) -> Result<()> {
+        require_root()?;
+        let _lock = self.lock()?;
+        let node = self.node_record(name)?;
+        let mut record = self.record()?;
+        for node in record.nodes.iter_mut().filter(|n| n.name == name) {
+            node.cut = cable == Cable::Cut;
+        }
+        self.save(&record)?;
+        switch::set(&self.control_plane(), node.address(), cable)
     }
 
     /// Finds a component by what people call it: `etcd`, `apiserver`, `node-1/kubelet`.
@@ -161,7 +172,8 @@ impl Lab {
         require_root()?;
         let _lock = self.lock()?;
         let stem = tar.file_stem().and_then(|s| s.to_str()).context("an image tar has a name")?;
-        self.keep_image(tar, stem)?;
+        // Never in the place of the lab's own.
+        self.keep_image(tar, &format!("user-{stem}"))?;
         for node in self.nodes() {
             self.import_images(&self.node(&node))?;
         }
@@ -188,8 +200,9 @@ impl Lab {
         images.sort();
         for image in images.iter().filter(|path| path.extension().is_some_and(|e| e == "tar")) {
             let content = fs::read(image).with_context(|| format!("read {}", image.display()))?;
-            let mark = done.join(sha256_hex(&content));
-            if mark.exists() {
+            let digest = sha256_hex(&content);
+            let mark = done.join(image.file_name().context("an image has a name")?);
+            if fs::read_to_string(&mark).is_ok_and(|imported| imported == digest) {
                 continue;
             }
             let output = machine
@@ -202,7 +215,7 @@ impl Lab {
                 let said = String::from_utf8_lossy(&output.stderr);
                 bail!("import {} on {}: {}", image.display(), machine.name, said.trim());
             }
-            fs::write(&mark, "").context("note the image")?;
+            fs::write(&mark, digest).context("note the image")?;
         }
         Ok(())
     }

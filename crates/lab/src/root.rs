@@ -1,18 +1,21 @@
 //! The file system of a machine: the programs of this machine read-only, and directories of its own for everything
-//! that a host writes. It looks like a host, and nothing in it can reach this machine's own files.
+//! that a host writes. It looks like a host, and what is done in it stays in it.
 
 use std::{
     fs, io,
-    os::unix::fs::symlink,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink},
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context as _, Result};
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
+    sys::stat::{Mode, SFlag, mknod},
     unistd::pivot_root,
 };
 use serde::{Deserialize, Serialize};
+
+use crate::cgroup::Group;
 
 /// What a machine's file system is made of.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -25,6 +28,8 @@ pub struct Root {
     pub read_only: Vec<(PathBuf, PathBuf)>,
     /// Names in `/usr/local/bin`, and what they point to.
     pub programs: Vec<(String, PathBuf)>,
+    /// The cgroup below which the machine can write, without leading slash.
+    pub group: String,
     /// Set by a power cycle.
     pub boot_id: String,
 }
@@ -108,12 +113,50 @@ impl Root {
     }
 
     fn kernel_directories(&self) -> Result<()> {
+        self.devices()?;
         // A fresh sysfs shows the NICs of this network namespace only; it hides the cgroup mounts, so they come back.
-        bind(Path::new("/dev"), &self.at.join("dev"), Write::Yes)?;
-        mount_new("tmpfs", &self.at.join("dev/shm"), None)?;
         mount_new("sysfs", &self.at.join("sys"), None)?;
-        bind(Path::new("/sys/fs/cgroup"), &self.at.join("sys/fs/cgroup"), Write::Yes)?;
+        self.control_groups()?;
         mount_new("proc", &self.at.join("proc"), None)
+    }
+
+    /// Devices of its own: the real `/dev` is one for the whole kernel, and removing a file there removes it for all.
+    fn devices(&self) -> Result<()> {
+        let dev = self.at.join("dev");
+        mount_new("tmpfs", &dev, Some("mode=0755,size=1m"))?;
+        for dir in ["net", "pts", "shm", "mqueue"] {
+            fs::create_dir_all(dev.join(dir)).with_context(|| format!("make /dev/{dir}"))?;
+        }
+        for name in ["null", "zero", "full", "random", "urandom", "tty", "kmsg", "fuse", "net/tun"] {
+            let Ok(meta) = fs::metadata(Path::new("/dev").join(name)) else { continue };
+            let mode = Mode::from_bits_truncate(meta.mode());
+            mknod(&dev.join(name), SFlag::S_IFCHR, mode, meta.rdev())
+                .with_context(|| format!("make /dev/{name}"))?;
+            // Not masked, unlike mknod's.
+            fs::set_permissions(dev.join(name), fs::Permissions::from_mode(meta.mode() & 0o7777))?;
+        }
+        for (name, target) in [
+            ("fd", "/proc/self/fd"),
+            ("stdin", "fd/0"),
+            ("stdout", "fd/1"),
+            ("stderr", "fd/2"),
+            ("ptmx", "pts/ptmx"),
+        ] {
+            symlink(target, dev.join(name)).with_context(|| format!("link /dev/{name}"))?;
+        }
+        mount_new("devpts", &dev.join("pts"), Some("newinstance,ptmxmode=0666,mode=0620"))?;
+        mount_new("mqueue", &dev.join("mqueue"), None)?;
+        mount_new("tmpfs", &dev.join("shm"), None)
+    }
+
+    /// All groups to read, its own to write.
+    fn control_groups(&self) -> Result<()> {
+        bind(Path::new("/sys/fs/cgroup"), &self.at.join("sys/fs/cgroup"), Write::Yes)?;
+        for (hierarchy, own) in Group::at(&self.group).directories()? {
+            bind(&own, &self.inside(&own), Write::Yes)?;
+            read_only(&self.inside(&hierarchy))?;
+        }
+        Ok(())
     }
 
     fn switch(&self) -> Result<()> {
@@ -163,12 +206,17 @@ fn bind(source: &Path, target: &Path, write: Write) -> Result<()> {
     mount(Some(source), target, None::<&str>, flags, None::<&str>)
         .with_context(|| format!("bind {} to {}", source.display(), target.display()))?;
     mount_flags(target, MsFlags::MS_REC | MsFlags::MS_PRIVATE)?;
-    if write == Write::No {
-        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
-            .with_context(|| format!("make {} read-only", target.display()))?;
+    match write {
+        Write::Yes => Ok(()),
+        Write::No => read_only(target),
     }
-    Ok(())
+}
+
+/// This mount alone; what is mounted below it keeps its own mode.
+fn read_only(target: &Path) -> Result<()> {
+    let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+    mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
+        .with_context(|| format!("make {} read-only", target.display()))
 }
 
 fn mount_new(kind: &str, target: &Path, options: Option<&str>) -> Result<()> {

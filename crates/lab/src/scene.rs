@@ -1,6 +1,6 @@
 //! A place for one test: a fresh namespace in a lab, pods in it, and everything told when the test fails.
 
-use std::{fmt::Write as _, process::Command, time::Duration};
+use std::{process::Command, time::Duration};
 
 use anyhow::{Context as _, Result};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
@@ -89,11 +89,12 @@ impl Scene {
         let scene = Self { lab: lab.clone(), client, namespace };
         let outcome = match test(&scene).await {
             Ok(()) => Ok(()),
-            Err(e) => Err(e.context(scene.dump())),
+            Err(e) => Err(e.context(lab.dump())),
         };
         let gone = DeleteParams::background().grace_period(0);
-        namespaces.delete(&scene.namespace, &gone).await.context("delete the namespace")?;
-        outcome
+        let deleted = namespaces.delete(&scene.namespace, &gone).await.context("delete the namespace");
+        // Why the test failed says more than why its namespace stays.
+        outcome.and(deleted.map(|_| ()))
     }
 
     pub fn pods(&self) -> Api<Pod> {
@@ -136,30 +137,6 @@ impl Scene {
         let mut arguments = vec!["-n", &self.namespace, "exec", pod, "--"];
         arguments.extend(argv);
         self.lab.kubectl(&arguments)
-    }
-
-    /// What a person would look at first.
-    fn dump(&self) -> String {
-        let mut text = format!("dump of namespace {} in lab {}:\n", self.namespace, self.lab.name);
-        let mut tell = |what: &str, found: Result<String>| {
-            let found = found.unwrap_or_else(|e| format!("{e:#}"));
-            let _ = writeln!(text, "--- {what}\n{}", found.trim_end());
-        };
-        let n = self.namespace.as_str();
-        tell("nodes", self.lab.kubectl(&["get", "nodes", "-o", "wide"]));
-        tell("pods", self.lab.kubectl(&["get", "pods", "-A", "-o", "wide"]));
-        tell("objects", self.lab.kubectl(&["-n", n, "get", "pods", "-o", "yaml"]));
-        tell("events", self.lab.kubectl(&["get", "events", "-A", "--sort-by=.lastTimestamp"]));
-        tell("nodenetworks", self.lab.kubectl(&["get", "nodenetworks", "-o", "yaml"]));
-        for (app, container) in [("controller", "patchbay-controller"), ("node", "patchbay-node")] {
-            let selector = format!("app.kubernetes.io/component={app}");
-            let logs = ["-n", "patchbay-system", "logs", "-l", &selector, "--tail=40", "--prefix"];
-            tell(&format!("logs of {container}"), self.lab.kubectl(&logs));
-        }
-        for node in self.lab.nodes() {
-            tell(&format!("links of {node}"), self.lab.node(&node).output(&["ip", "-br", "addr"]));
-        }
-        text
     }
 }
 

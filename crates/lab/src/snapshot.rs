@@ -27,9 +27,24 @@ impl Snapshot {
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
         let target = |line: &str| line.split(' ').nth(4).unwrap_or_default().to_owned();
         lines.extend(mounts.lines().map(|line| format!("mount {}", target(line))));
-        lines.extend(namespaces());
+        lines.extend(processes());
         lines.extend(cgroups().into_iter().map(|d| format!("cgroup {}", d.display())));
-        lines.extend(place::known().into_iter().map(|lab| format!("lab {lab}")));
+        // Raw, with what begins with a dot.
+        lines.extend(entries(&place::labs()).iter().map(|path| format!("file {}", path.display())));
+        // Where a node's programs would leave things if they were let out.
+        let astray = [
+            "/opt/cni",
+            "/etc/cni",
+            "/var/lib/cni",
+            "/var/lib/kubelet",
+            "/run/netns",
+            "/run/multus",
+            "/run/nri",
+            "/run/containerd",
+        ];
+        lines.extend(
+            astray.into_iter().filter(|path| Path::new(path).exists()).map(|path| format!("file {path}")),
+        );
         Ok(Self { lines })
     }
 
@@ -44,32 +59,40 @@ impl Snapshot {
     }
 }
 
-/// Processes and namespaces that can be a lab's: those with files or pids of their own, and the lab's own program.
-/// Other tests make network namespaces at the same time; these are not ours to judge.
-fn namespaces() -> Vec<String> {
+/// Processes of a lab: those in a lab's cgroup, and the lab's own program wherever it is.
+fn processes() -> Vec<String> {
     let mut lines = Vec::new();
-    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
-            continue;
-        };
-        let foreign = |kind: &str| {
-            let theirs = fs::read_link(entry.path().join("ns").join(kind)).ok()?;
-            let ours = fs::read_link(Path::new("/proc/self/ns").join(kind)).ok()?;
-            (ours != theirs).then(|| theirs.display().to_string())
-        };
-        if foreign("mnt").is_some() || foreign("pid").is_some() {
-            lines.push(format!("process {pid}"));
-            lines.extend(["net", "mnt", "pid", "uts", "ipc"].into_iter().filter_map(foreign));
-        }
-        let command = fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        let mut words = command.split(|b| *b == 0).map(String::from_utf8_lossy);
-        let program = words.next().unwrap_or_default().into_owned();
-        let verb = words.next().unwrap_or_default().into_owned();
-        if program.ends_with("/lab") && ["machine", "init", "forward"].contains(&verb.as_str()) {
-            lines.push(format!("process {pid} {program} {verb}"));
+    for entry in entries(Path::new("/proc")) {
+        let read = |file: &str| fs::read_to_string(entry.join(file)).unwrap_or_default();
+        let command = read("cmdline").replace('\0', " ");
+        let mut words = command.split(' ');
+        let lab = words.next().is_some_and(|program| program.ends_with("/lab"))
+            && words.next().is_some_and(|verb| ["machine", "init", "forward", "enter"].contains(&verb));
+        if lab || read("cgroup").contains(place::GROUP) {
+            lines.push(format!("process {} {command}", entry.display()));
         }
     }
     lines
+}
+
+/// The namespaces that the given processes live in and this one does not.
+pub fn namespaces(pids: &[i32]) -> BTreeSet<PathBuf> {
+    let links = |pid: &str| -> BTreeSet<PathBuf> {
+        let kinds = ["net", "mnt", "pid", "uts", "ipc"].into_iter();
+        kinds.filter_map(|kind| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok()).collect()
+    };
+    let ours = links("self");
+    pids.iter()
+        .flat_map(|pid| links(&pid.to_string()))
+        .filter(|namespace| !ours.contains(namespace))
+        .collect()
+}
+
+/// The processes of this machine that live in one of the given namespaces.
+pub fn inhabitants(of: &BTreeSet<PathBuf>) -> Vec<i32> {
+    let pids = entries(Path::new("/proc")).into_iter();
+    let pids = pids.filter_map(|path| path.file_name()?.to_str()?.parse::<i32>().ok());
+    pids.filter(|pid| !namespaces(&[*pid]).is_disjoint(of)).collect()
 }
 
 /// The first two levels: hierarchies, and what stands right below their roots. Others make and remove groups inside
@@ -80,6 +103,9 @@ fn cgroups() -> Vec<PathBuf> {
 }
 
 fn directories(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    entries.filter(|e| e.file_type().is_ok_and(|t| t.is_dir())).map(|e| e.path()).collect()
+    entries(dir).into_iter().filter(|path| path.is_dir() && !path.is_symlink()).collect()
+}
+
+fn entries(dir: &Path) -> Vec<PathBuf> {
+    fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path()).collect()
 }

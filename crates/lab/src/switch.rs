@@ -36,35 +36,49 @@ pub fn build(control_plane: &Machine) -> Result<()> {
     batch(control_plane, &lines)
 }
 
-/// Plugs a node's NICs in and sets its addresses, unless that is done.
+/// Plugs a node's NICs in, unless they are, and sets its addresses and routes.
 pub fn plug(control_plane: &Machine, machine: &Machine, node: Node) -> Result<()> {
     let init = machine.init().with_context(|| format!("{} is off", machine.name))?;
-    if has_link(machine, &format!("eth{SPARE_NICS}")) {
-        return Ok(());
-    }
-    let mut lines = Vec::new();
-    for nic in 0..=SPARE_NICS {
-        let port = node.port(nic);
-        if has_link(control_plane, &port) {
-            lines.push(format!("link del {port}"));
+    let plugged =
+        (0..=SPARE_NICS).all(|nic| is_cable(control_plane, &node.port(nic), machine, &format!("eth{nic}")));
+    if !plugged {
+        for nic in 0..=SPARE_NICS {
+            // What is left of cables to a machine that died; the kernel may be taking it away at this moment.
+            let _ = batch(control_plane, &[format!("link del {}", node.port(nic))]);
+            let _ = batch(machine, &[format!("link del eth{nic}")]);
         }
+        let cables = (0..=SPARE_NICS).flat_map(|nic| {
+            let (port, mac) = (node.port(nic), node.mac(nic));
+            let switch = if nic == 0 { FIRST } else { SECOND };
+            [
+                format!("link add {port} type veth peer name eth{nic} address {mac} netns {init}"),
+                format!("link set {port} master {switch} up"),
+            ]
+        });
+        batch(control_plane, &cables.collect::<Vec<_>>())?;
     }
-    for nic in 0..=SPARE_NICS {
-        let (port, mac) = (node.port(nic), node.mac(nic));
-        let switch = if nic == 0 { FIRST } else { SECOND };
-        lines.push(format!("link add {port} type veth peer name eth{nic} address {mac} netns {init}"));
-        lines.push(format!("link set {port} master {switch} up"));
-    }
-    batch(control_plane, &lines)?;
+    // Said again on every start: one that was killed in between is repaired by the next.
     let (gateway4, gateway6) = CONTROL_PLANE;
     let mut lines = vec![
-        format!("addr add {}/24 dev eth0", node.v4()),
-        format!("addr add {}/64 dev eth0 nodad", node.v6()),
+        format!("addr replace {}/24 dev eth0", node.v4()),
+        format!("addr replace {}/64 dev eth0 nodad", node.v6()),
     ];
-    lines.extend((0..=SPARE_NICS).map(|nic| format!("link set eth{nic} up")));
+    if !plugged {
+        lines.extend((1..=SPARE_NICS).map(|nic| format!("link set eth{nic} up")));
+    }
+    lines.push("link set eth0 up".to_owned());
     lines.push(format!("route replace default via {gateway4}"));
     lines.push(format!("route replace default via {gateway6} dev eth0"));
     batch(machine, &lines)
+}
+
+/// Whether two links are the two ends of one cable.
+fn is_cable(control_plane: &Machine, port: &str, machine: &Machine, nic: &str) -> bool {
+    let number =
+        |machine: &Machine, link: &str, file: &str| read(machine, &format!("sys/class/net/{link}/{file}"));
+    let ends = (number(control_plane, port, "iflink"), number(machine, nic, "ifindex"));
+    let back = (number(machine, nic, "iflink"), number(control_plane, port, "ifindex"));
+    ends.0.is_some() && ends.0 == ends.1 && back.0.is_some() && back.0 == back.1
 }
 
 /// Tells a machine the way to the pods of the given nodes.

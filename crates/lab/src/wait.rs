@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -17,10 +17,13 @@ where
 {
     let start = Instant::now();
     loop {
-        let missing = match look().await {
-            Ok(Some(found)) => return Ok(found),
-            Ok(None) => None,
-            Err(e) => Some(e),
+        // At least a moment: a look that is due at the deadline is still a look.
+        let rest = deadline.saturating_sub(start.elapsed()).max(Duration::from_millis(200));
+        let missing = match tokio::time::timeout(rest, look()).await {
+            Ok(Ok(Some(found))) => return Ok(found),
+            Ok(Ok(None)) => None,
+            Ok(Err(e)) => Some(e),
+            Err(_) => Some(anyhow!("the last look got no answer")),
         };
         if start.elapsed() >= deadline {
             return give_up(what, deadline, missing);

@@ -1,6 +1,9 @@
 //! Asking the kernel for all links, addresses and default routes.
 
-use std::{collections::BTreeMap, io};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+};
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 use nix::{
@@ -15,7 +18,7 @@ use plan::nodenetwork::Observed;
 
 use crate::{
     Error,
-    message::{self, INET, INET6, Message},
+    message::{self, INET, INET6, Message, Nexthop, Way},
 };
 
 /// The kernel fills at most 32 KiB per datagram.
@@ -58,17 +61,20 @@ impl Asker {
         let addresses = self.collect("addresses", message::get_addresses, |message| {
             (message.kind == message::NEW_ADDRESS).then(|| message::address(message.body)).flatten()
         })?;
-        let mut default_routes = Vec::new();
+        let mut ways = Vec::new();
         for family in [INET, INET6] {
             let routes = self.collect(
                 "routes",
                 |sequence| message::get_routes(sequence, family),
-                |message| (message.kind == message::NEW_ROUTE).then(|| message::default_route(message.body)),
+                |message| {
+                    (message.kind == message::NEW_ROUTE)
+                        .then(|| message::default_route(message.body))
+                        .flatten()
+                },
             );
-            default_routes.extend(none_if_unknown(routes)?.into_iter().flatten());
+            ways.extend(none_if_unknown(routes)?);
         }
-        default_routes.sort_unstable();
-        default_routes.dedup();
+        let default_routes = self.resolve(ways)?;
 
         // An address of a link that came after the links were told is left for the next look.
         let mut by_link = BTreeMap::new();
@@ -79,6 +85,31 @@ impl Asker {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
         Ok(Observed { links, default_routes })
+    }
+
+    /// The links that default routes lead to. The nexthops are asked for only if a route says nothing else.
+    fn resolve(&mut self, ways: Vec<Way>) -> Result<Vec<u32>, Error> {
+        let mut nexthops = Vec::new();
+        if ways.iter().any(|way| matches!(way, Way::Nexthop(_))) {
+            nexthops = self.collect("nexthops", message::get_nexthops, |message| {
+                (message.kind == message::NEW_NEXTHOP).then(|| message::nexthop(message.body)).flatten()
+            })?;
+        }
+        let nexthops: BTreeMap<u32, Nexthop> = nexthops.into_iter().map(|hop| (hop.id, hop)).collect();
+        let mut links = BTreeSet::new();
+        for way in ways {
+            match way {
+                Way::Links(over) => links.extend(over),
+                Way::Nexthop(id) => {
+                    let hop = nexthops.get(&id);
+                    links.extend(hop.and_then(|hop| hop.link));
+                    // A group has no groups in it.
+                    let members = hop.into_iter().flat_map(|hop| &hop.members);
+                    links.extend(members.filter_map(|id| nexthops.get(id)?.link));
+                }
+            }
+        }
+        Ok(links.into_iter().collect())
     }
 
     fn collect<T>(

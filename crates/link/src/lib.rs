@@ -11,7 +11,7 @@ pub mod namespace;
 
 pub use monitor::{Changed, Monitor};
 
-use std::io;
+use std::{io, time::Duration};
 
 /// Why the kernel could not be asked.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +24,8 @@ pub enum Error {
     Ask { what: &'static str, source: io::Error },
     #[error("read the kernel's {what}")]
     Read { what: &'static str, source: io::Error },
+    #[error("the kernel did not show its links within {} s; something on this node holds them locked", limit.as_secs())]
+    Deadline { limit: Duration },
     #[error("the runtime stopped in the middle of a look at the kernel")]
     Stopped,
 }

@@ -1,4 +1,4 @@
-//! The bytes of rtnetlink: headers, attributes, and the three messages that matter here.
+//! The bytes of rtnetlink: headers, attributes, and the four messages that matter here.
 //!
 //! Every reader takes any bytes and never panics. Numbers are in the byte order of the machine.
 
@@ -20,6 +20,8 @@ pub const GET_ADDRESS: u16 = 22;
 pub const NEW_ROUTE: u16 = 24;
 pub const DELETE_ROUTE: u16 = 25;
 pub const GET_ROUTE: u16 = 26;
+pub const NEW_NEXTHOP: u16 = 104;
+pub const GET_NEXTHOP: u16 = 106;
 
 /// `NLM_F_REQUEST | NLM_F_DUMP`
 const DUMP: u16 = 0x301;
@@ -120,6 +122,11 @@ pub fn get_routes(sequence: u32, family: u8) -> Vec<u8> {
     request(GET_ROUTE, sequence, &[family, 0, 0, 0, MAIN, 0, 0, UNICAST, 0, 0, 0, 0])
 }
 
+/// Asks for every nexthop.
+pub fn get_nexthops(sequence: u32) -> Vec<u8> {
+    request(GET_NEXTHOP, sequence, &[0; 8])
+}
+
 /// A link out of a `NEW_LINK` message, without its addresses.
 pub fn link(body: &[u8]) -> Option<Link> {
     const IFLA_ADDRESS: u16 = 1;
@@ -190,28 +197,69 @@ pub fn address(body: &[u8]) -> Option<(u32, Address)> {
     Some((u32_at(body, 4)?, Address { net: IpNet::new(ip, prefix).ok()?, temporary }))
 }
 
-/// The links that a default route of the main table leads to, out of a `NEW_ROUTE` message. Empty for other routes.
-pub fn default_route(body: &[u8]) -> Vec<u32> {
+/// Where a default route leads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Way {
+    /// Over these links.
+    Links(Vec<u32>),
+    /// Where the nexthop of this number leads; the route itself does not say (`nexthop_compat_mode=0`).
+    Nexthop(u32),
+}
+
+/// Where a default route of the main table leads, out of a `NEW_ROUTE` message. None for other routes.
+pub fn default_route(body: &[u8]) -> Option<Way> {
     const RTA_OIF: u16 = 4;
     const RTA_MULTIPATH: u16 = 9;
     const RTA_TABLE: u16 = 15;
+    const RTA_NH_ID: u16 = 30;
     const RTM_F_CLONED: u32 = 0x200;
 
     let &[family, 0, 0, _tos, table, _protocol, _scope, UNICAST, ..] = body else {
-        return Vec::new();
+        return None;
     };
     let cloned = u32_at(body, 8).is_none_or(|flags| flags & RTM_F_CLONED != 0);
     if cloned || !matches!(family, INET | INET6) {
-        return Vec::new();
+        return None;
     }
     let all: BTreeMap<u16, &[u8]> = attributes(body.get(12..).unwrap_or_default()).collect();
-    let table = all.get(&RTA_TABLE).and_then(|value| u32_at(value, 0)).unwrap_or(u32::from(table));
-    if table != u32::from(MAIN) {
-        return Vec::new();
+    let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
+    if number(RTA_TABLE).unwrap_or(u32::from(table)) != u32::from(MAIN) {
+        return None;
     }
-    let mut links: Vec<u32> = all.get(&RTA_OIF).and_then(|value| u32_at(value, 0)).into_iter().collect();
+    let mut links: Vec<u32> = number(RTA_OIF).into_iter().collect();
     links.extend(all.get(&RTA_MULTIPATH).into_iter().flat_map(|hops| next_hops(hops)));
-    links
+    match number(RTA_NH_ID) {
+        Some(id) if links.is_empty() => Some(Way::Nexthop(id)),
+        _ => Some(Way::Links(links)),
+    }
+}
+
+/// A nexthop: an object of its own that routes name by its number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nexthop {
+    pub id: u32,
+    /// The link that it leads to; none for a group.
+    pub link: Option<u32>,
+    /// The numbers of the nexthops that it is a group of.
+    pub members: Vec<u32>,
+}
+
+/// A nexthop out of a `NEW_NEXTHOP` message.
+pub fn nexthop(body: &[u8]) -> Option<Nexthop> {
+    const NHA_ID: u16 = 1;
+    const NHA_GROUP: u16 = 2;
+    const NHA_OIF: u16 = 5;
+    /// `struct nexthop_grp`: a number, a weight, and room.
+    const MEMBER: usize = 8;
+
+    let all: BTreeMap<u16, &[u8]> = attributes(body.get(8..)?).collect();
+    let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
+    let group = all.get(&NHA_GROUP).into_iter().flat_map(|group| group.chunks_exact(MEMBER));
+    Some(Nexthop {
+        id: number(NHA_ID)?,
+        link: number(NHA_OIF),
+        members: group.filter_map(|member| u32_at(member, 0)).collect(),
+    })
 }
 
 /// The links of the hops of a route with several.
@@ -301,9 +349,9 @@ mod tests {
             body.extend([0, 0]);
             body.extend(index.to_ne_bytes());
         }
-        assert_eq!(default_route(&body), [7, 9]);
+        assert_eq!(default_route(&body), Some(Way::Links(vec![7, 9])));
         body[4] = 255;
-        assert_eq!(default_route(&body), Vec::<u32>::new());
+        assert_eq!(default_route(&body), None);
     }
 
     #[test]
@@ -323,6 +371,7 @@ mod tests {
             link(&bytes);
             address(&bytes);
             default_route(&bytes);
+            nexthop(&bytes);
             error_code(&bytes);
             readable(&bytes);
         }

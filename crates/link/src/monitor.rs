@@ -4,21 +4,25 @@ use std::{
     future::poll_fn,
     io,
     os::fd::AsFd,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     task::{Context, Poll},
+    time::Duration,
 };
 
 use netlink_sys::{AsyncSocket as _, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
 use nix::errno::Errno;
 use plan::nodenetwork::Observed;
-use tokio::{runtime::Handle, task};
+use tokio::{runtime::Handle, sync::Mutex, task, time::timeout};
 
 use crate::{Error, dump::Asker, message, namespace};
 
-/// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_IFADDR | RTMGRP_IPV6_ROUTE`
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400;
+/// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_IFADDR | RTMGRP_IPV6_ROUTE`, and
+/// `RTNLGRP_NEXTHOP`, which a kernel that knows no nexthops ignores.
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400 | 1 << 31;
 /// How many events one call reads at most, so that a storm cannot keep it for ever.
 const BATCH: usize = 4096;
+/// How long one look may take.
+const LOOK: Duration = Duration::from_secs(10);
 /// An event is one message; of a longer one the beginning is enough.
 const BUFFER: usize = 8 * 1024;
 
@@ -91,10 +95,13 @@ impl Monitor {
     /// What the kernel has now.
     pub async fn observe(&self) -> Result<Observed, Error> {
         let asker = Arc::clone(&self.asker);
-        // The kernel answers under a lock that a busy node holds for long: not on a thread of the runtime.
-        let look =
-            task::spawn_blocking(move || asker.lock().unwrap_or_else(PoisonError::into_inner).observe());
-        look.await.map_err(|_| Error::Stopped)?
+        let look = async {
+            // Held by a look that was given up until the kernel lets go of it: there is never a second thread.
+            let mut asker = asker.lock_owned().await;
+            // The kernel answers under a lock that a busy node holds for long: not on a thread of the runtime.
+            task::spawn_blocking(move || asker.observe()).await.map_err(|_| Error::Stopped)?
+        };
+        timeout(LOOK, look).await.unwrap_or(Err(Error::Deadline { limit: LOOK }))
     }
 }
 
@@ -105,4 +112,24 @@ fn count(datagram: &[u8]) -> u64 {
         return 1;
     }
     messages.map(|message| u64::from(message::matters(&message))).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_kernel_that_does_not_answer_is_given_up_and_asked_by_one_thread_only() {
+        let monitor = Monitor::open().unwrap();
+        // Another look waits for the kernel.
+        let stuck = Arc::clone(&monitor.asker).lock_owned().await;
+        for _ in 0..3 {
+            let error = monitor.observe().await.unwrap_err();
+            assert!(matches!(error, Error::Deadline { .. }), "{error}");
+        }
+        // No thread waits for its turn: the asker is the monitor's and the stuck look's.
+        assert_eq!(Arc::strong_count(&monitor.asker), 2);
+        drop(stuck);
+        assert!(!monitor.observe().await.unwrap().links.is_empty());
+    }
 }

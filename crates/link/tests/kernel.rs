@@ -4,7 +4,7 @@
 use std::{
     ffi::{OsStr, OsString},
     fmt::Write as _,
-    fs::File,
+    fs::{self, File},
     io::Write as _,
     os::unix::ffi::OsStrExt as _,
     process::{Command, Stdio},
@@ -171,6 +171,39 @@ async fn default_routes_of_both_families_are_seen_and_others_are_not() {
     assert_eq!(seen.default_routes, [eth1]);
     ns.ip("route add default nexthop via 10.0.0.1 dev eth0 nexthop via 192.168.0.1 dev eth2 onlink");
     observe_until(&monitor, |seen| seen.default_routes.len() == 3).await;
+}
+
+/// With this setting a route names its nexthop and nothing else, and a nexthop can change without a word about the route.
+#[tokio::test]
+async fn a_default_route_that_only_names_a_nexthop_leads_to_the_links_of_it() {
+    let ns = Namespace::new();
+    let monitor = ns.monitor();
+    let mode = "/proc/sys/net/ipv4/nexthop_compat_mode";
+    namespace::within(&ns.0, || fs::write(mode, "0")).unwrap().unwrap();
+    for line in [
+        "link add eth0 type veth peer name peer0",
+        "link add eth1 type veth peer name peer1",
+        "address add 10.0.0.2/24 dev eth0",
+        "address add 10.0.1.2/24 dev eth1",
+        "link set eth0 up",
+        "link set eth1 up",
+        "link set peer0 up",
+        "link set peer1 up",
+        "nexthop add id 1 via 10.0.0.1 dev eth0",
+        "nexthop add id 2 via 10.0.1.1 dev eth1",
+        "nexthop add id 3 group 1/2",
+        "route add default nhid 1",
+    ] {
+        ns.ip(line);
+    }
+    let seen = observe_until(&monitor, |seen| !seen.default_routes.is_empty()).await;
+    let (eth0, eth1) = (find(&seen, "eth0").unwrap().index, find(&seen, "eth1").unwrap().index);
+    assert_eq!(seen.default_routes, [eth0]);
+    ns.ip("nexthop replace id 1 via 10.0.1.1 dev eth1");
+    observe_until(&monitor, |seen| seen.default_routes == [eth1]).await;
+    ns.ip("nexthop replace id 1 via 10.0.0.1 dev eth0");
+    ns.ip("route replace default nhid 3");
+    observe_until(&monitor, |seen| seen.default_routes == [eth0, eth1]).await;
 }
 
 #[tokio::test]

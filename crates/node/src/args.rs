@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use api::Patterns;
+use api::{
+    Patterns,
+    names::{HOST_ROOT, RUN_DIR, STATE_DIR},
+};
 
 use crate::Probe;
-
-/// The directory of the daemon's sockets.
-const RUN_DIR: &str = "/run/patchbay";
 
 /// Flags of `patchbay node`.
 #[derive(Debug, Clone, clap::Args)]
@@ -28,7 +28,7 @@ pub struct Args {
     pub ignore_interfaces: Patterns,
 
     /// Directory for what must survive a restart.
-    #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/patchbay")]
+    #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = STATE_DIR)]
     pub state_dir: PathBuf,
 
     /// Directory for sockets.
@@ -36,7 +36,7 @@ pub struct Args {
     pub run_dir: PathBuf,
 
     /// Where the root of the host is mounted.
-    #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = "/host")]
+    #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = HOST_ROOT)]
     pub host_root: PathBuf,
 }
 

@@ -1,18 +1,15 @@
 //! The loop: what comes in from the kernel and the API server, and what is done about it.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use api::{NodeNetworkStatus, Patterns};
+use api::{Chain, NodeNetworkStatus, Patterns};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, Client,
     api::DynamicObject,
-    runtime::{
-        utils::Backoff as _,
-        watcher::{self, DefaultBackoff},
-    },
+    runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
 use link::{Changed, Monitor};
 use plan::nodenetwork::{self as rules, Facts, Observed, Picture, Publish, Writes};
@@ -21,12 +18,15 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
-    Error, chain,
+    Error,
     health::{Health, News, Part},
     metrics::{Kind, Look, Metrics, Outcome, Watched},
     object::{self, Known, Object},
-    watch::{Seen, Watch},
+    watch::{self, Seen, Watch},
 };
+
+/// How often the loop turns at least, to show that it can.
+const HEARTBEAT: Duration = Duration::from_secs(20);
 
 /// Keeps the NodeNetwork of one node.
 pub struct Daemon {
@@ -53,9 +53,12 @@ struct State {
     /// The first event since the last look.
     event: Option<Instant>,
     last_look: Option<Instant>,
-    /// Nothing is tried before, after a failure.
+    /// How long to wait after looks that failed one after the other.
+    look_backoff: DefaultBackoff,
+    /// No write is tried before, after a failure.
     pause: Option<Instant>,
-    backoff: DefaultBackoff,
+    /// How long to wait after writes that failed one after the other.
+    write_backoff: DefaultBackoff,
 }
 
 impl Daemon {
@@ -88,12 +91,8 @@ impl Daemon {
             let Some(wake) = stop.run_until_cancelled(self.turn()).await else {
                 return Ok(());
             };
-            let nap = async {
-                match wake {
-                    Some(at) => sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
+            let beat = Instant::now() + HEARTBEAT;
+            let wake = wake.map_or(beat, |at| at.min(beat));
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(()),
@@ -103,14 +102,16 @@ impl Daemon {
                 changed = self.monitor.changed(), if self.state.event.is_none() => {
                     self.hear(changed.map_err(Error::Kernel)?);
                 }
-                () = nap => {}
+                () = sleep_until(wake) => {}
             }
         }
     }
 
     /// Does what is due, and says when to come back unless something happens before.
     async fn turn(&mut self) -> Option<Instant> {
+        self.health.turned();
         let due = self.look().await;
+        self.health.turned();
         let next = self.publish().await;
         due.into_iter().chain(next).min()
     }
@@ -134,16 +135,19 @@ impl Daemon {
         match seen {
             Ok(observed) => {
                 debug!(links = observed.links.len(), "looked at the kernel");
-                self.health.well(Part::Kernel);
+                if self.health.well(Part::Kernel) == News::Changed {
+                    info!(links = observed.links.len(), "can look at the kernel");
+                }
+                self.state.look_backoff.reset();
                 self.state.observed = Some(observed);
                 None
             }
             Err(error) => {
-                let problem = chain(&error);
+                let problem = Chain(&error).to_string();
                 if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
                     warn!(error = problem, "cannot look at the kernel, trying again");
                 }
-                let again = Instant::now() + self.state.backoff.next().unwrap_or_default();
+                let again = Instant::now() + self.state.look_backoff.next().unwrap_or_default();
                 self.state.event = Some(again);
                 Some(again)
             }
@@ -216,17 +220,19 @@ impl Daemon {
     fn settled(&mut self) {
         self.health.well(Part::Publish);
         self.state.pause = None;
-        self.state.backoff.reset();
+        self.state.write_backoff.reset();
     }
 
     fn failed(&mut self, error: &object::Error) -> Instant {
-        let problem = chain(error);
+        let problem = Chain(error).to_string();
         if error.is_missing() {
             // Somebody deleted it between two looks: the next write makes it anew.
             self.state.server = None;
         }
-        let delay = self.state.backoff.next().unwrap_or_default();
-        if self.health.ill(Part::Publish, problem.clone()) == News::Changed {
+        let delay = self.state.write_backoff.next().unwrap_or_default();
+        if error.is_conflict() {
+            debug!(node = self.name, ?delay, "somebody else wrote at the same time, trying again");
+        } else if self.health.ill(Part::Publish, problem.clone()) == News::Changed {
             warn!(node = self.name, error = problem, ?delay, "cannot publish, trying again");
         }
         let again = Instant::now() + delay;
@@ -268,13 +274,14 @@ impl Daemon {
             Seen::Synced(object) => {
                 self.recovered(Part::OwnWatch, Kind::NodeNetwork);
                 self.state.synced = true;
-                self.state.server = object.as_ref().map(Known::read);
+                let server = self.state.server.take();
+                self.state.server = object.map(|object| Known::latest(server, Known::read(&object)));
+                // The API server is back: what waits is written now.
+                self.state.pause = None;
             }
             Seen::Changed(object) => {
-                let known = Known::read(&object);
-                if !self.state.server.as_ref().is_some_and(|server| server.is_newer_than(&known)) {
-                    self.state.server = Some(known);
-                }
+                let server = self.state.server.take();
+                self.state.server = Some(Known::latest(server, Known::read(&object)));
             }
             Seen::Gone(object) => {
                 let gone = Known::read(&object);
@@ -292,11 +299,91 @@ impl Daemon {
         }
     }
 
-    fn broken(&self, part: Part, kind: Kind, error: &watcher::Error) {
+    fn broken(&self, part: Part, kind: Kind, error: &watch::Error) {
         self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
-        let problem = format!("watch {kind:?} {}: {}", self.name, chain(error));
+        let problem = format!("watch {kind:?} {}: {}", self.name, Chain(error));
         if self.health.ill(part, problem.clone()) == News::Changed {
             warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{convert::Infallible, future::pending};
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// A daemon whose API server has nothing, and nothing ever changes there.
+    fn daemon() -> Daemon {
+        let service = tower::service_fn(async |request: Request<Body>| {
+            if request.uri().query().is_some_and(|query| query.contains("watch=")) {
+                pending::<()>().await;
+            }
+            let list = r#"{"apiVersion":"v1","kind":"List","metadata":{"resourceVersion":"5"},"items":[]}"#;
+            Ok::<_, Infallible>(Response::new(Body::from(list.as_bytes().to_vec())))
+        });
+        let client = Client::new(service, "default");
+        let monitor = Monitor::open().unwrap();
+        let (metrics, _) = Metrics::new();
+        Daemon::new(client, "a".into(), Patterns::default(), monitor, metrics, Arc::new(Health::new()))
+    }
+
+    fn object(version: &str) -> DynamicObject {
+        serde_json::from_value(json!({"metadata": {"name": "a", "uid": "u", "resourceVersion": version}}))
+            .unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_list_that_is_older_than_the_last_write_replaces_nothing() {
+        let mut daemon = daemon();
+        daemon.see_own(Seen::Synced(Some(object("10"))));
+        daemon.see_own(Seen::Synced(Some(object("9"))));
+        assert_eq!(daemon.state.server, Some(Known::read(&object("10"))));
+        daemon.see_own(Seen::Synced(None));
+        assert_eq!(daemon.state.server, None);
+    }
+
+    #[tokio::test]
+    async fn an_api_server_that_is_back_is_written_to_at_once() {
+        let mut daemon = daemon();
+        daemon.state.pause = Some(Instant::now() + Duration::from_secs(30));
+        daemon.see_own(Seen::Failed(watch::Error::Deadline));
+        assert!(daemon.state.pause.is_some());
+        daemon.see_own(Seen::Synced(None));
+        assert_eq!(daemon.state.pause, None);
+    }
+
+    #[tokio::test]
+    async fn looks_at_the_kernel_say_nothing_about_writes_that_fail() {
+        let mut daemon = daemon();
+        let fail = |daemon: &mut Daemon| daemon.failed(&object::Error::Deadline { name: "a".into() });
+        for _ in 0..8 {
+            fail(&mut daemon);
+        }
+        // Due at once.
+        daemon.state.event = Some(Instant::now() - Duration::from_secs(1));
+        daemon.look().await;
+        assert!(daemon.state.observed.is_some());
+        assert!(fail(&mut daemon) - Instant::now() > Duration::from_secs(5));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loop_with_nothing_to_do_still_turns() {
+        let daemon = daemon();
+        let health = Arc::clone(&daemon.health);
+        let stop = CancellationToken::new();
+        let mut tasks = tokio::task::JoinSet::new();
+        tasks.spawn(daemon.run(stop.clone()));
+        for _ in 0..30 {
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            assert_eq!(health.hang(), None);
+        }
+        stop.cancel();
+        tasks.join_next().await.unwrap().unwrap().unwrap();
     }
 }

@@ -1,9 +1,15 @@
-//! What keeps the daemon from being ready.
+//! What keeps the daemon from being ready, and whether its loop still turns.
 
 use std::{
     collections::BTreeMap,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
+
+use tokio::time::Instant;
+
+/// How long a turn of the loop may take. The calls of one turn have deadlines that are shorter together.
+const LONGEST_TURN: Duration = Duration::from_secs(60);
 
 /// A part of the daemon that must be well.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -15,9 +21,15 @@ pub enum Part {
     Publish,
 }
 
-/// The problems of each part. Ready means none.
+/// The problems of each part, and the last turn of the loop. Ready means no problem.
 #[derive(Debug)]
-pub struct Health(Mutex<BTreeMap<Part, String>>);
+pub struct Health(Mutex<State>);
+
+#[derive(Debug)]
+struct State {
+    problems: BTreeMap<Part, String>,
+    turned: Instant,
+}
 
 /// Whether saying so was news.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,17 +47,18 @@ impl Health {
             (Part::OwnWatch, "the NodeNetwork has not been read yet"),
             (Part::Publish, "the NodeNetwork has not been published yet"),
         ];
-        Self(Mutex::new(problems.map(|(part, text)| (part, text.to_owned())).into()))
+        let problems = problems.map(|(part, text)| (part, text.to_owned())).into();
+        Self(Mutex::new(State { problems, turned: Instant::now() }))
     }
 
     /// This part is well.
     pub fn well(&self, part: Part) -> News {
-        if self.problems().remove(&part).is_some() { News::Changed } else { News::Same }
+        if self.state().problems.remove(&part).is_some() { News::Changed } else { News::Same }
     }
 
     /// This part is not well, because of `problem`.
     pub fn ill(&self, part: Part, problem: String) -> News {
-        let mut problems = self.problems();
+        let problems = &mut self.state().problems;
         if problems.get(&part) == Some(&problem) {
             return News::Same;
         }
@@ -53,21 +66,34 @@ impl Health {
         News::Changed
     }
 
+    /// The loop has come this far.
+    pub fn turned(&self) {
+        self.state().turned = Instant::now();
+    }
+
     /// Why the daemon is not ready; none if it is.
     pub fn problem(&self) -> Option<String> {
-        let problems = self.problems();
-        let all: Vec<&str> = problems.values().map(String::as_str).collect();
+        let state = self.state();
+        let all: Vec<&str> = state.problems.values().map(String::as_str).collect();
         (!all.is_empty()).then(|| all.join("; "))
     }
 
-    fn problems(&self) -> MutexGuard<'_, BTreeMap<Part, String>> {
-        // A map of texts is as good after a panic as before.
+    /// Why only a restart can help; none if the loop turns.
+    pub fn hang(&self) -> Option<String> {
+        let since = self.state().turned.elapsed();
+        (since >= LONGEST_TURN).then(|| format!("the loop has stood still for {} s", since.as_secs()))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Texts and a time are as good after a panic as before.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio::time::advance;
+
     use super::*;
 
     #[test]
@@ -88,5 +114,17 @@ mod tests {
         assert_eq!(health.ill(Part::Node, "gone".into()), News::Same);
         assert_eq!(health.well(Part::Node), News::Changed);
         assert_eq!(health.well(Part::Node), News::Same);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loop_that_stands_still_for_a_minute_hangs() {
+        let health = Health::new();
+        advance(Duration::from_secs(59)).await;
+        assert_eq!(health.hang(), None);
+        health.turned();
+        advance(Duration::from_secs(61)).await;
+        assert_eq!(health.hang().unwrap(), "the loop has stood still for 61 s");
+        health.turned();
+        assert_eq!(health.hang(), None);
     }
 }

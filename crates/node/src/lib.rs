@@ -1,7 +1,7 @@
 //! The node side of Patchbay: one daemon per node, for its own node only.
 //!
-//! It looks at the kernel through `link`, asks `plan` what to do, and writes to the API server. No global state: several
-//! daemons run in one process, each with its own client, directory and network namespace.
+//! It looks at the kernel through `link`, asks `plan` what to do, and writes to the API server. [`run`] is all of it;
+//! signals and the way to the API server are the caller's.
 
 mod admin;
 mod args;
@@ -12,18 +12,13 @@ mod object;
 mod probe;
 mod watch;
 
-use std::{path::PathBuf, pin::pin, sync::Arc, time::Duration};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use futures::future::{Either, select};
-use kube::{Client, Config};
+use kube::Client;
 use link::Monitor;
-use tokio::{
-    signal::unix::{SignalKind, signal},
-    task::JoinSet,
-    time::timeout,
-};
+use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 
 pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
@@ -36,12 +31,6 @@ const GRACE: Duration = Duration::from_secs(8);
 /// Why the daemon cannot run, or a probe has no good answer.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("find the API server: run inside a pod, or set KUBECONFIG")]
-    Config(#[source] kube::config::InferConfigError),
-    #[error("make a client for the API server")]
-    Client(#[source] kube::Error),
-    #[error("listen for signals")]
-    Signals(#[source] std::io::Error),
     #[error("listen to the kernel")]
     Kernel(#[source] link::Error),
     #[error("open the admin socket {path}")]
@@ -60,50 +49,8 @@ pub enum Error {
     Refused { answer: String },
 }
 
-/// Runs the daemon until SIGTERM or SIGINT.
-pub async fn run(args: Args) -> Result<(), Error> {
-    let mut config = Config::infer().await.map_err(Error::Config)?;
-    // Its own retries hide a struggling API server for minutes; watches and writes have their own.
-    config.default_retry = false;
-    let agent = concat!("patchbay-node/", env!("CARGO_PKG_VERSION"));
-    if let (Ok(name), Ok(value)) = ("user-agent".parse(), agent.parse()) {
-        config.headers.push((name, value));
-    }
-    let client = Client::try_from(config).map_err(Error::Client)?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(Error::Signals)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::Signals)?;
-
-    let stop = CancellationToken::new();
-    let daemon = pin!(run_with(client, args, stop.clone()));
-    let asked = async {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
-        }
-    };
-    match select(daemon, pin!(asked)).await {
-        Either::Left((result, _)) => result,
-        Either::Right(((), daemon)) => {
-            info!("asked to stop; links stay as they are");
-            stop.cancel();
-            daemon.await
-        }
-    }
-}
-
 /// Runs a daemon in this network namespace until `stop`.
-pub async fn run_with(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
-    let monitor = Monitor::open().map_err(Error::Kernel)?;
-    run_in(client, args, monitor, stop).await
-}
-
-/// Runs a daemon for the network namespace of `monitor` until `stop`.
-pub async fn run_in(
-    client: Client,
-    args: Args,
-    monitor: Monitor,
-    stop: CancellationToken,
-) -> Result<(), Error> {
+pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
     let Args { node_name, ignore_interfaces, state_dir, run_dir, host_root } = args;
     info!(
         node = node_name,
@@ -113,6 +60,7 @@ pub async fn run_in(
         host_root = %host_root.display(),
         "starting"
     );
+    let monitor = Monitor::open().map_err(Error::Kernel)?;
     let health = Arc::new(Health::new());
     let (metrics, registry) = Metrics::new();
     let listener = admin::bind(&run_dir)?;
@@ -123,17 +71,26 @@ pub async fn run_in(
     let mut parts = JoinSet::new();
     parts.spawn(admin::serve(listener, health, registry, stop.clone()));
     parts.spawn(daemon.run(stop.clone()));
-    let first = finished(&mut parts, &stop).await;
+    all(parts, stop).await
+}
+
+/// Waits for the first part to end, asks the others to, and says why the first one failed that did.
+async fn all(mut parts: JoinSet<Result<(), Error>>, stop: CancellationToken) -> Result<(), Error> {
+    let mut result = finished(&mut parts, &stop).await;
     stop.cancel();
     let rest = async {
-        let mut result = first;
         while !parts.is_empty() {
-            result = result.and(finished(&mut parts, &stop).await);
+            let next = finished(&mut parts, &stop).await;
+            if result.is_ok() {
+                result = next;
+            }
         }
-        result
     };
-    // What has not finished by then is dropped with the JoinSet.
-    timeout(GRACE, rest).await.unwrap_or(Ok(()))
+    if timeout(GRACE, rest).await.is_err() {
+        warn!("not everything ended in time, the rest is cut off");
+    }
+    info!("stopped; links stay as they are");
+    result
 }
 
 /// Waits for one part. Parts end when they are asked to and not before.
@@ -146,26 +103,12 @@ async fn finished(parts: &mut JoinSet<Result<(), Error>>, stop: &CancellationTok
     }
 }
 
-/// An error with all its causes, on one line.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let next = error.to_string();
-        // Some libraries repeat the cause in their own text.
-        if !text.ends_with(&next) {
-            text = format!("{text}: {next}");
-        }
-        cause = error.source();
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
 
     use clap::Parser;
+    use kube::Config;
 
     use super::*;
 
@@ -184,7 +127,7 @@ mod tests {
         args.run_dir.clone_from(&run_dir);
         let stop = CancellationToken::new();
         let mut tasks = JoinSet::new();
-        tasks.spawn(run_with(client, args, stop.clone()));
+        tasks.spawn(run(client, args, stop.clone()));
 
         let said = async {
             loop {
@@ -205,10 +148,21 @@ mod tests {
         fs::remove_dir_all(run_dir).unwrap();
     }
 
-    #[test]
-    fn a_chain_names_every_cause_once() {
-        let cause = std::io::Error::other("no route");
-        let error = Error::Kernel(link::Error::Open(cause));
-        assert_eq!(chain(&error), "listen to the kernel: open a netlink socket: no route");
+    #[tokio::test(start_paused = true)]
+    async fn the_first_failure_is_told_even_if_the_rest_never_ends() {
+        let mut parts = JoinSet::new();
+        parts.spawn(async { Err(Error::Ended) });
+        parts.spawn(std::future::pending());
+        assert!(matches!(all(parts, CancellationToken::new()).await, Err(Error::Ended)));
+    }
+
+    #[tokio::test]
+    async fn a_failure_on_the_way_out_is_told_too() {
+        let mut parts = JoinSet::new();
+        parts.spawn(async { Ok(()) });
+        parts.spawn(async { Err(Error::Serve(std::io::Error::other("late"))) });
+        let stop = CancellationToken::new();
+        stop.cancel();
+        assert!(matches!(all(parts, stop).await, Err(Error::Serve(_))));
     }
 }

@@ -41,6 +41,8 @@ pub struct Watched {
 pub enum Written {
     Object,
     Status,
+    /// The owners again, to remove those that somebody else added.
+    Owners,
     /// The status again, to remove what somebody else put there.
     Repair,
 }

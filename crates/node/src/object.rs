@@ -3,12 +3,13 @@
 use std::time::Duration;
 
 use api::{NODE_MANAGER, NodeNetwork, NodeNetworkStatus};
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::{api::core::v1::Node, apimachinery::pkg::apis::meta::v1::OwnerReference};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{ApiResource, DynamicObject, Patch, PatchParams},
+    core::Status,
 };
-use plan::nodenetwork::{Facts, Record, Writes};
+use plan::nodenetwork::{Facts, Owner, Record, Writes};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
@@ -29,11 +30,21 @@ pub enum Error {
 impl Error {
     /// Whether the object is not there.
     pub fn is_missing(&self) -> bool {
+        self.status().is_some_and(Status::is_not_found)
+    }
+
+    /// Whether somebody else was quicker: look again.
+    pub fn is_conflict(&self) -> bool {
+        self.status().is_some_and(Status::is_conflict)
+    }
+
+    fn status(&self) -> Option<&Status> {
         match self {
-            Self::Write { source, .. } => {
-                matches!(&**source, kube::Error::Api(status) if status.is_not_found())
-            }
-            Self::Deadline { .. } => false,
+            Self::Write { source, .. } => match &**source {
+                kube::Error::Api(status) => Some(status),
+                _ => None,
+            },
+            Self::Deadline { .. } => None,
         }
     }
 }
@@ -42,7 +53,7 @@ impl Error {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
     uid: Option<String>,
-    version: Option<u64>,
+    version: Option<String>,
     pub record: Record,
 }
 
@@ -50,20 +61,22 @@ impl Known {
     /// Reads any object, also one that somebody edited into something that is no NodeNetwork.
     pub fn read(object: &DynamicObject) -> Self {
         let status = object.data.get("status").and_then(|status| serde_json::from_value(status.clone()).ok());
-        let nodes = object
-            .owner_references()
-            .iter()
-            .filter(|owner| owner.kind == "Node" && owner.api_version == "v1");
-        Self {
-            uid: object.uid(),
-            version: object.resource_version().and_then(|version| version.parse().ok()),
-            record: Record { owners: nodes.map(|owner| owner.uid.clone()).collect(), status },
+        let owners = object.owner_references().iter().map(owner).collect();
+        Self { uid: object.uid(), version: object.resource_version(), record: Record { owners, status } }
+    }
+
+    /// The later of two states: the answer to a write overtakes the watch.
+    pub fn latest(known: Option<Self>, seen: Self) -> Self {
+        match known {
+            Some(known) if known.is_newer_than(&seen) => known,
+            _ => seen,
         }
     }
 
-    /// Whether `other` is an earlier state of this object: the answer to a write overtakes the watch.
-    pub fn is_newer_than(&self, other: &Self) -> bool {
-        self.uid == other.uid && self.version.zip(other.version).is_some_and(|(own, other)| own > other)
+    /// Whether `other` is an earlier state of this object.
+    fn is_newer_than(&self, other: &Self) -> bool {
+        let number = |known: &Self| known.version.as_ref().and_then(|version| version.parse::<u64>().ok());
+        self.uid == other.uid && number(self).zip(number(other)).is_some_and(|(own, other)| own > other)
     }
 
     /// Whether both are the same object in the sense of its UID.
@@ -72,10 +85,22 @@ impl Known {
     }
 }
 
+fn owner(reference: &OwnerReference) -> Owner {
+    Owner {
+        api_version: reference.api_version.clone(),
+        kind: reference.kind.clone(),
+        name: reference.name.clone(),
+        uid: reference.uid.clone(),
+        controller: reference.controller.unwrap_or(false),
+        blocks_deletion: reference.block_owner_deletion.unwrap_or(false),
+    }
+}
+
 /// What the Node says that matters here.
 pub fn facts(node: &Node) -> Facts {
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
     Facts {
+        name: node.name_any(),
         uid: node.uid().unwrap_or_default(),
         internal_ips: addresses
             .filter(|address| address.type_ == "InternalIP")
@@ -112,10 +137,13 @@ impl Object {
         let apply = PatchParams::apply(NODE_MANAGER).force();
         let mut known = None;
         if writes.object {
-            let owner = json!({"apiVersion": "v1", "kind": "Node", "name": self.name, "uid": facts.uid});
-            let body = self.body(json!({"name": self.name, "ownerReferences": [owner]}), None);
+            let wanted = Owner::of(facts);
+            let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&wanted)]}), None);
             let patch = Patch::Apply(body);
-            known = Some(self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?);
+            let now = self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?;
+            // An apply leaves alone the owners that another manager added.
+            let foreign = now.record.owners != [wanted.clone()];
+            known = Some(if foreign { self.disown(&now, &wanted).await? } else { now });
         }
         if writes.status {
             let body = self.body(json!({"name": self.name}), Some(wanted));
@@ -128,14 +156,20 @@ impl Object {
         Ok(known)
     }
 
+    /// Makes `wanted` the only owner of the object as it was seen.
+    async fn disown(&self, seen: &Known, wanted: &Owner) -> Result<Known, Error> {
+        let metadata = json!({"resourceVersion": seen.version, "ownerReferences": [reference(wanted)]});
+        let patch = Patch::Merge(json!({"metadata": metadata}));
+        self.call(Written::Owners, self.api.patch(&self.name, &update(), &patch)).await
+    }
+
     /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
     /// a later apply could not take away again.
     async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<Known, Error> {
         let NodeNetworkStatus { vtep, interfaces, conditions } = wanted;
         let status = json!({"vtep": vtep, "interfaces": interfaces, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
-        let params = PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() };
-        self.call(Written::Repair, self.api.patch_status(&self.name, &params, &patch)).await
+        self.call(Written::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }
 
     fn body(&self, metadata: Value, status: Option<&NodeNetworkStatus>) -> Value {
@@ -163,8 +197,25 @@ impl Object {
     }
 }
 
+fn update() -> PatchParams {
+    PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() }
+}
+
+fn reference(owner: &Owner) -> Value {
+    let Owner { api_version, kind, name, uid, controller: _, blocks_deletion: _ } = owner;
+    json!({"apiVersion": api_version, "kind": kind, "name": name, "uid": uid})
+}
+
 #[cfg(test)]
 mod tests {
+    use std::{
+        convert::Infallible,
+        sync::{Arc, Mutex},
+    };
+
+    use http::{Request, Response};
+    use kube::client::Body;
+
     use super::*;
 
     fn object(value: Value) -> Known {
@@ -184,29 +235,83 @@ mod tests {
         }))
         .unwrap();
         let internal_ips = vec!["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()];
-        assert_eq!(facts(&node), Facts { uid: "u".to_owned(), internal_ips });
+        assert_eq!(facts(&node), Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips });
+    }
+
+    fn node_facts() -> Facts {
+        Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips: Vec::new() }
     }
 
     #[test]
-    fn a_status_that_is_no_status_is_none() {
+    fn a_status_that_is_no_status_is_none_and_every_owner_is_seen() {
         let known = object(json!({
             "metadata": {"name": "a", "ownerReferences": [
                 {"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "u"},
-                {"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "p"},
+                {"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "p", "controller": true},
             ]},
             "status": {"vtep": {"address": "nonsense"}},
         }));
-        assert_eq!(known.record, Record { owners: vec!["u".to_owned()], status: None });
+        let ours = Owner::of(&node_facts());
+        let pod = Owner { kind: "Pod".to_owned(), uid: "p".to_owned(), controller: true, ..ours.clone() };
+        assert_eq!(known.record, Record { owners: vec![ours, pod], status: None });
+    }
+
+    /// The type and body of each request.
+    type Asked = Arc<Mutex<Vec<(String, Value)>>>;
+
+    /// A server that gives these answers, and keeps what it was asked.
+    fn server(answers: Vec<Value>) -> (Client, Asked) {
+        let asked = Asked::default();
+        let kept = Arc::clone(&asked);
+        let answers = Arc::new(Mutex::new(answers.into_iter()));
+        let service = tower::service_fn(move |request: Request<Body>| {
+            let (kept, answers) = (Arc::clone(&kept), Arc::clone(&answers));
+            async move {
+                let kind = request.headers()["content-type"].to_str().unwrap().to_owned();
+                let body = request.into_body().collect_bytes().await.unwrap();
+                kept.lock().unwrap().push((kind, serde_json::from_slice(&body).unwrap()));
+                let answer = answers.lock().unwrap().next().unwrap();
+                Ok::<_, Infallible>(Response::new(Body::from(answer.to_string().into_bytes())))
+            }
+        });
+        (Client::new(service, "default"), asked)
+    }
+
+    #[tokio::test]
+    async fn an_owner_that_somebody_else_added_is_taken_away() {
+        let ours = json!({"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "u"});
+        let foreign = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "b", "uid": "v"});
+        let answer = |version: &str, owners: &[&Value]| {
+            json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {
+                "name": "a", "uid": "n", "resourceVersion": version, "ownerReferences": owners}})
+        };
+        let (client, asked) = server(vec![answer("7", &[&foreign, &ours]), answer("8", &[&ours])]);
+        let object = Object::new(client, "a".to_owned(), Metrics::default());
+        let writes = Writes { object: true, status: false };
+        let known =
+            object.write(&node_facts(), &NodeNetworkStatus::default(), writes).await.unwrap().unwrap();
+
+        assert_eq!(known.record.owners, [Owner::of(&node_facts())]);
+        let asked = asked.lock().unwrap().clone();
+        let [(apply, _), (merge, patch)] = &asked[..] else { panic!("{asked:?}") };
+        assert_eq!(apply, "application/apply-patch+yaml");
+        assert_eq!(merge, "application/merge-patch+json");
+        assert_eq!(*patch, json!({"metadata": {"resourceVersion": "7", "ownerReferences": [ours]}}));
     }
 
     #[test]
     fn an_earlier_state_never_replaces_a_later_one_of_the_same_object() {
         let at =
             |uid: &str, version: &str| object(json!({"metadata": {"uid": uid, "resourceVersion": version}}));
-        assert!(at("u", "10").is_newer_than(&at("u", "9")));
-        assert!(!at("u", "10").is_newer_than(&at("u", "10")));
-        assert!(!at("u", "9").is_newer_than(&at("u", "10")));
-        assert!(!at("u", "10").is_newer_than(&at("v", "9")));
-        assert!(!at("u", "what").is_newer_than(&at("u", "9")));
+        for (known, seen, latest) in [
+            (("u", "10"), ("u", "9"), ("u", "10")),
+            (("u", "9"), ("u", "10"), ("u", "10")),
+            (("u", "10"), ("v", "9"), ("v", "9")),
+            (("u", "what"), ("u", "9"), ("u", "9")),
+        ] {
+            let latest = at(latest.0, latest.1);
+            assert_eq!(Known::latest(Some(at(known.0, known.1)), at(seen.0, seen.1)), latest);
+        }
+        assert_eq!(Known::latest(None, at("u", "1")), at("u", "1"));
     }
 }

@@ -157,6 +157,34 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn what_a_killed_daemon_left_is_swept_away_and_nothing_else() {
+        let dir = Dir::new("left");
+        fs::create_dir_all(&dir.0).unwrap();
+        for name in [".node.1", ".node.4711.0", ".node.", ".node.1.x", "node.1", "cni.sock"] {
+            fs::write(dir.0.join(name), "").unwrap();
+        }
+        let _listener = admin::bind(&dir.0).unwrap();
+        let mut left: Vec<_> =
+            fs::read_dir(&dir.0).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, [".node.", ".node.1.x", "cni.sock", "node.1", "node.sock"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_daemon_whose_loop_stands_still_is_not_alive() {
+        let dir = Dir::new("still");
+        let health = Arc::new(Health::new());
+        let stop = CancellationToken::new();
+        let _tasks = serve(admin::bind(&dir.0).unwrap(), &health, &stop);
+        assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
+        tokio::time::advance(Duration::from_secs(60)).await;
+        let error = probe(&dir.0, Probe::Live).await.unwrap_err().to_string();
+        assert_eq!(error, "not alive: the loop has stood still for 60 s");
+        health.turned();
+        assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
+    }
+
+    #[tokio::test]
     async fn no_daemon_is_an_error_that_names_the_socket() {
         let dir = Dir::new("nobody");
         let error = probe(&dir.0, Probe::Live).await.unwrap_err();

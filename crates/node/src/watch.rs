@@ -1,14 +1,33 @@
 //! A watch of one object by name.
 
-use std::fmt::Debug;
+use std::{fmt::Debug, time::Duration};
 
 use futures::{StreamExt as _, stream::BoxStream};
 use kube::{
     Api, Resource,
-    runtime::watcher::{self, DefaultBackoff, Event, watcher},
+    runtime::{
+        utils::Backoff as _,
+        watcher::{self, DefaultBackoff, Event, watcher},
+    },
 };
 use serde::de::DeserializeOwned;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+/// After how many seconds the API server ends a watch, and a new one begins where it ended. A watch that is silent for
+/// longer has lost its server without a word, so this is how long such a loss can go unnoticed.
+const RENEWAL: u32 = 60;
+/// How long the API server may take to show one object.
+const LIST: Duration = Duration::from_secs(10);
+
+/// Why a watch broke.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the API server gave no answer within {} s", LIST.as_secs())]
+    Deadline,
+    // It says all there is to say by itself, and its causes after that.
+    #[error(transparent)]
+    Broken(#[from] watcher::Error),
+}
 
 /// What a watch saw.
 #[derive(Debug)]
@@ -18,7 +37,7 @@ pub enum Seen<K> {
     Changed(K),
     Gone(K),
     /// The watch is broken and will be made anew after a pause.
-    Failed(watcher::Error),
+    Failed(Error),
 }
 
 /// Watches one object. After any failure it reads the object again, so that the end of a failure is always seen.
@@ -27,6 +46,8 @@ pub struct Watch<K: Resource> {
     config: watcher::Config,
     stream: Option<BoxStream<'static, Result<Event<K>, watcher::Error>>>,
     listed: Option<K>,
+    /// When the object has to be there, while it is read.
+    deadline: Option<Instant>,
     backoff: DefaultBackoff,
     retry_at: Option<Instant>,
 }
@@ -38,9 +59,10 @@ where
     pub fn new(api: Api<K>, name: &str) -> Self {
         Self {
             api,
-            config: watcher::Config::default().fields(&format!("metadata.name={name}")),
+            config: watcher::Config::default().fields(&format!("metadata.name={name}")).timeout(RENEWAL),
             stream: None,
             listed: None,
+            deadline: None,
             backoff: DefaultBackoff::default(),
             retry_at: None,
         }
@@ -55,23 +77,108 @@ where
             }
             let stream =
                 self.stream.get_or_insert_with(|| watcher(self.api.clone(), self.config.clone()).boxed());
-            match stream.next().await {
-                Some(Ok(Event::Init)) => self.listed = None,
+            let event = match self.deadline {
+                Some(at) => match timeout_at(at, stream.next()).await {
+                    Ok(event) => event,
+                    Err(_) => return self.broken(Error::Deadline),
+                },
+                None => stream.next().await,
+            };
+            match event {
+                Some(Ok(Event::Init)) => {
+                    self.listed = None;
+                    self.deadline = Some(Instant::now() + LIST);
+                }
                 Some(Ok(Event::InitApply(object))) => self.listed = Some(object),
-                Some(Ok(Event::InitDone)) => return Seen::Synced(self.listed.take()),
+                Some(Ok(Event::InitDone)) => {
+                    self.deadline = None;
+                    self.backoff.reset();
+                    return Seen::Synced(self.listed.take());
+                }
                 Some(Ok(Event::Apply(object))) => return Seen::Changed(object),
                 Some(Ok(Event::Delete(object))) => return Seen::Gone(object),
-                Some(Err(error)) => {
-                    self.pause();
-                    return Seen::Failed(error);
-                }
+                Some(Err(error)) => return self.broken(error.into()),
                 None => self.pause(),
             }
         }
     }
 
+    fn broken(&mut self, error: Error) -> Seen<K> {
+        self.pause();
+        Seen::Failed(error)
+    }
+
     fn pause(&mut self) {
         self.stream = None;
+        self.deadline = None;
         self.retry_at = self.backoff.next().map(|delay| Instant::now() + delay);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{convert::Infallible, future::pending};
+
+    use http::{Request, Response};
+    use k8s_openapi::api::core::v1::Node;
+    use kube::{Client, client::Body};
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    /// What a server does with one request.
+    #[derive(Debug, Clone, Copy)]
+    enum Answer {
+        Silence,
+        List,
+        Refusal,
+    }
+
+    /// A watch, and the server's next answers; a server without any says nothing.
+    fn watch() -> (Watch<Node>, mpsc::UnboundedSender<Answer>) {
+        let (sender, answers) = mpsc::unbounded_channel();
+        let answers = std::sync::Arc::new(tokio::sync::Mutex::new(answers));
+        let service = tower::service_fn(move |_: Request<Body>| {
+            let answers = std::sync::Arc::clone(&answers);
+            async move {
+                let answer = answers.lock().await.try_recv().unwrap_or(Answer::Silence);
+                let (status, text) = match answer {
+                    Answer::Silence => pending().await,
+                    Answer::List => {
+                        (200, r#"{"kind":"NodeList","metadata":{"resourceVersion":"5"},"items":[]}"#)
+                    }
+                    Answer::Refusal => (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#),
+                };
+                let response = Response::builder().status(status).body(Body::from(text.as_bytes().to_vec()));
+                Ok::<_, Infallible>(response.unwrap())
+            }
+        });
+        (Watch::new(Api::all(Client::new(service, "default")), "a"), sender)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_says_nothing_is_a_failure_after_ten_seconds() {
+        let (mut watch, _answers) = watch();
+        let start = Instant::now();
+        let seen = watch.next().await;
+        assert!(matches!(seen, Seen::Failed(Error::Deadline)), "{seen:?}");
+        assert_eq!(start.elapsed().as_secs(), LIST.as_secs());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_a_recovery_the_next_failure_is_tried_again_soon() {
+        let (mut watch, answers) = watch();
+        for _ in 0..8 {
+            answers.send(Answer::Refusal).unwrap();
+            assert!(matches!(watch.next().await, Seen::Failed(Error::Broken(_))));
+        }
+        answers.send(Answer::List).unwrap();
+        assert!(matches!(watch.next().await, Seen::Synced(None)));
+        answers.send(Answer::Refusal).unwrap();
+        assert!(matches!(watch.next().await, Seen::Failed(_)));
+        let failed = Instant::now();
+        answers.send(Answer::List).unwrap();
+        assert!(matches!(watch.next().await, Seen::Synced(None)));
+        assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
     }
 }

@@ -5,21 +5,27 @@ use std::{
     future::Future,
     io::{self, Write},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
-use tokio::runtime::{Builder, Runtime};
+use kube::Client;
+use tokio::runtime::Builder;
+use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
-    install,
+    cluster, install,
     log::{self, Logged},
     version,
 };
 
 /// Worker threads of a program. It mostly waits; a thread per core of a large host would be a waste.
 const WORKERS: usize = 2;
+/// How long work on threads of its own may take to end when a program is done. A thread that waits for the kernel cannot
+/// be ended at all, and must not keep the program from going.
+const LAST: Duration = Duration::from_secs(1);
 
 /// Patchbay plugs networks into Kubernetes pods and virtual machines.
 #[derive(Debug, Parser)]
@@ -69,11 +75,15 @@ impl Cli {
         // Fails only when a provider is there already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         match self.command {
-            Command::Controller(Logged { log, args }) => program("controller", &log, controller::run(args)),
-            Command::Node(Logged { log, args }) => program("node", &log, node::run(args)),
+            Command::Controller(Logged { log, args }) => {
+                program("controller", &log, |client, stop| controller::run(client, args, stop))
+            }
+            Command::Node(Logged { log, args }) => {
+                program("node", &log, |client, stop| node::run(client, args, stop))
+            }
             Command::Probe(node::ProbeArgs { question, run_dir }) => {
-                let runtime = built(Builder::new_current_thread())?;
-                print(&runtime.block_on(node::probe(&run_dir, question))?)
+                let answer = finish(Builder::new_current_thread(), node::probe(&run_dir, question))?;
+                print(&answer?)
             }
             Command::Crds => print(&install::crds()),
             Command::Install(Install { dir: Some(dir), options }) => write(&dir, &options),
@@ -86,19 +96,28 @@ impl Cli {
 }
 
 /// Runs one of the two programs until it ends.
-fn program<E>(name: &str, log: &str, run: impl Future<Output = Result<(), E>>) -> anyhow::Result<()>
+fn program<P, E>(
+    name: &str,
+    log: &str,
+    run: impl FnOnce(Client, CancellationToken) -> P,
+) -> anyhow::Result<()>
 where
+    P: Future<Output = Result<(), E>>,
     anyhow::Error: From<E>,
 {
     log::start(log);
     info!(program = name, version = version::VERSION, commit = version::COMMIT, "this is patchbay");
     let mut builder = Builder::new_multi_thread();
     builder.worker_threads(WORKERS);
-    Ok(built(builder)?.block_on(run)?)
+    finish(builder, cluster::run(name, run))?
 }
 
-fn built(mut builder: Builder) -> anyhow::Result<Runtime> {
-    builder.enable_all().build().context("start the runtime")
+/// Does this on a runtime of its own, and waits for nothing else that is left there.
+fn finish<T>(mut builder: Builder, work: impl Future<Output = T>) -> anyhow::Result<T> {
+    let runtime = builder.enable_all().build().context("start the runtime")?;
+    let done = runtime.block_on(work);
+    runtime.shutdown_timeout(LAST);
+    Ok(done)
 }
 
 fn write(dir: &Path, options: &install::Options) -> anyhow::Result<()> {
@@ -116,5 +135,24 @@ fn print(text: &str) -> anyhow::Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, time::Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_never_ends_keeps_no_program_from_ending() {
+        let (_never, wait) = mpsc::channel::<()>();
+        let work = async {
+            tokio::task::spawn_blocking(move || wait.recv());
+            "done"
+        };
+        let start = Instant::now();
+        assert_eq!(finish(Builder::new_multi_thread(), work).unwrap(), "done");
+        assert!(start.elapsed() < 5 * LAST);
     }
 }

@@ -16,13 +16,10 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-/// The Deployment, its Lease and its ServiceAccount.
+/// The Deployment and its ServiceAccount.
 const CONTROLLER: &str = "patchbay-controller";
 /// The DaemonSet, its ServiceAccount and its admission policy.
 const NODE: &str = "patchbay-node";
-const WEBHOOK_CONFIGURATION: &str = "patchbay";
-const WEBHOOK_SECRET: &str = "patchbay-webhook-certs";
-const WEBHOOK_SERVICE: &str = "patchbay-webhook";
 
 /// The program inside the image. Named by its path everywhere: an image on an empty base need not set PATH.
 const PROGRAM: &str = "/usr/bin/patchbay";

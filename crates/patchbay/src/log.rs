@@ -1,8 +1,11 @@
 //! Logs of the two programs: JSON lines on stderr.
 
-use std::io;
+use std::{borrow::Cow, io};
 
 use tracing_subscriber::EnvFilter;
+
+/// Logs an ERROR for every call that fails, beside the one line of whoever made the call and knows whether it matters.
+const ECHO: &str = "kube_client::client::builder";
 
 /// What to log, and a program's own flags.
 #[derive(Debug, clap::Args)]
@@ -27,7 +30,34 @@ pub fn start(filter: &str) {
         .flatten_event(true)
         .with_span_list(false)
         .with_writer(io::stderr)
-        .with_env_filter(EnvFilter::new(filter));
+        .with_env_filter(EnvFilter::new(without_echo(filter)));
     // Fails only when a subscriber is there already.
     let _ = subscriber.try_init();
+}
+
+/// Leaves out what says everything twice, unless somebody asks for it by name.
+fn without_echo(filter: &str) -> Cow<'_, str> {
+    if filter.contains("kube_client") {
+        Cow::Borrowed(filter)
+    } else {
+        Cow::Owned(format!("{filter},{ECHO}=off"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_echo_of_failed_calls_is_silent_unless_it_is_asked_for() {
+        for (filter, wanted) in [
+            ("info", "info,kube_client::client::builder=off"),
+            ("debug,node=trace", "debug,node=trace,kube_client::client::builder=off"),
+            ("info,kube_client=debug", "info,kube_client=debug"),
+            ("kube_client::client::builder=error", "kube_client::client::builder=error"),
+        ] {
+            assert_eq!(without_echo(filter), wanted);
+            assert!(EnvFilter::try_new(without_echo(filter)).is_ok(), "{filter}");
+        }
+    }
 }

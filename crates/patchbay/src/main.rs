@@ -1,9 +1,9 @@
 //! The one program: the controller, the node daemon and the command line.
 
 mod cli;
+mod cluster;
 mod install;
 mod log;
-mod report;
 mod version;
 
 use std::{
@@ -20,9 +20,9 @@ fn main() -> ExitCode {
     let Err(error) = cli.run() else {
         return ExitCode::SUCCESS;
     };
-    let error = report::chain(&error);
+    let error = api::Chain(error.as_ref());
     if logs {
-        tracing::error!(error, "stopped");
+        tracing::error!(%error, "stopped");
     } else {
         // With nowhere left to write to, the exit code alone must do.
         let _ = writeln!(io::stderr(), "patchbay: {error}");

@@ -21,8 +21,14 @@ pub const MOST_AUTHORITIES: usize = 16;
 /// How far the clocks of a cluster are allowed to differ.
 const SKEW: Duration = Duration::from_mins(5);
 
-/// The wall clock may jump while we sleep, so no sleep is longer than this.
+/// No authority is made to live longer, so one that claims more is not believed: it would stay trusted for ever.
+pub const LONGEST_LIFE: Duration = Duration::from_hours(3650 * 24);
+
+/// No sleep is longer than this, whatever the dates say.
 const LONGEST_LOOK: Duration = Duration::from_hours(1);
+
+/// A wall clock that moves this far against the monotonic one between two looks was set, or the machine slept.
+const CLOCK_STEP: Duration = Duration::from_secs(1);
 
 /// A certificate's identity: its DER encoding.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -85,7 +91,8 @@ pub struct Observed {
 /// What is wanted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
-    pub names: BTreeSet<String>,
+    /// The one name by which API servers call the webhook.
+    pub name: String,
     pub authority_life: Duration,
     pub leaf_life: Duration,
     /// How long an API server may go on using a bundle after it was changed.
@@ -136,6 +143,10 @@ impl Validity {
     fn fresh(&self, now: SystemTime) -> bool {
         self.from <= now && now < self.renew_at()
     }
+
+    fn believable(&self) -> bool {
+        self.length() <= LONGEST_LIFE + SKEW
+    }
 }
 
 /// What skew is allowed for a certificate of this life: short lives, as in tests, leave little room.
@@ -162,7 +173,8 @@ impl Bundle {
 pub fn next(observed: &Observed, policy: &Policy, now: SystemTime) -> Next {
     let keep = keep(observed, now);
     let signer = observed.signer.as_ref().and_then(|id| observed.secret.find(id));
-    let Some(signer) = signer.filter(|signer| signer.validity.fresh(now)) else {
+    let Some(signer) = signer.filter(|signer| signer.validity.believable() && signer.validity.fresh(now))
+    else {
         let keep =
             keep.into_iter().take(MOST_AUTHORITIES - 1).map(|authority| authority.id.clone()).collect();
         return Next::Step(Step::Found { validity: Validity::starting(now, policy.authority_life), keep });
@@ -199,7 +211,7 @@ fn keep(observed: &Observed, now: SystemTime) -> Vec<&Authority> {
         .iter()
         // A foreign authority in a configuration is a hand edit; one of ours there is what is left of a damaged Secret.
         .chain(known.filter(|authority| authority.origin == Origin::Ours))
-        .filter(|authority| now < authority.validity.gone_at())
+        .filter(|authority| authority.validity.believable() && now < authority.validity.gone_at())
         .collect();
     let rank = |authority: &Authority| {
         let first = if Some(&authority.id) == observed.signer.as_ref() {
@@ -218,7 +230,9 @@ fn keep(observed: &Observed, now: SystemTime) -> Vec<&Authority> {
 }
 
 fn serves(leaf: &Leaf, signer: &Authority, policy: &Policy, now: SystemTime) -> bool {
-    leaf.signed_by.as_ref() == Some(&signer.id) && leaf.names == policy.names && leaf.validity.fresh(now)
+    leaf.signed_by.as_ref() == Some(&signer.id)
+        && leaf.names.iter().eq([&policy.name])
+        && leaf.validity.fresh(now)
 }
 
 /// A leaf never outlives its authority.
@@ -235,20 +249,27 @@ pub enum Unfit {
     Unreadable,
     #[error("no authority in the same Secret signed it")]
     Unsigned,
-    #[error("it is made out for other names than this webhook's")]
+    #[error("it is not made out for this webhook's name")]
     OtherNames,
 }
 
 /// Whether a replica may serve what the Secret holds.
-pub fn fit(leaf: Option<&Leaf>, names: &BTreeSet<String>) -> Result<(), Unfit> {
+pub fn fit(leaf: Option<&Leaf>, name: &str) -> Result<(), Unfit> {
     let leaf = leaf.ok_or(Unfit::Unreadable)?;
     if leaf.signed_by.is_none() {
         return Err(Unfit::Unsigned);
     }
-    if !leaf.names.is_superset(names) {
+    if !leaf.names.contains(name) {
         return Err(Unfit::OtherNames);
     }
     Ok(())
+}
+
+/// Whether the wall clock was set between two looks at it and at the monotonic clock: then every date has to be judged anew.
+pub fn clock_was_set(before: (SystemTime, Instant), now: (SystemTime, Instant)) -> bool {
+    let expected = before.0 + now.1.saturating_duration_since(before.1);
+    let step = expected.duration_since(now.0).unwrap_or_else(|ahead| ahead.duration());
+    step > CLOCK_STEP
 }
 
 /// Since when the signer has been seen in every configuration, on the own clock.

@@ -5,6 +5,14 @@
 //! saw no change for a full term; a leader acts for two thirds of a term after the *start* of its last successful write. The
 //! write reaches the API server after it was started and is seen after it arrived, so between the two lies at least a
 //! third of a term, which is more than clocks that run at different speeds can eat.
+//!
+//! Others may write the Lease too: a person with kubectl, a tool. So a record without a holder is not free by that alone. It is
+//! free at once if it bears the mark of a release, which only a replica that led and has stopped puts there and every
+//! replica that takes the Lease removes: as long as the mark stands, none of ours has taken it since. In every other case
+//! whoever led may not know yet, and a full term has to pass, as after a deletion.
+//!
+//! Two first looks go without a wait, because nothing can be known and a new cluster should not wait: no Lease at all, and one that
+//! nobody ever renewed. Whoever deletes the Lease under a leader and starts a new replica in the same ten seconds has two.
 
 #[cfg(test)]
 mod simulation;
@@ -26,6 +34,8 @@ pub struct Record {
     pub transitions: i32,
     /// The term that the holder announced.
     pub term: Option<Duration>,
+    /// It bears the mark of a release.
+    pub released: bool,
     /// The resourceVersion.
     pub version: String,
 }
@@ -33,11 +43,23 @@ pub struct Record {
 /// What a candidate knows of the Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
-    /// The last known holder. A Lease that was deleted keeps it: its holder may not know yet.
-    holder: Option<String>,
+    holder: Holder,
     term: Option<Duration>,
     record: Option<Record>,
     at: Instant,
+    /// The record, should it name us, is one that we wrote, now or in an earlier life.
+    ours: bool,
+    /// Holder and renewal of the write whose fate is open.
+    attempt: Option<(String, SystemTime)>,
+}
+
+/// Who may act as leader.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Holder {
+    Nobody,
+    /// The Lease names nobody, but was not given back: its last holder may not know yet.
+    Somebody,
+    Named(String),
 }
 
 /// What a candidate does next.
@@ -63,17 +85,40 @@ pub enum Office {
 impl Seen {
     /// The first look, at `now`: the instant at which the answer was in our hands, not when it was asked for.
     pub fn first(record: Option<Record>, now: Instant) -> Self {
-        Self { holder: holder(record.as_ref()), term: term(record.as_ref()), record, at: now }
+        let holder = match &record {
+            Some(record) if record.renewed.is_some() => holder(record),
+            Some(Record { holder: Some(holder), .. }) if !holder.is_empty() => Holder::Named(holder.clone()),
+            Some(_) | None => Holder::Nobody,
+        };
+        let term = record.as_ref().and_then(|record| record.term);
+        Self { holder, term, record, at: now, ours: true, attempt: None }
     }
 
     /// A further look. The instant moves only if something changed.
     #[must_use]
     pub fn look(self, record: Option<Record>, now: Instant) -> Self {
-        match record {
-            same if same == self.record => self,
-            None => Self { record: None, at: now, ..self },
-            changed => Self::first(changed, now),
+        if record == self.record {
+            return self;
         }
+        let holder = record.as_ref().map_or(Holder::Somebody, holder);
+        let term = record.as_ref().and_then(|record| record.term);
+        // The term of one who is no longer named is the last one known.
+        let term = if holder == Holder::Somebody { term.max(self.term) } else { term };
+        let ours = self.attempt.is_some_and(|(me, renewed)| {
+            holder == Holder::Named(me) && record.as_ref().is_some_and(|it| it.renewed == Some(renewed))
+        });
+        Self { holder, term, record, at: now, ours, attempt: None }
+    }
+
+    /// Remembers what is about to be written, so that it is known when it is seen, even if the answer is lost. A record that
+    /// names us without our doing is somebody else's writing: the one who led may not know yet.
+    pub fn attempt(&mut self, me: &str, renewed: SystemTime) {
+        self.attempt = Some((me.to_owned(), renewed));
+    }
+
+    /// Whether the fate of our last write is not known yet.
+    pub fn is_open(&self) -> bool {
+        self.attempt.is_some()
     }
 
     /// The record to write over, or `None` if there is no Lease and it has to be created.
@@ -82,26 +127,29 @@ impl Seen {
     }
 
     pub fn holder(&self) -> Option<&str> {
-        self.holder.as_deref()
+        match &self.holder {
+            Holder::Named(holder) => Some(holder),
+            Holder::Nobody | Holder::Somebody => None,
+        }
     }
 }
 
-fn holder(record: Option<&Record>) -> Option<String> {
-    record?.holder.clone().filter(|holder| !holder.is_empty())
-}
-
-fn term(record: Option<&Record>) -> Option<Duration> {
-    record?.term
+fn holder(record: &Record) -> Holder {
+    match &record.holder {
+        Some(holder) if !holder.is_empty() => Holder::Named(holder.clone()),
+        Some(_) | None if record.released => Holder::Nobody,
+        Some(_) | None => Holder::Somebody,
+    }
 }
 
 /// What the candidate `me` with the term `own` does at `now`.
 pub fn turn(seen: &Seen, me: &str, own: Duration, now: Instant) -> Turn {
     // The holder's term counts if it is longer, so that replicas with different settings stay safe with each other.
     let term = seen.term.unwrap_or_default().min(LONGEST_TERM).max(own);
-    match seen.holder() {
-        Some(holder) if holder == me => Turn::Keep,
-        Some(_) if now < seen.at + term => Turn::Wait(seen.at + term - now),
-        Some(_) | None => Turn::Take,
+    match &seen.holder {
+        Holder::Named(holder) if holder == me && seen.ours => Turn::Keep,
+        Holder::Named(_) | Holder::Somebody if now < seen.at + term => Turn::Wait(seen.at + term - now),
+        Holder::Nobody | Holder::Named(_) | Holder::Somebody => Turn::Take,
     }
 }
 

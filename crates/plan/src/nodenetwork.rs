@@ -10,7 +10,7 @@ use std::{
 
 use api::{
     Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NodeNetworkStatus, Patterns, Vtep,
-    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACES, MAX_NAME},
+    nodenetwork::{MAX_ADDRESSES, MAX_ALL_ADDRESSES, MAX_INTERFACES, MAX_NAME},
 };
 use ipnet::IpNet;
 use jiff::Timestamp;
@@ -104,6 +104,7 @@ pub struct Observed {
 /// What the Node object says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
+    pub name: String,
     pub uid: String,
     /// Its InternalIPs, in its order.
     pub internal_ips: Vec<IpAddr>,
@@ -136,7 +137,7 @@ pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
 
     let vtep = vtep(observed, facts, ignored);
     let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
-    let verdicts = [ready(interfaces.len(), left), vtep_found(facts, vtep.as_ref())];
+    let verdicts = [ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
     let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
     NodeNetworkStatus { vtep, interfaces, conditions }
 }
@@ -153,8 +154,14 @@ fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> 
     })
 }
 
-/// The links to list, sorted by name, and how many did not fit.
-fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, usize) {
+/// What did not fit into the object.
+struct Left {
+    links: usize,
+    addresses: usize,
+}
+
+/// The links to list, sorted by name, and what did not fit.
+fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Left) {
     let names: BTreeMap<u32, &str> =
         observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
@@ -171,19 +178,17 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
     listed.sort_by_cached_key(|link| (shown(&link.name), link.index));
     listed.dedup_by_key(|link| shown(&link.name));
 
-    let left = listed.len().saturating_sub(MAX_INTERFACES);
-    if left > 0 {
-        // What the node or Patchbay needs stays, the rest goes by name.
-        let needed = |link: &Link| {
-            ours(link)
-                || default_routes.contains(&link.index)
-                || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
-        };
-        listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
-        listed.truncate(MAX_INTERFACES);
-        listed.sort_by_cached_key(|link| shown(&link.name));
-    }
+    // When not all fits, what the node or Patchbay needs stays, and the rest goes by name.
+    let needed = |link: &Link| {
+        ours(link)
+            || default_routes.contains(&link.index)
+            || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
+    };
+    listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
+    let mut left = Left { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
+    listed.truncate(MAX_INTERFACES);
 
+    let mut room = MAX_ALL_ADDRESSES;
     let interface = |link: &Link| Interface {
         name: shown(&link.name),
         kind: link
@@ -194,7 +199,14 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
         mac: link.mac,
         mtu: mtu(link),
         state: state(link.admin, link.oper),
-        addresses: addresses(link),
+        addresses: {
+            let mut nets = addresses(link);
+            let fit = nets.len().min(MAX_ADDRESSES).min(room);
+            left.addresses += nets.len() - fit;
+            room -= fit;
+            nets.truncate(fit);
+            nets
+        },
         master: link
             .master
             .and_then(|index| names.get(&index))
@@ -202,7 +214,9 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
             .map(|name| shown(name)),
         default_route: default_routes.contains(&link.index),
     };
-    (listed.into_iter().map(interface).collect(), left)
+    let mut interfaces: Vec<Interface> = listed.into_iter().map(interface).collect();
+    interfaces.sort_by(|a, b| a.name.cmp(&b.name));
+    (interfaces, left)
 }
 
 /// Cuts what is longer than a name of the kernel can be.
@@ -241,7 +255,6 @@ fn addresses(link: &Link) -> Vec<IpNet> {
         .collect();
     nets.sort_unstable();
     nets.dedup();
-    nets.truncate(MAX_ADDRESSES);
     nets
 }
 
@@ -271,25 +284,25 @@ impl Verdict {
     }
 }
 
-fn ready(listed: usize, left: usize) -> Verdict {
-    if left == 0 {
-        return Verdict {
-            r#type: "Ready",
-            status: ConditionStatus::True,
-            reason: "Published",
-            message: "the links of this node are listed".to_owned(),
-        };
-    }
-    Verdict {
-        r#type: "Ready",
-        status: ConditionStatus::False,
-        reason: "TooManyLinks",
-        message: format!(
-            "only {listed} of {} links are listed; leave out links that no network will use with \
-             `patchbay node --ignore-interfaces`",
-            listed + left
-        ),
-    }
+fn ready(listed: usize, left: &Left) -> Verdict {
+    const REMEDY: &str = "leave out links that no network will use with `patchbay node --ignore-interfaces`";
+    let (status, reason, message) = match left {
+        Left { links: 0, addresses: 0 } => {
+            (ConditionStatus::True, "Published", "the links of this node are listed".to_owned())
+        }
+        Left { links: 0, addresses } => {
+            let message = format!(
+                "{addresses} addresses are not listed: at most {MAX_ADDRESSES} of a link are, and \
+                 {MAX_ALL_ADDRESSES} of all together; remove some, or {REMEDY}"
+            );
+            (ConditionStatus::False, "TooManyAddresses", message)
+        }
+        Left { links, addresses: _ } => {
+            let message = format!("only {listed} of {} links are listed; {REMEDY}", listed + links);
+            (ConditionStatus::False, "TooManyLinks", message)
+        }
+    };
+    Verdict { r#type: "Ready", status, reason, message }
 }
 
 fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
@@ -327,10 +340,35 @@ pub fn look(event: Instant, last_look: Option<Instant>) -> Instant {
 /// A NodeNetwork, as far as its daemon answers for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Record {
-    /// The UIDs of the Nodes that own it.
-    pub owners: Vec<String>,
+    /// All that own it, whoever made them so.
+    pub owners: Vec<Owner>,
     /// None also when what stands there cannot be read.
     pub status: Option<NodeNetworkStatus>,
+}
+
+/// An entry of `metadata.ownerReferences`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Owner {
+    pub api_version: String,
+    pub kind: String,
+    pub name: String,
+    pub uid: String,
+    pub controller: bool,
+    pub blocks_deletion: bool,
+}
+
+impl Owner {
+    /// The one owner that a NodeNetwork should have: it goes when its Node goes, and for no other reason.
+    pub fn of(facts: &Facts) -> Self {
+        Self {
+            api_version: "v1".to_owned(),
+            kind: "Node".to_owned(),
+            name: facts.name.clone(),
+            uid: facts.uid.clone(),
+            controller: false,
+            blocks_deletion: false,
+        }
+    }
 }
 
 /// The last write that went through.
@@ -355,7 +393,7 @@ pub enum Publish {
 /// Which parts to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Writes {
-    /// The object itself: it is missing, or not owned by its Node.
+    /// The object itself: it is missing, or not owned by its Node, or by something else too.
     pub object: bool,
     pub status: bool,
 }
@@ -366,7 +404,7 @@ pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) 
     let writes = match server {
         None => Writes { object: true, status: true },
         Some(record) => Writes {
-            object: !record.owners.contains(&facts.uid),
+            object: record.owners != [Owner::of(facts)],
             status: record.status.as_ref() != Some(wanted),
         },
     };

@@ -26,8 +26,7 @@ impl Chain {
     fn of(validity: Validity) -> Self {
         let authority = found(validity).unwrap();
         let id = read_bundle(authority.certificate.as_bytes()).authorities.remove(0).id;
-        let names = vec![NAME.to_owned(), format!("{NAME}.cluster.local")];
-        let leaf = sign(&id, authority.key.as_bytes(), names, validity).unwrap();
+        let leaf = sign(&id, authority.key.as_bytes(), NAME.to_owned(), validity).unwrap();
         Self { authority, leaf }
     }
 
@@ -72,7 +71,6 @@ fn a_signed_leaf_verifies_against_its_authority_and_no_other() {
     let now = SystemTime::now();
     let (own, leaf) = (&chain.authority.certificate, &chain.leaf.certificate);
     assert!(verifies(own, leaf, NAME, now));
-    assert!(verifies(own, leaf, "hook.ns.svc.cluster.local", now));
     assert!(verifies(&(other.authority.certificate.clone() + own), leaf, NAME, now));
     assert!(!verifies(&other.authority.certificate, leaf, NAME, now));
     assert!(!verifies(own, leaf, "bank.example", now));
@@ -94,7 +92,7 @@ fn what_is_made_is_read_back() {
     let id = chain.id();
     let leaf = held.leaf.unwrap();
     assert_eq!((held.signer.as_ref(), leaf.signed_by.as_ref()), (Some(&id), Some(&id)));
-    assert_eq!(leaf.names, [NAME.to_owned(), format!("{NAME}.cluster.local")].into());
+    assert_eq!(leaf.names, [NAME.to_owned()].into());
     assert_eq!(held.bundle.authorities.len(), 1);
     assert_eq!(held.bundle.authorities[0].origin, Origin::Ours);
     let seconds = |validity: Validity| {

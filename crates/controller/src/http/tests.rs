@@ -1,3 +1,4 @@
+use api::names::VALIDATE_NODENETWORKS;
 use axum::{
     body::{Body, to_bytes},
     http::Request,
@@ -9,6 +10,7 @@ use kube::{
     runtime::watcher::Event,
 };
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 
 use super::*;
@@ -23,7 +25,7 @@ fn replica() -> Arc<Replica> {
     }
     let readiness = Arc::new(Readiness::default());
     readiness.synced();
-    Arc::new(Replica { readiness, metrics: Arc::default(), nodes })
+    Arc::new(Replica::new(readiness, Arc::default(), nodes))
 }
 
 async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
@@ -38,7 +40,7 @@ async fn fetch(router: Router, path: &str) -> (StatusCode, String) {
 }
 
 async fn post(replica: &Arc<Replica>, body: impl Into<Body>) -> (StatusCode, String) {
-    let request = Request::post("/validate/nodenetworks").header("content-type", "application/json");
+    let request = Request::post(VALIDATE_NODENETWORKS).header("content-type", "application/json");
     send(router(replica.clone()), request.body(body.into()).unwrap()).await
 }
 
@@ -95,7 +97,7 @@ async fn healthz_is_ok_from_the_start_and_readyz_says_what_is_missing() {
 #[tokio::test]
 async fn the_plain_listener_serves_health_and_nothing_else() {
     let router = health_router(Arc::default());
-    for path in ["/metrics", "/validate/nodenetworks", "/"] {
+    for path in ["/metrics", VALIDATE_NODENETWORKS, "/"] {
         assert_eq!(fetch(router.clone(), path).await.0, StatusCode::NOT_FOUND);
     }
 }
@@ -140,6 +142,8 @@ async fn hostile_bodies_are_refused_and_harm_nobody() {
     strange["request"]["operation"] = json!("EXPLODE");
     let mut list = review("CREATE", "x");
     list["request"]["object"] = json!([1, 2, 3]);
+    let mut endless = review("CREATE", "x");
+    endless["request"]["uid"] = json!("u".repeat(65));
     let bodies = [
         Vec::new(),
         b"{".to_vec(),
@@ -151,6 +155,7 @@ async fn hostile_bodies_are_refused_and_harm_nobody() {
         old.to_string().into_bytes(),
         strange.to_string().into_bytes(),
         list.to_string().into_bytes(),
+        endless.to_string().into_bytes(),
     ];
     for body in bodies {
         let shown = String::from_utf8_lossy(&body[..body.len().min(60)]).into_owned();
@@ -161,28 +166,89 @@ async fn hostile_bodies_are_refused_and_harm_nobody() {
     assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
 }
 
+fn endless() -> Body {
+    Body::from_stream(futures::stream::pending::<io::Result<Vec<u8>>>())
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_body_that_never_ends_is_given_up() {
-    let (never, _keep) = tokio::io::duplex(1);
-    let stream = futures::stream::unfold(never, async |mut never| {
-        let mut byte = [0];
-        tokio::io::AsyncReadExt::read(&mut never, &mut byte).await.ok()?;
-        Some((Ok::<_, io::Error>(byte.to_vec()), never))
-    });
-    assert_eq!(post(&replica(), Body::from_stream(stream)).await.0, StatusCode::REQUEST_TIMEOUT);
+    assert_eq!(post(&replica(), endless()).await.0, StatusCode::REQUEST_TIMEOUT);
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_body_too_many_at_a_time_is_told_to_try_again_soon() {
+    let replica = replica();
+    let mut slow = tokio::task::JoinSet::new();
+    for _ in 0..admission::MOST_BODIES {
+        let replica = replica.clone();
+        slow.spawn(async move { post(&replica, endless()).await.0 });
+    }
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let asked = tokio::time::Instant::now();
+    let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
+    assert_eq!((status, asked.elapsed().as_secs()), (StatusCode::SERVICE_UNAVAILABLE, 2));
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
+    assert_eq!(slow.join_all().await, [StatusCode::REQUEST_TIMEOUT; admission::MOST_BODIES]);
+}
+
+#[tokio::test]
+async fn what_a_request_says_is_repeated_only_in_part() {
+    let long = "ä".repeat(100_000);
+    let refused = judged(&replica(), &review("CREATE", &long)).await;
+    assert!(refused["status"]["message"].as_str().unwrap().chars().count() < 400);
+    let edits: [fn(&mut Value, &str); 3] = [
+        |review, long| review["apiVersion"] = json!(long),
+        |review, long| review["request"]["resource"]["resource"] = json!(long),
+        |review, long| review["request"]["operation"] = json!(long),
+    ];
+    for edit in edits {
+        let mut review = review("CREATE", "worker-1");
+        edit(&mut review, &long);
+        let (status, text) = post(&replica(), review.to_string()).await;
+        assert_eq!(status, StatusCode::BAD_REQUEST);
+        assert!(text.chars().count() < 300, "{} characters", text.len());
+    }
+}
+
+#[tokio::test]
+async fn the_plain_listener_speaks_http_1_only() {
+    let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let addr = listener.local_addr().unwrap();
+    let ask = async {
+        let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
+        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        let mut answer = [0; 9];
+        let read = stream.read(&mut answer).await.unwrap();
+        String::from_utf8_lossy(&answer[..read]).into_owned()
+    };
+    // HTTP/2 would begin with a frame of settings.
+    tokio::select! {
+        served = serve_plain(listener, health_router(Arc::default()), Handle::new()) => served.unwrap(),
+        answer = ask => assert!(answer.is_empty() || answer.starts_with("HTTP/1.1"), "{answer:?}"),
+    }
+}
+
+#[tokio::test]
+async fn a_listener_that_was_told_to_close_once_hears_it_even_before_it_serves() {
+    let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
+    let handle = Handle::new();
+    handle.graceful_shutdown(Some(Duration::from_secs(3)));
+    let serve = serve_plain(listener, health_router(Arc::default()), handle);
+    tokio::time::timeout(Duration::from_secs(2), serve).await.unwrap().unwrap();
 }
 
 #[tokio::test]
 async fn nothing_is_judged_before_the_nodes_are_known() {
     let (nodes, _filler) = Nodes::new();
-    let replica = Arc::new(Replica { readiness: Arc::default(), metrics: Arc::default(), nodes });
+    let replica = Arc::new(Replica::new(Arc::default(), Arc::default(), nodes));
     let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }
 
 #[tokio::test]
 async fn admission_is_asked_by_post_only() {
-    assert_eq!(fetch(router(replica()), "/validate/nodenetworks").await.0, StatusCode::METHOD_NOT_ALLOWED);
+    assert_eq!(fetch(router(replica()), VALIDATE_NODENETWORKS).await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 
 #[tokio::test]

@@ -1,5 +1,6 @@
 //! The node daemon on its host: a DaemonSet with just the reach into the host that its work needs.
 
+use api::names::{HOST_ROOT, RUN_DIR, STATE_DIR};
 use serde_json::{Value, json};
 
 use super::{NODE, Options, PROGRAM};
@@ -9,11 +10,6 @@ use super::{NODE, Options, PROGRAM};
 /// None today: links, addresses and routes are read over netlink, which asks for nothing, and the directories of the
 /// daemon belong to the user it runs as. Whoever adds one adds the failing test that needs it.
 const CAPABILITIES: &[&str] = &[];
-
-/// Where the daemon keeps what must survive a restart.
-const STATE_DIR: &str = "/var/lib/patchbay";
-/// Where its sockets are.
-const RUN_DIR: &str = "/run/patchbay";
 
 /// The DaemonSet.
 pub fn daemonset(options: &Options) -> Value {
@@ -79,7 +75,7 @@ fn container(options: &Options) -> Value {
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             // Read-only until something has to be written there. HostToContainer: what the host mounts later is seen.
-            {"name": "host", "mountPath": "/host", "mountPropagation": "HostToContainer", "readOnly": true},
+            {"name": "host", "mountPath": HOST_ROOT, "mountPropagation": "HostToContainer", "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},
         ],

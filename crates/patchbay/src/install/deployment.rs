@@ -1,12 +1,9 @@
 //! The controller: a Deployment, and the budget that keeps a drain from taking all of it.
 
+use api::names::{HEALTH_PORT, WEBHOOK_PORT};
 use serde_json::{Value, json};
 
 use super::{CONTROLLER, Options, PROGRAM};
-
-/// The port of `/healthz` and `/readyz`; `/metrics` is on the webhook's, over TLS.
-const HEALTH_PORT: u16 = 8081;
-const WEBHOOK_PORT: u16 = 9443;
 
 /// The Deployment.
 pub fn deployment(options: &Options) -> Value {

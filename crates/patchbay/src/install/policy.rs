@@ -3,6 +3,7 @@
 //! The API server decides it alone, in process: no controller needs to run. A token says which node its pod runs on,
 //! and that cannot be forged by whoever holds the token. A later capability adds its kinds here.
 
+use api::GROUP;
 use serde_json::{Value, json};
 
 use super::{NODE, Options};
@@ -20,11 +21,18 @@ object != null
 ? (has(object.metadata.name) ? object.metadata.name : '')
 : (oldObject != null && has(oldObject.metadata.name) ? oldObject.metadata.name : '')";
 
-/// An owner decides when an object is deleted, so only the own Node may be one.
-const OWNERS_ARE_THE_NODE: &str = "\
+/// The owners that the object had before.
+const OLD_OWNERS: &str = "\
+oldObject != null && has(oldObject.metadata.ownerReferences) ? oldObject.metadata.ownerReferences : []";
+
+/// An owner decides when an object is deleted, so the own Node is the only one to add. One that somebody else put there
+/// is not the daemon's fault: judging it would lock the daemon out of its own object for good.
+const NEW_OWNERS_ARE_THE_NODE: &str = "\
 object == null || !has(object.metadata.ownerReferences) ||
 object.metadata.ownerReferences.all(owner,
-  owner.apiVersion == 'v1' && owner.kind == 'Node' && owner.name == variables.userNode)";
+  (owner.apiVersion == 'v1' && owner.kind == 'Node' && owner.name == variables.userNode) ||
+  variables.oldOwners.exists(old, old.apiVersion == owner.apiVersion && old.kind == owner.kind &&
+    old.name == owner.name && old.uid == owner.uid))";
 
 /// The policy and its binding.
 pub fn policy(options: &Options) -> Vec<Value> {
@@ -36,7 +44,7 @@ pub fn policy(options: &Options) -> Vec<Value> {
             "spec": {
                 "failurePolicy": "Fail",
                 "matchConstraints": {"resourceRules": [{
-                    "apiGroups": ["patchbay.dev"],
+                    "apiGroups": [GROUP],
                     // Every version: a policy that a new version of the kind could pass by would be none.
                     "apiVersions": ["*"],
                     "operations": ["CREATE", "UPDATE", "DELETE"],
@@ -51,6 +59,7 @@ pub fn policy(options: &Options) -> Vec<Value> {
                 "variables": [
                     {"name": "userNode", "expression": USER_NODE},
                     {"name": "objectName", "expression": OBJECT_NAME},
+                    {"name": "oldOwners", "expression": OLD_OWNERS},
                 ],
                 "validations": validations(),
             },
@@ -79,7 +88,7 @@ fn validations() -> Value {
                 '\" may only write the objects of its own node, not those of \"' + variables.objectName + '\".'",
         },
         {
-            "expression": OWNERS_ARE_THE_NODE,
+            "expression": NEW_OWNERS_ARE_THE_NODE,
             "reason": "Forbidden",
             "message": "The node daemon may only make its own Node an owner of the object.",
             "messageExpression": "'The node daemon on node \"' + variables.userNode + \

@@ -3,9 +3,10 @@
 //! Rules name the call that needs them. What a rule can say by name it says by name; the rest of the node daemon's
 //! confinement (only its own node's objects) is the admission policy's.
 
+use api::{GROUP, names};
 use serde_json::{Value, json};
 
-use super::{CONTROLLER, NODE, Options, WEBHOOK_CONFIGURATION, WEBHOOK_SECRET};
+use super::{CONTROLLER, NODE, Options};
 
 /// ServiceAccounts first, so that no binding ever names a missing one.
 pub fn rbac(options: &Options) -> Vec<Value> {
@@ -41,7 +42,7 @@ fn controller_in_its_namespace() -> Value {
         {
             "apiGroups": ["coordination.k8s.io"],
             "resources": ["leases"],
-            "resourceNames": [CONTROLLER],
+            "resourceNames": [names::LEASE],
             "verbs": ["get", "update"],
         },
         // The webhook's certificates. Deleted only to make anew what somebody made immutable or of another type.
@@ -49,7 +50,7 @@ fn controller_in_its_namespace() -> Value {
         {
             "apiGroups": [""],
             "resources": ["secrets"],
-            "resourceNames": [WEBHOOK_SECRET],
+            "resourceNames": [names::SECRET],
             "verbs": ["get", "list", "watch", "update", "delete"],
         },
     ])
@@ -59,11 +60,11 @@ fn controller_in_the_cluster() -> Value {
     json!([
         // A NodeNetwork must name a Node that exists.
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
-        // The authorities of the webhooks.
+        // The authorities of the webhook.
         {
             "apiGroups": ["admissionregistration.k8s.io"],
-            "resources": ["validatingwebhookconfigurations", "mutatingwebhookconfigurations"],
-            "resourceNames": [WEBHOOK_CONFIGURATION],
+            "resources": ["validatingwebhookconfigurations"],
+            "resourceNames": [names::CONFIGURATION],
             "verbs": ["get", "list", "watch", "patch"],
         },
     ])
@@ -73,13 +74,13 @@ fn node_in_the_cluster() -> Value {
     json!([
         // The own Node: its UID owns the NodeNetwork, its InternalIP is the VTEP address.
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
-        // An apply that makes the object needs both create and patch.
+        // An apply that makes the object needs both create and patch. Patch also takes away owners that others added.
         {
-            "apiGroups": ["patchbay.dev"],
+            "apiGroups": [GROUP],
             "resources": ["nodenetworks"],
             "verbs": ["list", "watch", "create", "patch"],
         },
-        {"apiGroups": ["patchbay.dev"], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
+        {"apiGroups": [GROUP], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
     ])
 }
 

@@ -1,15 +1,16 @@
 //! How the API server reaches the controller's admission webhook.
 
+use api::{GROUP, VERSION, names};
 use serde_json::{Value, json};
 
-use super::{Options, WEBHOOK_CONFIGURATION, WEBHOOK_SERVICE};
+use super::Options;
 
 /// The Service in front of all replicas.
 pub fn service(options: &Options) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": super::namespaced(options, WEBHOOK_SERVICE, "controller"),
+        "metadata": super::namespaced(options, names::SERVICE, "controller"),
         "spec": {
             "selector": super::selector("controller"),
             "ports": [{
@@ -28,14 +29,14 @@ pub fn configuration(options: &Options) -> Value {
     json!({
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
-        "metadata": super::cluster(WEBHOOK_CONFIGURATION, "controller"),
+        "metadata": super::cluster(names::CONFIGURATION, "controller"),
         "webhooks": [{
-            "name": "nodenetworks.patchbay.dev",
+            "name": format!("nodenetworks.{GROUP}"),
             "admissionReviewVersions": ["v1"],
             "clientConfig": {"service": {
-                "name": WEBHOOK_SERVICE,
+                "name": names::SERVICE,
                 "namespace": options.namespace,
-                "path": "/validate/nodenetworks",
+                "path": names::VALIDATE_NODENETWORKS,
                 "port": 443,
             }},
             "failurePolicy": "Fail",
@@ -45,8 +46,8 @@ pub fn configuration(options: &Options) -> Value {
                 "expression": format!("request.userInfo.username != '{}'", options.node_user()),
             }],
             "rules": [{
-                "apiGroups": ["patchbay.dev"],
-                "apiVersions": ["v1alpha1"],
+                "apiGroups": [GROUP],
+                "apiVersions": [VERSION],
                 "operations": ["CREATE"],
                 "resources": ["nodenetworks"],
                 "scope": "Cluster",

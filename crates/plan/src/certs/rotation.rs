@@ -15,12 +15,7 @@ fn at(second: u64) -> SystemTime {
 }
 
 fn policy() -> Policy {
-    Policy {
-        names: ["hook".to_owned()].into(),
-        authority_life: secs(300),
-        leaf_life: secs(90),
-        settle: secs(SETTLE),
-    }
+    Policy { name: "hook".to_owned(), authority_life: secs(300), leaf_life: secs(90), settle: secs(SETTLE) }
 }
 
 struct World {
@@ -95,7 +90,7 @@ impl World {
                 }
             }
             Step::Sign { validity } => {
-                let leaf = Leaf { signed_by: self.signer.clone(), validity, names: policy().names };
+                let leaf = Leaf { signed_by: self.signer.clone(), validity, names: [policy().name].into() };
                 self.leaves.push(leaf.clone());
                 self.leaf = Some(leaf);
             }

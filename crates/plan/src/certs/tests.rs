@@ -24,16 +24,18 @@ fn bundle<const N: usize>(authorities: [&Authority; N]) -> Bundle {
     Bundle { authorities: authorities.into_iter().cloned().collect(), damaged: false }
 }
 
-fn names() -> BTreeSet<String> {
-    ["hook.ns.svc".to_owned()].into()
-}
+const NAME: &str = "hook.ns.svc";
 
 fn leaf(signed_by: &Authority, from: u64, until: u64) -> Leaf {
-    Leaf { signed_by: Some(signed_by.id.clone()), validity: valid(from, until), names: names() }
+    Leaf {
+        signed_by: Some(signed_by.id.clone()),
+        validity: valid(from, until),
+        names: [NAME.to_owned()].into(),
+    }
 }
 
 fn policy() -> Policy {
-    Policy { names: names(), authority_life: secs(3000), leaf_life: secs(900), settle: secs(5) }
+    Policy { name: NAME.to_owned(), authority_life: secs(3000), leaf_life: secs(900), settle: secs(5) }
 }
 
 /// Everything as it should be at second 100.
@@ -167,7 +169,7 @@ fn an_unfit_leaf_is_replaced() {
         Some(Leaf { signed_by: None, ..good.clone() }),
         Some(Leaf { signed_by: Some(id("other")), ..good.clone() }),
         Some(Leaf { names: BTreeSet::new(), ..good.clone() }),
-        Some(Leaf { names: ["hook.ns.svc".to_owned(), "bank.example".to_owned()].into(), ..good.clone() }),
+        Some(Leaf { names: [NAME.to_owned(), "bank.example".to_owned()].into(), ..good.clone() }),
         Some(Leaf { validity: valid(200, 900), ..good.clone() }),
         Some(Leaf { validity: valid(0, 90), ..good }),
     ];
@@ -210,6 +212,34 @@ fn certificates_are_dated_back_by_a_tenth_of_their_life_and_five_minutes_at_most
 }
 
 #[test]
+fn an_authority_that_claims_to_live_for_ever_is_not_kept_wherever_it_stands() {
+    let longest = LONGEST_LIFE.as_secs();
+    let a = authority("a", 0, 3000);
+    for (until, kept) in [(longest, true), (longest + 1000, false)] {
+        let old = authority("old", 0, until);
+        let configurations = vec![bundle([&a, &old]), bundle([&a])];
+        let there = Observed { configurations, ..settled() };
+        let both = [a.id.clone(), old.id.clone()].into();
+        let expected = if kept { Step::Bundle { keep: both } } else { Step::Publish };
+        assert_eq!(next_at(&there, 100), Next::Step(expected));
+        let here = Observed { secret: bundle([&a, &old]), ..settled() };
+        let expected = if kept { Step::Publish } else { Step::Bundle { keep: vec![a.id.clone()] } };
+        assert_eq!(next_at(&here, 100), Next::Step(expected));
+    }
+    let signer = authority("s", 0, longest + 1000);
+    let signs = Observed { secret: bundle([&signer, &a]), signer: Some(signer.id), ..settled() };
+    assert_eq!(next_at(&signs, 100), found(100, &["a"]));
+}
+
+#[test]
+fn a_step_of_the_wall_clock_is_told_from_time_that_passes() {
+    let t = Instant::now();
+    let was_set = |wall: SystemTime| clock_was_set((at(1000), t), (wall, t + secs(60)));
+    assert!(!was_set(at(1060)) && !was_set(at(1059)) && !was_set(at(1061)));
+    assert!(was_set(at(1058)) && was_set(at(1062)) && was_set(at(0)) && was_set(at(1_000_000)));
+}
+
+#[test]
 fn nonsense_dates_do_no_harm() {
     let observed = Observed { secret: bundle([&authority("a", 3000, 0)]), ..settled() };
     assert!(matches!(next_at(&observed, 5000), Next::Step(Step::Found { .. })));
@@ -232,8 +262,8 @@ fn trust_is_counted_from_the_first_look_and_starts_anew_after_a_break() {
 #[test]
 fn a_replica_serves_only_what_was_signed_for_its_names() {
     let good = leaf(&authority("a", 0, 1), 0, 1);
-    assert_eq!(fit(Some(&good), &names()), Ok(()));
-    assert_eq!(fit(None, &names()), Err(Unfit::Unreadable));
-    assert_eq!(fit(Some(&Leaf { signed_by: None, ..good.clone() }), &names()), Err(Unfit::Unsigned));
-    assert_eq!(fit(Some(&Leaf { names: BTreeSet::new(), ..good }), &names()), Err(Unfit::OtherNames));
+    assert_eq!(fit(Some(&good), NAME), Ok(()));
+    assert_eq!(fit(None, NAME), Err(Unfit::Unreadable));
+    assert_eq!(fit(Some(&Leaf { signed_by: None, ..good.clone() }), NAME), Err(Unfit::Unsigned));
+    assert_eq!(fit(Some(&Leaf { names: BTreeSet::new(), ..good }), NAME), Err(Unfit::OtherNames));
 }

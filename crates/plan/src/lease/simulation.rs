@@ -1,4 +1,5 @@
-//! Two candidates with clocks of their own, a network that delays and loses, crashes and releases: never two leaders.
+//! Two candidates with clocks of their own, a network that delays and loses, crashes, releases, and hands that meddle: never
+//! two leaders.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -85,6 +86,16 @@ enum Event {
     Release {
         who: usize,
     },
+    /// Somebody who is no candidate writes the Lease, whatever its version.
+    Meddle(Meddling),
+}
+
+#[derive(Clone, Copy)]
+enum Meddling {
+    Empty,
+    /// Takes the Lease by force, and gives it back soon after as client-go would.
+    Steal,
+    GiveBack,
 }
 
 struct Candidate {
@@ -143,6 +154,11 @@ impl World {
                 world.put(at, Event::Release { who });
             }
         }
+        for _ in 0..world.dice.roll(20) {
+            let at = world.dice.roll(END);
+            let what = if world.dice.one_in(2) { Meddling::Empty } else { Meddling::Steal };
+            world.put(at, Event::Meddle(what));
+        }
         world
     }
 
@@ -192,11 +208,29 @@ impl World {
             Call::Write { holder, renewed, .. } => {
                 self.version += 1;
                 let version = self.version.to_string();
+                let released = holder.is_none();
+                let term = Some(if released { Duration::from_secs(1) } else { TERM });
                 let record =
-                    Record { holder, renewed: Some(renewed), transitions: 0, term: Some(TERM), version };
+                    Record { holder, renewed: Some(renewed), transitions: 0, term, released, version };
                 self.lease = Some(record.clone());
                 Answer::Written(record)
             }
+        }
+    }
+
+    /// A merge patch: what it does not name stays, the mark of a release among it.
+    fn meddle(&mut self, what: Meddling) {
+        let Some(lease) = &mut self.lease else { return };
+        self.version += 1;
+        lease.version = self.version.to_string();
+        match what {
+            Meddling::Empty => lease.holder = None,
+            Meddling::Steal => (lease.holder, lease.term) = (Some("thief".to_owned()), Some(TERM)),
+            Meddling::GiveBack => (lease.holder, lease.term) = (None, Some(Duration::from_secs(1))),
+        }
+        if let Meddling::Steal = what {
+            let at = self.now + self.dice.roll(4_000);
+            self.put(at, Event::Meddle(Meddling::GiveBack));
         }
     }
 
@@ -204,6 +238,9 @@ impl World {
         let version = self.candidates[who].seen.as_ref().and_then(Seen::record).map(|r| r.version.clone());
         // A wall clock up to two minutes off, which nobody may care about.
         let renewed = SystemTime::UNIX_EPOCH + Duration::from_millis(self.now + self.dice.roll(240_000));
+        if let (Some(seen), Some(me)) = (&mut self.candidates[who].seen, &holder) {
+            seen.attempt(me, renewed);
+        }
         self.send(who, Call::Write { version, holder, renewed });
     }
 
@@ -305,6 +342,7 @@ impl World {
                 self.act(who);
             }
             Event::Crash { who } => self.crash(who),
+            Event::Meddle(what) => self.meddle(what),
             Event::Release { who } if self.candidates[who].until.is_some() => {
                 self.end_reign(who);
                 self.write(who, None);

@@ -23,7 +23,8 @@ fn address(net: &str) -> Address {
 }
 
 fn facts(ips: &[&str]) -> Facts {
-    Facts { uid: "uid-1".to_owned(), internal_ips: ips.iter().map(|ip| ip.parse().unwrap()).collect() }
+    let internal_ips = ips.iter().map(|ip| ip.parse().unwrap()).collect();
+    Facts { name: "node-1".to_owned(), uid: "uid-1".to_owned(), internal_ips }
 }
 
 fn ignored() -> Patterns {
@@ -230,6 +231,52 @@ fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
     assert!(ready.message.contains("512 of 600"), "{}", ready.message);
 }
 
+fn addresses_of(link: u32, count: u32) -> Vec<Address> {
+    (0..count)
+        .map(|host| address(&format!("fd00:aaaa:bbbb:cccc:dddd:eeee:{link:x}:{:x}/128", 0x1000 + host)))
+        .collect()
+}
+
+#[test]
+fn too_many_addresses_of_a_link_are_cut_and_it_is_said_so() {
+    let mut eth0 = link(1, "eth0");
+    eth0.addresses = addresses_of(1, 70);
+    let status = plan_status(&observed(&[eth0]), &facts(&[]));
+    assert_eq!(status.interfaces[0].addresses.len(), MAX_ADDRESSES);
+    let ready = condition(&status, "Ready");
+    assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "TooManyAddresses"));
+    assert!(ready.message.starts_with("6 addresses are not listed"), "{}", ready.message);
+}
+
+/// The API server stores 1.5 MiB, with what it adds for each field.
+#[test]
+fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
+    // Names that are all escaped are four times as long, and their backslashes are escaped once more.
+    let odd = |index: u32| format!("{}\\x{:02x}\\x{:02x}", "\\x01".repeat(13), index >> 8, index & 0xff);
+    let links: Vec<Link> = (1..=600)
+        .map(|index| {
+            let mut link = link(0x1000 + index, &odd(index));
+            link.kind = Some("\\x01".repeat(15));
+            link.mtu = u32::MAX;
+            link.oper = Oper::LowerLayerDown;
+            link.master = Some(0x1001);
+            link.addresses = addresses_of(0x1000 + index, 100);
+            link
+        })
+        .collect();
+    let seen = Observed { default_routes: links.iter().map(|link| link.index).collect(), links };
+    let status = plan_status(&seen, &facts(&[]));
+
+    assert_eq!(status.interfaces.len(), MAX_INTERFACES);
+    let addresses: usize = status.interfaces.iter().map(|interface| interface.addresses.len()).sum();
+    assert_eq!(addresses, MAX_ALL_ADDRESSES);
+    assert_eq!(condition(&status, "Ready").reason, "TooManyLinks");
+    // For each link the server notes the name and up to eight fields.
+    let noted: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
+    let size = serde_json::to_string(&status).unwrap().len() + noted;
+    assert!(size < 512 * 1024, "{size}");
+}
+
 #[test]
 fn a_condition_keeps_its_time_until_its_status_changes() {
     let seen = observed(&[link(1, "eth0")]);
@@ -307,7 +354,7 @@ impl Desk {
 
     fn write(&mut self) {
         let wanted = self.wanted();
-        let got = Record { owners: vec![self.facts.uid.clone()], status: Some(wanted.clone()) };
+        let got = Record { owners: vec![Owner::of(&self.facts)], status: Some(wanted.clone()) };
         self.server = Some(got.clone());
         self.written = Some(Written { uid: self.facts.uid.clone(), wanted, got });
     }
@@ -357,6 +404,21 @@ fn a_missing_object_is_made_and_a_foreign_edit_undone() {
     let mut desk = Desk::new();
     desk.server.as_mut().unwrap().owners.clear();
     assert_eq!(desk.publish(now), OBJECT);
+}
+
+#[test]
+fn an_owner_that_somebody_added_or_changed_is_undone() {
+    let mut owners = [Owner::of(&facts(&[])), Owner::of(&facts(&[])), Owner::of(&facts(&[]))];
+    owners[0].kind = "Pod".to_owned();
+    owners[1].uid = "uid-0".to_owned();
+    owners[2].blocks_deletion = true;
+    for owner in owners {
+        let mut desk = Desk::new();
+        desk.server.as_mut().unwrap().owners.push(owner.clone());
+        assert_eq!(desk.publish(Instant::now()), OBJECT, "{owner:?} beside ours");
+        desk.server.as_mut().unwrap().owners.remove(0);
+        assert_eq!(desk.publish(Instant::now()), OBJECT, "{owner:?} alone");
+    }
 }
 
 #[test]
