@@ -314,8 +314,13 @@ async fn a_reboot(scene: &Scene) -> Result<()> {
     for ip in ips {
         let host = if ip.ip.contains(':') { format!("[{}]:7", ip.ip) } else { format!("{}:7", ip.ip) };
         for protocol in ["tcp", "udp"] {
-            let answer = scene.exec("ask", &["tool", "ask", protocol, &host, "hello"])?;
-            ensure!(answer.contains("hello"), "{answer}");
+            // The node's end of a new pod's link is silent on IPv6 until its address is known to be unique.
+            let what = format!("{host} to answer over {protocol}");
+            wait::until(Duration::from_secs(10), &what, || async {
+                let answer = scene.exec("ask", &["tool", "ask", protocol, &host, "hello"])?;
+                Ok(answer.contains("hello").then_some(()))
+            })
+            .await?;
         }
     }
     let resolved = scene.exec("ask", &["nslookup", "kubernetes.default.svc.cluster.local"])?;

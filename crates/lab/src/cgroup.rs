@@ -212,7 +212,8 @@ fn is_first(pid: i32) -> bool {
     !is_zombie(pid) && numbers.len() == 2 && numbers[1] == "1"
 }
 
-fn is_zombie(pid: i32) -> bool {
+/// Whether a process has ended and its parent has not taken note yet.
+pub fn is_zombie(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|l| l.starts_with("State:") && l.contains('Z'))
 }

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Result;
 
-use crate::{machine::capture, place};
+use crate::{cgroup::is_zombie, machine::capture, place};
 
 /// Links, mounts, processes, network namespaces, cgroups and files, each in one line of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +68,9 @@ fn processes() -> Vec<String> {
         let mut words = command.split(' ');
         let lab = words.next().is_some_and(|program| program.ends_with("/lab"))
             && words.next().is_some_and(|verb| ["machine", "init", "forward", "enter"].contains(&verb));
-        if lab || read("cgroup").contains(place::GROUP) {
+        // The dead belong to this machine's init, which takes note of them when it gets to it.
+        let pid = entry.file_name().and_then(|name| name.to_str()?.parse().ok());
+        if !pid.is_some_and(is_zombie) && (lab || read("cgroup").contains(place::GROUP)) {
             lines.push(format!("process {} {command}", entry.display()));
         }
     }
@@ -92,7 +94,7 @@ pub fn namespaces(pids: &[i32]) -> BTreeSet<PathBuf> {
 pub fn inhabitants(of: &BTreeSet<PathBuf>) -> Vec<i32> {
     let pids = entries(Path::new("/proc")).into_iter();
     let pids = pids.filter_map(|path| path.file_name()?.to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| !namespaces(&[*pid]).is_disjoint(of)).collect()
+    pids.filter(|pid| !is_zombie(*pid) && !namespaces(&[*pid]).is_disjoint(of)).collect()
 }
 
 /// The first two levels: hierarchies, and what stands right below their roots. Others make and remove groups inside
