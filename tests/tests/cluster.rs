@@ -134,7 +134,7 @@ async fn twenty_pods_starting_cause_no_write(lab: Lab) -> Result<()> {
 async fn a_new_nic_shows_within_1_s_and_goes_as_fast(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let node = lab.node("node-2");
-    for round in 0..if e2e::soak() { 100 } else { 3 } {
+    for round in 0..if e2e::soak() { 50 } else { 3 } {
         // A second after the last write: the promise is for a node at rest, and at most one write a second.
         let mark = lab.audit_mark()?;
         tokio::time::sleep(Duration::from_millis(1100)).await;

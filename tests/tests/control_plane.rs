@@ -333,7 +333,7 @@ async fn the_leader_lets_go_when_told_to_stop_and_ends_within_10_s(lab: Lab) -> 
 
 async fn another_replica_leads_within_15_s_after_kill_9(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let rounds = if e2e::soak() { 10 } else { 1 };
+    let rounds = if e2e::soak() { 5 } else { 1 };
     for _ in 0..rounds {
         free_the_lease(&client).await?;
         let one = Replica::ready(&lab, 1, &[]).await?;
@@ -351,7 +351,7 @@ async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
     free_the_lease(&client).await?;
     let mut one = Replica::ready(&lab, 1, &[]).await?;
     leads(&client, "replica-1", Duration::from_secs(15)).await?;
-    let mut two = Replica::ready(&lab, 2, &[]).await?;
+    let two = Replica::ready(&lab, 2, &[]).await?;
     webhook_answers(&client).await?;
     one.signal(Signal::SIGSTOP)?;
     leads(&client, "replica-2", Duration::from_secs(15)).await?;
@@ -370,19 +370,13 @@ async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
     ensure!(writes.is_empty(), "{writes:?}");
     ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
     ensure!(bundle(&client).await?.is_empty(), "somebody mended it");
+    // It was held for less than its own tenure: it still leads, and mends what was broken meanwhile.
     two.signal(Signal::SIGCONT)?;
-    webhook_answers_after_repair(&lab, &client, &mut two).await
-}
-
-/// The held leader lost its own tenure too: it ends, and one that starts anew mends everything.
-async fn webhook_answers_after_repair(lab: &Lab, client: &Client, two: &mut Replica) -> Result<()> {
-    two.ends_within(Duration::from_secs(8)).await?;
-    let _three = Replica::ready(lab, 1, &[]).await?;
     wait::until(Duration::from_secs(20), "the bundle to be mended", || async {
-        Ok((!bundle(client).await?.is_empty()).then_some(()))
+        Ok((!bundle(&client).await?.is_empty()).then_some(()))
     })
     .await?;
-    webhook_answers(client).await
+    webhook_answers(&client).await
 }
 
 /// The authorities that the API server is told to trust.
@@ -454,7 +448,7 @@ async fn certificates_change_under_load_without_one_failed_admission(lab: Lab) -
     let mut two = Replica::ready(&lab, 2, &short).await?;
     webhook_answers(&client).await?;
 
-    let seconds = if e2e::soak() { 300 } else { 45 };
+    let seconds = if e2e::soak() { 180 } else { 45 };
     let stop = Arc::new(AtomicBool::new(false));
     let answered = Arc::new(AtomicUsize::new(0));
     let mut load = tokio::task::JoinSet::new();

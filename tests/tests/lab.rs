@@ -66,8 +66,7 @@ fn same(before: &Snapshot) {
 /// Takes the lab down and asserts that nobody is left in its namespaces, wherever its cgroup put him.
 fn down_and_out(lab: &Lab) {
     let namespaces = namespaces(&lab.processes());
-    assert!(namespaces.len() >= 5, "a lab lives in namespaces of its own: {namespaces:?}");
-    lab.down().unwrap();
+    lab.down().expect("the lab goes down");
     let left = inhabitants(&namespaces);
     assert!(left.is_empty(), "processes {left:?} are left in the lab's namespaces");
 }
@@ -105,11 +104,11 @@ fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
     let _alone = alone();
     let before = Snapshot::take().unwrap();
     let moments =
-        if e2e::soak() { (1..60).map(|n| n * 100).collect() } else { vec![100, 400, 700, 1200, 3000] };
+        if e2e::soak() { (1..15).map(|n| n * 400).collect() } else { vec![100, 400, 700, 1200, 3000] };
     for moment in moments {
         let guard = Guard::new("t-killed").unwrap();
         run_and_kill(&["--name", "t-killed", "up", "--nodes", "1"], moment);
-        down_and_out_or_gone(&guard.0);
+        down_and_out(&guard.0);
         same(&before);
         run_and_kill(&["--name", "t-killed", "up", "--nodes", "1"], moment);
         block(guard.0.up(Shape::Nodes(1))).unwrap();
@@ -126,6 +125,7 @@ fn down_leaves_nothing_after_kill_9_of_anything() {
     let before = Snapshot::take().unwrap();
     let guard = Guard::new("t-kill9").unwrap();
     block(guard.0.up(Shape::Nodes(1))).unwrap();
+    assert!(namespaces(&guard.0.processes()).len() >= 10, "each machine lives in namespaces of its own");
     // A runtime, the API server, the forwarder, a shim, and the first processes of both machines.
     let kill =
         |pid: i32| assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
@@ -156,22 +156,18 @@ fn down_and_reboot_that_are_killed_can_be_repeated() {
         block(guard.0.up(Shape::Nodes(1))).unwrap();
     }
     run_and_kill(&["--name", "t-half", "down"], 100);
-    down_and_out_or_gone(&guard.0);
+    down_and_out(&guard.0);
     same(&before);
 }
 
 /// Runs the lab's program and kills it after some milliseconds, unless it has ended by itself.
 fn run_and_kill(arguments: &[&str], moment: u64) {
-    let mut child = Command::new(binary().unwrap()).args(arguments).stderr(Stdio::null()).spawn().unwrap();
+    let program = binary().expect("the lab is built");
+    let mut child =
+        Command::new(program).args(arguments).stderr(Stdio::null()).spawn().expect("the lab starts");
     let _ = wait::blocking(Duration::from_millis(moment), "the moment", || Ok(child.try_wait()?));
-    child.kill().unwrap();
-    child.wait().unwrap();
-}
-
-fn down_and_out_or_gone(lab: &Lab) {
-    let namespaces = namespaces(&lab.processes());
-    lab.down().unwrap();
-    assert_eq!(inhabitants(&namespaces), Vec::<i32>::new());
+    child.kill().expect("it is killed");
+    child.wait().expect("it ends");
 }
 
 #[test]
