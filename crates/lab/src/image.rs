@@ -65,7 +65,7 @@ impl Image<'_> {
         }))?;
         let docker = serde_json::to_vec(&json!([{
             "Config": format!("blobs/sha256/{config_digest}"),
-            "RepoTags": [self.reference.strip_prefix("docker.io/").unwrap_or(self.reference)],
+            "RepoTags": [self.reference],
             "Layers": [format!("blobs/sha256/{layer_digest}")],
         }]))?;
         let mut tar = Archive::default();

@@ -271,7 +271,7 @@ impl Lab {
         format!("the end of {component}'s log on {} (lab {}):\n{last}", machine.name, self.name)
     }
 
-    fn power_on(&self, machine: &Machine, programs: &Programs) -> Result<bool> {
+    fn power_on(&self, machine: &Machine, programs: &Programs) -> Result<()> {
         let read_only = [
             (programs.root().to_path_buf(), "/lab/programs".into()),
             (self.pki().dir().to_path_buf(), "/etc/kubernetes/pki".into()),

@@ -58,10 +58,10 @@ impl Machine {
         self.init().with_context(|| format!("{} is not running: lab up starts it", self.name))
     }
 
-    /// Powers it on, unless it is. Answers whether it was off.
-    pub fn start(&self, read_only: &[(PathBuf, PathBuf)], programs: &[(String, PathBuf)]) -> Result<bool> {
+    /// Powers it on, unless it is.
+    pub fn start(&self, read_only: &[(PathBuf, PathBuf)], programs: &[(String, PathBuf)]) -> Result<()> {
         if self.init().is_some() {
-            return Ok(false);
+            return Ok(());
         }
         // What a killed start may have left.
         self.group.destroy()?;
@@ -94,7 +94,7 @@ impl Machine {
             let reason = fs::read_to_string(&errors).unwrap_or_default();
             bail!("start {}: {}", self.name, reason.trim());
         }
-        Ok(true)
+        Ok(())
     }
 
     /// What the machine's `/proc` says of this boot.

@@ -30,13 +30,9 @@ struct MachineStatus {
 impl Lab {
     /// Looks at everything; changes nothing.
     pub fn status(&self) -> Status {
-        let control_plane = self.control_plane();
         let mut machines = vec![self.look(control_plane::NAME, None)];
         for node in self.record().map(|r| r.nodes).unwrap_or_default() {
             machines.push(self.look(&node.name, Some(&node)));
-        }
-        if let Some(first) = machines.first_mut() {
-            first.on = control_plane.init().is_some();
         }
         Status {
             lab: self.name.to_string(),
