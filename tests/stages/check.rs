@@ -59,6 +59,7 @@ pub fn run(length: Length) -> Result<()> {
         Ok(())
     };
     counted("unit", &["--workspace", "--lib", "--bins"])?;
+    counted("doc examples", &["--workspace", "--doc"])?;
     counted("command line", &["-p", "patchbay", "--test", "*"])?;
     counted("arrows", &["-p", "e2e", "--test", "arrows"])?;
     counted("kernel", &["-p", "link", "--test", "*"])?;
