@@ -4,22 +4,29 @@
 //! resources; without it everything here is serde structs and parsers.
 #![warn(missing_docs)]
 
+pub mod bridgenetwork;
 pub mod chain;
 pub mod condition;
+pub mod digest;
 pub mod ifname;
 pub mod mac;
 pub mod names;
 pub mod nodenetwork;
 pub mod pattern;
+pub mod selector;
 
+#[cfg(feature = "kube")]
+pub use bridgenetwork::BridgeNetwork;
+pub use bridgenetwork::{BridgeNetworkSpec, BridgeNetworkStatus};
 pub use chain::Chain;
 pub use condition::{Condition, ConditionStatus};
 pub use ifname::IfName;
 pub use mac::Mac;
 #[cfg(feature = "kube")]
 pub use nodenetwork::NodeNetwork;
-pub use nodenetwork::{Interface, LinkState, NodeNetworkStatus, Vtep};
+pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
 pub use pattern::{Pattern, Patterns};
+pub use selector::LabelSelector;
 
 /// The API group of every kind of ours.
 pub const GROUP: &str = "patchbay.dev";
@@ -40,5 +47,5 @@ pub fn crds()
 -> Vec<k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition> {
     use kube::CustomResourceExt as _;
 
-    vec![NodeNetwork::crd()]
+    vec![BridgeNetwork::crd(), NodeNetwork::crd()]
 }

@@ -16,6 +16,10 @@ pub const MAX_ADDRESSES: usize = 64;
 pub const MAX_ALL_ADDRESSES: usize = 2048;
 /// The longest name shown. A name of 15 bytes has up to 60 characters when all of them had to be escaped.
 pub const MAX_NAME: usize = 63;
+/// The networks of a node that are listed at most, which is also how many a node takes part in.
+pub const MAX_NETWORKS: usize = 512;
+/// The longest message about a network.
+pub const MAX_MESSAGE: usize = 1024;
 
 /// A NodeNetwork has nothing to ask for: all of it is status.
 #[cfg(feature = "kube")]
@@ -59,6 +63,16 @@ pub struct NodeNetworkStatus {
         )
     )]
     pub interfaces: Vec<Interface>,
+    /// The bridge networks that this node takes part in, or still has links of, sorted by UID. A network stands here before its first link is made and until its last link is gone.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            length(max = 512),
+            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uid"])
+        )
+    )]
+    pub networks: Vec<NetworkOnNode>,
     /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(
@@ -137,6 +151,68 @@ pub struct Interface {
     pub default_route: bool,
 }
 
+/// A bridge network on one node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct NetworkOnNode {
+    /// The UID of the BridgeNetwork.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub uid: String,
+    /// The name of the BridgeNetwork.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub name: String,
+    /// The generation of the BridgeNetwork that the node has acted on.
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub observed_generation: i64,
+    /// Whether the network works on this node: its bridge is up, and so is what connects it with other nodes.
+    pub ready: bool,
+    /// Why, in one word for programs.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 64)))]
+    pub reason: String,
+    /// Why, and what to do about it, for people.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
+    pub message: String,
+    /// The name of the bridge.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 15)))]
+    pub bridge: String,
+    /// The hardware address of the bridge, by which it is known as Patchbay's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(with = "Option<String>", regex(pattern = "^([0-9a-f]{2}:){5}[0-9a-f]{2}$"))
+    )]
+    pub mac: Option<Mac>,
+    /// The MTU of the bridge, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub mtu: Option<i32>,
+    /// The ports that connect the bridge with other nodes: the uplink or the VXLAN device. Ports of pods are left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(
+        feature = "kube",
+        schemars(with = "Vec<PortName>", length(max = 8), extend("x-kubernetes-list-type" = "atomic"))
+    )]
+    pub ports: Vec<String>,
+    /// Running pods of this node whose interface still has a smaller MTU than the network.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub pods_with_old_mtu: i32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+fn is_zero(number: &i32) -> bool {
+    *number == 0
+}
+
+/// The name of a port.
+#[cfg(feature = "kube")]
+#[derive(schemars::JsonSchema)]
+#[schemars(transparent)]
+#[expect(dead_code, reason = "only its schema is used")]
+struct PortName(#[schemars(length(min = 1, max = 63))] String);
+
 /// Whether a link works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
@@ -192,6 +268,7 @@ mod tests {
                 master: None,
                 default_route: true,
             }],
+            networks: Vec::new(),
             conditions: vec![Condition {
                 r#type: "Ready".into(),
                 status: crate::ConditionStatus::True,

@@ -19,6 +19,7 @@ use plan::nodenetwork::Observed;
 use crate::{
     Error,
     message::{self, INET, INET6, Message, Nexthop, Way},
+    request::Request,
 };
 
 /// The kernel fills at most 32 KiB per datagram.
@@ -50,6 +51,8 @@ impl Asker {
         setsockopt(&socket, sockopt::ReceiveTimeout, &PATIENCE).map_err(|errno| Error::Open(errno.into()))?;
         // With it the kernel filters by table; without (Linux before 4.20) we do.
         _ = socket.set_netlink_get_strict_chk(true);
+        // Words beside the number of an error; a kernel that knows none (before 4.12) gives the number alone.
+        _ = socket.set_ext_ack(true);
         Ok(Self { socket, sequence: 0, buffer: vec![0; BUFFER] })
     }
 
@@ -84,7 +87,7 @@ impl Asker {
         for link in &mut links {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
-        Ok(Observed { links, default_routes })
+        Ok(Observed { links, default_routes, floods: Vec::new() })
     }
 
     /// The links that default routes lead to. The nexthops are asked for only if a route says nothing else.
@@ -164,6 +167,39 @@ impl Asker {
                     }
                     _ => each(&message),
                 }
+            }
+        }
+    }
+
+    /// Changes something, and waits until the kernel has.
+    pub fn change(&mut self, what: &'static str, request: Request) -> Result<(), Error> {
+        self.drain();
+        self.sequence = self.sequence.wrapping_add(1);
+        let bytes = request.finish(self.sequence);
+        self.socket
+            .send_to(&bytes, &SocketAddr::new(0, 0), 0)
+            .map_err(|source| Error::Ask { what, source })?;
+        loop {
+            let (length, from) = match self.socket.recv_from(&mut self.buffer.as_mut_slice(), 0) {
+                Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(source) => return Err(Error::Read { what, source }),
+            };
+            if from.port_number() != 0 {
+                continue;
+            }
+            let datagram = self.buffer.get(..length).unwrap_or(&self.buffer);
+            let mut answers = message::messages(datagram)
+                .filter(|answer| answer.sequence == self.sequence && answer.kind == message::ERROR);
+            if let Some(answer) = answers.next() {
+                return match message::error_code(answer.body) {
+                    0 => Ok(()),
+                    code => Err(Error::Refused {
+                        what,
+                        said: message::error_text(&answer),
+                        source: io::Error::from_raw_os_error(code),
+                    }),
+                };
             }
         }
     }

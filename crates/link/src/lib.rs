@@ -8,6 +8,7 @@ mod dump;
 mod message;
 mod monitor;
 pub mod namespace;
+mod request;
 
 pub use monitor::{Changed, Monitor};
 
@@ -24,8 +25,28 @@ pub enum Error {
     Ask { what: &'static str, source: io::Error },
     #[error("read the kernel's {what}")]
     Read { what: &'static str, source: io::Error },
+    #[error("{what}{}", in_words(.said))]
+    Refused { what: &'static str, said: String, source: io::Error },
     #[error("the kernel did not show its links within {} s; something on this node holds them locked", limit.as_secs())]
     Deadline { limit: Duration },
     #[error("the runtime stopped in the middle of a look at the kernel")]
     Stopped,
+}
+
+/// What the kernel added in words, if it did.
+fn in_words(text: &str) -> String {
+    if text.is_empty() { String::new() } else { format!(" ({text})") }
+}
+
+impl Error {
+    /// The number that the kernel gave for its refusal.
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Refused { source, .. } | Self::Ask { source, .. } | Self::Read { source, .. } => {
+                source.raw_os_error()
+            }
+            Self::Open(source) | Self::Enter(source) => source.raw_os_error(),
+            Self::Deadline { .. } | Self::Stopped => None,
+        }
+    }
 }

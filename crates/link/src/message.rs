@@ -89,6 +89,27 @@ pub fn error_code(body: &[u8]) -> i32 {
     body.first_chunk().map_or(0, |code| i32::from_ne_bytes(*code).saturating_neg())
 }
 
+/// What the kernel added in words to an `ERROR` message.
+pub fn error_text(message: &Message<'_>) -> String {
+    const NLM_F_CAPPED: u16 = 0x100;
+    const NLM_F_ACK_TLVS: u16 = 0x200;
+    const NLMSGERR_ATTR_MSG: u16 = 1;
+    if message.flags & NLM_F_ACK_TLVS == 0 {
+        return String::new();
+    }
+    // The error repeats the request: its header alone, or all of it.
+    let repeated = if message.flags & NLM_F_CAPPED == 0 {
+        u32_at(message.body, 4).and_then(|length| usize::try_from(length).ok()).unwrap_or(HEADER)
+    } else {
+        HEADER
+    };
+    let rest = message.body.get(4 + repeated.next_multiple_of(4)..).unwrap_or_default();
+    attributes(rest)
+        .find(|(kind, _)| *kind == NLMSGERR_ATTR_MSG)
+        .map(|(_, text)| readable(text).chars().take(200).collect())
+        .unwrap_or_default()
+}
+
 fn request(kind: u16, sequence: u32, body: &[u8]) -> Vec<u8> {
     let length = u32::try_from(HEADER + body.len()).unwrap_or(u32::MAX);
     let mut bytes = Vec::with_capacity(HEADER + body.len());
@@ -168,8 +189,11 @@ pub fn link(body: &[u8]) -> Option<Link> {
         },
         loopback: flags & IFF_LOOPBACK != 0,
         master: number(IFLA_MASTER).filter(|&index| index != 0),
+        lower: None,
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
+        ipv6_off: None,
+        vxlan: None,
     })
 }
 

@@ -166,8 +166,9 @@ impl Object {
     /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
     /// a later apply could not take away again.
     async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<Known, Error> {
-        let NodeNetworkStatus { vtep, interfaces, conditions } = wanted;
-        let status = json!({"vtep": vtep, "interfaces": interfaces, "conditions": conditions});
+        let NodeNetworkStatus { vtep, interfaces, networks, conditions } = wanted;
+        let status =
+            json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
         self.call(Written::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }

@@ -61,9 +61,31 @@ pub struct Link {
     pub loopback: bool,
     /// The index of the bridge, bond or VRF that it is a port of.
     pub master: Option<u32>,
+    /// The index of the link that it lies on, or of the other end of a pair, if that is in the same namespace.
+    pub lower: Option<u32>,
     /// Free text that somebody put on it.
     pub alias: String,
     pub addresses: Vec<Address>,
+    /// Whether IPv6 is off on it; none if the kernel does not say.
+    pub ipv6_off: Option<bool>,
+    /// What it is set to, if it is a VXLAN device.
+    pub vxlan: Option<Vxlan>,
+}
+
+/// The settings of a VXLAN device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Vxlan {
+    pub vni: u32,
+    pub port: u16,
+    pub local: Option<IpAddr>,
+}
+
+/// An entry of a VXLAN device's flood list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Flood {
+    /// The index of the device.
+    pub link: u32,
+    pub to: IpAddr,
 }
 
 /// Whether a link is set up.
@@ -99,6 +121,8 @@ pub struct Observed {
     pub links: Vec<Link>,
     /// The indexes of the links that a default route of the main table leads to.
     pub default_routes: Vec<u32>,
+    /// The flood lists of all VXLAN devices.
+    pub floods: Vec<Flood>,
 }
 
 /// What the Node object says.
@@ -139,7 +163,7 @@ pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
     let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
     let verdicts = [ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
     let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
-    NodeNetworkStatus { vtep, interfaces, conditions }
+    NodeNetworkStatus { vtep, interfaces, networks: Vec::new(), conditions }
 }
 
 fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {

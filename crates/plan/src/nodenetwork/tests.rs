@@ -13,8 +13,11 @@ fn link(index: u32, name: &str) -> Link {
         oper: Oper::Up,
         loopback: false,
         master: None,
+        lower: None,
         alias: String::new(),
         addresses: Vec::new(),
+        ipv6_off: None,
+        vxlan: None,
     }
 }
 
@@ -36,7 +39,7 @@ fn noon() -> Timestamp {
 }
 
 fn observed(links: &[Link]) -> Observed {
-    Observed { links: links.to_vec(), default_routes: Vec::new() }
+    Observed { links: links.to_vec(), ..Observed::default() }
 }
 
 fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
@@ -63,7 +66,7 @@ fn a_link_is_shown_with_all_that_is_known_of_it() {
     bridge.kind = Some("bridge".to_owned());
     bridge.oper = Oper::Down;
     bridge.mac = None;
-    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2] };
+    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2], floods: Vec::new() };
 
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
@@ -220,7 +223,7 @@ fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
     let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
     links[597].alias = "patchbay/blue".to_owned();
-    let seen = Observed { links, default_routes: vec![600] };
+    let seen = Observed { links, default_routes: vec![600], floods: Vec::new() };
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
     let shown = names(&status);
@@ -264,7 +267,8 @@ fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
             link
         })
         .collect();
-    let seen = Observed { default_routes: links.iter().map(|link| link.index).collect(), links };
+    let default_routes = links.iter().map(|link| link.index).collect();
+    let seen = Observed { links, default_routes, floods: Vec::new() };
     let status = plan_status(&seen, &facts(&[]));
 
     assert_eq!(status.interfaces.len(), MAX_INTERFACES);
@@ -462,7 +466,7 @@ prop_compose! {
     ) -> Link {
         let admin = if up { Admin::Up } else { Admin::Down };
         let oper = if up { Oper::Up } else { Oper::Down };
-        Link { index, name, kind, mac: None, mtu, admin, oper, loopback, master, alias, addresses }
+        Link { name, kind, mac: None, mtu, admin, oper, loopback, master, alias, addresses, ..link(index, "") }
     }
 }
 
@@ -473,7 +477,7 @@ prop_compose! {
         default_routes in proptest::collection::vec(1u32..40, 0..5),
     ) -> Observed {
         let links = links.into_iter().map(|(index, link)| Link { index, ..link }).collect();
-        Observed { links, default_routes }
+        Observed { links, default_routes, floods: Vec::new() }
     }
 }
 
