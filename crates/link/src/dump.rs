@@ -14,7 +14,7 @@ use nix::{
         time::TimeVal,
     },
 };
-use plan::nodenetwork::Observed;
+use plan::nodenetwork::{Flood, Link, Observed};
 
 use crate::{
     Error,
@@ -87,7 +87,28 @@ impl Asker {
         for link in &mut links {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
-        Ok(Observed { links, default_routes, floods: Vec::new() })
+        let floods = self.floods(&links)?;
+        Ok(Observed { links, default_routes, floods })
+    }
+
+    /// The flood lists of our own VXLAN devices. Those of others may be long.
+    fn floods(&mut self, links: &[Link]) -> Result<Vec<Flood>, Error> {
+        let ours = |link: &&Link| link.vxlan.is_some() && link.alias.starts_with(api::LINK_ALIAS);
+        let mut floods = Vec::new();
+        for vxlan in links.iter().filter(ours) {
+            let found = self.collect(
+                "flood lists",
+                |sequence| message::get_forwarding(sequence, vxlan.index),
+                |message| {
+                    (message.kind == message::NEW_NEIGHBOUR).then(|| message::flood(message.body)).flatten()
+                },
+            );
+            // One that was deleted meanwhile has none.
+            let found = none_if(found, &[Errno::ENODEV])?;
+            // A kernel that cannot filter tells those of all.
+            floods.extend(found.into_iter().filter(|flood| flood.link == vxlan.index));
+        }
+        Ok(floods)
     }
 
     /// The links that default routes lead to. The nexthops are asked for only if a route says nothing else.
@@ -173,6 +194,16 @@ impl Asker {
 
     /// Changes something, and waits until the kernel has.
     pub fn change(&mut self, what: &'static str, request: Request) -> Result<(), Error> {
+        self.exchange(what, request, |_| None::<()>).map(|_| ())
+    }
+
+    /// Asks for one thing. None if the kernel says no more than that it has heard.
+    pub fn exchange<T>(
+        &mut self,
+        what: &'static str,
+        request: Request,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
         self.drain();
         self.sequence = self.sequence.wrapping_add(1);
         let bytes = request.finish(self.sequence);
@@ -189,11 +220,15 @@ impl Asker {
                 continue;
             }
             let datagram = self.buffer.get(..length).unwrap_or(&self.buffer);
-            let mut answers = message::messages(datagram)
-                .filter(|answer| answer.sequence == self.sequence && answer.kind == message::ERROR);
-            if let Some(answer) = answers.next() {
+            for answer in message::messages(datagram).filter(|answer| answer.sequence == self.sequence) {
+                if answer.kind != message::ERROR {
+                    if let Some(told) = read(&answer) {
+                        return Ok(Some(told));
+                    }
+                    continue;
+                }
                 return match message::error_code(answer.body) {
-                    0 => Ok(()),
+                    0 => Ok(None),
                     code => Err(Error::Refused {
                         what,
                         said: message::error_text(&answer),
@@ -212,10 +247,13 @@ impl Asker {
 
 /// A namespace without any route has no table to ask, and a kernel without IPv6 no routes of it.
 fn none_if_unknown<T>(routes: Result<Vec<T>, Error>) -> Result<Vec<T>, Error> {
-    const UNKNOWN: [Errno; 3] = [Errno::ENOENT, Errno::EOPNOTSUPP, Errno::EAFNOSUPPORT];
-    match routes {
+    none_if(routes, &[Errno::ENOENT, Errno::EOPNOTSUPP, Errno::EAFNOSUPPORT])
+}
+
+fn none_if<T>(list: Result<Vec<T>, Error>, codes: &[Errno]) -> Result<Vec<T>, Error> {
+    match list {
         Err(Error::Read { source, .. })
-            if UNKNOWN.iter().any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
+            if codes.iter().any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
         {
             Ok(Vec::new())
         }

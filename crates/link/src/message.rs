@@ -9,17 +9,23 @@ use std::{
 
 use api::Mac;
 use ipnet::IpNet;
-use plan::nodenetwork::{Address, Admin, Link, Oper};
+use plan::nodenetwork::{Address, Admin, Flood, Link, Oper, Vxlan};
 
 pub const DONE: u16 = 3;
 pub const ERROR: u16 = 2;
 pub const NEW_LINK: u16 = 16;
+pub const DELETE_LINK: u16 = 17;
 pub const GET_LINK: u16 = 18;
+pub const SET_LINK: u16 = 19;
 pub const NEW_ADDRESS: u16 = 20;
+pub const DELETE_ADDRESS: u16 = 21;
 pub const GET_ADDRESS: u16 = 22;
 pub const NEW_ROUTE: u16 = 24;
 pub const DELETE_ROUTE: u16 = 25;
 pub const GET_ROUTE: u16 = 26;
+pub const NEW_NEIGHBOUR: u16 = 28;
+pub const DELETE_NEIGHBOUR: u16 = 29;
+pub const GET_NEIGHBOUR: u16 = 30;
 pub const NEW_NEXTHOP: u16 = 104;
 pub const GET_NEXTHOP: u16 = 106;
 
@@ -32,6 +38,8 @@ pub const INTERRUPTED: u16 = 0x10;
 pub const INET: u8 = 2;
 /// `AF_INET6`
 pub const INET6: u8 = 10;
+/// `AF_BRIDGE`
+pub const BRIDGE: u8 = 7;
 /// `RT_TABLE_MAIN`
 const MAIN: u8 = 254;
 /// `RTN_UNICAST`
@@ -148,16 +156,28 @@ pub fn get_nexthops(sequence: u32) -> Vec<u8> {
     request(GET_NEXTHOP, sequence, &[0; 8])
 }
 
+/// Asks for the forwarding entries of one port or VXLAN device.
+pub fn get_forwarding(sequence: u32, link: u32) -> Vec<u8> {
+    let mut body = vec![BRIDGE, 0, 0, 0];
+    body.extend(link.to_ne_bytes());
+    body.extend([0; 4]);
+    request(GET_NEIGHBOUR, sequence, &body)
+}
+
 /// A link out of a `NEW_LINK` message, without its addresses.
 pub fn link(body: &[u8]) -> Option<Link> {
     const IFLA_ADDRESS: u16 = 1;
     const IFLA_IFNAME: u16 = 3;
     const IFLA_MTU: u16 = 4;
+    const IFLA_LINK: u16 = 5;
     const IFLA_MASTER: u16 = 10;
     const IFLA_OPERSTATE: u16 = 16;
     const IFLA_LINKINFO: u16 = 18;
     const IFLA_IFALIAS: u16 = 20;
+    const IFLA_AF_SPEC: u16 = 26;
+    const IFLA_LINK_NETNSID: u16 = 37;
     const IFLA_INFO_KIND: u16 = 1;
+    const IFLA_INFO_DATA: u16 = 2;
     const IFF_UP: u32 = 1;
     const IFF_LOOPBACK: u32 = 8;
 
@@ -169,12 +189,21 @@ pub fn link(body: &[u8]) -> Option<Link> {
     let all: BTreeMap<u16, &[u8]> = attributes(body.get(16..)?).collect();
     let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
     let text = |kind| all.get(&kind).map(|value| readable(value));
+    let info = |wanted| {
+        let info = all.get(&IFLA_LINKINFO)?;
+        attributes(info).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
+    };
+    let kind = info(IFLA_INFO_KIND).map(readable);
+    let (vxlan, below) = match (kind.as_deref(), info(IFLA_INFO_DATA)) {
+        (Some("vxlan"), Some(data)) => vxlan(data),
+        _ => (None, None),
+    };
+    // The number of a link in another namespace means another link here.
+    let here = !all.contains_key(&IFLA_LINK_NETNSID);
     Some(Link {
         index: u32_at(body, 4)?,
         name: text(IFLA_IFNAME)?,
-        kind: all.get(&IFLA_LINKINFO).and_then(|info| {
-            attributes(info).find(|(kind, _)| *kind == IFLA_INFO_KIND).map(|(_, value)| readable(value))
-        }),
+        kind,
         mac: all.get(&IFLA_ADDRESS).and_then(|value| <[u8; 6]>::try_from(*value).ok()).map(Mac::from),
         mtu: number(IFLA_MTU).unwrap_or(0),
         admin: if flags & IFF_UP == 0 { Admin::Down } else { Admin::Up },
@@ -189,12 +218,71 @@ pub fn link(body: &[u8]) -> Option<Link> {
         },
         loopback: flags & IFF_LOOPBACK != 0,
         master: number(IFLA_MASTER).filter(|&index| index != 0),
-        lower: None,
+        lower: number(IFLA_LINK).or(below).filter(|&index| here && index != 0),
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
-        ipv6_off: None,
-        vxlan: None,
+        ipv6_off: all.get(&IFLA_AF_SPEC).and_then(|families| ipv6_off(families)),
+        vxlan,
     })
+}
+
+/// Whether IPv6 is off, out of what a link says of its protocols. A link that says nothing of IPv6 has none: the
+/// kernel has no IPv6, or the MTU is too small for it.
+fn ipv6_off(families: &[u8]) -> Option<bool> {
+    const IFLA_INET6_CONF: u16 = 2;
+    const DEVCONF_DISABLE_IPV6: usize = 26;
+
+    let (_, inet6) = attributes(families).find(|(family, _)| *family == u16::from(INET6))?;
+    let (_, settings) = attributes(inet6).find(|(kind, _)| *kind == IFLA_INET6_CONF)?;
+    u32_at(settings, 4 * DEVCONF_DISABLE_IPV6).map(|off| off != 0)
+}
+
+/// What a VXLAN device is set to, and the link that it is bound to.
+fn vxlan(data: &[u8]) -> (Option<Vxlan>, Option<u32>) {
+    const IFLA_VXLAN_ID: u16 = 1;
+    const IFLA_VXLAN_LINK: u16 = 3;
+    const IFLA_VXLAN_LOCAL: u16 = 4;
+    const IFLA_VXLAN_PORT: u16 = 15;
+    const IFLA_VXLAN_LOCAL6: u16 = 17;
+
+    let all: BTreeMap<u16, &[u8]> = attributes(data).collect();
+    let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
+    let port = all.get(&IFLA_VXLAN_PORT).and_then(|value| <[u8; 2]>::try_from(*value).ok());
+    let local = all.get(&IFLA_VXLAN_LOCAL).or_else(|| all.get(&IFLA_VXLAN_LOCAL6));
+    let settings = number(IFLA_VXLAN_ID).zip(port).map(|(vni, port)| Vxlan {
+        vni,
+        port: u16::from_be_bytes(port),
+        local: local.and_then(|bytes| ip(bytes)).filter(|local| !local.is_unspecified()),
+    });
+    (settings, number(IFLA_VXLAN_LINK))
+}
+
+/// An address of either family, by its length.
+fn ip(bytes: &[u8]) -> Option<IpAddr> {
+    let v4 = <[u8; 4]>::try_from(bytes).map(|octets| IpAddr::from(Ipv4Addr::from(octets)));
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(|octets| IpAddr::from(Ipv6Addr::from(octets)))).ok()
+}
+
+/// An entry of a flood list, out of a `NEW_NEIGHBOUR` message: frames for everybody go to that address too. None for
+/// other entries, of which a bridge learns one for every station.
+pub fn flood(body: &[u8]) -> Option<Flood> {
+    const NDA_DST: u16 = 1;
+    const NDA_LLADDR: u16 = 2;
+
+    if body.first() != Some(&BRIDGE) {
+        return None;
+    }
+    let all: BTreeMap<u16, &[u8]> = attributes(body.get(12..)?).collect();
+    let everybody = all.get(&NDA_LLADDR).is_some_and(|mac| mac.iter().all(|&byte| byte == 0));
+    let to = all.get(&NDA_DST).and_then(|bytes| ip(bytes)).filter(|_| everybody)?;
+    Some(Flood { link: u32_at(body, 4)?, to })
+}
+
+/// The link that a route leads to, out of a `NEW_ROUTE` message that answers a question for one address.
+pub fn way(body: &[u8]) -> Option<u32> {
+    const RTA_OIF: u16 = 4;
+    let (_, link) = attributes(body.get(12..)?).find(|(kind, _)| *kind == RTA_OIF)?;
+    u32_at(link, 0)
 }
 
 /// The index of a link and one of its addresses, out of a `NEW_ADDRESS` message.
@@ -211,11 +299,7 @@ pub fn address(body: &[u8]) -> Option<(u32, Address)> {
     let all: BTreeMap<u16, &[u8]> = attributes(body.get(8..)?).collect();
     // On a point-to-point link ADDRESS is the other side's and LOCAL ours.
     let own = all.get(&IFA_LOCAL).or_else(|| all.get(&IFA_ADDRESS))?;
-    let ip = match family {
-        INET => IpAddr::from(Ipv4Addr::from(<[u8; 4]>::try_from(*own).ok()?)),
-        INET6 => IpAddr::from(Ipv6Addr::from(<[u8; 16]>::try_from(*own).ok()?)),
-        _ => return None,
-    };
+    let ip = ip(own).filter(|ip| family == if ip.is_ipv4() { INET } else { INET6 })?;
     let flags = all.get(&IFA_FLAGS).and_then(|value| u32_at(value, 0)).unwrap_or(u32::from(flags));
     let temporary = family == INET6 && flags & IFA_F_TEMPORARY != 0;
     Some((u32_at(body, 4)?, Address { net: IpNet::new(ip, prefix).ok()?, temporary }))
@@ -296,10 +380,12 @@ fn next_hops(mut bytes: &[u8]) -> impl Iterator<Item = u32> {
     })
 }
 
-/// Whether an event can change anything that is looked at here. Nodes that speak BGP change routes all day.
+/// Whether an event can change anything that is looked at here. Nodes that speak BGP change routes all day, and every
+/// node meets neighbours.
 pub fn matters(message: &Message<'_>) -> bool {
     match message.kind {
         NEW_ROUTE | DELETE_ROUTE => message.body.get(1) == Some(&0),
+        NEW_NEIGHBOUR | DELETE_NEIGHBOUR => flood(message.body).is_some(),
         _ => true,
     }
 }
@@ -364,6 +450,23 @@ mod tests {
     }
 
     #[test]
+    fn only_flood_entries_count_among_neighbours() {
+        let event = |family: u8, mac: [u8; 6]| {
+            let mut body = vec![family, 0, 0, 0, 9, 0, 0, 0, 0, 0, 0, 0];
+            for (kind, value) in [(1_u16, &[10, 0, 0, 7][..]), (2, &mac)] {
+                body.extend(u16::try_from(4 + value.len()).unwrap().to_ne_bytes());
+                body.extend(kind.to_ne_bytes());
+                body.extend(value);
+                body.resize(body.len().next_multiple_of(4), 0);
+            }
+            matters(&Message { kind: NEW_NEIGHBOUR, flags: 0, sequence: 0, body: &body })
+        };
+        assert!(event(BRIDGE, [0; 6]));
+        assert!(!event(BRIDGE, [2, 0, 0, 0, 0, 1]));
+        assert!(!event(INET, [0; 6]));
+    }
+
+    #[test]
     fn a_default_route_with_several_hops_leads_to_all_of_their_links() {
         let mut body = vec![INET, 0, 0, 0, MAIN, 0, 0, UNICAST, 0, 0, 0, 0];
         body.extend(20_u16.to_ne_bytes());
@@ -396,6 +499,10 @@ mod tests {
             address(&bytes);
             default_route(&bytes);
             nexthop(&bytes);
+            flood(&bytes);
+            way(&bytes);
+            vxlan(&bytes);
+            ipv6_off(&bytes);
             error_code(&bytes);
             readable(&bytes);
         }

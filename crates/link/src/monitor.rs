@@ -16,9 +16,9 @@ use tokio::{runtime::Handle, sync::Mutex, task, time::timeout};
 
 use crate::{Error, dump::Asker, message, namespace};
 
-/// `RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_IFADDR | RTMGRP_IPV6_ROUTE`, and
+/// `RTMGRP_LINK | RTMGRP_NEIGH | RTMGRP_IPV4_IFADDR | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_IFADDR | RTMGRP_IPV6_ROUTE`, and
 /// `RTNLGRP_NEXTHOP`, which a kernel that knows no nexthops ignores.
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x100 | 0x400 | 1 << 31;
+const GROUPS: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x100 | 0x400 | 1 << 31;
 /// How many events one call reads at most, so that a storm cannot keep it for ever.
 const BATCH: usize = 4096;
 /// How long one look may take.

@@ -6,7 +6,6 @@ pub const CHANGE: u16 = 0x5;
 pub const CREATE: u16 = 0x605;
 /// `NLA_F_NESTED`
 const NESTED: u16 = 0x8000;
-const HEADER: usize = 16;
 
 /// A request under construction. The sequence number is filled in when it is sent.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,11 +71,6 @@ impl Request {
         }
         self.bytes
     }
-
-    /// How long the fixed part and the attributes are.
-    pub fn body_length(&self) -> usize {
-        self.bytes.len() - HEADER
-    }
 }
 
 /// `struct ifinfomsg`: the link, its flags and which of them are meant.
@@ -99,11 +93,11 @@ mod tests {
             Request::new(16, CREATE, &link_header(7, 1, 1))
                 .text(3, "br-blue")
                 .nested(18, &[], |info| info.text(1, "bridge").nested(2, &[], |data| data.number(1, 5)));
-        assert_eq!(request.body_length() % 4, 0);
         let bytes = request.finish(9);
+        assert_eq!(bytes.len() % 4, 0);
         let [message] = message::messages(&bytes).collect::<Vec<_>>()[..] else { panic!("{bytes:?}") };
         assert_eq!((message.kind, message.flags, message.sequence), (16, CREATE, 9));
-        assert_eq!(message.body.len() + HEADER, bytes.len());
+        assert_eq!(message.body.len() + 16, bytes.len());
         let read = message::link(message.body).unwrap();
         assert_eq!((read.index, read.name.as_str(), read.kind.as_deref()), (7, "br-blue", Some("bridge")));
     }

@@ -5,15 +5,55 @@
 //! applied the kernel is looked at again and planned for again, until nothing is left to do; so a crash between any
 //! two steps is nothing special.
 
+mod decide;
+mod keep;
+mod overlay;
+mod seen;
+mod uplink;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
 };
 
-use api::{IfName, Mac, NetworkOnNode, Vtep};
+use api::{IfName, Mac, NetworkOnNode, Vtep, digest::digest};
 use jiff::Timestamp;
 
 use crate::nodenetwork::{Admin, Facts, Observed};
+
+pub use decide::plan;
+
+/// Why a network works on a node or does not, in one word. The list is closed.
+pub mod reason {
+    pub const READY: &str = "Ready";
+    /// Steps are on their way.
+    pub const APPLYING: &str = "Applying";
+    /// An older network has what this one wants.
+    pub const CONFLICT: &str = "Conflict";
+    /// The controller has not decided the MTU yet.
+    pub const WAITING: &str = "WaitingForController";
+    /// The network is not in this node's NodeNetwork at the API server yet.
+    pub const LISTING: &str = "Listing";
+    /// This node has no address for overlays.
+    pub const NO_VTEP: &str = "NoVtep";
+    /// The link between the nodes takes smaller packets than the network needs.
+    pub const MTU_TOO_LARGE: &str = "MtuTooLarge";
+    /// A link of somebody else is in the way.
+    pub const FOREIGN_LINK: &str = "ForeignLink";
+    pub const UPLINK_MISSING: &str = "UplinkMissing";
+    /// The node needs the link that is to be the uplink.
+    pub const UPLINK_REFUSED: &str = "UplinkRefused";
+    /// It should go, but pods are on it.
+    pub const IN_USE: &str = "InUse";
+    /// It is being removed.
+    pub const LEAVING: &str = "Leaving";
+    /// For a [`Failure`](super::Failure): another program holds the UDP port of the VXLAN.
+    pub const PORT_IN_USE: &str = "PortInUse";
+    /// For a [`Failure`](super::Failure): the kernel refused a step.
+    pub const REFUSED: &str = "KernelRefused";
+    /// For a [`Failure`](super::Failure): the record could not be written.
+    pub const RECORD: &str = "RecordFailed";
+}
 
 /// The UID of a BridgeNetwork.
 pub type Uid = String;
@@ -109,6 +149,22 @@ pub struct View<'a> {
     pub failures: &'a BTreeMap<Uid, Failure>,
     /// The links that the connection to the API server goes over.
     pub api_links: &'a BTreeSet<u32>,
+    /// What was right after the last plan: its [`Plan::settled`].
+    pub settled: &'a BTreeMap<Uid, Settled>,
+}
+
+/// What was wanted of a network when all of it was right. What differs from it later, with the same wishes, somebody
+/// changed by hand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settled {
+    bridge: IfName,
+    vxlan: IfName,
+    mtu: Option<u32>,
+    uplink: Option<IfName>,
+    overlay: Option<Overlay>,
+    local: Option<IpAddr>,
+    floods: BTreeSet<IpAddr>,
+    node_uid: String,
 }
 
 /// What to do, and what to say.
@@ -117,6 +173,10 @@ pub struct Plan {
     pub steps: Vec<Step>,
     /// For every network that this node takes part in or has links of, sorted by UID.
     pub networks: Vec<NetworkOnNode>,
+    /// The names of the networks that this node takes no part in because it has too many: the youngest.
+    pub left_out: Vec<String>,
+    /// What is right now; for the next [`View`].
+    pub settled: BTreeMap<Uid, Settled>,
 }
 
 /// One change, for one network.
@@ -135,7 +195,8 @@ pub enum Action {
     Record(Record),
     /// Removes the record, durably.
     Forget,
-    /// Makes a bridge that is down, with its mark.
+    /// Makes a bridge that is down, with its mark and an MTU of one less: the kernel stops to derive the MTU of a bridge
+    /// from its ports when it is changed, and setting what is there already is no change.
     CreateBridge {
         name: IfName,
         mac: Mac,
@@ -153,6 +214,10 @@ pub enum Action {
     /// Deletes a link of ours.
     Delete {
         link: u32,
+    },
+    Rename {
+        link: u32,
+        name: IfName,
     },
     SetAlias {
         link: u32,
@@ -197,4 +262,69 @@ pub enum Action {
         vxlan: u32,
         to: IpAddr,
     },
+}
+
+/// What sort of link we made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Made {
+    Bridge,
+    Vxlan,
+}
+
+impl Made {
+    /// The kernel's word for it.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Self::Bridge => "bridge",
+            Self::Vxlan => "vxlan",
+        }
+    }
+
+    const ALL: [Self; 2] = [Self::Bridge, Self::Vxlan];
+}
+
+/// The hardware address of a link that is made for a network on a node: locally administered, unicast, and by which
+/// the link is known as ours from its first moment on.
+pub fn mark(network_uid: &str, node_uid: &str, made: Made) -> Mac {
+    let digest = digest(["patchbay mark", made.kind(), network_uid, node_uid]).to_be_bytes();
+    let mut octets = [0; 6];
+    octets.copy_from_slice(&digest[2..]);
+    octets[0] = octets[0] & 0xfc | 0x02;
+    Mac::from(octets)
+}
+
+/// The alias of a link that was made for a network.
+pub fn alias(network_uid: &str, made: Made) -> String {
+    format!("{}{}/{network_uid}", api::LINK_ALIAS, made.kind())
+}
+
+/// The alias of the host's end of a pod's pair.
+pub fn pod_alias(network_uid: &str, container: &str, interface: &str) -> String {
+    format!("{POD_ALIAS}{network_uid}/{container}/{interface}")
+}
+
+/// What the alias of the host's end of a pod's pair begins with.
+const POD_ALIAS: &str = "pod/";
+
+/// Whether a link of this name is the host's end of a pod's pair: `veth` and eleven digits.
+pub fn pod_port(name: &str) -> bool {
+    name.strip_prefix("veth").is_some_and(|digits| {
+        digits.len() == 11 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+    })
+}
+
+/// The network that the host's end of a pod's pair belongs to.
+fn pod_network(alias: &str) -> Option<&str> {
+    alias.strip_prefix(POD_ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
+}
+
+/// The network that a link was made for, by its alias.
+fn made_for(alias: &str, made: Made) -> Option<&str> {
+    let uid = alias.strip_prefix(api::LINK_ALIAS)?.strip_prefix(made.kind())?.strip_prefix('/')?;
+    Some(uid).filter(|uid| is_uid(uid))
+}
+
+/// Whether a text can be the UID of an object. Anybody may have written it on a link.
+fn is_uid(text: &str) -> bool {
+    (1..=63).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }

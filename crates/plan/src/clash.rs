@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fmt};
 use api::IfName;
 use jiff::Timestamp;
 
-use crate::bridge::{Overlay, Uid};
+use crate::bridge::{Network, Overlay, Uid};
 
 /// What one network wants of a node for itself alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +20,20 @@ pub struct Claim {
     /// The name of the VXLAN device, and what it is set to.
     pub vxlan: Option<(IfName, Overlay)>,
     pub uplink: Option<IfName>,
+}
+
+impl Claim {
+    /// What a network wants of every node that it is on.
+    pub fn of(network: &Network) -> Self {
+        Self {
+            name: network.name.clone(),
+            uid: network.uid.clone(),
+            created: network.created,
+            bridge: network.bridge.clone(),
+            vxlan: network.overlay.map(|overlay| (network.vxlan.clone(), overlay)),
+            uplink: network.uplink.clone(),
+        }
+    }
 }
 
 /// Why a network does not get what it wants.

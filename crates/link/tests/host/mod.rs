@@ -1,0 +1,254 @@
+//! A node in a network namespace: what the daemon would do, without the daemon.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    net::{IpAddr, UdpSocket},
+    os::fd::AsRawFd as _,
+    path::Path,
+    process::{self, Command},
+    thread,
+    time::Duration,
+};
+
+use api::{IfName, NetworkOnNode, Patterns, Vtep};
+use jiff::Timestamp;
+use link::{Changer, Error, Monitor, namespace};
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::geteuid,
+};
+use plan::{
+    bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
+    nodenetwork::{Facts, Link, Observed, Picture},
+};
+use tokio::runtime::{Builder, Runtime};
+
+/// A plan that is not empty after this many passes never will be.
+const PASSES: usize = 8;
+
+/// A network namespace that goes when nobody holds it.
+pub struct Namespace(File);
+
+impl Namespace {
+    pub fn new() -> Self {
+        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
+        let made = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
+            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
+        });
+        Self(made.join().unwrap())
+    }
+
+    /// Runs a program with these words in the namespace.
+    fn run(&self, program: &str, words: &str) {
+        let run = || Command::new(program).args(words.split_whitespace()).output();
+        let output = namespace::within(&self.0, run).unwrap().expect("install the package iproute2");
+        assert!(output.status.success(), "{program} {words}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    pub fn ip(&self, words: &str) {
+        self.run("ip", words);
+    }
+
+    pub fn bridge(&self, words: &str) {
+        self.run("bridge", words);
+    }
+
+    /// Where another program finds it.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", process::id(), self.0.as_raw_fd())
+    }
+
+    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        namespace::within(&self.0, work).unwrap()
+    }
+
+    /// A pair with one end here and one there.
+    pub fn pair(&self, here: &str, other: &Self, there: &str) {
+        self.ip(&format!("link add {here} type veth peer name {there} netns {}", other.path()));
+    }
+
+    pub fn socket(&self, address: &str) -> UdpSocket {
+        self.within(|| UdpSocket::bind(address)).unwrap()
+    }
+}
+
+/// Whether a datagram of this size gets from one socket to another. Waits for neighbours to be found.
+pub fn reaches(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
+    to.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+    let address = to.local_addr().unwrap();
+    let mut buffer = vec![0; size + 1];
+    (0..30).any(|_| {
+        // A way that is not there yet is told as an error.
+        _ = from.send_to(&vec![7; size], address);
+        to.recv(&mut buffer).is_ok_and(|received| received == size)
+    })
+}
+
+pub struct Host {
+    pub ns: Namespace,
+    pub networks: Vec<Network>,
+    pub peers: Vec<Peer>,
+    pub facts: Facts,
+    pub records: BTreeMap<String, Record>,
+    pub settled: BTreeMap<String, Settled>,
+    pub changer: Changer,
+    monitor: Monitor,
+    runtime: Runtime,
+}
+
+impl Host {
+    pub fn new(name: &str) -> Self {
+        let ns = Namespace::new();
+        ns.ip("link set lo up");
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let monitor = {
+            let _entered = runtime.enter();
+            Monitor::open_in(&ns.0).unwrap()
+        };
+        let changer = Changer::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
+        Self {
+            networks: Vec::new(),
+            peers: Vec::new(),
+            facts: Facts { name: name.to_owned(), uid: format!("uid-of-{name}"), internal_ips: Vec::new() },
+            records: BTreeMap::new(),
+            settled: BTreeMap::new(),
+            changer,
+            monitor,
+            runtime,
+            ns,
+        }
+    }
+
+    pub fn observe(&self) -> Observed {
+        self.runtime.block_on(self.monitor.observe()).unwrap()
+    }
+
+    pub fn link(&self, name: &str) -> Link {
+        self.find(name).unwrap_or_else(|| panic!("no link {name}"))
+    }
+
+    pub fn find(&self, name: &str) -> Option<Link> {
+        self.observe().links.into_iter().find(|link| link.name == name)
+    }
+
+    pub fn vtep(&self, observed: &Observed) -> Option<Vtep> {
+        let ignored: Patterns = "none".parse().unwrap();
+        let facts = &self.facts;
+        let picture =
+            Picture { observed, facts, ignored: &ignored, server: None, written: None, last_write: None };
+        plan::nodenetwork::status(&picture, Timestamp::UNIX_EPOCH).vtep
+    }
+
+    pub fn plan(&self) -> Plan {
+        let observed = self.observe();
+        let vtep = self.vtep(&observed);
+        let listed: BTreeSet<String> = self.networks.iter().map(|network| network.uid.clone()).collect();
+        bridge::plan(&View {
+            facts: &self.facts,
+            boot: "boot",
+            vtep: vtep.as_ref(),
+            networks: &self.networks,
+            peers: &self.peers,
+            observed: &observed,
+            records: &self.records,
+            listed: &listed,
+            failures: &BTreeMap::new(),
+            api_links: &BTreeSet::new(),
+            settled: &self.settled,
+        })
+    }
+
+    pub fn apply(&mut self, step: &Step) -> Result<(), Error> {
+        match &step.action {
+            Action::Record(record) => _ = self.records.insert(step.network.clone(), record.clone()),
+            Action::Forget => _ = self.records.remove(&step.network),
+            action => self.changer.apply(action)?,
+        }
+        Ok(())
+    }
+
+    /// Plans and applies until nothing is left to do, and tells what was done.
+    pub fn settle(&mut self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        for _ in 0..PASSES {
+            let plan = self.plan();
+            self.settled = plan.settled;
+            if plan.steps.is_empty() {
+                return steps;
+            }
+            for step in plan.steps {
+                self.apply(&step).unwrap_or_else(|error| panic!("{step:?}: {error:?}"));
+                steps.push(step);
+            }
+        }
+        panic!("no end after {PASSES} passes: {steps:#?}");
+    }
+
+    pub fn report(&self, name: &str) -> Option<NetworkOnNode> {
+        self.plan().networks.into_iter().find(|network| network.name == name)
+    }
+
+    /// A pod on the bridge of a network, with this address.
+    pub fn pod(&self, network: &Network, number: u32, address: &str) -> Namespace {
+        let pod = Namespace::new();
+        let port = format!("veth{number:011x}");
+        let alias = bridge::pod_alias(&network.uid, &format!("container{number}"), "net1");
+        let mtu = network.mtu.unwrap();
+        self.ns.ip(&format!(
+            "link add {port} mtu {mtu} master {} type veth peer name net1 mtu {mtu} netns {}",
+            network.bridge,
+            pod.path()
+        ));
+        self.ns.ip(&format!("link set {port} up"));
+        self.ns.ip(&format!("link set {port} alias {alias}"));
+        pod.ip("link set net1 up");
+        pod.ip(&format!("address add {address} dev net1 nodad"));
+        pod
+    }
+}
+
+pub fn name(text: &str) -> IfName {
+    text.parse().unwrap()
+}
+
+pub fn network(label: &str) -> Network {
+    Network {
+        name: label.to_owned(),
+        uid: format!("uid-{label}"),
+        generation: 1,
+        created: Timestamp::UNIX_EPOCH,
+        bridge: name(&format!("br-{label}")),
+        vxlan: name(&format!("vx-{label}")),
+        mtu: Some(1400),
+        uplink: None,
+        overlay: None,
+        wish: Wish::Have,
+    }
+}
+
+pub fn overlay(label: &str, vni: u32) -> Network {
+    Network { overlay: Some(Overlay { vni, port: 4789 }), ..network(label) }
+}
+
+/// Two nodes with a wire between them, each a peer of the other in all networks.
+pub fn two_nodes(networks: &[Network], addresses: [&str; 2]) -> [Host; 2] {
+    let mut hosts = [Host::new("one"), Host::new("two")];
+    hosts[0].ns.pair("eth0", &hosts[1].ns, "eth0");
+    let ips: Vec<IpAddr> =
+        addresses.iter().map(|net| net.split('/').next().unwrap().parse().unwrap()).collect();
+    for (n, host) in hosts.iter_mut().enumerate() {
+        host.ns.ip("link set eth0 up");
+        let nodad = if ips[n].is_ipv6() { "nodad" } else { "" };
+        host.ns.ip(&format!("address add {} dev eth0 {nodad}", addresses[n]));
+        host.facts.internal_ips = vec![ips[n]];
+        host.networks = networks.to_vec();
+        host.peers = vec![Peer {
+            node: "other".to_owned(),
+            vtep: Some(ips[1 - n]),
+            networks: networks.iter().map(|network| network.uid.clone()).collect(),
+        }];
+    }
+    hosts
+}
