@@ -115,7 +115,7 @@ impl Request {
 
     fn decode(mut body: &[u8]) -> Option<Self> {
         let mut text = || Some(std::str::from_utf8(field(&mut body)?).ok()?.to_owned());
-        let mut request = Self {
+        let texts = Self {
             plugin: text()?,
             command: text()?,
             container_id: text()?,
@@ -125,8 +125,8 @@ impl Request {
             path: text()?,
             stdin: Vec::new(),
         };
-        request.stdin = field(&mut body)?.to_owned();
-        body.is_empty().then_some(request)
+        let stdin = field(&mut body)?.to_owned();
+        body.is_empty().then_some(Self { stdin, ..texts })
     }
 }
 
@@ -243,17 +243,12 @@ pub fn send(socket: impl AsFd, mut frame: &[u8], descriptor: Option<BorrowedFd<'
 
 /// Receives what is there: how many bytes, none at the end of the stream. A descriptor that comes with them replaces
 /// `descriptor`; others are closed.
-pub fn receive(
-    socket: impl AsFd,
-    buffer: &mut [u8],
-    descriptor: &mut Option<OwnedFd>,
-) -> io::Result<usize> {
+pub fn receive(socket: impl AsFd, buffer: &mut [u8], descriptor: &mut Option<OwnedFd>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut pieces = [io::IoSliceMut::new(buffer)];
-    let received = rustix::io::retry_on_intr(|| {
-        recvmsg(&socket, &mut pieces, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
-    })?;
+    let received =
+        rustix::io::retry_on_intr(|| recvmsg(&socket, &mut pieces, &mut ancillary, RecvFlags::CMSG_CLOEXEC))?;
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(descriptors) = message {
             for came in descriptors {
