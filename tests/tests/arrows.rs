@@ -13,7 +13,9 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("plan", &["api"]),
     ("link", &["api", "plan"]),
     ("controller", &["api", "plan"]),
-    ("node", &["api", "plan", "link"]),
+    ("wire", &[]),
+    ("cni", &["wire"]),
+    ("node", &["api", "plan", "link", "wire"]),
     ("patchbay", &["api", "controller", "node"]),
     ("lab", &[]),
     ("e2e", &["api", "lab"]),
@@ -86,6 +88,7 @@ fn rules_and_kernel_code_build_without_kubernetes_and_without_a_runtime_of_their
         ("plan", &["kube", "tokio", "k8s_openapi", "nix"][..]),
         ("link", &["kube", "k8s_openapi"]),
         ("api", &["kube", "tokio"]),
+        ("cni", &["kube", "tokio", "serde", "nix", "clap"]),
     ] {
         let graph = graph(room);
         for crate_ in forbidden {

@@ -136,7 +136,7 @@ impl Asker {
         Ok(links.into_iter().collect())
     }
 
-    fn collect<T>(
+    pub fn collect<T>(
         &mut self,
         what: &'static str,
         request: impl Fn(u32) -> Vec<u8>,
@@ -258,5 +258,25 @@ fn none_if<T>(list: Result<Vec<T>, Error>, codes: &[Errno]) -> Result<Vec<T>, Er
             Ok(Vec::new())
         }
         other => other,
+    }
+}
+
+impl Asker {
+    /// Asks for one thing by a request that is no dump. None if there is no such thing.
+    pub fn find<T>(
+        &mut self,
+        what: &'static str,
+        request: Request,
+        read: impl Fn(&Message<'_>) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let mut found = None;
+        let bytes = |sequence| request.clone().finish(sequence);
+        match self.dump(what, &bytes, |message| found = found.take().or_else(|| read(message))) {
+            Ok(_) => Ok(found),
+            Err(Error::Read { source, .. }) if source.raw_os_error() == Some(Errno::ENODEV as i32) => {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! whatever somebody with rights in some namespace once made them, and one unreadable alias must not hide a link.
 //! Decides nothing, and knows only what the kernel knows.
 
+pub mod attach;
 mod change;
 mod dump;
 mod message;

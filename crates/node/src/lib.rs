@@ -5,11 +5,13 @@
 
 mod admin;
 mod args;
+pub mod cni;
 mod daemon;
 mod health;
 mod metrics;
 mod object;
 mod probe;
+mod socket;
 mod watch;
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
@@ -33,7 +35,7 @@ const GRACE: Duration = Duration::from_secs(8);
 pub enum Error {
     #[error("listen to the kernel")]
     Kernel(#[source] link::Error),
-    #[error("open the admin socket {path}")]
+    #[error("open the socket {path}")]
     Socket { path: PathBuf, source: std::io::Error },
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),

@@ -2,6 +2,7 @@
 //!
 //! Nothing here awaits, reads a clock, draws a random number or knows a client: whatever a rule needs is passed in.
 
+pub mod attachment;
 pub mod bridge;
 pub mod certs;
 pub mod clash;

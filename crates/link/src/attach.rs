@@ -1,0 +1,327 @@
+//! A pair of links between a bridge here and another network namespace.
+//!
+//! One request makes the pair: the host's end as a port of the bridge, the other directly where it belongs, with its
+//! name and address, so that there is no moment at which half of it exists. What fails later is undone.
+
+use std::{
+    fmt, fs, io,
+    os::fd::{AsRawFd as _, BorrowedFd},
+    path::{Path, PathBuf},
+};
+
+use api::{IfName, Mac};
+use nix::{
+    errno::Errno,
+    sys::stat::{FileStat, fstat, stat},
+};
+use plan::nodenetwork::{Admin, Link};
+
+use crate::{
+    dump::Asker,
+    message::{self, GET_LINK, NEW_LINK},
+    namespace,
+    request::{CHANGE, CREATE, Request, link_header},
+};
+
+const DELETE_LINK: u16 = 17;
+const SET_LINK: u16 = 19;
+/// `NLM_F_REQUEST | NLM_F_ACK`: an answer with one link, then the end.
+const GET: u16 = 0x5;
+const IFF_UP: u32 = 1;
+const IFLA_ADDRESS: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const IFLA_MASTER: u16 = 10;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_IFALIAS: u16 = 20;
+const IFLA_NET_NS_FD: u16 = 28;
+const IFLA_EXT_MASK: u16 = 29;
+const RTEXT_FILTER_SKIP_STATS: u32 = 1 << 3;
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_INFO_DATA: u16 = 2;
+const VETH_INFO_PEER: u16 = 1;
+
+/// A pair, as it should be.
+#[derive(Debug, Clone, Copy)]
+pub struct Attach<'a> {
+    /// Where the inner end goes.
+    pub namespace: BorrowedFd<'a>,
+    /// The name of the host's end.
+    pub host: &'a IfName,
+    /// The name of the inner end.
+    pub inside: &'a IfName,
+    /// The address of the inner end.
+    pub mac: Mac,
+    /// Of both ends.
+    pub mtu: u32,
+    /// The index of the bridge that the host's end is a port of.
+    pub bridge: u32,
+    /// On the host's end.
+    pub alias: &'a str,
+    /// Where `/proc` of the host is.
+    pub proc_root: &'a Path,
+}
+
+/// How the pair came to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Made {
+    New,
+    /// It was there, exactly as wanted.
+    Before,
+}
+
+/// What the host's end is called and says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct End {
+    pub name: String,
+    pub index: u32,
+    pub alias: String,
+    pub master: Option<u32>,
+}
+
+/// Why a pair is not there, or not gone.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("there already is an interface {name} in the sandbox, and it is not ours: give it another name")]
+    Taken { name: IfName },
+    #[error("the bridge is gone")]
+    NoBridge(#[source] crate::Error),
+    #[error("the descriptor is no network namespace")]
+    NoNamespace(#[source] io::Error),
+    #[error("the network namespace is the host's own")]
+    OwnNamespace,
+    #[error("{name} is no end of a pair, something else has that name")]
+    Foreign { name: IfName },
+    #[error("write {}", path.display())]
+    Sysctl { path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Kernel(#[from] crate::Error),
+}
+
+/// What can be different about a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Aspect {
+    Kind,
+    State,
+    Mtu,
+    Bridge,
+    Alias,
+    Address,
+}
+
+impl fmt::Display for Aspect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Kind => "kind",
+            Self::State => "state",
+            Self::Mtu => "mtu",
+            Self::Bridge => "bridge",
+            Self::Alias => "alias",
+            Self::Address => "address",
+        })
+    }
+}
+
+/// Something about a pair that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    pub link: IfName,
+    pub what: Aspect,
+    pub wanted: String,
+    pub found: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { link, what, wanted, found } = self;
+        write!(f, "{link}: its {what} should be {wanted} and is {found}")
+    }
+}
+
+/// Makes the pair, or finds that it is there. A host's end of this name that is not exactly as wanted, say from a call
+/// that was cut off or with another address, is deleted and the pair made anew.
+pub fn attach(wanted: &Attach<'_>) -> Result<Made, Error> {
+    let mut asker = Asker::open()?;
+    refuse_own(wanted.namespace)?;
+    match asker.change("make the pair", pair(wanted)) {
+        Ok(()) => {}
+        Err(error) if is(&error, Errno::EEXIST) => match find(&mut asker, wanted.host)? {
+            // The other name is taken.
+            None => return Err(Error::Taken { name: wanted.inside.clone() }),
+            Some(_) if differences(&mut asker, wanted)?.is_empty() => return Ok(Made::Before),
+            Some(found) => {
+                delete(&mut asker, wanted.host, &found)?;
+                asker.change("make the pair", pair(wanted)).map_err(|error| refused(wanted, error))?;
+            }
+        },
+        Err(error) => return Err(refused(wanted, error)),
+    }
+    finish(&mut asker, wanted).inspect_err(|_| {
+        // The first error is the one to tell; the next call begins with deleting what is left.
+        _ = remove(&mut asker, wanted.host);
+    })?;
+    Ok(Made::New)
+}
+
+/// Deletes the pair by the name of its host's end. Whether there was one.
+pub fn detach(host: &IfName) -> Result<bool, Error> {
+    remove(&mut Asker::open()?, host)
+}
+
+/// Whether the pair is there and as wanted: what is not.
+pub fn inspect(wanted: &Attach<'_>) -> Result<Vec<Difference>, Error> {
+    refuse_own(wanted.namespace)?;
+    differences(&mut Asker::open()?, wanted)
+}
+
+/// The ends of pairs here whose alias begins like this.
+pub fn ends(alias: &str) -> Result<Vec<End>, Error> {
+    let links = Asker::open()?.collect("links", message::get_links, |message| {
+        (message.kind == NEW_LINK).then(|| message::link(message.body)).flatten()
+    })?;
+    let ours = links.into_iter().filter(|link| is_end(link) && link.alias.starts_with(alias));
+    Ok(ours.map(|Link { name, index, alias, master, .. }| End { name, index, alias, master }).collect())
+}
+
+/// The request that makes the pair. The kernel refuses to set the inner end up in it.
+fn pair(wanted: &Attach<'_>) -> Request {
+    let namespace = wanted.namespace.as_raw_fd().to_ne_bytes();
+    Request::new(NEW_LINK, CREATE, &link_header(0, 0, 0))
+        .text(IFLA_IFNAME, wanted.host.as_str())
+        .number(IFLA_MTU, wanted.mtu)
+        .number(IFLA_MASTER, wanted.bridge)
+        .nested(IFLA_LINKINFO, &[], |info| {
+            info.text(IFLA_INFO_KIND, "veth").nested(IFLA_INFO_DATA, &[], |data| {
+                data.nested(VETH_INFO_PEER, &link_header(0, 0, 0), |peer| {
+                    peer.text(IFLA_IFNAME, wanted.inside.as_str())
+                        .attribute(IFLA_ADDRESS, &wanted.mac.octets())
+                        .number(IFLA_MTU, wanted.mtu)
+                        .attribute(IFLA_NET_NS_FD, &namespace)
+                })
+            })
+        })
+}
+
+/// What the one request cannot say.
+fn finish(asker: &mut Asker, wanted: &Attach<'_>) -> Result<(), Error> {
+    // Before it is up, so that it never has an address.
+    disable_ipv6(wanted.proc_root, wanted.host)?;
+    let up = Request::new(SET_LINK, CHANGE, &link_header(0, IFF_UP, IFF_UP));
+    // The kernel counts a final NUL as part of an alias.
+    let alias = wanted.alias.as_bytes();
+    let host = up.clone().text(IFLA_IFNAME, wanted.host.as_str()).attribute(IFLA_IFALIAS, alias);
+    asker.change("set the host's end up", host)?;
+    let inside = up.text(IFLA_IFNAME, wanted.inside.as_str());
+    namespace::within(wanted.namespace, || Asker::open()?.change("set the inner end up", inside))??;
+    Ok(())
+}
+
+/// Says what a refusal to make the pair means.
+fn refused(wanted: &Attach<'_>, error: crate::Error) -> Error {
+    // The host's end is there first, and only the bridge is looked for by its index.
+    if is(&error, Errno::EEXIST) {
+        Error::Taken { name: wanted.inside.clone() }
+    } else if is(&error, Errno::ENODEV) || (is(&error, Errno::EINVAL) && gone(wanted.bridge)) {
+        Error::NoBridge(error)
+    } else if let Err(crate::Error::Enter(source)) = namespace::within(wanted.namespace, || ()) {
+        Error::NoNamespace(source)
+    } else {
+        error.into()
+    }
+}
+
+/// Whether there is no link of this index.
+fn gone(index: u32) -> bool {
+    let request = Request::new(GET_LINK, GET, &link_header(index, 0, 0));
+    let found = Asker::open().and_then(|mut asker| {
+        asker.find("bridge", request.number(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS), |message| {
+            (message.kind == NEW_LINK).then_some(())
+        })
+    });
+    matches!(found, Ok(None))
+}
+
+fn is(error: &crate::Error, errno: Errno) -> bool {
+    error.errno() == Some(errno as i32)
+}
+
+fn find(asker: &mut Asker, name: &IfName) -> Result<Option<Link>, Error> {
+    let request = Request::new(GET_LINK, GET, &link_header(0, 0, 0))
+        .text(IFLA_IFNAME, name.as_str())
+        .number(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
+    Ok(asker.find("link", request, |message| {
+        (message.kind == NEW_LINK).then(|| message::link(message.body)).flatten()
+    })?)
+}
+
+fn is_end(link: &Link) -> bool {
+    link.kind.as_deref() == Some("veth")
+}
+
+fn remove(asker: &mut Asker, host: &IfName) -> Result<bool, Error> {
+    match find(asker, host)? {
+        None => Ok(false),
+        Some(found) => delete(asker, host, &found),
+    }
+}
+
+/// Deletes by index, so that a rename in between hits nobody else.
+fn delete(asker: &mut Asker, host: &IfName, found: &Link) -> Result<bool, Error> {
+    if !is_end(found) {
+        return Err(Error::Foreign { name: host.clone() });
+    }
+    let request = Request::new(DELETE_LINK, CHANGE, &link_header(found.index, 0, 0));
+    match asker.change("delete the pair", request) {
+        Ok(()) => Ok(true),
+        // The sandbox went at the same time, and the pair with it.
+        Err(error) if is(&error, Errno::ENODEV) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn differences(asker: &mut Asker, wanted: &Attach<'_>) -> Result<Vec<Difference>, Error> {
+    let host = find(asker, wanted.host)?;
+    let inside = namespace::within(wanted.namespace, || find(&mut Asker::open()?, wanted.inside))??;
+    let mut all = Vec::new();
+    let mut compare = |link: &IfName, what, wanted: String, found: String| {
+        if wanted != found {
+            all.push(Difference { link: link.clone(), what, wanted, found });
+        }
+    };
+    for (name, link) in [(wanted.host, &host), (wanted.inside, &inside)] {
+        let kind = link.as_ref().map_or("missing", |link| link.kind.as_deref().unwrap_or("hardware"));
+        compare(name, Aspect::Kind, "veth".to_owned(), kind.to_owned());
+        let Some(link) = link else { continue };
+        let up = |admin| if admin == Admin::Up { "up" } else { "down" }.to_owned();
+        compare(name, Aspect::State, up(Admin::Up), up(link.admin));
+        compare(name, Aspect::Mtu, wanted.mtu.to_string(), link.mtu.to_string());
+    }
+    if let Some(host) = host {
+        let bridge = |index: Option<u32>| index.map_or("none".to_owned(), |index| format!("link {index}"));
+        compare(wanted.host, Aspect::Bridge, bridge(Some(wanted.bridge)), bridge(host.master));
+        compare(wanted.host, Aspect::Alias, wanted.alias.to_owned(), host.alias);
+    }
+    if let Some(inside) = inside {
+        let mac = inside.mac.map_or("none".to_owned(), |mac| mac.to_string());
+        compare(wanted.inside, Aspect::Address, wanted.mac.to_string(), mac);
+    }
+    Ok(all)
+}
+
+/// A kernel without IPv6 has nothing to disable.
+fn disable_ipv6(proc_root: &Path, name: &IfName) -> Result<(), Error> {
+    let family = proc_root.join("sys/net/ipv6");
+    let path = family.join("conf").join(name.as_str()).join("disable_ipv6");
+    match fs::write(&path, "1") {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && !family.exists() => Ok(()),
+        result => result.map_err(|source| Error::Sysctl { path, source }),
+    }
+}
+
+/// A descriptor of our own namespace would put a link of a pod among the host's.
+fn refuse_own(namespace: BorrowedFd<'_>) -> Result<(), Error> {
+    let place = |stat: FileStat| (stat.st_dev, stat.st_ino);
+    let failed = |errno: Errno| Error::NoNamespace(errno.into());
+    let own = stat("/proc/thread-self/ns/net").map_err(failed)?;
+    if place(own) == place(fstat(namespace).map_err(failed)?) { Err(Error::OwnNamespace) } else { Ok(()) }
+}

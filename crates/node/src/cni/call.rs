@@ -1,0 +1,329 @@
+//! One CNI call: what it asks, and doing it.
+
+use std::{
+    collections::BTreeSet,
+    os::fd::{AsFd as _, OwnedFd},
+    sync::Arc,
+};
+
+use api::{Chain, IfName, Mac};
+use link::attach::{self, Aspect, Attach};
+use plan::attachment;
+use serde_json::Value;
+use tracing::info;
+use wire::{
+    cni::{self, Args, Code, Config, Error, Interface, Success, Verb},
+    socket::Request,
+};
+
+use super::{NetworkView, Networks, Shared, State};
+
+/// The name that address plugins are called by.
+const IPAM: &str = "patchbay-ipam";
+
+/// A network that a pod can join.
+struct Ready<'a> {
+    uid: &'a str,
+    bridge: u32,
+    mtu: u32,
+}
+
+/// Whose interface it is.
+struct Whose<'a> {
+    container_id: &'a str,
+    ifname: &'a str,
+    host: IfName,
+}
+
+impl Shared {
+    /// Does what is asked: what to print, or why not. Waits for the kernel.
+    pub(super) fn serve(&self, request: &Request, namespace: Option<&OwnedFd>) -> Result<Vec<u8>, Error> {
+        let verb: Verb = request.command.parse()?;
+        // What is gone must not depend on a configuration that can still be read.
+        match verb {
+            Verb::Del => {
+                self.delete(request)?;
+                self.bury();
+                return Ok(Vec::new());
+            }
+            Verb::Version => return Ok(cni::versions()),
+            Verb::Add | Verb::Check | Verb::Status | Verb::Gc => {}
+        }
+        let config = Config::parse(&request.stdin)?;
+        verb.allowed_in(config.version)?;
+        if request.plugin == IPAM {
+            let msg = "patchbay-ipam hands out no addresses yet: take another ipam plugin";
+            return Err(Error::new(Code::InvalidConfig, msg));
+        }
+        match verb {
+            Verb::Add => self.add(request, namespace, &config).map(|made| made.render(config.version)),
+            Verb::Check => self.check(request, namespace, &config).map(|()| Vec::new()),
+            Verb::Gc => self.collect(&config).map(|()| Vec::new()),
+            Verb::Status => self.status().map(|()| Vec::new()),
+            Verb::Del | Verb::Version => Ok(Vec::new()),
+        }
+    }
+
+    fn add(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<Success, Error> {
+        let args = Args::parse(&request.args)?;
+        let whose = whose(request)?;
+        let inside = inside(request)?;
+        let namespace = namespace.ok_or_else(no_namespace)?;
+        let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
+        let network = network(config)?;
+
+        let _lock = self.lock(&whose.host);
+        let view = self.view();
+        let ready = ready(&view, network)?;
+        let mtu = mtu(config, network, &ready)?;
+        let wanted = Attach {
+            namespace: namespace.as_fd(),
+            host: &whose.host,
+            inside: &inside,
+            mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
+            mtu,
+            bridge: ready.bridge,
+            alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
+            proc_root: &self.proc_root,
+        };
+        let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
+        self.still(network, &ready, &whose.host)?;
+        info!(
+            network,
+            container_id = whose.container_id,
+            ifname = whose.ifname,
+            pod = format!("{}/{}", args.pod.namespace, args.pod.name),
+            host = %whose.host,
+            mac = %wanted.mac,
+            mtu,
+            before = made == attach::Made::Before,
+            "a pod joined"
+        );
+        Ok(Success { interfaces: interfaces(request, &wanted), ..Success::default() })
+    }
+
+    /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
+    /// being removed and then looks for links of pods, so one of the two sees the other.
+    fn still(&self, network: &str, joined: &Ready<'_>, host: &IfName) -> Result<(), Error> {
+        let view = self.view();
+        let error = match ready(&view, network) {
+            Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
+            Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
+            Err(error) => error,
+        };
+        attach::detach(host).map_err(|error| failed(&error))?;
+        Err(error)
+    }
+
+    /// Whatever else the call says, the pair of this sandbox and interface is gone afterwards.
+    pub(super) fn delete(&self, request: &Request) -> Result<(), Error> {
+        if request.plugin == IPAM {
+            return Ok(());
+        }
+        let whose = whose(request)?;
+        let _lock = self.lock(&whose.host);
+        if attach::detach(&whose.host).map_err(|error| failed(&error))? {
+            info!(container_id = whose.container_id, ifname = whose.ifname, host = %whose.host, "a pod left");
+        }
+        Ok(())
+    }
+
+    fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
+        let args = Args::parse(&request.args)?;
+        let whose = whose(request)?;
+        let inside = inside(request)?;
+        let namespace = namespace.ok_or_else(no_namespace)?;
+        let network = network(config)?;
+        let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
+        let before = answered(config, &request.ifname);
+        let text = before.and_then(|interface| interface["mac"].as_str());
+        let asked = text.map(mac).transpose()?.or(asked);
+        let mtu = before.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
+
+        let _lock = self.lock(&whose.host);
+        let view = self.view();
+        let ready = ready(&view, network)?;
+        let wanted = Attach {
+            namespace: namespace.as_fd(),
+            host: &whose.host,
+            inside: &inside,
+            mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
+            mtu: mtu.unwrap_or(ready.mtu),
+            bridge: ready.bridge,
+            alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
+            proc_root: &self.proc_root,
+        };
+        let mut differences = attach::inspect(&wanted).map_err(|error| failed(&error))?;
+        // The host's end may follow a network whose MTU was raised, and only 1.1.0 remembers what the pod was given.
+        differences.retain(|one| one.what != Aspect::Mtu || (mtu.is_some() && one.link == inside));
+        if differences.is_empty() {
+            return Ok(());
+        }
+        let told: Vec<String> = differences.iter().map(ToString::to_string).collect();
+        let msg = format!("the pod's link to network {network:?} is not as it was made");
+        Err(Error::new(Code::Differs, msg).details(told.join("; ")))
+    }
+
+    /// Removes the links of a network that the runtime does not know any more.
+    fn collect(&self, config: &Config) -> Result<(), Error> {
+        let network = network(config)?;
+        let valid = config.valid_attachments.as_ref().ok_or_else(|| {
+            Error::new(
+                Code::InvalidConfig,
+                "GC needs cni.dev/valid-attachments, or it would remove everything",
+            )
+        })?;
+        let view = self.view();
+        let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
+            // A network that there is not has no links here; one that is not known yet may have.
+            return self.read_by(&view, Code::TryAgainLater);
+        };
+        let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
+        let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
+        let ends = attach::ends(&attachment::alias_of_network(uid)).map_err(|error| failed(&error))?;
+        let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
+        let mut problem = None;
+        for host in names.filter(|name| !keep.contains(name)) {
+            let _lock = self.lock(&host);
+            match attach::detach(&host) {
+                Ok(_) => info!(network, %host, "a link that the runtime has forgotten is removed"),
+                Err(error) => problem = Some(failed(&error)),
+            }
+        }
+        problem.map_or(Ok(()), Err)
+    }
+
+    fn status(&self) -> Result<(), Error> {
+        self.read_by(&self.view(), Code::NotAvailable)
+    }
+
+    fn read_by(&self, view: &Networks, code: Code) -> Result<(), Error> {
+        if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+    }
+
+    fn view(&self) -> Arc<Networks> {
+        Arc::clone(&self.networks.borrow())
+    }
+}
+
+const UNREAD: &str = "the patchbay node daemon has not yet read the networks from the API server; \
+    if this lasts, look at the log of its pod on this node";
+
+fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
+    let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
+    match view.by_name.get(name) {
+        None if !view.synced => later(UNREAD.to_owned()),
+        None => later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration")),
+        Some(NetworkView { uid, state }) => match state {
+            State::Ready { bridge_index, mtu, removing: _ } => {
+                Ok(Ready { uid, bridge: *bridge_index, mtu: *mtu })
+            }
+            State::NotReady { reason, message } => later(format!(
+                "network {name:?} is not ready on this node ({reason}): {message}; \
+                the pod starts by itself once it is"
+            )),
+            State::NotSelected => later(format!(
+                "this node is not selected by network {name:?}: run the pod on a node with the label \
+                network.patchbay.dev/{name}=true, or change spec.nodeSelector of the BridgeNetwork"
+            )),
+            State::Removing => later(format!(
+                "network {name:?} is being removed from this node: take it out of the pod, or create it again"
+            )),
+        },
+    }
+}
+
+/// What the pod's link gets. A NetworkAttachmentDefinition can be ahead of this node when an MTU is raised, so more than
+/// the network has is no mistake yet.
+fn mtu(config: &Config, network: &str, ready: &Ready<'_>) -> Result<u32, Error> {
+    match config.mtu {
+        Some(asked) if asked > ready.mtu => {
+            let has = ready.mtu;
+            let msg = format!(
+                "mtu {asked} is more than the {has} of network {network:?} on this node: if it has just been raised \
+                the node follows by itself, otherwise write {has} or less"
+            );
+            Err(Error::new(Code::TryAgainLater, msg))
+        }
+        asked => Ok(asked.unwrap_or(ready.mtu)),
+    }
+}
+
+fn whose(request: &Request) -> Result<Whose<'_>, Error> {
+    let refused = |msg: &str| Error::new(Code::InvalidEnvironment, msg);
+    let Request { container_id, ifname, .. } = request;
+    if container_id.is_empty() {
+        return Err(refused("CNI_CONTAINERID is missing"));
+    }
+    if ifname.is_empty() {
+        return Err(refused("CNI_IFNAME is missing"));
+    }
+    let host = attachment::host_end(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
+    Ok(Whose { container_id, ifname, host })
+}
+
+fn inside(request: &Request) -> Result<IfName, Error> {
+    let refused = |error: api::ifname::Error| {
+        Error::new(Code::InvalidEnvironment, "CNI_IFNAME is no name of an interface")
+            .details(error.to_string())
+    };
+    request.ifname.parse().map_err(refused)
+}
+
+fn no_namespace() -> Error {
+    Error::new(Code::InvalidEnvironment, "CNI_NETNS is missing, or cannot be opened")
+}
+
+fn network(config: &Config) -> Result<&str, Error> {
+    config.network.as_deref().ok_or_else(|| {
+        let msg = "the configuration names no network: write \"network\": \"<name of a BridgeNetwork>\"";
+        Error::new(Code::InvalidConfig, msg)
+    })
+}
+
+/// An address that one station can have.
+fn mac(text: &str) -> Result<Mac, Error> {
+    let refused = |msg: String| Error::new(Code::InvalidConfig, msg);
+    let mac: Mac = text.parse().map_err(|error: api::mac::Error| refused(error.to_string()))?;
+    if mac.octets()[0] & 1 != 0 {
+        return Err(refused(format!(
+            "mac {mac} is a multicast address: the first pair of digits must be even"
+        )));
+    }
+    if mac.octets() == [0; 6] {
+        return Err(refused(format!("mac {mac} is nobody's address")));
+    }
+    Ok(mac)
+}
+
+/// What ADD had answered about the interface inside.
+fn answered<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value> {
+    let interfaces = config.prev_result.as_ref()?.get("interfaces")?.as_array()?;
+    let inside =
+        |interface: &&Value| interface["sandbox"].as_str().is_some_and(|sandbox| !sandbox.is_empty());
+    interfaces.iter().filter(inside).find(|interface| interface["name"] == ifname)
+}
+
+fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
+    let mtu = Some(made.mtu);
+    let host = Interface { name: made.host.to_string(), mtu, mac: None, sandbox: None };
+    let inside = Interface {
+        name: made.inside.to_string(),
+        mac: Some(made.mac.to_string()),
+        mtu,
+        sandbox: Some(request.netns.clone()),
+    };
+    vec![host, inside]
+}
+
+/// The answer about something that the kernel did not do.
+fn failed(error: &attach::Error) -> Error {
+    let code = match error {
+        attach::Error::Taken { .. } | attach::Error::NoNamespace(_) | attach::Error::OwnNamespace => {
+            Code::InvalidEnvironment
+        }
+        attach::Error::NoBridge(_) => Code::TryAgainLater,
+        attach::Error::Foreign { .. } | attach::Error::Sysctl { .. } | attach::Error::Kernel(_) => Code::Io,
+    };
+    Error::new(code, Chain(error).to_string())
+}

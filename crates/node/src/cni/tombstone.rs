@@ -1,0 +1,70 @@
+//! What the shim writes down when nobody answers it: pods that are gone.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read as _},
+    path::Path,
+    time::{Duration, SystemTime},
+};
+
+use api::Chain;
+use tracing::{info, warn};
+use wire::socket::{LIMIT, Message, Reader, Request};
+
+/// A file without its final name that is older than this is nobody's any more.
+const ABANDONED: Duration = Duration::from_secs(600);
+
+/// Gives every tombstone to `apply`, and removes durably those that it has applied.
+pub fn each(directory: &Path, apply: impl Fn(&Request) -> bool) {
+    let mut removed = false;
+    for name in names(directory).into_iter().filter(|name| !name.starts_with('.')) {
+        let path = directory.join(&name);
+        match read(&path) {
+            Ok(Some(request)) if !apply(&request) => continue,
+            Ok(Some(request)) => info!(container_id = request.container_id, "applied a tombstone"),
+            Ok(None) => warn!(name, "a tombstone that is none is thrown away"),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => {
+                warn!(name, error = %Chain(&error), "a tombstone cannot be read");
+                continue;
+            }
+        }
+        match fs::remove_file(&path) {
+            Ok(()) => removed = true,
+            Err(error) => warn!(name, error = %Chain(&error), "a tombstone cannot be removed"),
+        }
+    }
+    if removed && let Err(error) = File::open(directory).and_then(|directory| directory.sync_all()) {
+        warn!(error = %Chain(&error), "the removal of tombstones cannot be made durable");
+    }
+}
+
+/// Removes what shims left behind that were killed in the middle of writing.
+pub fn tidy(directory: &Path) {
+    for name in names(directory).into_iter().filter(|name| name.starts_with('.')) {
+        let path = directory.join(name);
+        let written = fs::symlink_metadata(&path).and_then(|metadata| metadata.modified());
+        let age = written.ok().and_then(|written| SystemTime::now().duration_since(written).ok());
+        if age.is_some_and(|age| age > ABANDONED) {
+            _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A directory that is not there has nothing in it.
+fn names(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+}
+
+/// The request in a file; none if it is something else.
+fn read(path: &Path) -> io::Result<Option<Request>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(LIMIT as u64 + 1).read_to_end(&mut bytes)?;
+    let mut reader = Reader::default();
+    reader.feed(&bytes);
+    match reader.message() {
+        Ok(Some(Message::Request(request))) => Ok(Some(request)),
+        _ => Ok(None),
+    }
+}

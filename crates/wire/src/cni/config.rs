@@ -1,0 +1,166 @@
+//! What a runtime gives to a plugin: the configuration on its standard input, and `CNI_ARGS`.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, error::Category};
+
+use super::{Code, Error, Version, short};
+
+/// The smallest MTU that the kernel takes for a pair of links.
+const SMALLEST_MTU: u32 = 68;
+const LARGEST_MTU: u32 = 65_535;
+
+/// A configuration of a plugin of ours. Texts in it are as somebody wrote them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    pub version: Version,
+    /// The name of the NetworkAttachmentDefinition, as far as we write it.
+    pub name: String,
+    /// The BridgeNetwork.
+    pub network: Option<String>,
+    pub mtu: Option<u32>,
+    /// The address that is asked for, by `runtimeConfig.mac` or else `args.cni.mac`.
+    pub mac: Option<String>,
+    /// What ADD had answered.
+    pub prev_result: Option<Value>,
+    /// For GC: everything that is still used.
+    pub valid_attachments: Option<Vec<Attachment>>,
+}
+
+/// An interface of a sandbox.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Attachment {
+    #[serde(rename = "containerID")]
+    pub container_id: String,
+    pub ifname: String,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Written {
+    cni_version: Option<String>,
+    name: Option<String>,
+    network: Option<String>,
+    mtu: Option<u32>,
+    runtime_config: Option<MaybeMac>,
+    args: Option<Arguments>,
+    ipam: Option<Map<String, Value>>,
+    prev_result: Option<Value>,
+    #[serde(rename = "cni.dev/valid-attachments")]
+    valid_attachments: Option<Vec<Attachment>>,
+}
+
+#[derive(Deserialize)]
+struct Arguments {
+    cni: Option<MaybeMac>,
+}
+
+#[derive(Deserialize)]
+struct MaybeMac {
+    mac: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct OnlyVersion {
+    cni_version: Option<String>,
+}
+
+impl Config {
+    /// Reads a configuration. Fields that are not ours are ignored, as CNI wants it.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
+        let written: Written = serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
+        let version = written.cni_version.unwrap_or_default().parse()?;
+        if written.ipam.is_some_and(|ipam| !ipam.is_empty()) {
+            let msg = "the configuration has \"ipam\", which patchbay-bridge does not know yet: leave it out";
+            return Err(Error::new(Code::UnsupportedField, msg));
+        }
+        let mtu = written.mtu.filter(|&mtu| mtu != 0);
+        if let Some(mtu) = mtu.filter(|mtu| !(SMALLEST_MTU..=LARGEST_MTU).contains(mtu)) {
+            let msg = format!("mtu {mtu} is not between {SMALLEST_MTU} and {LARGEST_MTU}");
+            return Err(Error::new(Code::InvalidConfig, msg));
+        }
+        let filled = |mac: Option<MaybeMac>| mac.and_then(|mac| mac.mac).filter(|mac| !mac.is_empty());
+        Ok(Self {
+            version,
+            name: written.name.unwrap_or_default(),
+            network: written.network.filter(|network| !network.is_empty()),
+            mtu,
+            mac: filled(written.runtime_config).or_else(|| filled(written.args.and_then(|args| args.cni))),
+            prev_result: written.prev_result,
+            valid_attachments: written.valid_attachments,
+        })
+    }
+}
+
+impl Version {
+    /// The version of a configuration, for the answer about one that cannot be read otherwise.
+    pub fn of(bytes: &[u8]) -> Self {
+        let version = serde_json::from_slice::<OnlyVersion>(bytes).ok().and_then(|only| only.cni_version);
+        version.and_then(|version| version.parse().ok()).unwrap_or(Self::NEWEST)
+    }
+}
+
+fn unreadable(error: &serde_json::Error) -> Error {
+    let (code, msg) = match error.classify() {
+        Category::Data => (Code::InvalidConfig, "the configuration has a value that does not fit"),
+        Category::Syntax | Category::Eof | Category::Io => (Code::Decode, "the configuration is no JSON"),
+    };
+    Error::new(code, msg).details(short(&error.to_string()))
+}
+
+/// What `CNI_ARGS` says.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Args {
+    pub mac: Option<String>,
+    pub pod: Pod,
+}
+
+/// Whose sandbox it is, as far as the runtime said so.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pod {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+}
+
+impl Args {
+    /// Reads pairs such as `IgnoreUnknown=1;MAC=02:00:5e:10:00:01`.
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let refused = |msg: String| Error::new(Code::InvalidEnvironment, msg);
+        let (mut args, mut unknown, mut ignore) = (Self::default(), None, false);
+        for pair in text.split(';').filter(|pair| !pair.is_empty()) {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(refused(format!("CNI_ARGS has {:?}, which is no key=value", short(pair))));
+            };
+            let value = value.to_owned();
+            match key {
+                "IgnoreUnknown" => ignore = truth(&value)?,
+                "MAC" => args.mac = Some(value).filter(|mac| !mac.is_empty()),
+                "K8S_POD_NAMESPACE" => args.pod.namespace = value,
+                "K8S_POD_NAME" => args.pod.name = value,
+                "K8S_POD_UID" => args.pod.uid = value,
+                // It is the container id once more.
+                "K8S_POD_INFRA_CONTAINER_ID" => {}
+                _ => unknown = unknown.or(Some(key)),
+            }
+        }
+        match unknown {
+            Some(key) if !ignore => {
+                let key = short(key);
+                Err(refused(format!("CNI_ARGS has {key:?}, which is not known, and no IgnoreUnknown=1")))
+            }
+            _ => Ok(args),
+        }
+    }
+}
+
+fn truth(text: &str) -> Result<bool, Error> {
+    match text.to_ascii_lowercase().as_str() {
+        "1" | "true" => Ok(true),
+        "0" | "false" | "" => Ok(false),
+        _ => {
+            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}, which is neither 1 nor 0", short(text));
+            Err(Error::new(Code::InvalidEnvironment, msg))
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! The frames between the CNI shim and the daemon of its node.
+//!
+//! A frame is a version, a kind, the length of what follows, and that: fields, each with its length. Any bytes may come
+//! in; what is no frame is an error. A request can carry the descriptor of the pod's network namespace, because its
+//! path means something else, or nothing, in the daemon's container.
+
+use std::{
+    fmt, io,
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+/// The name of the socket in the daemon's directory of sockets.
+pub const NAME: &str = "cni.sock";
+/// The directory of the tombstones in the daemon's directory of state. A tombstone is a file that holds one request.
+pub const TOMBSTONES: &str = "tombstones";
+/// The longest frame.
+pub const LIMIT: usize = 1 << 20;
+
+const VERSION: u8 = 1;
+const REQUEST: u8 = 1;
+const REPLY: u8 = 2;
+const HEADER: usize = 6;
+
+/// One call of the plugin, as the runtime made it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Request {
+    /// The name that the shim was called by.
+    pub plugin: String,
+    /// `CNI_COMMAND`
+    pub command: String,
+    /// `CNI_CONTAINERID`
+    pub container_id: String,
+    /// `CNI_NETNS`
+    pub netns: String,
+    /// `CNI_IFNAME`
+    pub ifname: String,
+    /// `CNI_ARGS`
+    pub args: String,
+    /// `CNI_PATH`
+    pub path: String,
+    /// The configuration, as it was given on the standard input.
+    pub stdin: Vec<u8>,
+}
+
+/// What the shim prints and exits with.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reply {
+    pub exit: u8,
+    pub stdout: Vec<u8>,
+}
+
+/// One frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Message {
+    Request(Request),
+    Reply(Reply),
+}
+
+/// Why bytes are no frame, or a message does not fit into one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Error {
+    /// Longer than [`LIMIT`].
+    TooLong,
+    /// A version of the frames that is not spoken.
+    Version(u8),
+    /// No such kind, or fields that do not add up.
+    Malformed,
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TooLong => write!(f, "a frame has at most {LIMIT} bytes"),
+            Self::Version(version) => write!(f, "frames of version {version} are not spoken here"),
+            Self::Malformed => f.write_str("these bytes are no frame"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl Request {
+    /// The frame.
+    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+        let mut frame = Frame::new(REQUEST);
+        for text in self.texts() {
+            frame.field(text.as_bytes());
+        }
+        frame.field(&self.stdin);
+        frame.finish()
+    }
+
+    /// A name for a file about this sandbox and interface: hexadecimal digits, whatever the request holds.
+    pub fn key(&self) -> String {
+        // FNV-1a of 128 bits. No UTF-8 text holds 0xff, so it ends a text unmistakably.
+        let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
+        for text in [&self.plugin, &self.container_id, &self.ifname] {
+            for byte in text.bytes().chain([0xff]) {
+                hash = (hash ^ u128::from(byte)).wrapping_mul(0x0100_0000_0000_0000_0000_013b);
+            }
+        }
+        format!("{hash:032x}")
+    }
+
+    fn texts(&self) -> [&str; 7] {
+        let Self { plugin, command, container_id, netns, ifname, args, path, stdin: _ } = self;
+        [plugin, command, container_id, netns, ifname, args, path]
+    }
+
+    fn decode(mut body: &[u8]) -> Option<Self> {
+        let mut text = || Some(std::str::from_utf8(field(&mut body)?).ok()?.to_owned());
+        let texts = Self {
+            plugin: text()?,
+            command: text()?,
+            container_id: text()?,
+            netns: text()?,
+            ifname: text()?,
+            args: text()?,
+            path: text()?,
+            stdin: Vec::new(),
+        };
+        let stdin = field(&mut body)?.to_owned();
+        body.is_empty().then_some(Self { stdin, ..texts })
+    }
+}
+
+impl Reply {
+    /// The frame.
+    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+        let mut frame = Frame::new(REPLY);
+        frame.field(&[self.exit]);
+        frame.field(&self.stdout);
+        frame.finish()
+    }
+
+    fn decode(mut body: &[u8]) -> Option<Self> {
+        let &[exit] = field(&mut body)? else { return None };
+        let stdout = field(&mut body)?.to_owned();
+        body.is_empty().then_some(Self { exit, stdout })
+    }
+}
+
+/// A frame under construction.
+struct Frame(Vec<u8>);
+
+impl Frame {
+    fn new(kind: u8) -> Self {
+        Self(vec![VERSION, kind, 0, 0, 0, 0])
+    }
+
+    fn field(&mut self, bytes: &[u8]) {
+        // A field that is too long for its length is too long for a frame.
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        self.0.extend(length.to_le_bytes());
+        self.0.extend(bytes);
+    }
+
+    fn finish(mut self) -> Result<Vec<u8>, Error> {
+        if self.0.len() > LIMIT {
+            return Err(Error::TooLong);
+        }
+        let length = u32::try_from(self.0.len() - HEADER).map_err(|_| Error::TooLong)?;
+        if let Some(place) = self.0.get_mut(2..HEADER) {
+            place.copy_from_slice(&length.to_le_bytes());
+        }
+        Ok(self.0)
+    }
+}
+
+/// Takes the next field from the front.
+fn field<'a>(body: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let (length, rest) = body.split_first_chunk()?;
+    let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
+    let (field, rest) = rest.split_at_checked(length)?;
+    *body = rest;
+    Some(field)
+}
+
+/// Puts messages together from bytes that come in pieces.
+#[derive(Debug, Default)]
+pub struct Reader {
+    bytes: Vec<u8>,
+}
+
+impl Reader {
+    /// Takes the next bytes.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next message, if all of it is there. After an error there is nothing more to read.
+    pub fn message(&mut self) -> Result<Option<Message>, Error> {
+        let &[version, kind, a, b, c, d, ..] = self.bytes.as_slice() else {
+            return match self.bytes.first() {
+                Some(&version) if version != VERSION => Err(Error::Version(version)),
+                _ => Ok(None),
+            };
+        };
+        if version != VERSION {
+            return Err(Error::Version(version));
+        }
+        let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).map_err(|_| Error::TooLong)?;
+        if length > LIMIT - HEADER {
+            return Err(Error::TooLong);
+        }
+        let Some(body) = self.bytes.get(HEADER..HEADER + length) else { return Ok(None) };
+        let message = match kind {
+            REQUEST => Request::decode(body).map(Message::Request),
+            REPLY => Reply::decode(body).map(Message::Reply),
+            _ => None,
+        };
+        self.bytes.drain(..HEADER + length);
+        message.map(Some).ok_or(Error::Malformed)
+    }
+}
+
+/// Sends all of a frame, with its first byte the descriptor.
+pub fn send(socket: impl AsFd, mut frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let mut descriptor = descriptor;
+    while !frame.is_empty() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut space);
+        if let Some(descriptor) = &descriptor {
+            ancillary.push(SendAncillaryMessage::ScmRights(std::slice::from_ref(descriptor)));
+        }
+        match sendmsg(&socket, &[io::IoSlice::new(frame)], &mut ancillary, SendFlags::NOSIGNAL) {
+            Ok(sent) => {
+                frame = frame.get(sent..).unwrap_or_default();
+                descriptor = None;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Receives what is there: how many bytes, none at the end of the stream. A descriptor that comes with them replaces
+/// `descriptor`; others are closed.
+pub fn receive(socket: impl AsFd, buffer: &mut [u8], descriptor: &mut Option<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut pieces = [io::IoSliceMut::new(buffer)];
+    let received =
+        rustix::io::retry_on_intr(|| recvmsg(&socket, &mut pieces, &mut ancillary, RecvFlags::CMSG_CLOEXEC))?;
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+            for came in descriptors {
+                *descriptor = Some(came);
+            }
+        }
+    }
+    Ok(received.bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Write as _, os::unix::net::UnixStream};
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn requests() -> impl Strategy<Value = Message> {
+        let texts = proptest::array::uniform7("\\PC{0,12}");
+        (texts, proptest::collection::vec(any::<u8>(), 0..64)).prop_map(|(texts, stdin)| {
+            let [plugin, command, container_id, netns, ifname, args, path] = texts;
+            Message::Request(Request { plugin, command, container_id, netns, ifname, args, path, stdin })
+        })
+    }
+
+    fn replies() -> impl Strategy<Value = Message> {
+        (any::<u8>(), proptest::collection::vec(any::<u8>(), 0..64))
+            .prop_map(|(exit, stdout)| Message::Reply(Reply { exit, stdout }))
+    }
+
+    fn encode(message: &Message) -> Vec<u8> {
+        match message {
+            Message::Request(request) => request.encode().unwrap(),
+            Message::Reply(reply) => reply.encode().unwrap(),
+        }
+    }
+
+    fn read_all(reader: &mut Reader) -> Vec<Message> {
+        std::iter::from_fn(|| reader.message().unwrap()).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn every_split_of_the_input_gives_the_same_messages(
+            messages in proptest::collection::vec(prop_oneof![requests(), replies()], 1..4),
+            pieces in proptest::collection::vec(1_usize..40, 1..20),
+        ) {
+            let bytes = messages.iter().flat_map(encode).collect::<Vec<_>>();
+            let (mut reader, mut read, mut rest) = (Reader::default(), Vec::new(), bytes.as_slice());
+            let mut pieces = pieces.iter().cycle();
+            while !rest.is_empty() {
+                let (piece, after) = rest.split_at(rest.len().min(*pieces.next().unwrap()));
+                reader.feed(piece);
+                read.extend(read_all(&mut reader));
+                rest = after;
+            }
+            prop_assert_eq!(read, messages);
+        }
+
+        #[test]
+        fn no_bytes_make_the_reader_panic(
+            begin in proptest::option::of(Just([VERSION, REQUEST])),
+            bytes in proptest::collection::vec(any::<u8>(), 0..200),
+        ) {
+            let mut reader = Reader::default();
+            reader.feed(&begin.unwrap_or_default());
+            reader.feed(&bytes);
+            while let Ok(Some(_)) = reader.message() {}
+        }
+    }
+
+    #[test]
+    fn what_is_no_frame_is_told() {
+        let read = |bytes: &[u8]| {
+            let mut reader = Reader::default();
+            reader.feed(bytes);
+            reader.message()
+        };
+        assert_eq!(read(&[]), Ok(None));
+        assert_eq!(read(&[VERSION, REQUEST, 9, 0, 0, 0, 0]), Ok(None));
+        assert_eq!(read(b"G"), Err(Error::Version(b'G')));
+        assert_eq!(read(b"GET / HTTP/1.1"), Err(Error::Version(b'G')));
+        assert_eq!(read(&[VERSION, REQUEST, 255, 255, 255, 255]), Err(Error::TooLong));
+        assert_eq!(read(&[VERSION, 7, 0, 0, 0, 0]), Err(Error::Malformed));
+        assert_eq!(read(&[VERSION, REPLY, 5, 0, 0, 0, 2, 0, 0, 0, 1]), Err(Error::Malformed));
+        let mut longer = Reply::default().encode().unwrap();
+        longer[2] += 1;
+        longer.push(0);
+        assert_eq!(read(&longer), Err(Error::Malformed));
+    }
+
+    #[test]
+    fn what_fits_no_frame_is_not_sent() {
+        let request = Request { stdin: vec![0; LIMIT], ..Request::default() };
+        assert_eq!(request.encode(), Err(Error::TooLong));
+    }
+
+    #[test]
+    fn a_key_is_a_file_name_and_keeps_sandboxes_apart() {
+        let key = |plugin: &str, container_id: &str, ifname: &str| {
+            let [plugin, container_id, ifname] = [plugin, container_id, ifname].map(str::to_owned);
+            Request { plugin, container_id, ifname, ..Request::default() }.key()
+        };
+        let keys = [key("a", "b", "c"), key("a", "bc", ""), key("ab", "", "c"), key("../", "/etc\0", "..")];
+        let all: std::collections::BTreeSet<_> = keys.iter().collect();
+        assert_eq!(all.len(), keys.len());
+        assert!(keys.iter().all(|key| key.len() == 32 && key.bytes().all(|b| b.is_ascii_hexdigit())));
+        assert_eq!(key("a", "b", "c"), key("a", "b", "c"));
+    }
+
+    #[test]
+    fn a_descriptor_travels_with_the_request() {
+        let (here, there) = UnixStream::pair().unwrap();
+        let request = Request { command: "ADD".to_owned(), stdin: vec![7; 100], ..Request::default() };
+        let zero = File::open("/dev/null").unwrap();
+        send(&here, &request.encode().unwrap(), Some(zero.as_fd())).unwrap();
+        drop(here);
+        let (mut reader, mut descriptor, mut buffer) = (Reader::default(), None, [0; 16]);
+        loop {
+            match receive(&there, &mut buffer, &mut descriptor).unwrap() {
+                0 => break,
+                length => reader.feed(&buffer[..length]),
+            }
+        }
+        assert_eq!(reader.message(), Ok(Some(Message::Request(request))));
+        File::from(descriptor.unwrap()).write_all(b"x").unwrap_err();
+    }
+}
