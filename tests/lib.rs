@@ -13,6 +13,7 @@ use anyhow::{Context as _, Result, bail};
 use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Shape};
 
+pub mod bridge;
 pub mod patchbay;
 
 /// A test: a sentence and what shows it.

@@ -3,6 +3,8 @@
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, Client, ResourceExt, api::ListParams};
 use lab::{Lab, wait};
 
 use crate::repository;
@@ -44,6 +46,14 @@ pub async fn ready(lab: &Lab) -> Result<()> {
     .await
 }
 
+/// The pod of a node's daemon.
+pub async fn daemon(client: &Client, node: &str) -> Result<String> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let all = pods.list(&ListParams::default().labels("app.kubernetes.io/component=node")).await?;
+    let on_node = |p: &&Pod| p.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);
+    all.items.iter().find(on_node).map(ResourceExt::name_any).context("the node's daemon")
+}
+
 /// The lab and the product in it, for a failure's text.
 pub fn dump(lab: &Lab) -> String {
     let mut text = lab.dump();
@@ -51,6 +61,7 @@ pub fn dump(lab: &Lab) -> String {
         let found = lab.kubectl(arguments).unwrap_or_else(|e| format!("{e:#}"));
         let _ = writeln!(text, "--- {what}\n{}", found.trim_end());
     };
+    tell("bridgenetworks", &["get", "bridgenetworks", "-o", "yaml", "--request-timeout=5s"]);
     tell("nodenetworks", &["get", "nodenetworks", "-o", "yaml", "--request-timeout=5s"]);
     for component in ["controller", "node"] {
         let selector = format!("app.kubernetes.io/component={component}");

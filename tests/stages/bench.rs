@@ -9,6 +9,9 @@ use std::{
 use anyhow::{Context as _, Result};
 use lab::{Lab, Shape, say, wait};
 
+mod bridges;
+pub mod plugin;
+
 use crate::{
     image, packages,
     step::{cargo, show},
@@ -17,7 +20,22 @@ use crate::{
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 const ROUNDS: usize = 30;
 
-struct Row(&'static str, String);
+struct Row(String, String);
+
+impl Row {
+    fn new(what: &str, measured: String) -> Self {
+        Self(what.to_owned(), measured)
+    }
+}
+
+/// The values that half and 99 of 100 stay below.
+fn shares(mut values: Vec<u64>) -> (u64, u64) {
+    values.sort_unstable();
+    let at = |share: usize| {
+        values.get((values.len() * share / 100).min(values.len().saturating_sub(1))).copied().unwrap_or(0)
+    };
+    (at(50), at(99))
+}
 
 /// Measures everything there is, and takes the lab down.
 pub fn run() -> Result<()> {
@@ -40,24 +58,25 @@ fn measure(lab: &Lab, tar: &std::path::Path) -> Result<Vec<Row>> {
     let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
     let begun = Instant::now();
     runtime.block_on(lab.up(Shape::ControlPlaneOnly))?;
-    let mut rows = vec![Row("lab: control plane ready", seconds(begun.elapsed()))];
+    let mut rows = vec![Row::new("lab: control plane ready", seconds(begun.elapsed()))];
     lab.down()?;
     let begun = Instant::now();
     runtime.block_on(lab.up(Shape::Nodes(2)))?;
-    rows.push(Row("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
-    rows.push(Row(
+    rows.push(Row::new("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
+    rows.push(Row::new(
         "lab: memory of two nodes and control plane",
         format!("{} MiB", lab.status().memory() >> 20),
     ));
-    rows.push(Row("image", format!("{:.1} MB", fs::metadata(tar)?.len() as f64 / 1e6)));
+    rows.push(Row::new("image", format!("{:.1} MB", fs::metadata(tar)?.len() as f64 / 1e6)));
     let begun = Instant::now();
     runtime.block_on(e2e::patchbay::install(lab))?;
-    rows.push(Row("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
+    rows.push(Row::new("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
     runtime.block_on(nics(lab, &mut rows))?;
+    runtime.block_on(bridges::measure(lab, &mut rows))?;
     for (what, program) in
         [("controller: memory (largest replica)", "controller"), ("node daemon: memory (largest)", "node")]
     {
-        rows.push(Row(what, format!("{:.1} MiB", memory(lab, program)? as f64 / 1024.0)));
+        rows.push(Row::new(what, format!("{:.1} MiB", memory(lab, program)? as f64 / 1024.0)));
     }
     Ok(rows)
 }
@@ -100,15 +119,15 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
     times.sort();
     let at =
         |share: usize| format!("{} ms", times[(times.len() * share / 100).min(times.len() - 1)].as_millis());
-    rows.push(Row("new NIC to kubectl showing it, p50 / p99", format!("{} / {}", at(50), at(99))));
-    rows.push(Row("API writes for a new NIC", format!("{:.1}", writes as f64 / ROUNDS as f64)));
+    rows.push(Row::new("new NIC to kubectl showing it, p50 / p99", format!("{} / {}", at(50), at(99))));
+    rows.push(Row::new("API writes for a new NIC", format!("{:.1}", writes as f64 / ROUNDS as f64)));
     let mark = lab.audit_mark()?;
     say("a minute of rest …");
     tokio::time::sleep(Duration::from_secs(60)).await;
     let asked = lab.asked_since(mark)?;
     let ours = asked.iter().filter(|a| a.agent.starts_with("patchbay-") && a.is_write());
     let (leases, others): (Vec<_>, Vec<_>) = ours.partition(|a| a.resource == "leases");
-    rows.push(Row(
+    rows.push(Row::new(
         "API writes in a minute of rest, the leader's Lease / everything else",
         format!("{} / {}", leases.len(), others.len()),
     ));

@@ -62,10 +62,12 @@ pub fn run(length: Length) -> Result<()> {
     counted("doc examples", &["--workspace", "--doc"])?;
     counted("command line", &["-p", "patchbay", "--test", "*"])?;
     counted("arrows", &["-p", "e2e", "--test", "arrows"])?;
-    counted("kernel", &["-p", "link", "--test", "*"])?;
+    counted("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])?;
     counted("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])?;
     counted("controller", &["-p", "e2e", "--test", "control_plane"])?;
     counted("end to end", &["-p", "e2e", "--test", "cluster"])?;
+    counted("bridges", &["-p", "e2e", "--test", "bridges"])?;
+    counted("histories", &["-p", "e2e", "--test", "histories"])?;
     summary(&lines)
 }
 

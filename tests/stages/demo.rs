@@ -41,6 +41,7 @@ pub fn run() -> Result<()> {
     tour.kubectl("-n patchbay-system get pods -o wide")?;
 
     nodes(&tour, &runtime)?;
+    network(&tour, &runtime)?;
     tour.end();
     Ok(())
 }
@@ -68,6 +69,58 @@ fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let object =
         r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"NodeNetwork","metadata":{"name":"nowhere"}}"#;
     tour.refused("create -f -", object)
+}
+
+/// An L2 network over both nodes: pods on it, hands off its links, and no deletion while it is used.
+fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("A network across the nodes: BridgeNetwork");
+    let lab = &tour.lab;
+    // A tour that is run twice on one lab begins anew.
+    let _ = lab.kubectl(&["delete", "pod", "alice", "bob", "--now", "--ignore-not-found"]);
+    let _ = lab.kubectl(&["delete", "bnet", "blue", "--ignore-not-found", "--timeout=30s"]);
+    let client = runtime.block_on(lab.client())?;
+    print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
+    tour.kubectl("apply -f docs/examples/blue.yaml")?;
+    let took = runtime.block_on(e2e::bridge::ready(&client, "blue", Duration::from_secs(10)))?;
+    println!("ready on both nodes after {} ms", took.as_millis());
+    tour.kubectl("get bnet")?;
+    tour.kubectl("get net-attach-def")?;
+    tour.kubectl("get nodes -L network.patchbay.dev/blue")?;
+    tour.exec("node-1", "ip -br link show master br-blue")?;
+
+    println!("Two pods, one on each node; addresses are their own affair on this network:");
+    for (name, node, address) in [("alice", "node-1", "10.1.0.1/24"), ("bob", "node-2", "10.1.0.2/24")] {
+        let start = format!("ip addr add {address} dev net1 && exec tool pause");
+        let pod = e2e::bridge::member(name, node, "blue").command(&["sh", "-c", &start]).object();
+        println!(
+            "$ kubectl create -f {name}.json      # on {node}, annotation k8s.v1.cni.cncf.io/networks: blue"
+        );
+        tour.create(&pod.to_string())?;
+    }
+    tour.kubectl("wait pod/alice pod/bob --for=condition=Ready --timeout=60s")?;
+    tour.kubectl("exec alice -- ip -br addr")?;
+    tour.kubectl("exec alice -- ping -c 3 -i 0.3 10.1.0.2")?;
+
+    println!("Somebody deletes the bridge under a running pod:");
+    tour.exec("node-1", "ip link del br-blue")?;
+    let begun = Instant::now();
+    runtime.block_on(wait::until(Duration::from_secs(3), "bob to be reached again", || async {
+        lab.kubectl(&["exec", "alice", "--", "ping", "-c", "1", "-W", "1", "10.1.0.2"]).map(Some)
+    }))?;
+    println!("repaired; alice reaches bob again after {} ms", begun.elapsed().as_millis());
+
+    println!("A network that is used is not deleted:");
+    tour.kubectl("delete bnet blue --wait=false")?;
+    let in_use = r#"jsonpath={.status.conditions[?(@.type=="InUse")].message}"#;
+    runtime.block_on(wait::until(Duration::from_secs(5), "the reason", || async {
+        Ok((!lab.kubectl(&["get", "bnet", "blue", "-o", in_use])?.is_empty()).then_some(()))
+    }))?;
+    tour.kubectl(&format!("get bnet blue -o {in_use}"))?;
+    tour.kubectl("exec alice -- ping -c 1 10.1.0.2")?;
+    tour.kubectl("delete pod alice bob --now")?;
+    let took = runtime.block_on(e2e::bridge::gone(&client, "blue", Duration::from_secs(10)))?;
+    println!("gone {} ms after its last user; on the nodes:", took.as_millis());
+    tour.exec("node-1", "ip -br link show type bridge")
 }
 
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
@@ -127,6 +180,17 @@ impl Tour {
             bail!("kubectl {line}: this should have been refused by Patchbay, but: {said}");
         }
         println!("{}\n", said.trim());
+        Ok(())
+    }
+
+    /// Makes an object that is too long to be shown.
+    fn create(&self, object: &str) -> Result<()> {
+        let mut child =
+            self.program()?.args(["create", "-f", "-"]).stdin(std::process::Stdio::piped()).spawn()?;
+        child.stdin.take().context("kubectl has no input")?.write_all(object.as_bytes())?;
+        if !child.wait().context("wait for kubectl")?.success() {
+            bail!("kubectl create failed");
+        }
         Ok(())
     }
 

@@ -12,6 +12,8 @@ use lab::{archive::Archive, image::Image, say};
 use crate::step::{cargo, show};
 
 const LIMIT: u64 = 30_000_000;
+/// It is started for each pod that comes or goes.
+const SHIM_LIMIT: u64 = 1_500_000;
 
 /// Builds `target/image/patchbay.tar`.
 pub fn build() -> Result<PathBuf> {
@@ -20,13 +22,28 @@ pub fn build() -> Result<PathBuf> {
     // With a target named, these flags are for the program alone, not for build scripts and macros.
     let flags = "-C target-feature=+crt-static";
     show(
-        cargo(&["build", "--locked", "--profile", "dist", "-p", "patchbay", "--target", &target])
-            .env("RUSTFLAGS", flags),
+        cargo(&[
+            "build",
+            "--locked",
+            "--profile",
+            "dist",
+            "-p",
+            "patchbay",
+            "-p",
+            "cni",
+            "--target",
+            &target,
+        ])
+        .env("RUSTFLAGS", flags),
     )?;
-    let program = e2e::repository().join("target").join(&target).join("dist/patchbay");
+    let built = e2e::repository().join("target").join(&target).join("dist");
+    let program = built.join("patchbay");
+    let shim = built.join("patchbay-cni");
+    let size = fs::metadata(&shim).context("look at the CNI plugin")?.len();
+    ensure!(size <= SHIM_LIMIT, "the CNI plugin has {size} bytes; the limit is {SHIM_LIMIT}");
     let commit = commit(&program)?;
     let out = e2e::patchbay::image();
-    pack(&program, &commit, &out)?;
+    pack(&program, &shim, &commit, &out)?;
     let size = fs::metadata(&out).context("look at the image")?.len();
     ensure!(size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
     say(format!(
@@ -44,17 +61,22 @@ fn commit(program: &Path) -> Result<String> {
     commit.map(str::to_owned).context("the program does not tell its commit")
 }
 
-/// The program and nothing else, with the commit in the labels.
-fn pack(program: &Path, commit: &str, out: &Path) -> Result<()> {
+/// The two programs and nothing else, with the commit in the labels.
+fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
     let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
     let mut layer = Archive::default();
-    for dir in ["etc", "tmp", "usr", "usr/bin", "host", "run", "var", "var/lib"] {
+    for dir in ["etc", "tmp", "usr", "usr/bin", "host", "opt", "run", "var", "var/lib"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
     }
     let users = b"root:x:0:0:root:/:/sbin/nologin\npatchbay:x:65532:65532:patchbay:/:/sbin/nologin\n";
     layer.file("etc/passwd", 0o644, users)?;
     layer.file("etc/group", 0o644, b"root:x:0:\npatchbay:x:65532:\n")?;
     layer.file("usr/bin/patchbay", 0o755, &content)?;
+    layer.file(
+        "usr/bin/patchbay-cni",
+        0o755,
+        &fs::read(shim).with_context(|| format!("read {}", shim.display()))?,
+    )?;
     let image = Image {
         reference: e2e::patchbay::REFERENCE,
         layer: layer.finish(),

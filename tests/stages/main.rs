@@ -27,6 +27,9 @@ enum Stage {
     Image,
     /// A walk through what Patchbay does.
     Demo,
+    /// Calls a CNI plugin and prints how long each call took; started inside a node by `bench`.
+    #[command(hide = true)]
+    Plugin(bench::plugin::Calls),
 }
 
 fn main() -> ExitCode {
@@ -37,6 +40,7 @@ fn main() -> ExitCode {
         Stage::Bench => bench::run(),
         Stage::Image => image::build().map(|_| ()),
         Stage::Demo => demo::run(),
+        Stage::Plugin(calls) => bench::plugin::run(&calls),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

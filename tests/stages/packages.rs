@@ -14,6 +14,7 @@ const NEEDED: &[(&str, &str)] = &[
     ("nft", "nftables"),
     ("conntrack", "conntrack"),
     ("ethtool", "ethtool"),
+    ("ping", "iputils-ping"),
     ("busybox", "busybox-static"),
     ("nsenter", "util-linux"),
     ("mount", "mount"),

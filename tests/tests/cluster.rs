@@ -248,13 +248,6 @@ async fn as_daemon(lab: &Lab, bound: Option<&str>) -> Result<Client> {
     Ok(Client::try_from(config)?)
 }
 
-async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
-    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
-    let all = pods.list(&ListParams::default().labels("app.kubernetes.io/component=node")).await?;
-    let on_node = |p: &&Pod| p.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);
-    all.items.iter().find(on_node).map(ResourceExt::name_any).context("the node's daemon")
-}
-
 fn denied<T: std::fmt::Debug>(what: &str, outcome: Result<T, kube::Error>, words: &str) -> Result<()> {
     match outcome {
         Err(kube::Error::Api(e))
@@ -289,7 +282,7 @@ async fn a_node_daemon_can_write_only_its_own_nodes_objects(lab: Lab) -> Result<
 }
 
 async fn confinement(lab: &Lab, admin: &Client) -> Result<()> {
-    let mine = networks(&as_daemon(lab, Some(&daemon_pod(admin, "node-1").await?)).await?);
+    let mine = networks(&as_daemon(lab, Some(&patchbay::daemon(admin, "node-1").await?)).await?);
     let nobody = networks(&as_daemon(lab, None).await?);
     let label = json!({"metadata": {"labels": {"t": "x"}}});
     let lie = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth0", "mtu": 1500}}});

@@ -22,3 +22,7 @@ pub const RUN_DIR: &str = "/run/patchbay";
 pub const STATE_DIR: &str = "/var/lib/patchbay";
 /// Where the node daemon's pod has the root of its host.
 pub const HOST_ROOT: &str = "/host";
+/// Where runtimes look for CNI plugins, on the host and in the node daemon's pod.
+pub const CNI_BIN_DIR: &str = "/opt/cni/bin";
+/// Where the image has the CNI plugin that is copied there.
+pub const SHIM: &str = "/usr/bin/patchbay-cni";

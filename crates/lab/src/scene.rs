@@ -63,6 +63,19 @@ impl PodSpec {
         self
     }
 
+    /// Gives its container a capability, such as NET_ADMIN.
+    #[must_use]
+    pub fn capability(mut self, name: &str) -> Self {
+        self.object["spec"]["containers"][0]["securityContext"]["capabilities"]["add"] = json!([name]);
+        self
+    }
+
+    /// The object as it will be sent.
+    #[must_use]
+    pub fn object(self) -> Value {
+        self.object
+    }
+
     /// What it runs instead of pausing.
     #[must_use]
     pub fn command(mut self, argv: &[&str]) -> Self {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use api::{
     Patterns,
-    names::{HOST_ROOT, RUN_DIR, STATE_DIR},
+    names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, SHIM, STATE_DIR},
 };
 
 use crate::Probe;
@@ -16,7 +16,7 @@ pub struct Args {
     #[arg(long, env = "NODE_NAME", value_parser = node_name)]
     pub node_name: String,
 
-    /// Links that NodeNetwork leaves out, as globs separated by commas; links of Patchbay itself are always listed.
+    /// Links that NodeNetwork leaves out, as globs separated by commas; links that Patchbay made are listed by network.
     /// Replaces the list that comes with the program, which leaves out links of pods, virtual machines and other network software.
     #[arg(
         long,
@@ -38,6 +38,18 @@ pub struct Args {
     /// Where the root of the host is mounted.
     #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = HOST_ROOT)]
     pub host_root: PathBuf,
+
+    /// Directory that the CNI plugins are put into.
+    #[arg(long, env = "PATCHBAY_CNI_BIN_DIR", value_name = "DIR", default_value = CNI_BIN_DIR)]
+    pub cni_bin_dir: PathBuf,
+
+    /// The CNI plugin to put there.
+    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = SHIM)]
+    pub shim: PathBuf,
+
+    /// Host of the API server: a link that leads to it is never taken as an uplink.
+    #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "HOST")]
+    pub api_server: Option<String>,
 }
 
 /// Flags of `patchbay probe`.

@@ -1,26 +1,28 @@
 //! The loop: what comes in from the kernel and the API server, and what is done about it.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
 
-use api::{Chain, NodeNetworkStatus, Patterns};
+use api::{BridgeNetwork, Chain, NodeNetworkStatus, Patterns};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::{
-    Api, Client,
-    api::DynamicObject,
+    Api, Client, ResourceExt as _,
+    api::{ApiResource, DynamicObject},
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
 use link::{Changed, Monitor};
-use plan::nodenetwork::{self as rules, Facts, Observed, Picture, Publish, Writes};
+use plan::nodenetwork::{self as rules, Facts, Netfilter, Observed, Picture, Publish, Writes};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
     Error,
+    bridges::{Around, Bridges},
     health::{Health, News, Part},
     metrics::{Kind, Look, Metrics, Outcome, Watched},
+    network::Labels,
     object::{self, Known, Object},
     watch::{self, Seen, Watch},
 };
@@ -28,23 +30,47 @@ use crate::{
 /// How often the loop turns at least, to show that it can.
 const HEARTBEAT: Duration = Duration::from_secs(20);
 
-/// Keeps the NodeNetwork of one node.
+/// How often a turn goes on after a write: a network is listed, made, and told to be ready.
+const ROUNDS: usize = 4;
+
+/// What became of a publication.
+enum Published {
+    Written,
+    /// When to come back, unless something happens before.
+    Not(Option<Instant>),
+}
+
+/// Keeps the bridge networks and the NodeNetwork of one node.
 pub struct Daemon {
     name: String,
     ignored: Patterns,
     monitor: Monitor,
     object: Object,
     nodes: Api<Node>,
+    networks: Api<DynamicObject>,
+    bridges: Bridges,
+    /// Where the kernel's settings are.
+    sysctls: PathBuf,
     metrics: Metrics,
     health: Arc<Health>,
     state: State,
+}
+
+/// What a daemon is told at its start.
+pub struct Settings {
+    pub name: String,
+    pub ignored: Patterns,
+    pub sysctls: PathBuf,
+    pub metrics: Metrics,
 }
 
 /// What is known, and what was done.
 #[derive(Default)]
 struct State {
     facts: Option<Facts>,
+    labels: Labels,
     observed: Option<Observed>,
+    netfilter: bool,
     /// Whether the API server has said what it has.
     synced: bool,
     server: Option<Known>,
@@ -64,18 +90,22 @@ struct State {
 impl Daemon {
     pub fn new(
         client: Client,
-        name: String,
-        ignored: Patterns,
+        settings: Settings,
         monitor: Monitor,
-        metrics: Metrics,
+        bridges: Bridges,
         health: Arc<Health>,
     ) -> Self {
+        let Settings { name, ignored, sysctls, metrics } = settings;
+        let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: Object::new(client.clone(), name.clone(), metrics.clone()),
-            nodes: Api::all(client),
+            nodes: Api::all(client.clone()),
+            networks: Api::all_with(client, &networks),
             name,
             ignored,
             monitor,
+            bridges,
+            sysctls,
             metrics,
             health,
             // The first look is owed from the beginning.
@@ -85,8 +115,9 @@ impl Daemon {
 
     /// Runs until `stop`. The API server may come and go; only the kernel falling silent ends it.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut node = Watch::new(self.nodes.clone(), &self.name);
-        let mut own = Watch::new(self.object.api().clone(), &self.name);
+        let mut node = Watch::one(self.nodes.clone(), &self.name);
+        let mut nodes = Watch::all(self.object.api().clone());
+        let mut networks = Watch::all(self.networks.clone());
         loop {
             let Some(wake) = stop.run_until_cancelled(self.turn()).await else {
                 return Ok(());
@@ -97,7 +128,8 @@ impl Daemon {
                 biased;
                 () = stop.cancelled() => return Ok(()),
                 seen = node.next() => self.see_node(seen),
-                seen = own.next() => self.see_own(seen),
+                seen = nodes.next() => self.see_nodes(seen),
+                seen = networks.next() => self.see_networks(seen),
                 // One event is enough to look; the kernel keeps the others until then.
                 changed = self.monitor.changed(), if self.state.event.is_none() => {
                     self.hear(changed.map_err(Error::Kernel)?);
@@ -111,9 +143,37 @@ impl Daemon {
     async fn turn(&mut self) -> Option<Instant> {
         self.health.turned();
         let due = self.look().await;
-        self.health.turned();
-        let next = self.publish().await;
-        due.into_iter().chain(next).min()
+        let mut wakes = [due, None, None];
+        for _ in 0..ROUNDS {
+            self.health.turned();
+            wakes[1] = self.converge().await;
+            self.health.turned();
+            match self.publish().await {
+                Published::Written => {}
+                Published::Not(at) => {
+                    wakes[2] = at;
+                    break;
+                }
+            }
+        }
+        wakes.into_iter().flatten().min()
+    }
+
+    /// Makes the links of the networks what they should be.
+    async fn converge(&mut self) -> Option<Instant> {
+        let State { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
+            return None;
+        };
+        let listed: BTreeSet<String> = server
+            .iter()
+            .filter_map(|known| known.record.status.as_ref())
+            .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
+            .collect();
+        let around = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        match self.bridges.converge(&self.monitor, around, observed.as_mut()?).await {
+            Ok(again) => again,
+            Err(error) => Some(self.blind(&error)),
+        }
     }
 
     /// Looks at the kernel if it is time to.
@@ -140,32 +200,46 @@ impl Daemon {
                 }
                 self.state.look_backoff.reset();
                 self.state.observed = Some(observed);
+                self.state.netfilter = self.netfilter();
                 None
             }
-            Err(error) => {
-                let problem = Chain(&error).to_string();
-                if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
-                    warn!(error = problem, "cannot look at the kernel, trying again");
-                }
-                let again = Instant::now() + self.state.look_backoff.next().unwrap_or_default();
-                self.state.event = Some(again);
-                Some(again)
-            }
+            Err(error) => Some(self.blind(&error)),
         }
     }
 
+    /// Whether bridged packets are shown to iptables. A kernel without that has no such setting.
+    fn netfilter(&self) -> bool {
+        ["bridge-nf-call-iptables", "bridge-nf-call-ip6tables"].iter().any(|name| {
+            fs::read_to_string(self.sysctls.join("net/bridge").join(name))
+                .is_ok_and(|text| text.trim() == "1")
+        })
+    }
+
+    /// The kernel could not be looked at; says when to try again.
+    fn blind(&mut self, error: &link::Error) -> Instant {
+        let problem = Chain(error).to_string();
+        if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
+            warn!(error = problem, "cannot look at the kernel, trying again");
+        }
+        let again = Instant::now() + self.state.look_backoff.next().unwrap_or_default();
+        self.state.event = Some(again);
+        again
+    }
+
     /// Writes the NodeNetwork if it is to be written now.
-    async fn publish(&mut self) -> Option<Instant> {
+    async fn publish(&mut self) -> Published {
         let now = Instant::now();
-        let (facts, wanted, decision) = self.decide(now)?;
+        let Some((facts, wanted, decision)) = self.decide(now) else { return Published::Not(None) };
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             Publish::Nothing => {
                 self.settled();
-                return None;
+                return Published::Not(None);
             }
-            Publish::At(at) => return Some(Instant::from_std(at)),
-            Publish::Now(_) if self.state.pause.is_some_and(|until| now < until) => return self.state.pause,
+            Publish::At(at) => return Published::Not(Some(Instant::from_std(at))),
+            Publish::Now(_) if self.state.pause.is_some_and(|until| now < until) => {
+                return Published::Not(self.state.pause);
+            }
             Publish::Now(writes) => writes,
         };
         let result = self.object.write(&facts, &wanted, writes).await;
@@ -174,18 +248,22 @@ impl Daemon {
         match result {
             Ok(known) => {
                 self.wrote(facts, wanted, writes, known);
-                None
+                Published::Written
             }
-            Err(error) => Some(self.failed(&error)),
+            Err(error) => Published::Not(Some(self.failed(&error))),
         }
     }
 
     /// Asks the rules. None as long as too little is known.
     fn decide(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
-        let State { facts, observed, synced: true, server, written, last_write, .. } = &self.state else {
+        let State { facts, observed, synced: true, server, written, last_write, netfilter, .. } = &self.state
+        else {
             return None;
         };
         let facts = facts.as_ref()?;
+        // Until the networks are known, what stands there is kept: it may be of links that are there.
+        let before = server.as_ref().and_then(|known| known.record.status.as_ref());
+        let before = before.map_or(&[][..], |status| &status.networks);
         let picture = Picture {
             observed: observed.as_ref()?,
             facts,
@@ -193,6 +271,8 @@ impl Daemon {
             server: server.as_ref().map(|known| &known.record),
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
+            networks: self.bridges.reports().unwrap_or(before),
+            netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
         };
         let wanted = rules::status(&picture, Timestamp::now());
         let decision = rules::publish(&picture, &wanted, now.into_std());
@@ -248,9 +328,9 @@ impl Daemon {
 
     fn see_node(&mut self, seen: Seen<Node>) {
         let node = match seen {
-            Seen::Synced(node) => {
+            Seen::Synced(nodes) => {
                 self.recovered(Part::NodeWatch, Kind::Node);
-                node
+                nodes.into_iter().next()
             }
             Seen::Changed(node) => Some(node),
             Seen::Gone(_) => None,
@@ -267,29 +347,46 @@ impl Daemon {
             }
         }
         self.state.facts = node.as_ref().map(object::facts);
+        self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 
-    fn see_own(&mut self, seen: Seen<DynamicObject>) {
+    fn see_networks(&mut self, seen: Seen<DynamicObject>) {
         match seen {
-            Seen::Synced(object) => {
-                self.recovered(Part::OwnWatch, Kind::NodeNetwork);
+            Seen::Synced(objects) => {
+                self.recovered(Part::NetworkWatch, Kind::BridgeNetwork);
+                self.bridges.see_all_networks(&objects);
+            }
+            Seen::Changed(object) => self.bridges.see_network(&object),
+            Seen::Gone(object) => self.bridges.lose_network(&object),
+            Seen::Failed(error) => self.broken(Part::NetworkWatch, Kind::BridgeNetwork, &error),
+        }
+    }
+
+    fn see_nodes(&mut self, seen: Seen<DynamicObject>) {
+        match seen {
+            Seen::Synced(objects) => {
+                self.recovered(Part::NodesWatch, Kind::NodeNetwork);
                 self.state.synced = true;
                 let server = self.state.server.take();
-                self.state.server = object.map(|object| Known::latest(server, Known::read(&object)));
+                let own = objects.iter().find(|object| object.name_any() == self.name);
+                self.state.server = own.map(|object| Known::latest(server, Known::read(object)));
+                self.bridges.see_all_nodes(&objects, &self.name);
                 // The API server is back: what waits is written now.
                 self.state.pause = None;
             }
-            Seen::Changed(object) => {
+            Seen::Changed(object) if object.name_any() == self.name => {
                 let server = self.state.server.take();
                 self.state.server = Some(Known::latest(server, Known::read(&object)));
             }
-            Seen::Gone(object) => {
+            Seen::Changed(object) => self.bridges.see_node(&object),
+            Seen::Gone(object) if object.name_any() == self.name => {
                 let gone = Known::read(&object);
                 if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
                     self.state.server = None;
                 }
             }
-            Seen::Failed(error) => self.broken(Part::OwnWatch, Kind::NodeNetwork, &error),
+            Seen::Gone(object) => self.bridges.lose_node(&object),
+            Seen::Failed(error) => self.broken(Part::NodesWatch, Kind::NodeNetwork, &error),
         }
     }
 
@@ -301,7 +398,7 @@ impl Daemon {
 
     fn broken(&self, part: Part, kind: Kind, error: &watch::Error) {
         self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
-        let problem = format!("watch {kind:?} {}: {}", self.name, Chain(error));
+        let problem = format!("watch {kind:?}: {}", Chain(error));
         if self.health.ill(part, problem.clone()) == News::Changed {
             warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
         }
@@ -330,7 +427,10 @@ mod tests {
         let client = Client::new(service, "default");
         let monitor = Monitor::open().unwrap();
         let (metrics, _) = Metrics::new();
-        Daemon::new(client, "a".into(), Patterns::default(), monitor, metrics, Arc::new(Health::new()))
+        let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
+        let settings =
+            Settings { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
+        Daemon::new(client, settings, monitor, bridges, Arc::new(Health::new()))
     }
 
     fn object(version: &str) -> DynamicObject {
@@ -341,10 +441,10 @@ mod tests {
     #[tokio::test]
     async fn a_list_that_is_older_than_the_last_write_replaces_nothing() {
         let mut daemon = daemon();
-        daemon.see_own(Seen::Synced(Some(object("10"))));
-        daemon.see_own(Seen::Synced(Some(object("9"))));
+        daemon.see_nodes(Seen::Synced(vec![object("10")]));
+        daemon.see_nodes(Seen::Synced(vec![object("9")]));
         assert_eq!(daemon.state.server, Some(Known::read(&object("10"))));
-        daemon.see_own(Seen::Synced(None));
+        daemon.see_nodes(Seen::Synced(Vec::new()));
         assert_eq!(daemon.state.server, None);
     }
 
@@ -352,9 +452,9 @@ mod tests {
     async fn an_api_server_that_is_back_is_written_to_at_once() {
         let mut daemon = daemon();
         daemon.state.pause = Some(Instant::now() + Duration::from_secs(30));
-        daemon.see_own(Seen::Failed(watch::Error::Deadline));
+        daemon.see_nodes(Seen::Failed(watch::Error::Deadline));
         assert!(daemon.state.pause.is_some());
-        daemon.see_own(Seen::Synced(None));
+        daemon.see_nodes(Seen::Synced(Vec::new()));
         assert_eq!(daemon.state.pause, None);
     }
 

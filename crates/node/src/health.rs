@@ -17,8 +17,10 @@ pub enum Part {
     Kernel,
     NodeWatch,
     Node,
-    OwnWatch,
+    NetworkWatch,
+    NodesWatch,
     Publish,
+    Plugin,
 }
 
 /// The problems of each part, and the last turn of the loop. Ready means no problem.
@@ -44,7 +46,8 @@ impl Health {
         let problems = [
             (Part::Kernel, "the links of this node have not been read yet"),
             (Part::NodeWatch, "the Node has not been read yet"),
-            (Part::OwnWatch, "the NodeNetwork has not been read yet"),
+            (Part::NetworkWatch, "the BridgeNetworks have not been read yet"),
+            (Part::NodesWatch, "the NodeNetworks have not been read yet"),
             (Part::Publish, "the NodeNetwork has not been published yet"),
         ];
         let problems = problems.map(|(part, text)| (part, text.to_owned())).into();
@@ -99,7 +102,7 @@ mod tests {
     #[test]
     fn ready_means_that_every_part_is_well() {
         let health = Health::new();
-        for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch] {
+        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch] {
             assert_eq!(health.well(part), News::Changed);
         }
         assert_eq!(health.problem().unwrap(), "the NodeNetwork has not been published yet");

@@ -5,27 +5,48 @@
 
 mod admin;
 mod args;
+mod bridges;
 pub mod cni;
 mod daemon;
+mod event;
 mod health;
 mod metrics;
+mod network;
 mod object;
 mod probe;
+mod record;
 mod socket;
 mod watch;
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fs,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
+use api::Chain;
 use kube::Client;
-use link::Monitor;
-use tokio::{task::JoinSet, time::timeout};
+use link::{Changer, Monitor};
+use tokio::{net::lookup_host, task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
 
-use crate::{daemon::Daemon, health::Health, metrics::Metrics};
+use crate::{
+    bridges::{Bridges, Tools},
+    daemon::{Daemon, Settings},
+    event::Events,
+    health::{Health, Part},
+    metrics::Metrics,
+    record::Records,
+};
+
+/// How long the API server's name may take to be found.
+const LOOKUP: Duration = Duration::from_secs(3);
 
 /// How long the parts of the daemon may take to finish. A pod has ten seconds.
 const GRACE: Duration = Duration::from_secs(8);
@@ -37,6 +58,8 @@ pub enum Error {
     Kernel(#[source] link::Error),
     #[error("open the socket {path}")]
     Socket { path: PathBuf, source: std::io::Error },
+    #[error("read what is kept about networks")]
+    Records(#[source] record::Error),
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),
     #[error("a part of the daemon panicked")]
@@ -53,27 +76,93 @@ pub enum Error {
 
 /// Runs a daemon in this network namespace until `stop`.
 pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
-    let Args { node_name, ignore_interfaces, state_dir, run_dir, host_root } = args;
+    let Args { node_name, ignore_interfaces, state_dir, run_dir, host_root, cni_bin_dir, shim, api_server } =
+        args;
     info!(
         node = node_name,
         ignore_interfaces = %ignore_interfaces,
         state_dir = %state_dir.display(),
         run_dir = %run_dir.display(),
         host_root = %host_root.display(),
+        cni_bin_dir = %cni_bin_dir.display(),
+        shim = %shim.display(),
+        api_server,
         "starting"
     );
-    let monitor = Monitor::open().map_err(Error::Kernel)?;
+    let host = Host::find(&host_root);
     let health = Arc::new(Health::new());
-    let (metrics, registry) = Metrics::new();
+    let (metrics, mut registry) = Metrics::new();
+    let (events, sender) = Events::new(client.clone(), &node_name);
+    let (tell, networks) = tokio::sync::watch::channel(Arc::default());
+    let tools = Tools {
+        boot: host.boot,
+        changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
+        records: Records::open(&state_dir).map_err(Error::Records)?,
+        servers: addresses(api_server.as_deref()).await,
+        tell,
+        events,
+        metrics: metrics.clone(),
+    };
+    let places = cni::Places { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
+    let calls = cni::Metrics::default();
+    calls.register(&mut registry);
+    let cni = cni::Server::bind(&places, networks, calls)?;
+    let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
+    let monitor = Monitor::open().map_err(Error::Kernel)?;
+    let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
+    // The socket is there before the plugin that looks for it.
+    plugin(&shim, &cni_bin_dir, &health);
     let listener = admin::bind(&run_dir)?;
-    let daemon = Daemon::new(client, node_name, ignore_interfaces, monitor, metrics, Arc::clone(&health));
 
     // Ends with us even if the caller never asks to stop.
     let stop = stop.child_token();
     let mut parts = JoinSet::new();
     parts.spawn(admin::serve(listener, health, registry, stop.clone()));
     parts.spawn(daemon.run(stop.clone()));
+    parts.spawn(sender.run(stop.clone()));
+    parts.spawn(cni.run(stop.clone()));
     all(parts, stop).await
+}
+
+/// What is needed of the host beside its network.
+struct Host {
+    /// Another one for each time that the host was started.
+    boot: String,
+    /// What the kernel shows as files.
+    proc: PathBuf,
+    /// The kernel's settings; those of the network are of the namespace that asks.
+    sysctls: PathBuf,
+}
+
+impl Host {
+    /// In a pod `/proc/sys` cannot be written, and the host's can.
+    fn find(root: &Path) -> Self {
+        let mounted = root.join("proc");
+        let proc = if mounted.join("sys/net").is_dir() { mounted } else { PathBuf::from("/proc") };
+        let sysctls = proc.join("sys");
+        let boot = fs::read_to_string(sysctls.join("kernel/random/boot_id")).unwrap_or_default();
+        Self { boot: boot.trim().to_owned(), proc, sysctls }
+    }
+}
+
+/// Puts the CNI plugin in place. A node without it still publishes, and says what is missing.
+fn plugin(shim: &Path, bin_dir: &Path, health: &Health) {
+    if let Err(error) = cni::install(shim, bin_dir) {
+        let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
+        warn!(error = problem, "the CNI plugin is not in place");
+        health.ill(Part::Plugin, problem);
+    }
+}
+
+/// The addresses of the API server. One that cannot be found is no reason to wait: without a global address, a link
+/// hardly leads anywhere.
+async fn addresses(host: Option<&str>) -> Vec<IpAddr> {
+    let Some(host) = host else { return Vec::new() };
+    let Ok(Ok(found)) = timeout(LOOKUP, lookup_host((host, 443))).await else {
+        warn!(host, "the address of the API server cannot be found");
+        return Vec::new();
+    };
+    found.map(|address| address.ip()).collect()
 }
 
 /// Waits for the first part to end, asks the others to, and says why the first one failed that did.
@@ -127,6 +216,8 @@ mod tests {
         let run_dir = std::env::temp_dir().join(format!("patchbay-node-{}-away", std::process::id()));
         let mut args = Cli::parse_from(["patchbay", "--node-name", "a"]).args;
         args.run_dir.clone_from(&run_dir);
+        args.state_dir = run_dir.join("state");
+        args.cni_bin_dir = run_dir.join("bin");
         let stop = CancellationToken::new();
         let mut tasks = JoinSet::new();
         tasks.spawn(run(client, args, stop.clone()));
@@ -134,7 +225,7 @@ mod tests {
         let said = async {
             loop {
                 match probe(&run_dir, Probe::Ready).await {
-                    Err(Error::Refused { answer }) if answer.contains("watch Node a") => return answer,
+                    Err(Error::Refused { answer }) if answer.contains("watch Node:") => return answer,
                     _ => tokio::task::yield_now().await,
                 }
             }

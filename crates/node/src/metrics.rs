@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
+use plan::bridge::Action;
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -17,6 +18,10 @@ pub struct Metrics {
     pub overruns: Counter,
     pub watch_failures: Family<Watched, Counter>,
     pub interfaces: Gauge,
+    pub networks: Gauge,
+    pub networks_ready: Gauge,
+    pub changes: Family<Change, Counter>,
+    pub repairs: Counter,
     pub published: Gauge<f64, AtomicU64>,
 }
 
@@ -29,6 +34,78 @@ pub struct Write {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct Look {
     pub result: Outcome,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct Change {
+    pub verb: Verb,
+    pub result: Outcome,
+}
+
+/// A change to the kernel or to the records on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum Verb {
+    Record,
+    Forget,
+    CreateBridge,
+    CreateVxlan,
+    Delete,
+    Rename,
+    SetAlias,
+    SetMac,
+    SetMtu,
+    SetAdmin,
+    DisableIpv6,
+    RemoveAddress,
+    Join,
+    Part,
+    AddFlood,
+    RemoveFlood,
+}
+
+impl Verb {
+    pub fn of(action: &Action) -> Self {
+        match action {
+            Action::Record(_) => Self::Record,
+            Action::Forget => Self::Forget,
+            Action::CreateBridge { .. } => Self::CreateBridge,
+            Action::CreateVxlan { .. } => Self::CreateVxlan,
+            Action::Delete { .. } => Self::Delete,
+            Action::Rename { .. } => Self::Rename,
+            Action::SetAlias { .. } => Self::SetAlias,
+            Action::SetMac { .. } => Self::SetMac,
+            Action::SetMtu { .. } => Self::SetMtu,
+            Action::SetAdmin { .. } => Self::SetAdmin,
+            Action::DisableIpv6 { .. } => Self::DisableIpv6,
+            Action::RemoveAddress { .. } => Self::RemoveAddress,
+            Action::Join { .. } => Self::Join,
+            Action::Part { .. } => Self::Part,
+            Action::AddFlood { .. } => Self::AddFlood,
+            Action::RemoveFlood { .. } => Self::RemoveFlood,
+        }
+    }
+
+    /// What was tried, for people.
+    pub fn sentence(self) -> &'static str {
+        match self {
+            Self::Record => "write down what is found",
+            Self::Forget => "remove what was written down",
+            Self::CreateBridge => "make the bridge",
+            Self::CreateVxlan => "make the VXLAN device",
+            Self::Delete => "delete a link of the network",
+            Self::Rename => "rename a link of the network",
+            Self::SetAlias => "mark a link",
+            Self::SetMac => "set a hardware address",
+            Self::SetMtu => "set an MTU",
+            Self::SetAdmin => "set a link up or down",
+            Self::DisableIpv6 => "switch IPv6 off on a link",
+            Self::RemoveAddress => "remove an address from the bridge",
+            Self::Join => "make a link a port of the bridge",
+            Self::Part => "take a port off the bridge",
+            Self::AddFlood => "add a node to the overlay",
+            Self::RemoveFlood => "remove a node from the overlay",
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -57,6 +134,7 @@ pub enum Outcome {
 pub enum Kind {
     Node,
     NodeNetwork,
+    BridgeNetwork,
 }
 
 impl Outcome {
@@ -76,6 +154,18 @@ impl Metrics {
         all.register("overruns", "Times that the kernel threw events away", metrics.overruns.clone());
         all.register("watch_failures", "Failures of a watch", metrics.watch_failures.clone());
         all.register("interfaces", "Links listed in the NodeNetwork", metrics.interfaces.clone());
+        all.register("networks", "Bridge networks listed in the NodeNetwork", metrics.networks.clone());
+        all.register(
+            "networks_ready",
+            "Bridge networks that work on this node",
+            metrics.networks_ready.clone(),
+        );
+        all.register("changes", "Changes to links of bridge networks", metrics.changes.clone());
+        all.register(
+            "repairs",
+            "Changes that put right what somebody changed by hand",
+            metrics.repairs.clone(),
+        );
         let help = "When the NodeNetwork was last written, in seconds since 1970";
         all.register_with_unit("last_publish_timestamp", help, Unit::Seconds, metrics.published.clone());
         (metrics, all)

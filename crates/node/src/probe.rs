@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
         let error = probe(&dir.0, Probe::Ready).await.unwrap_err().to_string();
         assert!(error.starts_with("not ready: the links of this node have not been read yet;"), "{error}");
-        for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch, Part::Publish] {
+        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
             health.well(part);
         }
         assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
@@ -142,7 +142,7 @@ mod tests {
         let dir = Dir::new("generations");
         let stop = CancellationToken::new();
         let (old, new) = (Arc::new(Health::new()), Arc::new(Health::new()));
-        for part in [Part::Kernel, Part::NodeWatch, Part::OwnWatch, Part::Publish] {
+        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
             new.well(part);
         }
         let _old = serve(admin::bind(&dir.0).unwrap(), &old, &stop);

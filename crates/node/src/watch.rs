@@ -1,4 +1,4 @@
-//! A watch of one object by name.
+//! A watch of one object by name, or of all of a kind.
 
 use std::{fmt::Debug, time::Duration};
 
@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 /// After how many seconds the API server ends a watch, and a new one begins where it ended. A watch that is silent for
 /// longer has lost its server without a word, so this is how long such a loss can go unnoticed.
 const RENEWAL: u32 = 60;
-/// How long the API server may take to show one object.
+/// How long the API server may take to show what there is.
 const LIST: Duration = Duration::from_secs(10);
 
 /// Why a watch broke.
@@ -32,21 +32,21 @@ pub enum Error {
 /// What a watch saw.
 #[derive(Debug)]
 pub enum Seen<K> {
-    /// The object as it is now, or that there is none: the first word, and the first after a failure.
-    Synced(Option<K>),
+    /// All objects as they are now: the first word, and the first after a failure.
+    Synced(Vec<K>),
     Changed(K),
     Gone(K),
     /// The watch is broken and will be made anew after a pause.
     Failed(Error),
 }
 
-/// Watches one object. After any failure it reads the object again, so that the end of a failure is always seen.
+/// Watches objects. After any failure it reads them all again, so that the end of a failure is always seen.
 pub struct Watch<K: Resource> {
     api: Api<K>,
     config: watcher::Config,
     stream: Option<BoxStream<'static, Result<Event<K>, watcher::Error>>>,
-    listed: Option<K>,
-    /// When the object has to be there, while it is read.
+    listed: Vec<K>,
+    /// When the objects have to be there, while they are read.
     deadline: Option<Instant>,
     backoff: DefaultBackoff,
     retry_at: Option<Instant>,
@@ -56,12 +56,20 @@ impl<K> Watch<K>
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    pub fn new(api: Api<K>, name: &str) -> Self {
+    /// Watches the one object of this name, which need not exist.
+    pub fn one(api: Api<K>, name: &str) -> Self {
+        let mut watch = Self::all(api);
+        watch.config = watch.config.fields(&format!("metadata.name={name}"));
+        watch
+    }
+
+    /// Watches every object of the kind.
+    pub fn all(api: Api<K>) -> Self {
         Self {
             api,
-            config: watcher::Config::default().fields(&format!("metadata.name={name}")).timeout(RENEWAL),
+            config: watcher::Config::default().timeout(RENEWAL),
             stream: None,
-            listed: None,
+            listed: Vec::new(),
             deadline: None,
             backoff: DefaultBackoff::default(),
             retry_at: None,
@@ -86,14 +94,14 @@ where
             };
             match event {
                 Some(Ok(Event::Init)) => {
-                    self.listed = None;
+                    self.listed.clear();
                     self.deadline = Some(Instant::now() + LIST);
                 }
-                Some(Ok(Event::InitApply(object))) => self.listed = Some(object),
+                Some(Ok(Event::InitApply(object))) => self.listed.push(object),
                 Some(Ok(Event::InitDone)) => {
                     self.deadline = None;
                     self.backoff.reset();
-                    return Seen::Synced(self.listed.take());
+                    return Seen::Synced(std::mem::take(&mut self.listed));
                 }
                 Some(Ok(Event::Apply(object))) => return Seen::Changed(object),
                 Some(Ok(Event::Delete(object))) => return Seen::Gone(object),
@@ -153,7 +161,7 @@ mod tests {
                 Ok::<_, Infallible>(response.unwrap())
             }
         });
-        (Watch::new(Api::all(Client::new(service, "default")), "a"), sender)
+        (Watch::one(Api::all(Client::new(service, "default")), "a"), sender)
     }
 
     #[tokio::test(start_paused = true)]
@@ -173,12 +181,12 @@ mod tests {
             assert!(matches!(watch.next().await, Seen::Failed(Error::Broken(_))));
         }
         answers.send(Answer::List).unwrap();
-        assert!(matches!(watch.next().await, Seen::Synced(None)));
+        assert!(matches!(watch.next().await, Seen::Synced(_)));
         answers.send(Answer::Refusal).unwrap();
         assert!(matches!(watch.next().await, Seen::Failed(_)));
         let failed = Instant::now();
         answers.send(Answer::List).unwrap();
-        assert!(matches!(watch.next().await, Seen::Synced(None)));
+        assert!(matches!(watch.next().await, Seen::Synced(_)));
         assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
     }
 }

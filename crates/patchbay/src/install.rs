@@ -55,6 +55,10 @@ pub struct Options {
     /// Interfaces that the node daemons leave out of NodeNetwork, as globs separated by commas [default: the daemon's]
     #[arg(long, value_name = "PATTERNS")]
     pub ignore_interfaces: Option<api::Patterns>,
+
+    /// The directory of the nodes that their container runtime looks for CNI plugins in
+    #[arg(long, value_name = "DIR", default_value = api::names::CNI_BIN_DIR, value_parser = directory)]
+    pub cni_bin_dir: String,
 }
 
 impl Options {
@@ -150,6 +154,15 @@ fn namespaced(options: &Options, name: &str, component: &str) -> Value {
 /// An environment variable that the kubelet fills from the pod.
 fn from_field(name: &str, field: &str) -> Value {
     json!({"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": field}}})
+}
+
+/// An absolute path that means the same wherever it is read.
+fn directory(text: &str) -> Result<String, &'static str> {
+    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.chars().any(char::is_control);
+    match text.strip_prefix('/') {
+        Some(rest) if rest.split('/').all(plain) => Ok(text.to_owned()),
+        _ => Err("a directory of the nodes is an absolute path without '..', such as /opt/cni/bin"),
+    }
 }
 
 fn dns_label(text: &str) -> Result<String, String> {

@@ -9,7 +9,8 @@ use std::{
 };
 
 use api::{
-    Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NodeNetworkStatus, Patterns, Vtep,
+    Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NetworkOnNode, NodeNetworkStatus,
+    Patterns, Vtep,
     nodenetwork::{MAX_ADDRESSES, MAX_ALL_ADDRESSES, MAX_INTERFACES, MAX_NAME},
 };
 use ipnet::IpNet;
@@ -41,6 +42,8 @@ const SETTLE: Duration = Duration::from_millis(100);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(350);
 /// The least time between two writes.
 const BETWEEN_WRITES: Duration = Duration::from_secs(1);
+/// The same if a bridge network came, went, or changed.
+const BETWEEN_NETWORK_WRITES: Duration = Duration::from_millis(100);
 
 /// A link as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -147,11 +150,22 @@ pub struct Picture<'a> {
     pub written: Option<&'a Written>,
     /// When the last write was tried.
     pub last_write: Option<Instant>,
+    /// The bridge networks of the node, sorted by UID.
+    pub networks: &'a [NetworkOnNode],
+    pub netfilter: Netfilter,
+}
+
+/// Whether the kernel shows bridged packets to iptables (`net.bridge.bridge-nf-call-iptables`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Netfilter {
+    /// It does not, or cannot.
+    Off,
+    On,
 }
 
 /// What the NodeNetwork should say.
 pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
-    let Picture { observed, facts, ignored, server, written, last_write: _ } = picture;
+    let Picture { observed, facts, ignored, server, written, last_write: _, networks, netfilter } = picture;
     // A condition whose status stays keeps its time. Ours counts before the server's, which somebody may have
     // edited, and which an older schema may have emptied.
     let ours = written.map(|written| &written.wanted);
@@ -161,12 +175,14 @@ pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
 
     let vtep = vtep(observed, facts, ignored);
     let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
-    let verdicts = [ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
+    let mut verdicts = vec![ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
+    verdicts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
     let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
-    NodeNetworkStatus { vtep, interfaces, networks: Vec::new(), conditions }
+    NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
 }
 
-fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
+/// The tunnel end point of the node.
+pub fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
     facts.internal_ips.iter().find_map(|&address| {
         observed
             .links
@@ -189,24 +205,23 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
     let names: BTreeMap<u32, &str> =
         observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
+    // What Patchbay made is listed by network: a bridge changes its state with the first pod and the last.
     let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS);
 
     let mut listed: Vec<&Link> = observed
         .links
         .iter()
         .filter(|link| !link.loopback && !link.name.is_empty())
-        .filter(|link| ours(link) || !ignored.matches(&link.name))
+        .filter(|link| !ours(link) && !ignored.matches(&link.name))
         .collect();
     // The name is the key of the list: a second link of that name, seen because it was renamed while the
     // kernel was counting them up, would make the API server refuse all of it.
     listed.sort_by_cached_key(|link| (shown(&link.name), link.index));
     listed.dedup_by_key(|link| shown(&link.name));
 
-    // When not all fits, what the node or Patchbay needs stays, and the rest goes by name.
+    // When not all fits, what the node needs stays, and the rest goes by name.
     let needed = |link: &Link| {
-        ours(link)
-            || default_routes.contains(&link.index)
-            || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
+        default_routes.contains(&link.index) || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
     };
     listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
     let mut left = Left { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
@@ -355,6 +370,22 @@ fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
     Verdict { r#type: "VtepFound", status, reason, message }
 }
 
+fn netfilter_off(netfilter: Netfilter) -> Verdict {
+    let (status, reason, message) = match netfilter {
+        Netfilter::Off => {
+            (ConditionStatus::True, "NotCalled", "packets on bridges are not shown to iptables".to_owned())
+        }
+        Netfilter::On => (
+            ConditionStatus::False,
+            "CallsIptables",
+            "net.bridge.bridge-nf-call-iptables is 1: firewall rules of this node also see, and may drop, packets \
+             between pods of a bridge network; set it to 0 if nothing on this node needs it (Patchbay leaves it alone)"
+                .to_owned(),
+        ),
+    };
+    Verdict { r#type: "BridgeNetfilterOff", status, reason, message }
+}
+
 /// When to look at the kernel again: the first event since the last look came at `event`.
 pub fn look(event: Instant, last_look: Option<Instant>) -> Instant {
     let settled = event + SETTLE;
@@ -424,7 +455,8 @@ pub struct Writes {
 
 /// Decides about a write of `wanted`.
 pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) -> Publish {
-    let Picture { facts, server, written, last_write, observed: _, ignored: _ } = *picture;
+    let Picture { facts, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
+        *picture;
     let writes = match server {
         None => Writes { object: true, status: true },
         Some(record) => Writes {
@@ -443,7 +475,10 @@ pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) 
     {
         return Publish::Nothing;
     }
-    match last_write.map(|last| last + BETWEEN_WRITES) {
+    // A network waits for being listed, and pods for being told that it is ready.
+    let listed = server.and_then(|record| record.status.as_ref()).map(|status| status.networks.as_slice());
+    let pause = if listed == Some(networks) { BETWEEN_WRITES } else { BETWEEN_NETWORK_WRITES };
+    match last_write.map(|last| last + pause) {
         Some(then) if now < then => Publish::At(then),
         _ => Publish::Now(writes),
     }

@@ -1,15 +1,17 @@
 //! The node daemon on its host: a DaemonSet with just the reach into the host that its work needs.
 
-use api::names::{HOST_ROOT, RUN_DIR, STATE_DIR};
+use api::names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, STATE_DIR};
 use serde_json::{Value, json};
 
 use super::{NODE, Options, PROGRAM};
 
-/// Capabilities of the node daemon, each with the work that fails without it.
-///
-/// None today: links, addresses and routes are read over netlink, which asks for nothing, and the directories of the
-/// daemon belong to the user it runs as. Whoever adds one adds the failing test that needs it.
-const CAPABILITIES: &[&str] = &[];
+/// Capabilities of the node daemon, each with the work that fails without it (`tests/tests/bridges.rs`).
+const CAPABILITIES: &[&str] = &[
+    // Making and changing links, also a pod's end inside the pod's network namespace, and their settings.
+    "NET_ADMIN",
+    // Entering a pod's network namespace, to look at what is there.
+    "SYS_ADMIN",
+];
 
 /// The DaemonSet.
 pub fn daemonset(options: &Options) -> Value {
@@ -54,6 +56,7 @@ fn pod(options: &Options) -> Value {
             {"name": "host", "hostPath": {"path": "/", "type": "Directory"}},
             {"name": "state", "hostPath": {"path": STATE_DIR, "type": "DirectoryOrCreate"}},
             {"name": "run", "hostPath": {"path": RUN_DIR, "type": "DirectoryOrCreate"}},
+            {"name": "cni-bin", "hostPath": {"path": options.cni_bin_dir, "type": "DirectoryOrCreate"}},
         ],
     })
 }
@@ -78,6 +81,7 @@ fn container(options: &Options) -> Value {
             {"name": "host", "mountPath": HOST_ROOT, "mountPropagation": "HostToContainer", "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},
+            {"name": "cni-bin", "mountPath": CNI_BIN_DIR},
         ],
     })
 }

@@ -81,6 +81,8 @@ fn node_in_the_cluster() -> Value {
             "verbs": ["list", "watch", "create", "patch"],
         },
         {"apiGroups": [GROUP], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
+        // What to keep up on the node.
+        {"apiGroups": [GROUP], "resources": ["bridgenetworks"], "verbs": ["list", "watch"]},
     ])
 }
 

@@ -44,8 +44,16 @@ fn observed(links: &[Link]) -> Observed {
 
 fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
     let ignored = ignored();
-    let picture =
-        Picture { observed, facts, ignored: &ignored, server: None, written: None, last_write: None };
+    let picture = Picture {
+        observed,
+        facts,
+        ignored: &ignored,
+        server: None,
+        written: None,
+        last_write: None,
+        networks: &[],
+        netfilter: Netfilter::Off,
+    };
     status(&picture, noon())
 }
 
@@ -117,12 +125,12 @@ fn links_of_pods_and_of_other_network_software_are_left_out() {
 }
 
 #[test]
-fn our_own_links_are_listed_whatever_their_name() {
-    let mut ours = link(1, "veth1");
-    ours.alias = "patchbay/blue".to_owned();
-    let mut foreign = link(2, "veth2");
-    foreign.alias = "not patchbay/blue".to_owned();
-    assert_eq!(names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))), ["veth1"]);
+fn links_that_patchbay_made_are_no_candidates() {
+    let mut ours = link(1, "br-blue");
+    ours.alias = "patchbay/bridge/uid".to_owned();
+    let mut foreign = link(2, "br-red");
+    foreign.alias = "not patchbay/bridge/uid".to_owned();
+    assert_eq!(names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))), ["br-red"]);
 }
 
 #[test]
@@ -222,13 +230,12 @@ fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
 fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
     let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
-    links[597].alias = "patchbay/blue".to_owned();
     let seen = Observed { links, default_routes: vec![600], floods: Vec::new() };
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
     let shown = names(&status);
     assert_eq!(shown.len(), MAX_INTERFACES);
-    assert_eq!(shown[508..], ["eth509", "eth598", "eth599", "eth600"]);
+    assert_eq!(shown[508..], ["eth509", "eth510", "eth599", "eth600"]);
     let ready = condition(&status, "Ready");
     assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "TooManyLinks"));
     assert!(ready.message.contains("512 of 600"), "{}", ready.message);
@@ -292,6 +299,8 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
         server: None,
         written: None,
         last_write: None,
+        networks: &[],
+        netfilter: Netfilter::Off,
     };
     let first = status(&picture, noon());
     let record = Record { owners: vec![], status: Some(first.clone()) };
@@ -325,6 +334,8 @@ struct Desk {
     server: Option<Record>,
     written: Option<Written>,
     last_write: Option<Instant>,
+    networks: Vec<NetworkOnNode>,
+    netfilter: Netfilter,
 }
 
 impl Desk {
@@ -336,6 +347,8 @@ impl Desk {
             server: None,
             written: None,
             last_write: None,
+            networks: Vec::new(),
+            netfilter: Netfilter::Off,
         };
         desk.write();
         desk
@@ -349,6 +362,8 @@ impl Desk {
             server: self.server.as_ref(),
             written: self.written.as_ref(),
             last_write: self.last_write,
+            networks: &self.networks,
+            netfilter: self.netfilter,
         }
     }
 
@@ -388,6 +403,52 @@ fn a_new_nic_is_written_at_once_and_the_next_one_a_second_later() {
     desk.observed.links.push(link(3, "eth2"));
     assert_eq!(desk.publish(now + Duration::from_millis(999)), Publish::At(now + BETWEEN_WRITES));
     assert_eq!(desk.publish(now + BETWEEN_WRITES), STATUS);
+}
+
+fn network(ready: bool) -> NetworkOnNode {
+    NetworkOnNode {
+        uid: "uid".to_owned(),
+        name: "blue".to_owned(),
+        observed_generation: 1,
+        ready,
+        reason: "Ready".to_owned(),
+        message: String::new(),
+        bridge: "br-blue".to_owned(),
+        mac: None,
+        mtu: Some(1500),
+        ports: Vec::new(),
+        pods_with_old_mtu: 0,
+    }
+}
+
+#[test]
+fn a_network_does_not_wait_for_the_second_to_pass() {
+    let mut desk = Desk::new();
+    let now = Instant::now();
+    desk.last_write = Some(now);
+    desk.networks = vec![network(false)];
+    let soon = now + BETWEEN_NETWORK_WRITES;
+    assert_eq!(desk.publish(now), Publish::At(soon));
+    assert_eq!(desk.publish(soon), STATUS);
+    desk.write();
+    assert_eq!(desk.publish(soon), Publish::Nothing);
+    desk.observed.links.push(link(2, "eth1"));
+    assert_eq!(desk.publish(soon), Publish::At(now + BETWEEN_WRITES));
+    desk.networks = vec![network(true)];
+    assert_eq!(desk.publish(soon), STATUS);
+}
+
+#[test]
+fn bridge_netfilter_is_spoken_of_only_where_there_are_bridges() {
+    let mut desk = Desk::new();
+    desk.netfilter = Netfilter::On;
+    assert!(desk.wanted().conditions.iter().all(|condition| condition.r#type != "BridgeNetfilterOff"));
+    desk.networks = vec![network(true)];
+    let wanted = desk.wanted();
+    let warning = condition(&wanted, "BridgeNetfilterOff");
+    assert_eq!((warning.status, warning.reason.as_str()), (ConditionStatus::False, "CallsIptables"));
+    desk.netfilter = Netfilter::Off;
+    assert_eq!(condition(&desk.wanted(), "BridgeNetfilterOff").status, ConditionStatus::True);
 }
 
 #[test]

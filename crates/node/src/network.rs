@@ -1,0 +1,178 @@
+//! The BridgeNetworks and the other nodes, as the API server shows them.
+//!
+//! Both are read from untyped objects: one that somebody made unreadable must not hide the others.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::{
+    BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, NodeNetworkStatus, bridgenetwork::FINALIZER_USERS,
+};
+use kube::{ResourceExt as _, api::DynamicObject};
+use plan::bridge::{Network, Overlay, Peer, Wish};
+use serde::de::DeserializeOwned;
+
+/// The labels of a Node.
+pub type Labels = BTreeMap<String, String>;
+
+/// A BridgeNetwork, without what depends on the node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Known {
+    selector: Option<LabelSelector>,
+    deletion: Deletion,
+    /// As if this node were selected.
+    network: Network,
+}
+
+/// How far a network is on its way out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Deletion {
+    No,
+    /// Somebody may still use it.
+    Waits,
+    /// Nobody does, and nobody can begin to.
+    Undo,
+}
+
+impl Known {
+    /// Reads an object; none if it is no BridgeNetwork that anything can be done about.
+    pub fn read(object: &DynamicObject) -> Option<Self> {
+        let name = object.name_any();
+        let spec: BridgeNetworkSpec = part(object, "spec")?;
+        let status: BridgeNetworkStatus = part(object, "status").unwrap_or_default();
+        let overlay = match spec.overlay.as_ref() {
+            Some(overlay) => Some(Overlay {
+                vni: u32::try_from(overlay.vni).ok()?,
+                port: u16::try_from(overlay.port).ok()?,
+            }),
+            None => None,
+        };
+        let deletion = match &object.metadata.deletion_timestamp {
+            None => Deletion::No,
+            Some(_) if object.finalizers().iter().any(|one| one == FINALIZER_USERS) => Deletion::Waits,
+            Some(_) => Deletion::Undo,
+        };
+        let network = Network {
+            uid: object.uid()?,
+            generation: object.metadata.generation.unwrap_or_default(),
+            created: object.creation_timestamp()?.0,
+            bridge: spec.bridge_name(&name),
+            vxlan: BridgeNetworkSpec::vxlan_name(&name),
+            mtu: status.mtu.and_then(|mtu| u32::try_from(mtu).ok()).filter(|&mtu| mtu > 0),
+            uplink: spec.uplink,
+            overlay,
+            wish: Wish::Have,
+            name,
+        };
+        Some(Self { selector: spec.node_selector, deletion, network })
+    }
+
+    /// What a node with these labels should do about it.
+    pub fn on(&self, labels: &Labels) -> Network {
+        let wish = match self.deletion {
+            Deletion::No | Deletion::Waits if self.selects(labels) => Wish::Have,
+            _ => Wish::Leave,
+        };
+        Network { wish, ..self.network.clone() }
+    }
+
+    pub fn selects(&self, labels: &Labels) -> bool {
+        self.selector.as_ref().is_none_or(|selector| selector.matches(labels))
+    }
+
+    pub fn name(&self) -> &str {
+        &self.network.name
+    }
+
+    pub fn uid(&self) -> &str {
+        &self.network.uid
+    }
+
+    pub fn mtu(&self) -> Option<u32> {
+        self.network.mtu
+    }
+
+    /// Whether somebody has deleted it.
+    pub fn is_deleted(&self) -> bool {
+        self.deletion != Deletion::No
+    }
+
+    /// Whether nodes undo it.
+    pub fn is_undone(&self) -> bool {
+        self.deletion == Deletion::Undo
+    }
+}
+
+/// Another node out of its NodeNetwork.
+pub fn peer(object: &DynamicObject) -> Peer {
+    let status: NodeNetworkStatus = part(object, "status").unwrap_or_default();
+    let networks: BTreeSet<String> = status.networks.into_iter().map(|network| network.uid).collect();
+    Peer { node: object.name_any(), vtep: status.vtep.map(|vtep| vtep.address), networks }
+}
+
+fn part<T: DeserializeOwned>(object: &DynamicObject, name: &str) -> Option<T> {
+    // Borrowed: the data may be large and is needed nowhere else.
+    T::deserialize(object.data.get(name)?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn object(metadata: Value, spec: Value) -> DynamicObject {
+        let mut object = json!({
+            "metadata": {"name": "blue", "uid": "u", "generation": 3, "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": spec,
+            "status": {"mtu": 1450},
+        });
+        for (key, value) in metadata.as_object().into_iter().flatten() {
+            object["metadata"][key] = value.clone();
+        }
+        serde_json::from_value(object).unwrap()
+    }
+
+    fn wish(metadata: Value, spec: Value, labels: &[(&str, &str)]) -> Wish {
+        let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        Known::read(&object(metadata, spec)).unwrap().on(&labels).wish
+    }
+
+    #[test]
+    fn a_network_is_read_with_what_follows_from_its_name() {
+        let known = Known::read(&object(json!({}), json!({"overlay": {"vni": 7}}))).unwrap();
+        let network = known.on(&Labels::new());
+        assert_eq!((network.bridge.as_str(), network.vxlan.as_str()), ("br-blue", "vx-blue"));
+        assert_eq!((network.generation, network.mtu), (3, Some(1450)));
+        assert_eq!(network.overlay, Some(Overlay { vni: 7, port: 4789 }));
+    }
+
+    #[test]
+    fn a_node_takes_part_while_it_is_selected() {
+        let spec = json!({"nodeSelector": {"matchLabels": {"zone": "a"}}});
+        assert_eq!(wish(json!({}), json!({}), &[]), Wish::Have);
+        assert_eq!(wish(json!({}), spec.clone(), &[("zone", "a")]), Wish::Have);
+        assert_eq!(wish(json!({}), spec, &[("zone", "b")]), Wish::Leave);
+    }
+
+    #[test]
+    fn a_deleted_network_is_undone_when_nobody_uses_it_and_not_before() {
+        let deleted = |finalizers: &[&str]| json!({"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers});
+        let waits = deleted(&["patchbay.dev/nodes", "patchbay.dev/users"]);
+        assert_eq!(wish(waits, json!({}), &[]), Wish::Have);
+        assert_eq!(wish(deleted(&["patchbay.dev/nodes"]), json!({}), &[]), Wish::Leave);
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_no_network() {
+        for spec in [json!(7), json!({"bridge": "a/b"}), json!({"overlay": {"vni": -1}}), Value::Null] {
+            assert_eq!(Known::read(&object(json!({}), spec)), None);
+        }
+    }
+
+    #[test]
+    fn a_peer_without_a_readable_status_takes_part_in_nothing() {
+        let object: DynamicObject =
+            serde_json::from_value(json!({"metadata": {"name": "b"}, "status": {"vtep": 7}})).unwrap();
+        assert_eq!(peer(&object), Peer { node: "b".into(), vtep: None, networks: BTreeSet::new() });
+    }
+}

@@ -1,0 +1,183 @@
+//! What is kept on disk about each network, so that a link is given back as it was found.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
+
+use api::IfName;
+use plan::{
+    bridge::{Found, Record, Uid},
+    nodenetwork::Admin,
+};
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+
+/// Records on disk, one file each.
+pub struct Records {
+    dir: PathBuf,
+    all: BTreeMap<Uid, Record>,
+}
+
+/// Why a record could not be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("make the directory {path}")]
+    Directory { path: PathBuf, source: io::Error },
+    #[error("read the records in {path}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("write the record {path}")]
+    Write { path: PathBuf, source: io::Error },
+    #[error("remove the record {path}")]
+    Remove { path: PathBuf, source: io::Error },
+}
+
+impl Records {
+    /// Reads what earlier runs wrote. A file that cannot be read is left alone and told about.
+    pub fn open(state_dir: &Path) -> Result<Self, Error> {
+        let dir = state_dir.join("networks");
+        fs::create_dir_all(&dir).map_err(|source| Error::Directory { path: dir.clone(), source })?;
+        let failed = |source| Error::Read { path: dir.clone(), source };
+        let mut all = BTreeMap::new();
+        for entry in fs::read_dir(&dir).map_err(failed)? {
+            let path = entry.map_err(failed)?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            let read = fs::read(&path).map_err(failed)?;
+            match serde_json::from_slice::<Stored>(&read) {
+                Ok(stored) => {
+                    let record = Record::from(stored);
+                    all.insert(record.uid.clone(), record);
+                }
+                Err(error) => warn!(path = %path.display(), %error, "a record is unreadable and is ignored"),
+            }
+        }
+        Ok(Self { dir, all })
+    }
+
+    pub fn all(&self) -> &BTreeMap<Uid, Record> {
+        &self.all
+    }
+
+    /// Once this returns, the record survives a power cut.
+    pub fn put(&mut self, record: Record) -> Result<(), Error> {
+        let path = self.path(&record.uid);
+        let write = || {
+            let temporary = path.with_extension("tmp");
+            let mut file = File::create(&temporary)?;
+            file.write_all(&serde_json::to_vec(&Stored::from(&record))?)?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.dir)?.sync_all()
+        };
+        write().map_err(|source| Error::Write { path: path.clone(), source })?;
+        self.all.insert(record.uid.clone(), record);
+        Ok(())
+    }
+
+    /// Once this returns, the record is gone for good.
+    pub fn remove(&mut self, uid: &str) -> Result<(), Error> {
+        let path = self.path(uid);
+        let remove = || match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => File::open(&self.dir)?.sync_all(),
+        };
+        remove().map_err(|source| Error::Remove { path: path.clone(), source })?;
+        self.all.remove(uid);
+        Ok(())
+    }
+
+    /// A UID is letters, digits and dashes; whatever else it may be goes by its digest.
+    fn path(&self, uid: &str) -> PathBuf {
+        let plain = (1..=63).contains(&uid.len())
+            && uid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+        let stem = if plain { uid.to_owned() } else { format!("{:016x}", api::digest::digest([uid])) };
+        self.dir.join(format!("{stem}.json"))
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Stored {
+    uid: String,
+    name: String,
+    boot: String,
+    bridge: IfName,
+    vxlan: IfName,
+    node_uid: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    uplink: Option<StoredLink>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredLink {
+    name: String,
+    index: u32,
+    up: bool,
+    mtu: u32,
+}
+
+impl From<&Record> for Stored {
+    fn from(record: &Record) -> Self {
+        let Record { uid, name, boot, bridge, vxlan, node_uid, uplink } = record.clone();
+        let link = |found: Found| StoredLink {
+            name: found.name,
+            index: found.index,
+            up: found.admin == Admin::Up,
+            mtu: found.mtu,
+        };
+        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(link) }
+    }
+}
+
+impl From<Stored> for Record {
+    fn from(stored: Stored) -> Self {
+        let Stored { uid, name, boot, bridge, vxlan, node_uid, uplink } = stored;
+        let found = |link: StoredLink| Found {
+            name: link.name,
+            index: link.index,
+            admin: if link.up { Admin::Up } else { Admin::Down },
+            mtu: link.mtu,
+        };
+        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(found) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(uid: &str) -> Record {
+        Record {
+            uid: uid.to_owned(),
+            name: "blue".to_owned(),
+            boot: "boot".to_owned(),
+            bridge: "br-blue".parse().unwrap(),
+            vxlan: "vx-blue".parse().unwrap(),
+            node_uid: "node".to_owned(),
+            uplink: Some(Found { name: "eth1".to_owned(), index: 3, admin: Admin::Down, mtu: 9000 }),
+        }
+    }
+
+    #[test]
+    fn records_survive_a_restart_and_hostile_names_stay_in_the_directory() {
+        let state = std::env::temp_dir().join(format!("patchbay-records-{}", std::process::id()));
+        let mut records = Records::open(&state).unwrap();
+        for uid in ["0-a", "../../etc/x", ""] {
+            records.put(record(uid)).unwrap();
+        }
+        fs::write(state.join("networks/junk.json"), b"{").unwrap();
+        let mut again = Records::open(&state).unwrap();
+        assert_eq!(again.all(), records.all());
+        assert_eq!(again.all().len(), 3);
+        assert_eq!(fs::read_dir(state.join("networks")).unwrap().count(), 4);
+        for uid in ["0-a", "../../etc/x", "", "never there"] {
+            again.remove(uid).unwrap();
+        }
+        assert!(Records::open(&state).unwrap().all().is_empty());
+        fs::remove_dir_all(state).unwrap();
+    }
+}
