@@ -73,7 +73,7 @@ pub struct Node {
     pub unlisted: BTreeSet<String>,
     pub failures: BTreeMap<String, super::Failure>,
     pub api_links: BTreeSet<u32>,
-    next: u32,
+    pub next: u32,
 }
 
 impl Node {
