@@ -464,7 +464,7 @@ impl World {
         let pod = pod_port(&self.node.at(index).name);
         let foreign = self.node.find("virbr9").unwrap().index;
         let link = self.node.at(index);
-        let made = !pod && (link.alias.starts_with("patchbay/") || how % 2 == 0);
+        let made = !pod && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
         match how % 10 {
             0 => self.node.delete(index),
             1 => link.mtu = 1401,
@@ -473,7 +473,7 @@ impl World {
             4 if pod || link.kind.as_deref() == Some("vxlan") => link.master = Some(foreign),
             5 if made => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
             6 if made && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
-                link.alias = "by hand".to_owned()
+                link.alias = "by hand".to_owned();
             }
             7 if made => {
                 link.addresses.push(Address { net: "10.7.0.1/24".parse().unwrap(), temporary: false });
@@ -535,12 +535,12 @@ fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
             node.pass(first);
             node.pass(second);
             node.settle();
-            let mut links = node.observed.links.clone();
-            links.iter_mut().for_each(|link| link.index = 0);
-            assert_eq!(links.len(), whole.observed.links.len());
+            assert_eq!(node.observed.links.len(), whole.observed.links.len());
             assert!(node.plan().networks.iter().all(|report| report.ready));
 
-            node.networks.iter_mut().for_each(|network| network.wish = Wish::Leave);
+            for network in &mut node.networks {
+                network.wish = Wish::Leave;
+            }
             node.pass(first);
             node.pass(second);
             node.settle();

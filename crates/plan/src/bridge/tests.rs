@@ -167,9 +167,10 @@ fn nothing_is_made_before_the_mtu_is_decided_and_the_network_is_listed() {
 
 #[test]
 fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
+    type Drift = (&'static str, fn(&mut Node), fn(u32, u32) -> Action);
     let peers = vec![peer("two", "10.0.0.2", &["blue"])];
     let node = Node { peers, ..Node::new(&[]).with(&[overlay("blue")]) };
-    let drifts: [(&str, fn(&mut Node), fn(u32, u32) -> Action); 10] = [
+    let drifts: [Drift; 10] = [
         (
             "mac",
             |node| node.get("br-blue").mac = None,
@@ -373,7 +374,7 @@ fn frames_go_to_the_peers_that_list_the_network_and_have_an_address_of_the_same_
 fn what_a_vxlan_device_cannot_change_makes_it_anew_and_never_the_bridge() {
     for change in
         [(|node| node.networks[0].overlay = Some(Overlay { vni: 7, port: 4790 })) as fn(&mut Node), |node| {
-            node.vtep.as_mut().unwrap().address = "10.0.0.5".parse().unwrap()
+            node.vtep.as_mut().unwrap().address = "10.0.0.5".parse().unwrap();
         }]
     {
         let mut node = settled(&[], &[overlay("blue")]);
@@ -530,7 +531,9 @@ fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
         if gone {
             node.networks.clear();
         } else {
-            node.networks.iter_mut().for_each(|network| network.wish = Wish::Leave);
+            for network in &mut node.networks {
+                network.wish = Wish::Leave;
+            }
         }
         assert_eq!(actions(&node), []);
         let (ready, reason, message) = told(&node, "over");
@@ -542,7 +545,9 @@ fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
 
         let (over, up, vxlan) =
             (node.get("br-over").index, node.get("br-up").index, node.get("vx-over").index);
-        pods.iter().for_each(|&pod| node.delete(pod));
+        for pod in pods {
+            node.delete(pod);
+        }
         assert_eq!(told(&node, "over").1, reason::LEAVING);
         assert_eq!(
             actions(&node),
