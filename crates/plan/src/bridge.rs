@@ -164,7 +164,6 @@ pub struct Settled {
     overlay: Option<Overlay>,
     local: Option<IpAddr>,
     floods: BTreeSet<IpAddr>,
-    node_uid: String,
 }
 
 /// What to do, and what to say.
@@ -328,3 +327,8 @@ fn made_for(alias: &str, made: Made) -> Option<&str> {
 fn is_uid(text: &str) -> bool {
     (1..=63).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
+
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;

@@ -22,7 +22,10 @@ use plan::{
     bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
     nodenetwork::{Facts, Link, Observed, Picture},
 };
-use tokio::runtime::{Builder, Runtime};
+use tokio::{
+    runtime::{Builder, Runtime},
+    time::timeout,
+};
 
 /// A plan that is not empty after this many passes never will be.
 const PASSES: usize = 8;
@@ -40,19 +43,17 @@ impl Namespace {
         Self(made.join().unwrap())
     }
 
-    /// Runs a program with these words in the namespace.
-    fn run(&self, program: &str, words: &str) {
-        let run = || Command::new(program).args(words.split_whitespace()).output();
+    /// Runs a command line in the namespace.
+    pub fn run(&self, line: &str) {
+        let mut words = line.split_whitespace();
+        let program = words.next().unwrap();
+        let run = || Command::new(program).args(words).output();
         let output = namespace::within(&self.0, run).unwrap().expect("install the package iproute2");
-        assert!(output.status.success(), "{program} {words}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
     pub fn ip(&self, words: &str) {
-        self.run("ip", words);
-    }
-
-    pub fn bridge(&self, words: &str) {
-        self.run("bridge", words);
+        self.run(&format!("ip {words}"));
     }
 
     /// Where another program finds it.
@@ -184,6 +185,57 @@ impl Host {
             }
         }
         panic!("no end after {PASSES} passes: {steps:#?}");
+    }
+
+    /// Plans and applies so many steps, then dies and starts anew. False if all was done before.
+    pub fn die_after(&mut self, steps: usize) -> bool {
+        let mut left = steps;
+        for _ in 0..PASSES {
+            let plan = self.plan();
+            if plan.steps.is_empty() {
+                return false;
+            }
+            for step in plan.steps {
+                if left == 0 {
+                    self.settled.clear();
+                    return true;
+                }
+                left -= 1;
+                self.apply(&step).unwrap();
+            }
+        }
+        panic!("no end after {PASSES} passes");
+    }
+
+    /// Everybody leaves, and nothing is left.
+    pub fn leave(&mut self) {
+        for network in &mut self.networks {
+            network.wish = Wish::Leave;
+        }
+    }
+
+    /// Whether the kernel tells of a change within a moment. Takes all that it has told.
+    pub fn changed(&self) -> bool {
+        let within = Duration::from_millis(100);
+        let changed = || self.runtime.block_on(async { timeout(within, self.monitor.changed()).await });
+        let mut any = false;
+        while let Ok(changed) = changed() {
+            any |= changed.unwrap().events > 0;
+        }
+        any
+    }
+
+    /// Looks again after each event until the kernel is as wanted.
+    pub fn until(&self, wanted: impl Fn(&Observed) -> bool) -> Observed {
+        self.runtime.block_on(async {
+            loop {
+                let seen = self.monitor.observe().await.unwrap();
+                if wanted(&seen) {
+                    return seen;
+                }
+                timeout(Duration::from_secs(10), self.monitor.changed()).await.expect("an event").unwrap();
+            }
+        })
     }
 
     pub fn report(&self, name: &str) -> Option<NetworkOnNode> {

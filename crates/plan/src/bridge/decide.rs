@@ -137,18 +137,20 @@ fn take_part(seen: &Seen<'_>, network: &Network) -> Draft {
     let uplink = uplink::draft(seen, network, mtu, bridge);
     let mut actions = uplink.back;
     let record = record(seen, network, uplink.found);
+    let node_uid = record.node_uid.clone();
     if seen.view.records.get(uid) != Some(&record) {
         actions.push(Action::Record(record));
     }
     let Some(bridge) = bridge else {
-        let mac = mark(uid, &seen.view.facts.uid, Made::Bridge);
+        let mac = mark(uid, &node_uid, Made::Bridge);
         actions.push(Action::CreateBridge { name: network.bridge.clone(), mac, mtu });
         return Draft { actions, problem: uplink.problem, ..Draft::default() };
     };
-    let shape = Shape { uid, made: Made::Bridge, name: &network.bridge, mtu, master: None };
-    actions.extend(keep(seen.view, bridge, &shape));
+    let shape =
+        Shape { uid, node_uid: &node_uid, made: Made::Bridge, name: &network.bridge, mtu, master: None };
+    actions.extend(keep(bridge, &shape));
     actions.extend(pods_back(seen, uid, bridge));
-    let overlay = overlay::draft(seen, network, mtu, bridge);
+    let overlay = overlay::draft(seen, network, &node_uid, mtu, bridge);
     actions.extend(overlay.actions);
     actions.extend(uplink.take);
     let problem = overlay.problem.or(uplink.problem);
@@ -171,18 +173,15 @@ fn foreign_bridge(seen: &Seen<'_>, network: &Network) -> Option<Problem> {
 /// What the record should say.
 fn record(seen: &Seen<'_>, network: &Network, uplink: Option<super::Found>) -> Record {
     let view = seen.view;
-    // Links may still have the marks of a Node that was deleted and made anew; they are known by them.
-    let old = view.records.get(&network.uid).map(|record| &record.node_uid).filter(|old| {
-        let has = |(made, link): &(Made, &Link)| link.mac == Some(mark(&network.uid, old, *made));
-        seen.made(&network.uid).iter().any(has)
-    });
+    // Links that are there keep the marks that they have, also when the Node was deleted and made anew.
+    let old = view.records.get(&network.uid).filter(|record| record.boot == view.boot);
     Record {
         uid: network.uid.clone(),
         name: network.name.clone(),
         boot: view.boot.to_owned(),
         bridge: network.bridge.clone(),
         vxlan: network.vxlan.clone(),
-        node_uid: old.unwrap_or(&view.facts.uid).clone(),
+        node_uid: old.map_or(&view.facts.uid, |record| &record.node_uid).clone(),
         uplink,
     }
 }
@@ -215,7 +214,7 @@ fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, clash: Option<&C
     if let Some(found) = uplink::recorded(seen, uid) {
         let bridge =
             bridges.clone().find(|bridge| seen.ports(bridge).iter().any(|port| port.index == found.index));
-        actions.extend(uplink::back(seen, found, bridge));
+        actions.extend(uplink::back(seen, uid, found, bridge));
     }
     actions.extend(of(Made::Bridge).map(delete));
     if seen.view.records.contains_key(uid) {
@@ -259,7 +258,6 @@ fn settled(seen: &Seen<'_>, network: &Network) -> Settled {
         overlay: network.overlay,
         local: seen.view.vtep.map(|vtep| vtep.address),
         floods: overlay::wanted_floods(seen, network),
-        node_uid: seen.view.facts.uid.clone(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use api::IfName;
 
-use super::{Action, Made, View, alias, mark};
+use super::{Action, Made, alias, mark};
 use crate::nodenetwork::{Admin, Link};
 
 /// The smallest MTU with which a link has IPv6. The kernel forgets its settings for IPv6 below.
@@ -11,6 +11,8 @@ const IPV6_MTU: u32 = 1280;
 /// What a link of ours should be.
 pub struct Shape<'a> {
     pub uid: &'a str,
+    /// The UID of the Node that its mark is made with.
+    pub node_uid: &'a str,
     pub made: Made,
     pub name: &'a IfName,
     pub mtu: u32,
@@ -19,8 +21,8 @@ pub struct Shape<'a> {
 }
 
 /// The changes that make a link what it should be. It is set up last.
-pub fn keep(view: &View<'_>, link: &Link, shape: &Shape<'_>) -> Vec<Action> {
-    let Shape { uid, made, name, mtu, master } = *shape;
+pub fn keep(link: &Link, shape: &Shape<'_>) -> Vec<Action> {
+    let Shape { uid, node_uid, made, name, mtu, master } = *shape;
     let index = link.index;
     let mut actions = Vec::new();
     // The alias first: with it the mark may change and the link is still ours.
@@ -28,7 +30,7 @@ pub fn keep(view: &View<'_>, link: &Link, shape: &Shape<'_>) -> Vec<Action> {
     if link.alias != alias {
         actions.push(Action::SetAlias { link: index, alias });
     }
-    let mac = mark(uid, &view.facts.uid, made);
+    let mac = mark(uid, node_uid, made);
     if link.mac != Some(mac) {
         actions.push(Action::SetMac { link: index, mac });
     }

@@ -21,7 +21,7 @@ pub struct Draft {
 }
 
 /// Keeps the VXLAN device of a network whose bridge is there.
-pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: &Link) -> Draft {
+pub fn draft(seen: &Seen<'_>, network: &Network, node_uid: &str, mtu: u32, bridge: &Link) -> Draft {
     let mut draft = Draft::default();
     let own = seen.one(&network.uid, Made::Vxlan, network.vxlan.as_str());
     let Some(overlay) = network.overlay else {
@@ -42,15 +42,24 @@ pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: &Link) -> Dra
     draft.note = strangers(seen, network, vtep.address);
     draft.problem = too_large(mtu, vtep);
     let wanted = Vxlan { vni: overlay.vni, port: overlay.port, local: Some(vtep.address) };
+    let create = Action::CreateVxlan {
+        name: network.vxlan.clone(),
+        mac: mark(&network.uid, node_uid, Made::Vxlan),
+        mtu,
+        overlay,
+        local: vtep.address,
+        bridge: bridge.index,
+    };
     match own {
         // What the kernel cannot change in place.
         Some(link) if link.vxlan.is_some_and(|settings| settings != wanted) => {
             draft.actions.push(Action::Delete { link: link.index });
-            draft.actions.push(create(seen, network, mtu, overlay, vtep.address, bridge));
+            draft.actions.push(create);
         }
         Some(link) => {
             let shape = Shape {
                 uid: &network.uid,
+                node_uid,
                 made: Made::Vxlan,
                 name: &network.vxlan,
                 mtu,
@@ -58,30 +67,12 @@ pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: &Link) -> Dra
             };
             // The flood list first, so that a device that is up reaches everybody.
             draft.actions.extend(flood(seen, link, &wanted_floods(seen, network)));
-            draft.actions.extend(keep(seen.view, link, &shape));
+            draft.actions.extend(keep(link, &shape));
         }
         None if draft.problem.is_some() => {}
-        None => draft.actions.push(create(seen, network, mtu, overlay, vtep.address, bridge)),
+        None => draft.actions.push(create),
     }
     draft
-}
-
-fn create(
-    seen: &Seen<'_>,
-    network: &Network,
-    mtu: u32,
-    overlay: Overlay,
-    local: IpAddr,
-    bridge: &Link,
-) -> Action {
-    Action::CreateVxlan {
-        name: network.vxlan.clone(),
-        mac: mark(&network.uid, &seen.view.facts.uid, Made::Vxlan),
-        mtu,
-        overlay,
-        local,
-        bridge: bridge.index,
-    }
 }
 
 /// A link of somebody else that has the name, or the number and the port.

@@ -5,7 +5,7 @@ use std::{
     net::IpAddr,
 };
 
-use super::{Made, Overlay, View, made_for, mark, pod_network, pod_port};
+use super::{Made, Overlay, Record, View, made_for, mark, pod_network, pod_port};
 use crate::nodenetwork::Link;
 
 /// The links of the node and whose they are.
@@ -23,6 +23,8 @@ pub struct Seen<'a> {
     pods: BTreeMap<&'a str, Vec<&'a Link>>,
     vxlans: BTreeMap<Overlay, Vec<&'a Link>>,
     floods: BTreeMap<u32, BTreeSet<IpAddr>>,
+    /// The uplinks that records of this boot speak of, and their networks.
+    uplinks: BTreeMap<u32, &'a Record>,
 }
 
 impl<'a> Seen<'a> {
@@ -38,7 +40,11 @@ impl<'a> Seen<'a> {
             pods: BTreeMap::new(),
             vxlans: BTreeMap::new(),
             floods: BTreeMap::new(),
+            uplinks: BTreeMap::new(),
         };
+        for record in view.records.values().filter(|record| record.boot == view.boot) {
+            seen.uplinks.extend(record.uplink.as_ref().map(|found| (found.index, record)));
+        }
         for flood in &view.observed.floods {
             seen.floods.entry(flood.link).or_default().insert(flood.to);
         }
@@ -123,6 +129,11 @@ impl<'a> Seen<'a> {
     /// The VXLAN devices with these settings.
     pub fn vxlans(&self, overlay: Overlay) -> &[&'a Link] {
         self.vxlans.get(&overlay).map_or(&[], Vec::as_slice)
+    }
+
+    /// The record of another network that a link has to be given back for.
+    pub fn uplink_of_another(&self, uid: &str, link: &Link) -> Option<&'a Record> {
+        self.uplinks.get(&link.index).copied().filter(|record| record.uid != uid)
     }
 
     /// The flood list of a VXLAN device.

@@ -19,13 +19,14 @@ pub struct Draft {
 
 /// Compares the wanted uplink with the recorded one. Nothing is taken while there is no bridge.
 pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: Option<&Link>) -> Draft {
-    let recorded = recorded(seen, &network.uid);
+    let uid = network.uid.as_str();
+    let recorded = recorded(seen, uid);
     let link = network.uplink.as_ref().and_then(|name| seen.named(name.as_str()));
     let mut draft = Draft::default();
     if let Some(found) = recorded
         && link.is_none_or(|link| link.index != found.index)
     {
-        draft.back = back(seen, found, bridge);
+        draft.back = back(seen, uid, found, bridge);
     }
     let Some(name) = &network.uplink else {
         return draft;
@@ -42,7 +43,7 @@ pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: Option<&Link>
     };
     let known = recorded.filter(|found| found.index == link.index);
     let port = bridge.is_some_and(|bridge| link.master == Some(bridge.index));
-    if !port && let Some(why) = refused(seen, link) {
+    if !port && let Some(why) = refused(seen, uid, link) {
         draft.problem = Some(Problem::new(
             reason::UPLINK_REFUSED,
             format!("link {name} cannot be the uplink: {why}; name another in spec.uplink, or free this one"),
@@ -84,12 +85,12 @@ pub fn recorded<'a>(seen: &Seen<'a>, uid: &str) -> Option<&'a Found> {
 }
 
 /// Makes an uplink what it was. One that somebody has taken for something else since is left alone.
-pub fn back(seen: &Seen<'_>, found: &Found, bridge: Option<&Link>) -> Vec<Action> {
+pub fn back(seen: &Seen<'_>, uid: &str, found: &Found, bridge: Option<&Link>) -> Vec<Action> {
     let Some(link) = seen.link(found.index) else {
         return Vec::new();
     };
     let port = bridge.is_some_and(|bridge| link.master == Some(bridge.index));
-    if !port && refused(seen, link).is_some() {
+    if !port && refused(seen, uid, link).is_some() {
         return Vec::new();
     }
     let mut actions = Vec::new();
@@ -106,7 +107,7 @@ pub fn back(seen: &Seen<'_>, found: &Found, bridge: Option<&Link>) -> Vec<Action
 }
 
 /// Why the node needs a link, or why it cannot be a port.
-fn refused(seen: &Seen<'_>, link: &Link) -> Option<String> {
+fn refused(seen: &Seen<'_>, uid: &str, link: &Link) -> Option<String> {
     let view = seen.view;
     let named =
         |index: u32| seen.link(index).map_or_else(|| format!("link {index}"), |link| link.name.clone());
@@ -116,6 +117,9 @@ fn refused(seen: &Seen<'_>, link: &Link) -> Option<String> {
     }
     if seen.owner(link).is_some() || pod_port(&link.name) || link.alias.starts_with(api::LINK_ALIAS) {
         return Some("it belongs to a network of Patchbay".to_owned());
+    }
+    if let Some(record) = seen.uplink_of_another(uid, link) {
+        return Some(format!("BridgeNetwork {} has not given it back yet", record.name));
     }
     if link.kind.as_deref() == Some("bridge") {
         return Some("it is a bridge, and a bridge is no port of another".to_owned());

@@ -1,0 +1,564 @@
+//! A kernel of plain values, to see where plans lead from any state.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use api::{IfName, Mac, Vtep};
+use jiff::Timestamp;
+use proptest::prelude::*;
+
+use super::{
+    Action, Made, Network, Overlay, Peer, Plan, Record, Settled, View, Wish, alias, mark, plan, pod_alias,
+    pod_port,
+};
+use crate::nodenetwork::{Address, Admin, Facts, Flood, Link, Observed, Oper, Vxlan};
+
+/// A plan that is not empty after this many passes never will be.
+const PASSES: usize = 8;
+/// Links that come later have numbers from here on.
+const OURS: u32 = 100;
+
+pub fn link(index: u32, name: &str, kind: &str) -> Link {
+    Link {
+        index,
+        name: name.to_owned(),
+        kind: Some(kind.to_owned()).filter(|kind| !kind.is_empty()),
+        mac: Some(Mac::from([2, 0, 0, 0, 1, u8::try_from(index % 256).unwrap()])),
+        mtu: 1500,
+        admin: Admin::Up,
+        oper: Oper::Up,
+        loopback: false,
+        master: None,
+        lower: None,
+        alias: String::new(),
+        addresses: Vec::new(),
+        ipv6_off: Some(false),
+        vxlan: None,
+    }
+}
+
+pub fn name(text: &str) -> IfName {
+    text.parse().unwrap()
+}
+
+pub fn network(label: &str) -> Network {
+    Network {
+        name: label.to_owned(),
+        uid: format!("uid-{label}"),
+        generation: 1,
+        created: Timestamp::UNIX_EPOCH,
+        bridge: name(&format!("br-{label}")),
+        vxlan: name(&format!("vx-{label}")),
+        mtu: Some(1400),
+        uplink: None,
+        overlay: None,
+        wish: Wish::Have,
+    }
+}
+
+/// A node: its kernel, its disk, and what it knows of the cluster.
+#[derive(Debug, Clone)]
+pub struct Node {
+    pub observed: Observed,
+    pub records: BTreeMap<String, Record>,
+    pub settled: BTreeMap<String, Settled>,
+    pub networks: Vec<Network>,
+    pub peers: Vec<Peer>,
+    pub vtep: Option<Vtep>,
+    pub facts: Facts,
+    pub boot: String,
+    /// The networks that are not listed yet.
+    pub unlisted: BTreeSet<String>,
+    pub failures: BTreeMap<String, super::Failure>,
+    pub api_links: BTreeSet<u32>,
+    pub next: u32,
+}
+
+impl Node {
+    /// A node with these links besides the loopback and the one that has its address.
+    pub fn new(links: &[Link]) -> Self {
+        let address = |net: &str| Address { net: net.parse().unwrap(), temporary: false };
+        let lo = Link { loopback: true, addresses: vec![address("127.0.0.1/8")], ..link(1, "lo", "") };
+        let eth0 = Link { addresses: vec![address("10.0.0.1/24")], ..link(2, "eth0", "") };
+        let links: Vec<Link> = [lo, eth0].iter().chain(links).cloned().collect();
+        Self {
+            next: OURS,
+            observed: Observed { links, default_routes: vec![2], floods: Vec::new() },
+            records: BTreeMap::new(),
+            settled: BTreeMap::new(),
+            networks: Vec::new(),
+            peers: Vec::new(),
+            vtep: Some(Vtep {
+                address: "10.0.0.1".parse().unwrap(),
+                interface: "eth0".to_owned(),
+                mtu: 1500,
+            }),
+            facts: Facts {
+                name: "node-1".to_owned(),
+                uid: "node-uid".to_owned(),
+                internal_ips: vec!["10.0.0.1".parse().unwrap()],
+            },
+            boot: "boot-1".to_owned(),
+            unlisted: BTreeSet::new(),
+            failures: BTreeMap::new(),
+            api_links: BTreeSet::new(),
+        }
+    }
+
+    pub fn with(mut self, networks: &[Network]) -> Self {
+        self.networks = networks.to_vec();
+        self
+    }
+
+    pub fn plan(&self) -> Plan {
+        let all = self.networks.iter().map(|network| network.uid.clone());
+        let listed = all.filter(|uid| !self.unlisted.contains(uid)).collect();
+        plan(&View {
+            facts: &self.facts,
+            boot: &self.boot,
+            vtep: self.vtep.as_ref(),
+            networks: &self.networks,
+            peers: &self.peers,
+            observed: &self.observed,
+            records: &self.records,
+            listed: &listed,
+            failures: &self.failures,
+            api_links: &self.api_links,
+            settled: &self.settled,
+        })
+    }
+
+    pub fn find(&self, name: &str) -> Option<&Link> {
+        self.observed.links.iter().find(|link| link.name == name)
+    }
+
+    pub fn get(&mut self, name: &str) -> &mut Link {
+        self.observed.links.iter_mut().find(|link| link.name == name).unwrap()
+    }
+
+    fn at(&mut self, index: u32) -> &mut Link {
+        self.observed.links.iter_mut().find(|link| link.index == index).expect("steps name links that exist")
+    }
+
+    pub fn add(&mut self, mut link: Link) -> u32 {
+        assert!(self.find(&link.name).is_none(), "{} exists", link.name);
+        link.index = self.next;
+        self.next += 1;
+        self.observed.links.push(link);
+        self.next - 1
+    }
+
+    pub fn delete(&mut self, index: u32) {
+        self.observed.links.retain(|link| link.index != index);
+        self.observed.floods.retain(|flood| flood.link != index);
+        for link in &mut self.observed.links {
+            link.master = link.master.filter(|&master| master != index);
+        }
+    }
+
+    pub fn pod(&mut self, network: &str, number: u32) -> u32 {
+        let bridge = self.find(&format!("br-{network}")).map(|bridge| bridge.index);
+        let port = Link {
+            master: bridge,
+            mtu: 1400,
+            alias: pod_alias(&format!("uid-{network}"), &number.to_string(), "net1"),
+            ..link(0, &format!("veth{number:011x}"), "veth")
+        };
+        self.add(port)
+    }
+
+    pub fn apply(&mut self, network: &str, action: &Action) {
+        match action.clone() {
+            Action::Record(record) => _ = self.records.insert(network.to_owned(), record),
+            Action::Forget => _ = self.records.remove(network).expect("what is forgotten was known"),
+            Action::CreateBridge { name, mac, mtu } => {
+                let ipv6_off = (mtu > 1280).then_some(false);
+                let made = link(0, name.as_str(), "bridge");
+                self.add(Link { mac: Some(mac), mtu: mtu - 1, admin: Admin::Down, ipv6_off, ..made });
+            }
+            Action::CreateVxlan { name, mac, mtu, overlay: Overlay { vni, port }, local, bridge } => {
+                let vxlan = Some(Vxlan { vni, port, local: Some(local) });
+                let same =
+                    |link: &&Link| link.vxlan.is_some_and(|other| (other.vni, other.port) == (vni, port));
+                assert_eq!(self.observed.links.iter().find(same), None);
+                let ipv6_off = (mtu >= 1280).then_some(false);
+                let made = Link { master: Some(bridge), ipv6_off, vxlan, ..link(0, name.as_str(), "vxlan") };
+                self.add(Link { mac: Some(mac), mtu, admin: Admin::Down, ..made });
+            }
+            Action::Delete { link } => self.delete(link),
+            Action::Rename { link, name } => {
+                assert!(self.find(name.as_str()).is_none(), "{name} exists");
+                self.at(link).name = name.to_string();
+            }
+            Action::SetAlias { link, alias } => self.at(link).alias = alias,
+            Action::SetMac { link, mac } => self.at(link).mac = Some(mac),
+            Action::SetMtu { link, mtu } => {
+                let link = self.at(link);
+                link.mtu = mtu;
+                link.ipv6_off = if mtu < 1280 { None } else { link.ipv6_off.or(Some(false)) };
+            }
+            Action::SetAdmin { link, admin } => self.at(link).admin = admin,
+            Action::DisableIpv6 { name } => {
+                let link = self.get(&name);
+                link.ipv6_off = Some(true);
+                link.addresses.retain(|address| address.net.addr().is_ipv4());
+            }
+            Action::RemoveAddress { link, address } => {
+                self.at(link).addresses.retain(|own| own.net != address);
+            }
+            Action::Join { link, bridge } => {
+                assert_eq!(self.at(bridge).kind.as_deref(), Some("bridge"));
+                self.at(link).master = Some(bridge);
+            }
+            Action::Part { link } => self.at(link).master = None,
+            Action::AddFlood { vxlan, to } => self.observed.floods.push(Flood { link: vxlan, to }),
+            Action::RemoveFlood { vxlan, to } => {
+                self.observed.floods.retain(|flood| *flood != Flood { link: vxlan, to });
+            }
+        }
+    }
+
+    /// One pass that dies after so many steps.
+    fn pass(&mut self, steps: usize) -> Plan {
+        let plan = self.plan();
+        self.settled.clone_from(&plan.settled);
+        for step in plan.steps.iter().take(steps) {
+            self.apply(&step.network, &step.action);
+        }
+        plan
+    }
+
+    /// Plans and applies until nothing is left to do.
+    pub fn settle(&mut self) -> Plan {
+        let mut last = Plan::default();
+        for _ in 0..PASSES {
+            last = self.pass(usize::MAX);
+            if last.steps.is_empty() {
+                return last;
+            }
+        }
+        panic!("no end after {PASSES} passes: {:#?}", last.steps);
+    }
+}
+
+/// The link that a step changes.
+fn touched(action: &Action) -> Option<u32> {
+    match action {
+        Action::Record(_)
+        | Action::Forget
+        | Action::CreateBridge { .. }
+        | Action::CreateVxlan { .. }
+        | Action::DisableIpv6 { .. } => None,
+        Action::Delete { link }
+        | Action::Rename { link, .. }
+        | Action::SetAlias { link, .. }
+        | Action::SetMac { link, .. }
+        | Action::SetMtu { link, .. }
+        | Action::SetAdmin { link, .. }
+        | Action::RemoveAddress { link, .. }
+        | Action::Join { link, .. }
+        | Action::Part { link } => Some(*link),
+        Action::AddFlood { vxlan, .. } | Action::RemoveFlood { vxlan, .. } => Some(*vxlan),
+    }
+}
+
+/// What happens to a node between two passes; the numbers choose what exactly.
+#[derive(Debug, Clone, Copy)]
+enum Event {
+    /// Networks come, change and go.
+    Network(u8, u8),
+    /// Somebody changes a link of ours by hand.
+    Drift(u8, u8),
+    /// The daemon dies after so many steps.
+    Crash(u8),
+    Pass,
+    Pod(u8),
+    PodGone(u8),
+    Peers(u8),
+    Reboot,
+    NewNode,
+}
+
+fn events() -> impl Strategy<Value = Vec<Event>> {
+    let event = prop_oneof![
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| Event::Network(which, how)),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| Event::Drift(which, how)),
+        4 => (0..6_u8).prop_map(Event::Crash),
+        4 => Just(Event::Pass),
+        1 => any::<u8>().prop_map(Event::Pod),
+        1 => any::<u8>().prop_map(Event::PodGone),
+        1 => any::<u8>().prop_map(Event::Peers),
+        1 => Just(Event::Reboot),
+        1 => Just(Event::NewNode),
+    ];
+    proptest::collection::vec(event, 0..30)
+}
+
+/// Links of others, some of which are in the way.
+fn strangers(which: u8) -> Vec<Link> {
+    let has = |bit: u8| which & (1 << bit) != 0;
+    let address = Address { net: "192.0.2.1/24".parse().unwrap(), temporary: false };
+    let mut links = vec![
+        Link { admin: Admin::Down, mtu: 1300, ..link(10, "eth1", "") },
+        Link { mtu: 9000, ..link(11, "eth2", "") },
+        Link { addresses: vec![address], ..link(12, "eth3", "") },
+        Link { alias: "patchbay/bridge/uid-n0".to_owned(), ..link(13, "eth4", "") },
+        Link { alias: "patchbay/bridge/".to_owned(), ..link(14, "virbr9", "bridge") },
+    ];
+    if has(0) {
+        links.push(link(20, "br-n1", "bridge"));
+    }
+    if has(1) {
+        links.push(link(21, "vx-n2", "vxlan"));
+    }
+    if has(2) {
+        let vxlan = Some(Vxlan { vni: 2, port: 4789, local: None });
+        links.push(Link { vxlan, ..link(22, "vxlan2", "vxlan") });
+    }
+    if has(3) {
+        links.push(Link { lower: Some(11), ..link(23, "eth2.5", "vlan") });
+    }
+    links
+}
+
+struct World {
+    node: Node,
+    strangers: Vec<Link>,
+    pods: u32,
+}
+
+impl World {
+    fn new(which: u8) -> Self {
+        let strangers = strangers(which);
+        Self { node: Node::new(&strangers), strangers, pods: 0 }
+    }
+
+    /// Applies a pass up to a step, and checks that no step is about a link that is none of our business.
+    fn pass(&mut self, steps: usize) -> Plan {
+        let plan = self.node.plan();
+        self.node.settled.clone_from(&plan.settled);
+        for step in plan.steps.iter().take(steps) {
+            if let Some(index) = touched(&step.action) {
+                let uplink = matches!(index, 10 | 11)
+                    && matches!(
+                        step.action,
+                        Action::SetMtu { .. }
+                            | Action::SetAdmin { .. }
+                            | Action::Join { .. }
+                            | Action::Part { .. }
+                    );
+                let foreign = index <= 2 || self.strangers.iter().any(|link| link.index == index);
+                assert!(uplink || !foreign, "{step:?}");
+            }
+            self.node.apply(&step.network, &step.action);
+        }
+        plan
+    }
+
+    fn settle(&mut self) {
+        let mut steps = Vec::new();
+        for _ in 0..PASSES {
+            let plan = self.pass(usize::MAX);
+            if plan.steps.is_empty() {
+                return;
+            }
+            steps = plan.steps;
+        }
+        panic!("no end: {steps:#?}\n{:#?}", self.node);
+    }
+
+    fn happen(&mut self, event: Event) {
+        match event {
+            Event::Network(which, how) => self.edit(which % 4, how),
+            Event::Drift(which, how) => self.drift(which, how),
+            Event::Crash(steps) => _ = self.pass(usize::from(steps)),
+            Event::Pass => _ = self.pass(usize::MAX),
+            Event::Pod(which) => {
+                let label = format!("n{}", which % 4);
+                let bridge = self.node.find(&format!("br-{label}"));
+                if bridge.is_some_and(|bridge| bridge.index >= OURS) {
+                    self.pods += 1;
+                    self.node.pod(&label, self.pods);
+                }
+            }
+            Event::PodGone(which) => {
+                let ports: Vec<u32> = self.pods();
+                if let Some(&index) = ports.get(usize::from(which) % ports.len().max(1)) {
+                    self.node.delete(index);
+                }
+            }
+            Event::Peers(which) => {
+                self.node.peers = (0..4_u8)
+                    .filter(|n| which & (1 << n) != 0)
+                    .map(|n| Peer {
+                        node: format!("peer-{n}"),
+                        vtep: Some(IpAddr::from([10, 0, 0, 10 + n])),
+                        networks: (0..4)
+                            .filter(|m| (which >> 4) & (1 << m) != 0)
+                            .map(|m| format!("uid-n{m}"))
+                            .collect(),
+                    })
+                    .collect();
+            }
+            Event::Reboot => {
+                let fresh = Node::new(&self.strangers);
+                self.node.observed = fresh.observed;
+                self.node.boot += "+";
+                self.node.settled.clear();
+            }
+            Event::NewNode => self.node.facts.uid += "+",
+        }
+    }
+
+    fn pods(&self) -> Vec<u32> {
+        let links = self.node.observed.links.iter();
+        links.filter(|link| pod_port(&link.name)).map(|link| link.index).collect()
+    }
+
+    fn edit(&mut self, which: u8, how: u8) {
+        let label = format!("n{which}");
+        let uid = format!("uid-{label}");
+        let networks = &mut self.node.networks;
+        let Some(at) = networks.iter().position(|network| network.uid == uid) else {
+            let mut made = network(&label);
+            made.created = Timestamp::from_second(i64::from(how % 3)).unwrap();
+            made.mtu = Some([1400, 1280, 1450, 576][usize::from(how / 4) % 4]);
+            made.uplink = [None, Some(name("eth1")), Some(name("eth2")), Some(name("eth3"))]
+                [usize::from(how) % 4]
+                .clone();
+            if made.uplink.is_none() {
+                made.overlay = Some(Overlay { vni: u32::from(1 + which % 3), port: 4789 });
+            }
+            networks.push(made);
+            return;
+        };
+        match how % 6 {
+            0 => _ = networks.remove(at),
+            1 => networks[at].wish = Wish::Leave,
+            2 => networks[at].wish = Wish::Have,
+            3 => networks[at].mtu = Some([1400, 1280, 1450, 576, 1000][usize::from(how / 6) % 5]),
+            4 if networks[at].overlay.is_none() => {
+                networks[at].uplink =
+                    [None, Some(name("eth1")), Some(name("eth2"))][usize::from(how / 6) % 3].clone();
+            }
+            _ => {
+                if let Some(overlay) = &mut networks[at].overlay {
+                    overlay.port = [4789, 4790][usize::from(how / 6) % 2];
+                }
+            }
+        }
+    }
+
+    fn drift(&mut self, which: u8, how: u8) {
+        let mine: Vec<u32> = self
+            .node
+            .observed
+            .links
+            .iter()
+            .filter(|link| link.index >= OURS)
+            .map(|link| link.index)
+            .collect();
+        let Some(&index) = mine.get(usize::from(which) % mine.len().max(1)) else { return };
+        let pod = pod_port(&self.node.at(index).name);
+        let foreign = self.node.find("virbr9").unwrap().index;
+        let link = self.node.at(index);
+        let made = !pod && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
+        match how % 10 {
+            0 => self.node.delete(index),
+            1 => link.mtu = 1401,
+            2 => link.admin = Admin::Down,
+            3 => link.master = None,
+            4 if pod || link.kind.as_deref() == Some("vxlan") => link.master = Some(foreign),
+            5 if made => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
+            6 if made && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
+                link.alias = "by hand".to_owned();
+            }
+            7 if made => {
+                link.addresses.push(Address { net: "10.7.0.1/24".parse().unwrap(), temporary: false });
+            }
+            8 if made => link.ipv6_off = link.ipv6_off.map(|_| false),
+            9 if link.kind.as_deref() == Some("vxlan") => {
+                self.node.observed.floods.push(Flood { link: index, to: "10.0.0.99".parse().unwrap() });
+            }
+            _ => {}
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn every_sequence_settles_and_leaves_no_trace_in_the_end(which in 0..16_u8, events in events()) {
+        let mut world = World::new(which);
+        for event in events {
+            world.happen(event);
+        }
+        world.settle();
+        prop_assert_eq!(world.node.plan().steps, vec![]);
+        // A network that is right is said to be, and one that is said to be is right.
+        for report in world.node.plan().networks {
+            let bridge = world.node.find(&report.bridge).filter(|bridge| bridge.index >= OURS);
+            prop_assert!(!report.ready || bridge.is_some_and(|bridge| bridge.admin == Admin::Up), "{:?}", report);
+        }
+
+        for index in world.pods() {
+            world.node.delete(index);
+        }
+        for network in &mut world.node.networks {
+            network.wish = Wish::Leave;
+        }
+        world.settle();
+        let before = Node::new(&world.strangers).observed;
+        prop_assert_eq!(&world.node.observed, &before);
+        prop_assert!(world.node.records.is_empty());
+        prop_assert_eq!(world.node.plan().networks, vec![]);
+    }
+}
+
+#[test]
+fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
+    let up = Network { uplink: Some(name("eth1")), ..network("up") };
+    let over = Network { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network("over") };
+    let eth1 = || Link { admin: Admin::Down, mtu: 1300, ..link(10, "eth1", "") };
+    let peers = vec![Peer {
+        node: "peer".to_owned(),
+        vtep: Some("10.0.0.2".parse().unwrap()),
+        networks: [over.uid.clone()].into(),
+    }];
+    let mut whole = Node { peers: peers.clone(), ..Node::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
+    assert!(whole.settle().networks.iter().all(|report| report.ready));
+    for first in 0..16 {
+        for second in 0..16 {
+            let mut node =
+                Node { peers: peers.clone(), ..Node::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
+            node.pass(first);
+            node.pass(second);
+            node.settle();
+            assert_eq!(node.observed.links.len(), whole.observed.links.len());
+            assert!(node.plan().networks.iter().all(|report| report.ready));
+
+            for network in &mut node.networks {
+                network.wish = Wish::Leave;
+            }
+            node.pass(first);
+            node.pass(second);
+            node.settle();
+            assert_eq!(node.observed, Node::new(&[eth1()]).observed);
+            assert_eq!(node.records, BTreeMap::new());
+        }
+    }
+}
+
+#[test]
+fn leftovers_that_only_an_alias_or_an_old_mark_tells_of_are_removed() {
+    let mut node = Node::new(&[]);
+    let before = node.observed.clone();
+    let bridge = node.add(Link { alias: alias("gone", Made::Bridge), ..link(0, "br-gone", "bridge") });
+    node.add(Link { master: Some(bridge), alias: alias("gone", Made::Vxlan), ..link(0, "vx-gone", "vxlan") });
+    node.networks = vec![Network { wish: Wish::Leave, ..network("left") }];
+    let mac = Some(mark("uid-left", "node-uid", Made::Bridge));
+    node.add(Link { mac, ..link(0, "br-left", "bridge") });
+    node.settle();
+    assert_eq!(node.observed, before);
+}
