@@ -16,7 +16,7 @@ use wire::{
     socket::Request,
 };
 
-use super::{NetworkView, Networks, Shared, State};
+use super::{NetworkView, Networks, Shared, State, tombstone};
 
 /// The name that address plugins are called by.
 const IPAM: &str = "patchbay-ipam";
@@ -86,8 +86,12 @@ impl Shared {
             alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
         };
+        // One that is left would be applied to the new link.
+        tombstone::forget(&self.tombstones, request).map_err(|error| {
+            Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
+        })?;
         let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
-        self.still(network, &ready, &whose.host)?;
+        self.still_joined(&view, network, &whose.host)?;
         info!(
             network,
             container_id = whose.container_id,
@@ -104,9 +108,9 @@ impl Shared {
 
     /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
     /// being removed and then looks for links of pods, so one of the two sees the other.
-    fn still(&self, network: &str, joined: &Ready<'_>, host: &IfName) -> Result<(), Error> {
-        let view = self.view();
-        let error = match ready(&view, network) {
+    pub(super) fn still_joined(&self, before: &Networks, network: &str, host: &IfName) -> Result<(), Error> {
+        let (joined, now) = (ready(before, network)?, self.view());
+        let error = match ready(&now, network) {
             Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
             Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
             Err(error) => error,
@@ -116,13 +120,18 @@ impl Shared {
     }
 
     /// Whatever else the call says, the pair of this sandbox and interface is gone afterwards.
-    pub(super) fn delete(&self, request: &Request) -> Result<(), Error> {
+    fn delete(&self, request: &Request) -> Result<(), Error> {
+        self.delete_if(request, || true)
+    }
+
+    /// The same, if it still is to be done when nobody else does anything to the pair.
+    pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
         if request.plugin == IPAM {
             return Ok(());
         }
         let whose = whose(request)?;
         let _lock = self.lock(&whose.host);
-        if attach::detach(&whose.host).map_err(|error| failed(&error))? {
+        if still() && attach::detach(&whose.host).map_err(|error| failed(&error))? {
             info!(container_id = whose.container_id, ifname = whose.ifname, host = %whose.host, "a pod left");
         }
         Ok(())
