@@ -131,8 +131,17 @@ impl Shared {
         }
         let whose = whose(request)?;
         let _lock = self.lock(&whose.host);
-        if still() && attach::detach(&whose.host).map_err(|error| failed(&error))? {
-            info!(container_id = whose.container_id, ifname = whose.ifname, host = %whose.host, "a pod left");
+        if !still() {
+            return Ok(());
+        }
+        match attach::detach(&whose.host) {
+            Ok(true) => {
+                let Whose { container_id, ifname, host } = whose;
+                info!(container_id, ifname, %host, "a pod left");
+            }
+            // What somebody else made under this name is not the pod's.
+            Ok(false) | Err(attach::Error::Foreign { .. }) => {}
+            Err(error) => return Err(failed(&error)),
         }
         Ok(())
     }
@@ -185,7 +194,7 @@ impl Shared {
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
             // A network that there is not has no links here; one that is not known yet may have.
-            return self.read_by(&view, Code::TryAgainLater);
+            return read(&view, Code::TryAgainLater);
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
@@ -203,11 +212,7 @@ impl Shared {
     }
 
     fn status(&self) -> Result<(), Error> {
-        self.read_by(&self.view(), Code::NotAvailable)
-    }
-
-    fn read_by(&self, view: &Networks, code: Code) -> Result<(), Error> {
-        if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+        read(&self.view(), Code::NotAvailable)
     }
 
     fn view(&self) -> Arc<Networks> {
@@ -217,6 +222,11 @@ impl Shared {
 
 const UNREAD: &str = "the patchbay node daemon has not yet read the networks from the API server; \
     if this lasts, look at the log of its pod on this node";
+
+/// Refuses as long as the networks are not known.
+fn read(view: &Networks, code: Code) -> Result<(), Error> {
+    if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+}
 
 fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));

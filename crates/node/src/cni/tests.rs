@@ -362,6 +362,9 @@ fn what_is_gone_goes_whatever_else_is_wrong() {
             assert_eq!(world.call(&request, None).await, (0, Value::Null));
             assert_eq!(pod.links(), 1);
         }
+        world.host.ip(&format!("link add {} type bridge", host_end("c1"))).unwrap();
+        world.done("DEL", "c1", &pod, json!({})).await;
+        assert!(world.host.ip(&format!("link show {}", host_end("c1"))).is_some());
     });
 }
 
