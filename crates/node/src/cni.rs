@@ -231,7 +231,7 @@ impl Shared {
 
     /// Does what the shim was asked while nobody answered it.
     fn bury(&self) {
-        tombstone::each(&self.tombstones, |request| match self.delete(request) {
+        tombstone::each(&self.tombstones, |path, request| match self.delete_if(request, || path.exists()) {
             Ok(()) => true,
             Err(error) => {
                 warn!(container_id = request.container_id, %error, "a pod's link cannot be deleted yet");

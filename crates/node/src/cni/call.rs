@@ -16,7 +16,7 @@ use wire::{
     socket::Request,
 };
 
-use super::{NetworkView, Networks, Shared, State};
+use super::{NetworkView, Networks, Shared, State, tombstone};
 
 /// The name that address plugins are called by.
 const IPAM: &str = "patchbay-ipam";
@@ -86,8 +86,12 @@ impl Shared {
             alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
         };
+        // One that is left would be applied to the new link.
+        tombstone::forget(&self.tombstones, request).map_err(|error| {
+            Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
+        })?;
         let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
-        self.still(network, &ready, &whose.host)?;
+        self.still_joined(&view, network, &whose.host)?;
         info!(
             network,
             container_id = whose.container_id,
@@ -104,9 +108,9 @@ impl Shared {
 
     /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
     /// being removed and then looks for links of pods, so one of the two sees the other.
-    fn still(&self, network: &str, joined: &Ready<'_>, host: &IfName) -> Result<(), Error> {
-        let view = self.view();
-        let error = match ready(&view, network) {
+    pub(super) fn still_joined(&self, before: &Networks, network: &str, host: &IfName) -> Result<(), Error> {
+        let (joined, now) = (ready(before, network)?, self.view());
+        let error = match ready(&now, network) {
             Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
             Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
             Err(error) => error,
@@ -116,14 +120,28 @@ impl Shared {
     }
 
     /// Whatever else the call says, the pair of this sandbox and interface is gone afterwards.
-    pub(super) fn delete(&self, request: &Request) -> Result<(), Error> {
+    fn delete(&self, request: &Request) -> Result<(), Error> {
+        self.delete_if(request, || true)
+    }
+
+    /// The same, if it still is to be done when nobody else does anything to the pair.
+    pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
         if request.plugin == IPAM {
             return Ok(());
         }
         let whose = whose(request)?;
         let _lock = self.lock(&whose.host);
-        if attach::detach(&whose.host).map_err(|error| failed(&error))? {
-            info!(container_id = whose.container_id, ifname = whose.ifname, host = %whose.host, "a pod left");
+        if !still() {
+            return Ok(());
+        }
+        match attach::detach(&whose.host) {
+            Ok(true) => {
+                let Whose { container_id, ifname, host } = whose;
+                info!(container_id, ifname, %host, "a pod left");
+            }
+            // What somebody else made under this name is not the pod's.
+            Ok(false) | Err(attach::Error::Foreign { .. }) => {}
+            Err(error) => return Err(failed(&error)),
         }
         Ok(())
     }
@@ -176,7 +194,7 @@ impl Shared {
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
             // A network that there is not has no links here; one that is not known yet may have.
-            return self.read_by(&view, Code::TryAgainLater);
+            return read(&view, Code::TryAgainLater);
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
@@ -194,11 +212,7 @@ impl Shared {
     }
 
     fn status(&self) -> Result<(), Error> {
-        self.read_by(&self.view(), Code::NotAvailable)
-    }
-
-    fn read_by(&self, view: &Networks, code: Code) -> Result<(), Error> {
-        if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+        read(&self.view(), Code::NotAvailable)
     }
 
     fn view(&self) -> Arc<Networks> {
@@ -208,6 +222,11 @@ impl Shared {
 
 const UNREAD: &str = "the patchbay node daemon has not yet read the networks from the API server; \
     if this lasts, look at the log of its pod on this node";
+
+/// Refuses as long as the networks are not known.
+fn read(view: &Networks, code: Code) -> Result<(), Error> {
+    if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+}
 
 fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));

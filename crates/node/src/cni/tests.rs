@@ -1,1 +1,484 @@
+//! The server through its socket, each test in network namespaces of its own.
 
+use std::{
+    fs::{self, File},
+    os::fd::AsFd as _,
+    os::unix::net::UnixStream as Client,
+    process::Command,
+    thread,
+};
+
+use link::namespace;
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::geteuid,
+};
+use plan::attachment;
+use prometheus_client::{encoding::text::encode, registry::Registry};
+use serde_json::{Value, json};
+use tokio::runtime::Builder;
+
+use super::*;
+
+const MTU: u32 = 1400;
+
+/// A network namespace that goes when nobody holds it.
+struct Namespace(File);
+
+impl Namespace {
+    fn new() -> Self {
+        assert!(geteuid().is_root(), "CNI tests need root: run them as `sudo -E cargo test -p node`");
+        let made = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            File::open("/proc/thread-self/ns/net").unwrap()
+        });
+        Self(made.join().unwrap())
+    }
+
+    /// What `ip` says, if it succeeds.
+    fn ip(&self, words: &str) -> Option<String> {
+        let run = || Command::new("ip").args(words.split_whitespace()).output();
+        let output = namespace::within(&self.0, run).unwrap().expect("run ip: install the package iproute2");
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    fn links(&self) -> usize {
+        self.ip("-o link").unwrap().lines().count()
+    }
+}
+
+/// A host with a bridge, and the server on it.
+struct World {
+    host: Namespace,
+    bridge: u32,
+    places: Places,
+    networks: watch::Sender<Arc<Networks>>,
+    metrics: Metrics,
+}
+
+impl World {
+    fn ready(&self) -> State {
+        State::Ready { bridge_index: self.bridge, mtu: MTU, removing: false }
+    }
+
+    fn set(&self, name: &str, state: State) {
+        self.networks.send_modify(|networks| {
+            let networks = Arc::make_mut(networks);
+            networks.by_name.insert(name.to_owned(), NetworkView { uid: format!("uid-{name}"), state });
+        });
+    }
+
+    /// Makes one call as the shim does.
+    async fn call(&self, request: &Request, pod: Option<&Namespace>) -> (u8, Value) {
+        let (socket, frame) = (path(&self.places.run_dir), request.encode().unwrap());
+        let pod = pod.map(|pod| pod.0.try_clone().unwrap());
+        let reply = spawn_blocking(move || {
+            let client = Client::connect(socket).unwrap();
+            frames::send(&client, &frame, pod.as_ref().map(|pod| pod.as_fd())).unwrap();
+            let (mut reader, mut buffer) = (frames::Reader::default(), [0; 4096]);
+            loop {
+                let length = frames::receive(&client, &mut buffer, &mut None).unwrap();
+                assert!(length > 0, "the server hung up");
+                reader.feed(&buffer[..length]);
+                if let Some(Message::Reply(reply)) = reader.message().unwrap() {
+                    return reply;
+                }
+            }
+        });
+        let reply = reply.await.unwrap();
+        (reply.exit, serde_json::from_slice(&reply.stdout).unwrap_or(Value::Null))
+    }
+
+    /// The same with the configuration of network `blue` and these changes to it; succeeds.
+    async fn done(&self, command: &str, id: &str, pod: &Namespace, changes: Value) -> Value {
+        let (exit, value) = self.call(&request(command, id, changes), Some(pod)).await;
+        assert_eq!(exit, 0, "{value}");
+        value
+    }
+
+    /// The same, and is refused: the number and the words.
+    async fn refused(&self, command: &str, id: &str, pod: &Namespace, changes: Value) -> (u64, String) {
+        let (exit, value) = self.call(&request(command, id, changes), Some(pod)).await;
+        assert_eq!(exit, 1, "{value}");
+        (value["code"].as_u64().unwrap(), value["msg"].as_str().unwrap().to_owned())
+    }
+}
+
+fn request(command: &str, id: &str, changes: Value) -> Request {
+    let mut config = json!({
+        "cniVersion": "1.1.0", "name": "blue", "type": "patchbay-bridge", "network": "blue",
+        "capabilities": {"mac": true},
+    });
+    for (key, value) in changes.as_object().into_iter().flatten() {
+        config[key] = value.clone();
+    }
+    Request {
+        plugin: "patchbay-bridge".to_owned(),
+        command: command.to_owned(),
+        container_id: id.to_owned(),
+        netns: "/run/netns/pod".to_owned(),
+        ifname: "net1".to_owned(),
+        args: "IgnoreUnknown=1;K8S_POD_NAMESPACE=default;K8S_POD_NAME=pod".to_owned(),
+        path: "/opt/cni/bin".to_owned(),
+        stdin: config.to_string().into_bytes(),
+    }
+}
+
+fn host_end(id: &str) -> String {
+    attachment::host_end(id, "net1").unwrap().to_string()
+}
+
+/// Runs a test beside the server, both in a namespace with a bridge; network `blue` is ready.
+fn beside_server(name: &str, before: impl FnOnce(&World) + Send, test: impl AsyncFnOnce(&World) + Send) {
+    let root = std::env::temp_dir().join(format!("patchbay-node-cni-{}-{name}", std::process::id()));
+    let host = Namespace::new();
+    host.ip("link add br0 mtu 1400 type bridge").unwrap();
+    host.ip("link set br0 up").unwrap();
+    let bridge = host.ip("-o link show br0").unwrap().split(':').next().unwrap().parse().unwrap();
+    let places = Places {
+        run_dir: root.join("run"),
+        state_dir: root.join("state"),
+        proc_root: PathBuf::from("/proc"),
+    };
+    let networks = watch::Sender::new(Arc::new(Networks { synced: true, by_name: BTreeMap::new() }));
+    let inside = File::try_clone(&host.0).unwrap();
+    let world = World { host, bridge, places, networks, metrics: Metrics::default() };
+    world.set("blue", world.ready());
+    before(&world);
+    let run = || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let server = Server::bind(&world.places, world.networks.subscribe(), world.metrics.clone());
+            tokio::select! {
+                ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
+                done = timeout(Duration::from_secs(60), test(&world)) => done.unwrap(),
+            }
+        });
+    };
+    namespace::within(inside, run).unwrap();
+    fs::remove_dir_all(root).unwrap();
+}
+
+fn on_server(name: &str, test: impl AsyncFnOnce(&World) + Send) {
+    beside_server(name, |_| {}, test);
+}
+
+#[test]
+fn a_pod_joins_and_leaves_and_both_can_be_repeated() {
+    on_server("join", async |world| {
+        let pod = Namespace::new();
+        let made = world.done("ADD", "c1", &pod, json!({})).await;
+        let mac = attachment::mac("c1", "net1", "uid-blue").to_string();
+        let inside = json!({"name": "net1", "mac": mac, "mtu": MTU, "sandbox": "/run/netns/pod"});
+        let wanted = json!([{"name": host_end("c1"), "mtu": MTU}, inside]);
+        assert_eq!(made["interfaces"], wanted);
+        let shown = pod.ip("link show net1").unwrap();
+        assert!(shown.contains(&mac) && shown.contains(",UP"), "{shown}");
+        let alias = world.host.ip(&format!("link show {}", host_end("c1"))).unwrap();
+        assert!(alias.contains("alias pod/uid-blue/c1/net1") && alias.contains("master br0"), "{alias}");
+
+        let index = pod.ip("-o link show net1").unwrap();
+        assert_eq!(world.done("ADD", "c1", &pod, json!({})).await, made);
+        assert_eq!(pod.ip("-o link show net1").unwrap(), index);
+        for _ in 0..2 {
+            assert_eq!(world.done("DEL", "c1", &pod, json!({})).await, Value::Null);
+            assert_eq!(pod.ip("link show net1"), None);
+        }
+    });
+}
+
+#[test]
+fn a_pod_waits_until_its_network_is_ready_and_is_told_why() {
+    on_server("waits", async |world| {
+        let pod = Namespace::new();
+        let not_ready =
+            State::NotReady { reason: "UplinkMissing".to_owned(), message: "there is no eth7".to_owned() };
+        for (state, words) in [
+            (not_ready, "UplinkMissing): there is no eth7"),
+            (State::NotSelected, "network.patchbay.dev/blue=true"),
+            (State::Removing, "is being removed"),
+        ] {
+            world.set("blue", state);
+            let (code, msg) = world.refused("ADD", "c1", &pod, json!({})).await;
+            assert!(code == 11 && msg.contains(words), "{code} {msg}");
+        }
+        let (code, msg) = world.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
+        assert!(code == 11 && msg.contains("there is no BridgeNetwork \"green\""), "{code} {msg}");
+        world.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
+        let (code, msg) = world.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
+        assert!(code == 11 && msg.contains("has not yet read"), "{code} {msg}");
+        assert_eq!((pod.links(), world.host.links()), (1, 2));
+
+        world.set("blue", State::Ready { bridge_index: world.bridge, mtu: MTU, removing: true });
+        world.done("ADD", "c1", &pod, json!({})).await;
+        assert_eq!((pod.links(), world.host.links()), (2, 3));
+    });
+}
+
+#[test]
+fn a_bridge_that_is_gone_is_worth_another_try() {
+    on_server("gone", async |world| {
+        let pod = Namespace::new();
+        world.host.ip("link del br0").unwrap();
+        assert_eq!(world.refused("ADD", "c1", &pod, json!({})).await.0, 11);
+        assert_eq!(pod.links(), 1);
+    });
+}
+
+#[test]
+fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
+    on_server("meanwhile", async |world| {
+        let pod = Namespace::new();
+        let changes = [State::Removing, State::Ready { bridge_index: 7777, mtu: MTU, removing: false }];
+        for state in changes {
+            world.set("blue", world.ready());
+            world.done("ADD", "c1", &pod, json!({})).await;
+            let before = Arc::clone(&world.networks.borrow());
+            world.set("blue", state);
+            let shared = Shared {
+                networks: world.networks.subscribe(),
+                tombstones: PathBuf::new(),
+                proc_root: PathBuf::new(),
+                locks: Vec::new(),
+                metrics: Metrics::default(),
+            };
+            let error = shared.still_joined(&before, "blue", &attachment::host_end("c1", "net1").unwrap());
+            assert_eq!(error.unwrap_err().code, Code::TryAgainLater);
+            assert_eq!(pod.links(), 1);
+        }
+    });
+}
+
+#[test]
+fn twenty_pods_join_at_once() {
+    on_server("twenty", async |world| {
+        let pods: Vec<Namespace> = (0..20).map(|_| Namespace::new()).collect();
+        let ids: Vec<String> = (0..20).map(|index| format!("c{index}")).collect();
+        let join = |(id, pod)| world.done("ADD", id, pod, json!({}));
+        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(join)).await;
+        assert!(pods.iter().all(|pod| pod.links() == 2));
+        assert_eq!(world.host.links(), 22);
+        let leave = |(id, pod)| world.done("DEL", id, pod, json!({}));
+        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(leave)).await;
+        assert_eq!(world.host.links(), 2);
+        let mut registry = Registry::default();
+        world.metrics.register(&mut registry);
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            r#"cni_calls_total{command="Add",result="Ok"} 20"#,
+            r#"duration_seconds_count{command="Del"} 20"#,
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
+    });
+}
+
+#[test]
+fn an_address_and_an_mtu_can_be_asked_for() {
+    on_server("asked", async |world| {
+        let pod = Namespace::new();
+        let asked = json!({"mtu": 1300, "runtimeConfig": {"mac": "02-00-00-00-00-0A"}});
+        let made = world.done("ADD", "c1", &pod, asked).await;
+        assert_eq!(made["interfaces"][1]["mac"], "02:00:00:00:00:0a");
+        let shown = pod.ip("link show net1").unwrap();
+        assert!(shown.contains("02:00:00:00:00:0a") && shown.contains("mtu 1300"), "{shown}");
+
+        let mut by_arguments = request("ADD", "c1", json!({}));
+        by_arguments.args += ";MAC=02:00:00:00:00:0b";
+        assert_eq!(world.call(&by_arguments, Some(&pod)).await.0, 0);
+        assert!(pod.ip("link show net1").unwrap().contains("02:00:00:00:00:0b"));
+        let (code, msg) = world.refused("ADD", "c2", &Namespace::new(), json!({"mtu": 1401})).await;
+        assert!(code == 11 && msg.contains("write 1400 or less"), "{code} {msg}");
+    });
+}
+
+#[test]
+fn a_call_that_cannot_be_is_refused_and_makes_nothing() {
+    on_server("hostile", async |world| {
+        let pod = Namespace::new();
+        for (changes, code) in [
+            (json!({"network": null}), 7),
+            (json!({"network": 7}), 7),
+            (json!({"cniVersion": "9.0.0"}), 1),
+            (json!({"mtu": -1}), 7),
+            (json!({"mtu": 10}), 7),
+            (json!({"ipam": {"type": "host-local"}}), 2),
+            (json!({"runtimeConfig": {"mac": "01:00:5e:00:00:01"}}), 7),
+            (json!({"runtimeConfig": {"mac": "00:00:00:00:00:00"}}), 7),
+            (json!({"runtimeConfig": {"mac": "02:00"}}), 7),
+            (json!({"network": "../../etc"}), 11),
+        ] {
+            assert_eq!(world.refused("ADD", "c1", &pod, changes.clone()).await.0, code, "{changes}");
+        }
+        for (change, code) in [
+            (&(|request: &mut Request| request.stdin = b"{".to_vec()) as &dyn Fn(&mut Request), 6),
+            (&|request| request.args = "X=1".to_owned(), 4),
+            (&|request| request.ifname = "../net1".to_owned(), 4),
+            (&|request| request.ifname = "a-name-that-is-too-long".to_owned(), 4),
+            (&|request| request.ifname = "lo".to_owned(), 4),
+            (&|request| request.ifname = String::new(), 4),
+            (&|request| request.container_id = String::new(), 4),
+            (&|request| request.command = "EXPLODE".to_owned(), 4),
+            (&|request| request.plugin = "patchbay-ipam".to_owned(), 7),
+        ] {
+            let mut request = request("ADD", "c1", json!({}));
+            change(&mut request);
+            let (exit, value) = world.call(&request, Some(&pod)).await;
+            assert_eq!((exit, value["code"].as_u64()), (1, Some(code)), "{value}");
+        }
+        let add = request("ADD", "c1", json!({}));
+        assert_eq!(world.call(&add, None).await.1["code"], 4);
+        assert_eq!(world.call(&add, Some(&world.host)).await.1["code"], 4);
+        assert_eq!((pod.links(), world.host.links()), (1, 2));
+    });
+}
+
+#[test]
+fn bytes_that_are_no_call_disturb_nobody() {
+    on_server("garbage", async |world| {
+        for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[1, 2, 0, 0, 0, 0], &[1, 1, 255, 255, 255, 255], b""] {
+            let mut stream = UnixStream::connect(path(&world.places.run_dir)).await.unwrap();
+            stream.write_all(bytes).await.unwrap();
+        }
+        world.done("ADD", "c1", &Namespace::new(), json!({})).await;
+    });
+}
+
+#[test]
+fn what_is_gone_goes_whatever_else_is_wrong() {
+    on_server("del", async |world| {
+        let pod = Namespace::new();
+        for change in [
+            &(|request: &mut Request| request.stdin = b"nonsense".to_vec()) as &dyn Fn(&mut Request),
+            &|request| request.netns = String::new(),
+            &|request| request.args = "=;=".to_owned(),
+        ] {
+            world.set("blue", world.ready());
+            world.done("ADD", "c1", &pod, json!({})).await;
+            world.networks.send_replace(Arc::default());
+            let mut request = request("DEL", "c1", json!({}));
+            change(&mut request);
+            assert_eq!(world.call(&request, None).await, (0, Value::Null));
+            assert_eq!(pod.links(), 1);
+        }
+        world.host.ip(&format!("link add {} type bridge", host_end("c1"))).unwrap();
+        world.done("DEL", "c1", &pod, json!({})).await;
+        assert!(world.host.ip(&format!("link show {}", host_end("c1"))).is_some());
+    });
+}
+
+#[test]
+fn a_check_tells_what_was_changed() {
+    on_server("check", async |world| {
+        let pod = Namespace::new();
+        let made = world.done("ADD", "c1", &pod, json!({"mtu": 1300})).await;
+        let with = json!({"prevResult": made, "mtu": 1300});
+        world.done("CHECK", "c1", &pod, with.clone()).await;
+        world.done("CHECK", "c1", &pod, json!({"cniVersion": "0.4.0"})).await;
+        assert_eq!(world.refused("CHECK", "c1", &pod, json!({"cniVersion": "0.3.1"})).await.0, 1);
+        pod.ip("link set net1 mtu 1200").unwrap();
+        assert_eq!(world.refused("CHECK", "c1", &pod, with.clone()).await.0, 100);
+        pod.ip("link set net1 mtu 1300").unwrap();
+        world.done("CHECK", "c1", &pod, with.clone()).await;
+        world.host.ip(&format!("link set {} nomaster", host_end("c1"))).unwrap();
+        assert_eq!(world.refused("CHECK", "c1", &pod, with).await.0, 100);
+    });
+}
+
+#[test]
+fn the_server_is_available_once_the_networks_are_known() {
+    on_server("status", async |world| {
+        let pod = Namespace::new();
+        world.done("STATUS", "", &pod, json!({})).await;
+        assert_eq!(world.refused("STATUS", "", &pod, json!({"cniVersion": "1.0.0"})).await.0, 1);
+        world.networks.send_replace(Arc::default());
+        assert_eq!(world.refused("STATUS", "", &pod, json!({})).await.0, 50);
+        let (exit, value) = world.call(&request("VERSION", "", json!({})), None).await;
+        assert_eq!((exit, &value["supportedVersions"]), (0, &json!(wire::CNI_VERSIONS)));
+    });
+}
+
+#[test]
+fn garbage_is_what_the_runtime_forgot_of_this_network_alone() {
+    on_server("gc", async |world| {
+        let pods: Vec<Namespace> = (0..3).map(|_| Namespace::new()).collect();
+        world.set("green", world.ready());
+        world.done("ADD", "kept", &pods[0], json!({})).await;
+        world.done("ADD", "forgotten", &pods[1], json!({})).await;
+        world.done("ADD", "other", &pods[2], json!({"network": "green"})).await;
+        let valid = json!({"cni.dev/valid-attachments": [{"containerID": "kept", "ifname": "net1"}]});
+        assert_eq!(world.refused("GC", "", &pods[0], json!({})).await.0, 7);
+        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 2, 2]);
+        world.done("GC", "", &pods[0], valid.clone()).await;
+        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 1, 2]);
+        world.networks.send_replace(Arc::default());
+        assert_eq!(world.refused("GC", "", &pods[0], valid).await.0, 11);
+    });
+}
+
+fn tombstone(world: &World, id: &str) -> PathBuf {
+    let directory = world.places.state_dir.join(frames::TOMBSTONES);
+    fs::create_dir_all(&directory).unwrap();
+    let request = request("DEL", id, json!({}));
+    let path = directory.join(request.key());
+    fs::write(&path, request.encode().unwrap()).unwrap();
+    path
+}
+
+#[test]
+fn tombstones_are_applied_before_the_first_call_is_served() {
+    let pod = Namespace::new();
+    let before = |world: &World| {
+        world.host.ip(&format!("link add {} type veth peer name x", host_end("c1"))).unwrap();
+        tombstone(world, "c1");
+        tombstone(world, "never-there");
+        fs::write(world.places.state_dir.join("tombstones/garbage"), "garbage").unwrap();
+    };
+    beside_server("tombstones", before, async |world| {
+        world.done("STATUS", "", &pod, json!({})).await;
+        assert_eq!(world.host.links(), 2);
+        assert_eq!(fs::read_dir(world.places.state_dir.join("tombstones")).unwrap().count(), 0);
+    });
+}
+
+#[test]
+fn a_tombstone_is_applied_after_the_next_leave_but_never_to_a_link_made_later() {
+    on_server("later", async |world| {
+        let (one, other) = (Namespace::new(), Namespace::new());
+        world.done("ADD", "c1", &one, json!({})).await;
+        let grave = tombstone(world, "c1");
+        world.done("DEL", "c2", &other, json!({})).await;
+        assert!(one.links() == 1 && !grave.exists());
+
+        tombstone(world, "c1");
+        world.done("ADD", "c1", &one, json!({})).await;
+        world.done("DEL", "c2", &other, json!({})).await;
+        assert!(one.links() == 2 && !grave.exists());
+    });
+}
+
+#[test]
+fn the_shim_is_installed_whole_and_only_if_it_differs() {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+
+    let root = std::env::temp_dir().join(format!("patchbay-node-cni-{}-install", std::process::id()));
+    let (shim, bin) = (root.join("patchbay-cni"), root.join("opt/cni/bin"));
+    fs::create_dir_all(&root).unwrap();
+    assert!(install(&shim, &bin).is_err());
+    fs::write(&shim, "one").unwrap();
+    assert!(install(&shim, &bin).unwrap());
+    let bridge = bin.join("patchbay-bridge");
+    let inode = fs::metadata(&bridge).unwrap().ino();
+    assert_eq!(fs::metadata(&bridge).unwrap().permissions().mode() & 0o7777, 0o755);
+    fs::write(bin.join(".patchbay-ipam.patchbay-new"), "half").unwrap();
+    assert!(!install(&shim, &bin).unwrap());
+    assert_eq!(fs::metadata(&bridge).unwrap().ino(), inode);
+
+    fs::write(&shim, "two").unwrap();
+    assert!(install(&shim, &bin).unwrap());
+    let names: Vec<_> = fs::read_dir(&bin).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert_eq!(fs::read_to_string(bin.join("patchbay-ipam")).unwrap(), "two");
+    fs::remove_dir_all(root).unwrap();
+}

@@ -15,12 +15,12 @@ use wire::socket::{LIMIT, Message, Reader, Request};
 const ABANDONED: Duration = Duration::from_secs(600);
 
 /// Gives every tombstone to `apply`, and removes durably those that it has applied.
-pub fn each(directory: &Path, apply: impl Fn(&Request) -> bool) {
+pub fn each(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
     let mut removed = false;
     for name in names(directory).into_iter().filter(|name| !name.starts_with('.')) {
         let path = directory.join(&name);
         match read(&path) {
-            Ok(Some(request)) if !apply(&request) => continue,
+            Ok(Some(request)) if !apply(&path, &request) => continue,
             Ok(Some(request)) => info!(container_id = request.container_id, "applied a tombstone"),
             Ok(None) => warn!(name, "a tombstone that is none is thrown away"),
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
@@ -31,12 +31,26 @@ pub fn each(directory: &Path, apply: impl Fn(&Request) -> bool) {
         }
         match fs::remove_file(&path) {
             Ok(()) => removed = true,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => warn!(name, error = %Chain(&error), "a tombstone cannot be removed"),
         }
     }
-    if removed && let Err(error) = File::open(directory).and_then(|directory| directory.sync_all()) {
+    if removed && let Err(error) = sync(directory) {
         warn!(error = %Chain(&error), "the removal of tombstones cannot be made durable");
     }
+}
+
+/// Removes the tombstone of an interface that is about to be made again, durably.
+pub fn forget(directory: &Path, request: &Request) -> io::Result<()> {
+    match fs::remove_file(directory.join(request.key())) {
+        Ok(()) => sync(directory),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+fn sync(directory: &Path) -> io::Result<()> {
+    File::open(directory)?.sync_all()
 }
 
 /// Removes what shims left behind that were killed in the middle of writing.

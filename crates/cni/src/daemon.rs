@@ -1,0 +1,66 @@
+//! Asking the daemon of this node.
+
+use std::{
+    env, fmt, io,
+    os::{fd::BorrowedFd, unix::net::UnixStream},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use wire::socket::{Message, Reader, Reply, receive, send};
+
+const SOCKET: &str = "/run/patchbay/cni.sock";
+/// Longer than the daemon takes for any call, shorter than runtimes wait for a plugin.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub enum Error {
+    /// Nobody is there.
+    Connect(PathBuf, io::Error),
+    /// The connection broke, or the deadline passed.
+    Broken(io::Error),
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the patchbay node daemon does not answer on this node (")?;
+        match self {
+            Self::Connect(path, error) => write!(f, "{}: {error}", path.display())?,
+            Self::Broken(error) => write!(f, "in the middle of the call: {error}")?,
+        }
+        f.write_str("): look at its pod in the namespace patchbay-system; the call is tried again by itself")
+    }
+}
+
+/// Sends the frame, and with it the descriptor, and waits for the reply.
+pub fn ask(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
+    let path = env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
+    let socket = UnixStream::connect(&path).map_err(|error| Error::Connect(path, error))?;
+    converse(&socket, frame, descriptor).map_err(Error::Broken)
+}
+
+fn converse(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+    let deadline = Instant::now() + DEADLINE;
+    socket.set_write_timeout(Some(DEADLINE))?;
+    send(socket, frame, descriptor)?;
+    let (mut reader, mut buffer) = (Reader::default(), [0; 8 * 1024]);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        socket.set_read_timeout(Some(left))?;
+        let length = receive(socket, &mut buffer, &mut None)?;
+        if length == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        reader.feed(buffer.get(..length).unwrap_or_default());
+        let message = reader.message().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        match message {
+            Some(Message::Reply(reply)) => return Ok(reply),
+            Some(Message::Request(_)) => return Err(io::ErrorKind::InvalidData.into()),
+            None => {}
+        }
+    }
+}
