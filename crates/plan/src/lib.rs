@@ -4,5 +4,6 @@
 
 pub mod bridge;
 pub mod certs;
+pub mod clash;
 pub mod lease;
 pub mod nodenetwork;
