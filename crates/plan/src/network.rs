@@ -22,8 +22,11 @@ use api::{
 };
 use jiff::{SignedDuration, Timestamp};
 
-pub use self::selected::{clash_with, same_attachment};
 use self::{attachments::Attachments, selected::Selected};
+pub use self::{
+    mtu::wanted as wanted_mtu,
+    selected::{clash_with, same_attachment},
+};
 use crate::users::{Index, Summary};
 
 /// From the beginning of a deletion until anything is taken away: a pod that was admitted before anybody knew of the
@@ -135,6 +138,7 @@ pub enum Step {
     Apply {
         at: Reference,
         uid: String,
+        version: String,
         config: String,
         repair: bool,
     },

@@ -154,16 +154,24 @@ struct Users {
 }
 
 impl Index {
-    /// Takes in an object as it is now. One that names nothing takes no room.
-    pub fn apply(&mut self, kind: Kind, facts: &Facts) {
+    /// Takes in an object as it is now, and says whether that is news. One that names nothing takes no room.
+    pub fn apply(&mut self, kind: Kind, facts: &Facts) -> bool {
         let references = facts.references();
-        let user = self.user(kind, &facts.namespace, &facts.name);
-        self.remove(&user);
         if references.is_empty() {
-            return;
+            return self.delete(kind, &facts.namespace, &facts.name);
         }
-        let references: Box<[_]> = references.into_iter().map(|one| self.reference(one)).collect();
+        let user = self.user(kind, &facts.namespace, &facts.name);
         let counts = counts(kind, facts);
+        let listing = self.listings.get(&kind).copied().unwrap_or_default();
+        if let Some(old) = self.objects.get_mut(&user)
+            && old.counts == counts
+            && old.references.iter().map(|one| &**one).eq(&references)
+        {
+            old.listing = listing;
+            return false;
+        }
+        self.remove(&user);
+        let references: Box<[_]> = references.into_iter().map(|one| self.reference(one)).collect();
         if counts {
             for reference in &references {
                 let users = self.attachments.entry(reference.clone()).or_default();
@@ -173,14 +181,14 @@ impl Index {
                 }
             }
         }
-        let listing = self.listings.get(&kind).copied().unwrap_or_default();
         self.objects.insert(user, Entry { references, counts, listing });
+        true
     }
 
-    /// Forgets an object.
-    pub fn delete(&mut self, kind: Kind, namespace: &str, name: &str) {
+    /// Forgets an object, and says whether it was known.
+    pub fn delete(&mut self, kind: Kind, namespace: &str, name: &str) -> bool {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
-        self.remove(&user);
+        self.remove(&user)
     }
 
     /// A new list of this kind begins: what it does not name has gone when it ends.
@@ -188,20 +196,21 @@ impl Index {
         *self.listings.entry(kind).or_default() += 1;
     }
 
-    /// The list is complete.
-    pub fn end(&mut self, kind: Kind) {
+    /// The list is complete; says whether anything has gone.
+    pub fn end(&mut self, kind: Kind) -> bool {
         let listing = self.listings.get(&kind).copied().unwrap_or_default();
         let gone = |(user, entry): (&User, &Entry)| {
             (user.kind == kind && entry.listing != listing).then(|| user.clone())
         };
         let gone: Vec<User> = self.objects.iter().filter_map(gone).collect();
-        gone.iter().for_each(|user| self.remove(user));
+        gone.iter().for_each(|user| _ = self.remove(user));
+        !gone.is_empty()
     }
 
     /// Forgets all objects of a kind, because the kind itself is gone.
-    pub fn clear(&mut self, kind: Kind) {
+    pub fn clear(&mut self, kind: Kind) -> bool {
         self.begin(kind);
-        self.end(kind);
+        self.end(kind)
     }
 
     /// The users of any of these attachments, each counted once, and the first of them in order.
@@ -235,8 +244,8 @@ impl Index {
         self.objects.is_empty()
     }
 
-    fn remove(&mut self, user: &User) {
-        let Some(entry) = self.objects.remove(user) else { return };
+    fn remove(&mut self, user: &User) -> bool {
+        let Some(entry) = self.objects.remove(user) else { return false };
         for reference in entry.references.iter().filter(|_| entry.counts) {
             let Some(users) = self.attachments.get_mut(reference) else { continue };
             users.all.remove(user);
@@ -245,6 +254,7 @@ impl Index {
                 self.attachments.remove(reference);
             }
         }
+        true
     }
 
     /// Namespaces are few and named often: each is kept once.

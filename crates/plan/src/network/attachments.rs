@@ -145,8 +145,8 @@ fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: 
         || found.network.as_ref() != Some(&network.name)
         || found.network_uid.is_none()
     {
-        let uid = found.uid.clone();
-        kept.steps.push(Step::Apply { at: at.clone(), uid, config: config.to_string(), repair });
+        let (uid, version) = (found.uid.clone(), found.version.clone());
+        kept.steps.push(Step::Apply { at: at.clone(), uid, version, config: config.to_string(), repair });
         if repair {
             kept.events.push(mended(at, "was changed by somebody else and is put right"));
         }

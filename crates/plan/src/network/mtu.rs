@@ -1,6 +1,6 @@
 //! The largest packet that a network carries.
 
-use api::bridgenetwork::DEFAULT_MTU;
+use api::{BridgeNetworkSpec, bridgenetwork::DEFAULT_MTU};
 
 use super::Scene;
 
@@ -23,13 +23,18 @@ pub struct Fit {
     pub held: Option<i32>,
 }
 
+/// What a spec alone asks for; an overlay that says nothing takes what there is.
+pub fn wanted(spec: &BridgeNetworkSpec) -> Option<i32> {
+    spec.mtu.or_else(|| spec.overlay.is_none().then_some(DEFAULT_MTU))
+}
+
 pub fn fit(scene: &Scene<'_>) -> Fit {
     let old = scene.network.status.mtu;
     let Ok(spec) = &scene.network.spec else { return Fit { mtu: old, ..Fit::default() } };
     let limit = if spec.overlay.is_some() { limit(scene) } else { None };
     let wanted = match (&spec.overlay, &limit) {
-        (None, _) => Some(spec.mtu.unwrap_or(DEFAULT_MTU)),
-        (Some(_), Some((_, most))) => Some(spec.mtu.unwrap_or(*most).min(*most)),
+        (None, _) => wanted(spec),
+        (Some(_), Some((_, most))) => Some(wanted(spec).unwrap_or(*most).min(*most)),
         (Some(_), None) => None,
     };
     let Some(wanted) = wanted.filter(|mtu| *mtu >= SMALLEST) else {
