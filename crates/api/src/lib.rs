@@ -4,6 +4,7 @@
 //! resources; without it everything here is serde structs and parsers.
 #![warn(missing_docs)]
 
+pub mod attachment;
 pub mod bridgenetwork;
 pub mod chain;
 pub mod condition;
@@ -13,8 +14,11 @@ pub mod mac;
 pub mod names;
 pub mod nodenetwork;
 pub mod pattern;
+pub mod selection;
 pub mod selector;
 
+#[cfg(feature = "kube")]
+pub use attachment::NetworkAttachmentDefinition;
 #[cfg(feature = "kube")]
 pub use bridgenetwork::BridgeNetwork;
 pub use bridgenetwork::{BridgeNetworkSpec, BridgeNetworkStatus};

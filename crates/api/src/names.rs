@@ -15,6 +15,10 @@ pub const HEALTH_PORT: u16 = 8081;
 pub const WEBHOOK_PORT: u16 = 9443;
 /// Where the webhook judges NodeNetworks.
 pub const VALIDATE_NODENETWORKS: &str = "/validate/nodenetworks";
+/// Where the webhook judges BridgeNetworks.
+pub const VALIDATE_BRIDGENETWORKS: &str = "/validate/bridgenetworks";
+/// Where the webhook judges whatever may use a network.
+pub const VALIDATE_USERS: &str = "/validate/users";
 
 /// Where the node daemon has its sockets, on the host and in the pod.
 pub const RUN_DIR: &str = "/run/patchbay";

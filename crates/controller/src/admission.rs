@@ -5,7 +5,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use api::{Chain, names::VALIDATE_NODENETWORKS};
+use api::{
+    Chain,
+    names::{VALIDATE_BRIDGENETWORKS, VALIDATE_NODENETWORKS, VALIDATE_USERS},
+};
 use axum::{
     Json, Router,
     body::Bytes,
@@ -14,13 +17,17 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
+use plan::users::Kind;
 use prometheus_client::encoding::EncodeLabelValue;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{http::Replica, metrics::Outcome};
+use crate::{http::Replica, metrics::Outcome, object};
+
+pub mod network;
+pub mod user;
 
 /// An object is at most 1.5 MiB in etcd, and an update carries two.
 const LARGEST_BODY: usize = 3 * 1024 * 1024;
@@ -39,7 +46,7 @@ const LONGEST_ECHO: usize = 64;
 
 const REVIEW_VERSION: &str = "admission.k8s.io/v1";
 
-/// An AdmissionReview, as far as anything here reads it. The objects in it may be large and are skipped, not kept.
+/// An AdmissionReview, as far as anything here reads it.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Review {
@@ -55,8 +62,11 @@ struct Asked {
     #[serde(default)]
     name: String,
     operation: Operation,
+    #[serde(default)]
+    namespace: String,
     user_info: User,
-    object: Option<Object>,
+    object: Option<Map<String, Value>>,
+    old_object: Option<Map<String, Value>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -80,21 +90,12 @@ struct User {
     username: String,
 }
 
-#[derive(Debug, Deserialize)]
-struct Object {
-    #[serde(default)]
-    metadata: Metadata,
-}
-
-#[derive(Debug, Default, Deserialize)]
-struct Metadata {
-    name: Option<String>,
-}
-
 /// What the API server asks about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum Path {
     ValidateNodeNetworks,
+    ValidateBridgeNetworks,
+    ValidateUsers,
 }
 
 /// What a check says.
@@ -122,23 +123,35 @@ enum Unanswerable {
     Slow,
     #[error("the body was refused: {0}")]
     Refused(StatusCode, String),
-    #[error("the cache of nodes is not filled yet: try again")]
+    #[error("the caches are not filled yet: try again")]
     NotSynced,
 }
 
 impl Path {
-    const ALL: [Self; 1] = [Self::ValidateNodeNetworks];
+    const ALL: [Self; 3] = [Self::ValidateNodeNetworks, Self::ValidateBridgeNetworks, Self::ValidateUsers];
 
     fn route(self) -> &'static str {
         match self {
             Self::ValidateNodeNetworks => VALIDATE_NODENETWORKS,
+            Self::ValidateBridgeNetworks => VALIDATE_BRIDGENETWORKS,
+            Self::ValidateUsers => VALIDATE_USERS,
         }
     }
 
-    /// Group and resource that this path is about.
-    fn resource(self) -> (&'static str, &'static str) {
+    /// What this path is about.
+    fn about(self) -> &'static str {
         match self {
-            Self::ValidateNodeNetworks => (api::GROUP, "nodenetworks"),
+            Self::ValidateNodeNetworks => "nodenetworks.patchbay.dev",
+            Self::ValidateBridgeNetworks => "bridgenetworks.patchbay.dev",
+            Self::ValidateUsers => "pods, workloads and virtual machines",
+        }
+    }
+
+    fn is_about(self, resource: &Resource) -> bool {
+        match self {
+            Self::ValidateNodeNetworks => resource.is(api::GROUP, "nodenetworks"),
+            Self::ValidateBridgeNetworks => resource.is(api::GROUP, "bridgenetworks"),
+            Self::ValidateUsers => resource.kind().is_some(),
         }
     }
 }
@@ -193,21 +206,31 @@ fn read(path: Path, body: &[u8]) -> Result<Asked, Unanswerable> {
     if request.uid.chars().count() > LONGEST_ECHO {
         return Err(Unanswerable::Body("its uid is none".to_owned()));
     }
-    let asked = (request.resource.group.as_str(), request.resource.resource.as_str());
-    if asked != path.resource() {
-        let full = |(group, resource): (&str, &str)| short(&format!("{resource}.{group}"));
-        return Err(Unanswerable::Resource { expected: full(path.resource()), asked: full(asked) });
+    if !path.is_about(&request.resource) {
+        let Resource { group, resource } = &request.resource;
+        let asked = short(&format!("{resource}.{group}"));
+        return Err(Unanswerable::Resource { expected: path.about().to_owned(), asked });
     }
     Ok(request)
 }
 
 fn judge(path: Path, replica: &Replica, asked: &Asked) -> Verdict {
+    let world = replica.cluster.world();
     match (path, asked.operation) {
-        (Path::ValidateNodeNetworks, Operation::Create) => {
-            node_network(asked.name(), replica.nodes.exists(asked.name()))
-        }
-        (Path::ValidateNodeNetworks, Operation::Update | Operation::Delete | Operation::Connect) => {
+        (_, Operation::Delete | Operation::Connect) | (Path::ValidateNodeNetworks, Operation::Update) => {
             Verdict::Allow
+        }
+        (Path::ValidateNodeNetworks, Operation::Create) => {
+            node_network(asked.name(), world.nodes.contains_key(asked.name()))
+        }
+        (Path::ValidateBridgeNetworks, Operation::Create | Operation::Update) => {
+            network::judge(&world, asked.name(), asked.object.as_ref(), asked.old_object.as_ref())
+        }
+        (Path::ValidateUsers, Operation::Create | Operation::Update) => {
+            let Some(kind) = asked.resource.kind() else { return Verdict::Allow };
+            let read =
+                |object: &Option<Map<String, Value>>| user::read(kind, &asked.namespace, object.as_ref());
+            user::judge(&world, kind, &read(&asked.object), &read(&asked.old_object))
         }
     }
 }
@@ -232,10 +255,21 @@ fn short(text: &str) -> String {
     }
 }
 
+impl Resource {
+    fn is(&self, group: &str, resource: &str) -> bool {
+        self.group == group && self.resource == resource
+    }
+
+    /// The kind of user that this is about.
+    fn kind(&self) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|kind| self.is(kind.group(), &object::workloads(*kind).plural))
+    }
+}
+
 impl Asked {
     /// A generated name stands in the object only.
     fn name(&self) -> &str {
-        let named = self.object.as_ref().and_then(|object| object.metadata.name.as_deref());
+        let named = self.object.as_ref().and_then(|object| object.get("metadata")?.get("name")?.as_str());
         named.unwrap_or(&self.name)
     }
 }

@@ -25,7 +25,7 @@ use hyper_util::rt::TokioTimer;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, connection::Limited, metrics::Metrics, nodes::Nodes};
+use crate::{admission, cluster::Cluster, connection::Limited, metrics::Metrics};
 
 /// A client that does not even finish its headers is let go.
 const SLOWEST_HEADERS: Duration = Duration::from_secs(10);
@@ -42,14 +42,14 @@ pub struct Readiness {
 pub struct Replica {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
-    pub nodes: Nodes,
+    pub cluster: Cluster,
     /// Room for bodies that are read and judged: bounds the memory that any number of requests can take.
     pub bodies: Semaphore,
 }
 
 impl Replica {
-    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, nodes: Nodes) -> Self {
-        Self { readiness, metrics, nodes, bodies: Semaphore::new(admission::MOST_BODIES) }
+    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: Cluster) -> Self {
+        Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MOST_BODIES) }
     }
 }
 
@@ -75,7 +75,7 @@ impl Readiness {
         if self.draining.load(Ordering::Relaxed) {
             Err("shutting down")
         } else if !self.is_synced() {
-            Err("the cache of nodes is not filled yet")
+            Err("the caches are not filled yet")
         } else if !self.certificate.load(Ordering::Relaxed) {
             Err("no webhook certificate yet")
         } else {

@@ -2,12 +2,17 @@
 
 use std::{
     fmt,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::Gauge,
+        histogram::{Histogram, exponential_buckets},
+    },
     registry::Registry,
 };
 
@@ -19,7 +24,18 @@ pub enum Call {
     Lease,
     Secret,
     WebhookConfiguration,
+    Network,
+    Attachment,
+    Node,
+    Event,
+    List,
     WatchNodes,
+    WatchNetworks,
+    WatchNodeNetworks,
+    WatchNamespaces,
+    WatchAttachments,
+    WatchKinds,
+    WatchUsers,
     WatchSecret,
     WatchWebhookConfiguration,
 }
@@ -52,6 +68,10 @@ pub struct Metrics {
     certificate_expiry: Gauge,
     api_errors: Family<CallLabels, Counter>,
     admissions: Family<AdmissionLabels, Counter>,
+    networks: Gauge,
+    users: Gauge,
+    attachment_repairs: Counter,
+    plan_duration: Histogram,
 }
 
 impl Default for Metrics {
@@ -62,6 +82,10 @@ impl Default for Metrics {
             certificate_expiry: Gauge::default(),
             api_errors: Family::default(),
             admissions: Family::default(),
+            networks: Gauge::default(),
+            users: Gauge::default(),
+            attachment_repairs: Counter::default(),
+            plan_duration: Histogram::new(exponential_buckets(0.000_1, 4.0, 8)),
         };
         metrics.registered()
     }
@@ -78,6 +102,12 @@ impl Metrics {
         );
         registry.register("api_errors", "Calls to the API server that failed", self.api_errors.clone());
         registry.register("admission_requests", "Admission requests answered", self.admissions.clone());
+        registry.register("networks", "BridgeNetworks there are", self.networks.clone());
+        registry.register("network_users", "Objects that name a network", self.users.clone());
+        let repairs = "Attachments that somebody changed or deleted and that were put right";
+        registry.register("attachment_repairs", repairs, self.attachment_repairs.clone());
+        let plan = "How long it takes to decide what to write";
+        registry.register("network_plan_duration_seconds", plan, self.plan_duration.clone());
         self
     }
 
@@ -88,6 +118,17 @@ impl Metrics {
     pub fn certificate_expires(&self, at: SystemTime) {
         let seconds = at.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         self.certificate_expiry.set(i64::try_from(seconds).unwrap_or(i64::MAX));
+    }
+
+    /// A look of the leader at all there is.
+    pub fn planned(&self, networks: usize, users: usize, took: Duration) {
+        self.networks.set(i64::try_from(networks).unwrap_or(i64::MAX));
+        self.users.set(i64::try_from(users).unwrap_or(i64::MAX));
+        self.plan_duration.observe(took.as_secs_f64());
+    }
+
+    pub fn attachment_repaired(&self) {
+        self.attachment_repairs.inc();
     }
 
     pub fn api_error(&self, call: Call) {

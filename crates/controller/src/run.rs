@@ -12,10 +12,12 @@ use tracing::{info, warn};
 use crate::{
     Args, Error,
     authority::{Home, Keeper},
+    cluster::Cluster,
     election::{self, Candidate},
+    follow::Follower,
     http::{self, Readiness, Replica},
     metrics::Metrics,
-    nodes::{self, Nodes},
+    networks::Steward,
     serving::Served,
 };
 
@@ -67,9 +69,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
 
     let readiness = Arc::new(Readiness::default());
     let metrics = Arc::new(Metrics::default());
-    let (nodes, filler) = Nodes::new();
+    let cluster = Cluster::new();
     let served = Served::new(name.clone(), readiness.clone(), metrics.clone());
-    let replica = Arc::new(Replica::new(readiness.clone(), metrics.clone(), nodes.clone()));
+    let replica = Arc::new(Replica::new(readiness.clone(), metrics.clone(), cluster.clone()));
     let settings = election::Settings {
         namespace: namespace.clone(),
         identity,
@@ -84,6 +86,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         home: Home { namespace: namespace.clone(), service: webhook_service },
         policy,
         metrics: metrics.clone(),
+        cluster: cluster.clone(),
     };
     let health = http::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
     let webhook =
@@ -99,9 +102,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
     let follow = served.follow(client.clone(), namespace);
     tasks.spawn(named("certificate watch", until(close.clone(), follow)));
-    let follow = async move { nodes::follow(client, filler, &metrics).await };
-    tasks.spawn(named("node watch", until(close.clone(), follow)));
-    tasks.spawn(named("sync", sync(nodes, readiness.clone(), close.clone())));
+    let follower = Follower { client, cluster: cluster.clone(), metrics };
+    tasks.spawn(named("cluster watch", until(close.clone(), follower.follow())));
+    tasks.spawn(named("sync", sync(cluster, readiness.clone(), close.clone())));
     tasks.spawn(named("election", lead(candidate, leader, resign.clone())));
 
     let closing = Closing { readiness, handles, resign, close, drain };
@@ -159,6 +162,7 @@ struct LeaderLoops {
     home: Home,
     policy: Policy,
     metrics: Arc<Metrics>,
+    cluster: Cluster,
 }
 
 /// Stands for election and, once elected, leads until told to resign. Losing the Lease is an error: a restart is the simplest way
@@ -171,10 +175,12 @@ async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToke
         leader.release().await;
         return Ok(());
     }
-    let LeaderLoops { client, home, policy, metrics } = loops;
+    let LeaderLoops { client, home, policy, metrics, cluster } = loops;
+    let steward = Steward::new(client.clone(), cluster, metrics.clone(), leader.tenure());
     let keeper = Keeper::new(client, home, policy, metrics, leader.tenure());
     let mut tasks = JoinSet::new();
     tasks.spawn(named("certificates", endless(keeper.keep(resign.clone()))));
+    tasks.spawn(named("networks", endless(steward.keep(resign.clone()))));
     let result = tokio::select! {
         biased;
         () = resign.cancelled() => Ok(()),
@@ -216,8 +222,8 @@ async fn until(close: CancellationToken, watch: impl Future<Output = ()>) -> Res
 }
 
 /// Tells readiness when the caches are filled, and stays, because a task that ends is taken for a failure.
-async fn sync(nodes: Nodes, readiness: Arc<Readiness>, close: CancellationToken) -> Result<(), Error> {
-    if close.run_until_cancelled(nodes.synced()).await == Some(true) {
+async fn sync(cluster: Cluster, readiness: Arc<Readiness>, close: CancellationToken) -> Result<(), Error> {
+    if close.run_until_cancelled(cluster.synced()).await == Some(true) {
         readiness.synced();
     }
     close.cancelled().await;

@@ -3,7 +3,7 @@
 use std::{fmt::Debug, sync::Arc};
 
 use api::Chain;
-use futures::{Stream, StreamExt, TryStreamExt, stream::BoxStream};
+use futures::{StreamExt, TryStreamExt, stream::BoxStream};
 use k8s_openapi::serde::de::DeserializeOwned;
 use kube::{
     Api, Resource,
@@ -61,12 +61,6 @@ fn tells<K>(event: &Event<K>) -> bool {
         Event::Apply(_) | Event::Delete(_) | Event::InitDone => true,
         Event::Init | Event::InitApply(_) => false,
     }
-}
-
-/// Polls a stream to its end, which for a watch never comes.
-pub async fn drain(stream: impl Stream) {
-    let mut stream = std::pin::pin!(stream);
-    while stream.next().await.is_some() {}
 }
 
 #[cfg(test)]

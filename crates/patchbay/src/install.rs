@@ -66,6 +66,11 @@ impl Options {
     fn node_user(&self) -> String {
         format!("system:serviceaccount:{}:{NODE}", self.namespace)
     }
+
+    /// The name that the API server knows the controllers by.
+    fn controller_user(&self) -> String {
+        format!("system:serviceaccount:{}:{CONTROLLER}", self.namespace)
+    }
 }
 
 /// When the kubelet fetches the image.

@@ -7,4 +7,6 @@ pub mod bridge;
 pub mod certs;
 pub mod clash;
 pub mod lease;
+pub mod network;
 pub mod nodenetwork;
+pub mod users;

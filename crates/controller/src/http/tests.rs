@@ -3,29 +3,26 @@ use axum::{
     body::{Body, to_bytes},
     http::Request,
 };
-use k8s_openapi::api::core::v1::Node;
-use kube::{
-    api::ObjectMeta,
-    core::{PartialObjectMeta, PartialObjectMetaExt},
-    runtime::watcher::Event,
-};
+use plan::network::Node;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 
 use super::*;
 
+/// A cluster with one Node.
+fn cluster() -> Cluster {
+    let cluster = Cluster::new();
+    let node = Node { uid: "n-1".to_owned(), labels: [].into(), silent: None };
+    cluster.change(|world| world.nodes.insert("worker-1".to_owned(), node).is_none());
+    cluster
+}
+
 /// A replica that knows of one Node.
 fn replica() -> Arc<Replica> {
-    let (nodes, mut filler) = Nodes::new();
-    let node: PartialObjectMeta<Node> =
-        ObjectMeta { name: Some("worker-1".to_owned()), ..ObjectMeta::default() }.into_response_partial();
-    for event in [Event::Init, Event::InitApply(node), Event::InitDone] {
-        filler.apply_watcher_event(&event);
-    }
     let readiness = Arc::new(Readiness::default());
     readiness.synced();
-    Arc::new(Replica::new(readiness, Arc::default(), nodes))
+    Arc::new(Replica::new(readiness, Arc::default(), cluster()))
 }
 
 async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
@@ -84,7 +81,7 @@ async fn healthz_is_ok_from_the_start_and_readyz_says_what_is_missing() {
     let router = || health_router(readiness.clone());
     assert_eq!(fetch(router(), "/healthz").await, (StatusCode::OK, "ok\n".to_owned()));
     let unready = |reason: &str| (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n"));
-    assert_eq!(fetch(router(), "/readyz").await, unready("the cache of nodes is not filled yet"));
+    assert_eq!(fetch(router(), "/readyz").await, unready("the caches are not filled yet"));
     readiness.synced();
     assert_eq!(fetch(router(), "/readyz").await, unready("no webhook certificate yet"));
     readiness.has_certificate();
@@ -240,8 +237,7 @@ async fn a_listener_that_was_told_to_close_once_hears_it_even_before_it_serves()
 
 #[tokio::test]
 async fn nothing_is_judged_before_the_nodes_are_known() {
-    let (nodes, _filler) = Nodes::new();
-    let replica = Arc::new(Replica::new(Arc::default(), Arc::default(), nodes));
+    let replica = Arc::new(Replica::new(Arc::default(), Arc::default(), cluster()));
     let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }

@@ -1,12 +1,12 @@
-//! The admission policy that keeps a node daemon to its own node's objects.
+//! The admission policies: one keeps a node daemon to its own node's objects, one the controller to its labels of Nodes.
 //!
 //! The API server decides it alone, in process: no controller needs to run. A token says which node its pod runs on,
 //! and that cannot be forged by whoever holds the token. A later capability adds its kinds here.
 
-use api::GROUP;
+use api::{GROUP, bridgenetwork::NODE_LABEL_PREFIX};
 use serde_json::{Value, json};
 
-use super::{NODE, Options};
+use super::{CONTROLLER, NODE, Options};
 
 /// The node of the pod that the token was made for, as the API server saw it; empty when the token has none.
 const USER_NODE: &str = "\
@@ -34,8 +34,71 @@ object.metadata.ownerReferences.all(owner,
   variables.oldOwners.exists(old, old.apiVersion == owner.apiVersion && old.kind == owner.kind &&
     old.name == owner.name && old.uid == owner.uid))";
 
-/// The policy and its binding.
+/// Every label that one of the two has beside those of the controller's prefix, the other has too.
+const SAME_LABELS: &str = "variables.THESE.all(key, key.startsWith('PREFIX') || \
+(key in variables.THOSE && variables.THOSE[key] == variables.THESE[key]))";
+
+/// Nothing of a Node but its labels differs.
+const NOTHING_ELSE: &str = "\
+request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status == oldObject.status &&
+(has(object.metadata.annotations) ? object.metadata.annotations : {}) ==
+  (has(oldObject.metadata.annotations) ? oldObject.metadata.annotations : {}) &&
+(has(object.metadata.finalizers) ? object.metadata.finalizers : []) ==
+  (has(oldObject.metadata.finalizers) ? oldObject.metadata.finalizers : []) &&
+(has(object.metadata.ownerReferences) ? object.metadata.ownerReferences : []) ==
+  (has(oldObject.metadata.ownerReferences) ? oldObject.metadata.ownerReferences : [])";
+
+/// The policies and their bindings.
 pub fn policy(options: &Options) -> Vec<Value> {
+    [node_policy(options), controller_policy(options)].concat()
+}
+
+/// RBAC cannot say which labels of a Node may be patched; this can.
+fn controller_policy(options: &Options) -> Vec<Value> {
+    let labels = |node: &str| format!("has({node}.metadata.labels) ? {node}.metadata.labels : {{}}");
+    let same = |these: &str, those: &str| {
+        SAME_LABELS.replace("THESE", these).replace("THOSE", those).replace("PREFIX", NODE_LABEL_PREFIX)
+    };
+    let same = format!("{} && {}", same("labels", "oldLabels"), same("oldLabels", "labels"));
+    vec![
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": super::cluster(CONTROLLER, "controller"),
+            "spec": {
+                "failurePolicy": "Fail",
+                "matchConstraints": {"resourceRules": [{
+                    "apiGroups": [""],
+                    "apiVersions": ["*"],
+                    "operations": ["CREATE", "UPDATE", "DELETE"],
+                    "resources": ["nodes", "nodes/status"],
+                    "scope": "*",
+                }]},
+                "matchConditions": [{
+                    "name": "controller",
+                    "expression": format!("request.userInfo.username == '{}'", options.controller_user()),
+                }],
+                "variables": [
+                    {"name": "labels", "expression": labels("object")},
+                    {"name": "oldLabels", "expression": labels("oldObject")},
+                ],
+                "validations": [{
+                    "expression": format!("{NOTHING_ELSE} && {same}"),
+                    "reason": "Forbidden",
+                    "message": format!("The controller may only change labels of a Node that begin with {NODE_LABEL_PREFIX}."),
+                }],
+            },
+        }),
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": super::cluster(CONTROLLER, "controller"),
+            "spec": {"policyName": CONTROLLER, "validationActions": ["Deny"]},
+        }),
+    ]
+}
+
+fn node_policy(options: &Options) -> Vec<Value> {
     vec![
         json!({
             "apiVersion": "admissionregistration.k8s.io/v1",

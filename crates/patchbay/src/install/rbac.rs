@@ -3,7 +3,11 @@
 //! Rules name the call that needs them. What a rule can say by name it says by name; the rest of the node daemon's
 //! confinement (only its own node's objects) is the admission policy's.
 
-use api::{GROUP, names};
+use api::{
+    GROUP,
+    attachment::{ATTACHMENT_GROUP, ATTACHMENT_PLURAL},
+    names,
+};
 use serde_json::{Value, json};
 
 use super::{CONTROLLER, NODE, Options};
@@ -58,8 +62,45 @@ fn controller_in_its_namespace() -> Value {
 
 fn controller_in_the_cluster() -> Value {
     json!([
-        // A NodeNetwork must name a Node that exists.
-        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
+        // Which nodes a network selects. The admission policy keeps the patch to labels of ours.
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch", "patch"]},
+        // The networks: finalizers are patched on the object, what became of it on its status.
+        {"apiGroups": [GROUP], "resources": ["bridgenetworks"], "verbs": ["list", "watch", "patch"]},
+        {"apiGroups": [GROUP], "resources": ["bridgenetworks/status"], "verbs": ["patch"]},
+        // What the nodes say about them.
+        {"apiGroups": [GROUP], "resources": ["nodenetworks"], "verbs": ["list", "watch"]},
+        // The attachments that a network keeps.
+        {
+            "apiGroups": [ATTACHMENT_GROUP],
+            "resources": [ATTACHMENT_PLURAL],
+            "verbs": ["list", "watch", "create", "patch", "delete"],
+        },
+        // Where attachments can be, and who uses them.
+        {"apiGroups": [""], "resources": ["namespaces", "pods"], "verbs": ["list", "watch"]},
+        {
+            "apiGroups": ["apps"],
+            "resources": ["daemonsets", "deployments", "replicasets", "statefulsets"],
+            "verbs": ["list", "watch"],
+        },
+        {"apiGroups": ["batch"], "resources": ["cronjobs", "jobs"], "verbs": ["list", "watch"]},
+        {
+            "apiGroups": ["kubevirt.io"],
+            "resources": ["virtualmachineinstances", "virtualmachines"],
+            "verbs": ["list", "watch"],
+        },
+        // Whether the cluster has the kinds of others.
+        {
+            "apiGroups": ["apiextensions.k8s.io"],
+            "resources": ["customresourcedefinitions"],
+            "resourceNames": [
+                format!("{ATTACHMENT_PLURAL}.{ATTACHMENT_GROUP}"),
+                "virtualmachineinstances.kubevirt.io",
+                "virtualmachines.kubevirt.io",
+            ],
+            "verbs": ["list", "watch"],
+        },
+        // What happened, told on the object. Patch counts what happened again.
+        {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
         // The authorities of the webhook.
         {
             "apiGroups": ["admissionregistration.k8s.io"],

@@ -41,6 +41,12 @@ fn only(kind: &str) -> Value {
     object.clone()
 }
 
+fn named(kind: &str, name: &str) -> Value {
+    let objects = everything();
+    let found = of_kind(&objects, kind).into_iter().find(|object| object["metadata"]["name"] == name);
+    found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
+}
+
 fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
@@ -284,7 +290,7 @@ fn each_program_has_an_account_of_its_own() {
 /// Everything that the node daemon may write must be under the policy, or one node could write for another.
 #[test]
 fn the_policy_covers_all_that_the_node_daemon_may_write() {
-    let policy = only("ValidatingAdmissionPolicy");
+    let policy = named("ValidatingAdmissionPolicy", NODE);
     let covered = &policy["spec"]["matchConstraints"]["resourceRules"][0];
     assert_eq!(covered["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
     for (role, rule) in rules() {
@@ -298,8 +304,36 @@ fn the_policy_covers_all_that_the_node_daemon_may_write() {
         }
     }
     assert_eq!(policy["spec"]["failurePolicy"], "Fail");
-    let binding = only("ValidatingAdmissionPolicyBinding");
-    assert_eq!(binding["spec"], json!({"policyName": "patchbay-node", "validationActions": ["Deny"]}));
+    for name in [NODE, CONTROLLER] {
+        let binding = named("ValidatingAdmissionPolicyBinding", name);
+        assert_eq!(binding["spec"], json!({"policyName": name, "validationActions": ["Deny"]}));
+    }
+}
+
+#[test]
+fn the_controller_changes_labels_of_nodes_only_under_a_policy() {
+    let policy = named("ValidatingAdmissionPolicy", CONTROLLER);
+    let covered = &policy["spec"]["matchConstraints"]["resourceRules"][0];
+    assert_eq!(covered["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
+    assert_eq!(
+        (&policy["spec"]["failurePolicy"], &covered["resources"]),
+        (&json!("Fail"), &json!(["nodes", "nodes/status"]))
+    );
+    for (role, rule) in rules() {
+        if role == "ClusterRole patchbay-controller" && list(&rule["resources"]).contains(&json!("nodes")) {
+            assert_eq!(rule["verbs"], json!(["list", "watch", "patch"]));
+        }
+    }
+}
+
+/// A controller that is down must not keep anybody from making pods.
+#[test]
+fn only_webhooks_of_our_own_kinds_fail_closed() {
+    for webhook in list(&only("ValidatingWebhookConfiguration")["webhooks"]) {
+        let ours = webhook["rules"][0]["apiGroups"] == json!([api::GROUP]);
+        assert_eq!(webhook["failurePolicy"], if ours { "Fail" } else { "Ignore" }, "{}", webhook["name"]);
+        assert!(!list(&webhook["matchConditions"]).is_empty(), "{}", webhook["name"]);
+    }
 }
 
 #[test]

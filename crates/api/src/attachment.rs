@@ -1,0 +1,93 @@
+//! NetworkAttachmentDefinitions: the kind of others by which pods join a network, and the config in it.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::bridgenetwork::BRIDGE_PLUGIN;
+
+/// The API group of the kind.
+pub const ATTACHMENT_GROUP: &str = "k8s.cni.cncf.io";
+/// Its name in addresses.
+pub const ATTACHMENT_PLURAL: &str = "network-attachment-definitions";
+
+/// What an attachment says, as far as it is read here.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(kube::CustomResource, schemars::JsonSchema))]
+#[cfg_attr(
+    feature = "kube",
+    kube(
+        group = "k8s.cni.cncf.io",
+        version = "v1",
+        kind = "NetworkAttachmentDefinition",
+        plural = "network-attachment-definitions",
+        shortname = "net-attach-def",
+        namespaced,
+        derive = "PartialEq"
+    )
+)]
+pub struct NetworkAttachmentDefinitionSpec {
+    /// The config of the plugin, as text. None means: a file on the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub config: Option<String>,
+}
+
+/// The config of an attachment to a network of ours.
+pub fn config(attachment: &str, network: &str, mtu: i32) -> Value {
+    json!({
+        "cniVersion": "1.0.0",
+        "name": attachment,
+        "type": BRIDGE_PLUGIN,
+        "network": network,
+        "mtu": mtu,
+        "capabilities": {"mac": true},
+    })
+}
+
+/// Whether this text says the same as the config, however it is written.
+pub fn same_config(text: Option<&str>, config: &Value) -> bool {
+    text.and_then(|text| serde_json::from_str::<Value>(text).ok()).as_ref() == Some(config)
+}
+
+/// The network of ours that a config joins pods to, whoever wrote it: a single plugin or a list of them.
+pub fn network_of(config: &str) -> Option<String> {
+    let config: Value = serde_json::from_str(config).ok()?;
+    let joins = |plugin: &Value| {
+        (plugin["type"] == BRIDGE_PLUGIN).then(|| plugin["network"].as_str().map(str::to_owned)).flatten()
+    };
+    joins(&config).or_else(|| config["plugins"].as_array()?.iter().find_map(joins))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_network_is_read_out_of_any_config() {
+        let ours = config("nad", "blue", 1450).to_string();
+        for (text, wanted) in [
+            (ours.as_str(), Some("blue")),
+            (r#"{"type": "bridge", "network": "blue"}"#, None),
+            (
+                r#"{"plugins": [{"type": "tuning"}, {"type": "patchbay-bridge", "network": "red"}]}"#,
+                Some("red"),
+            ),
+            (r#"{"type": "patchbay-bridge"}"#, None),
+            (r#"{"type": "patchbay-bridge", "network": 7}"#, None),
+            (r#"{"plugins": {"type": "patchbay-bridge"}}"#, None),
+            ("[1]", None),
+            ("", None),
+            ("{", None),
+        ] {
+            assert_eq!(network_of(text).as_deref(), wanted, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_config_is_compared_by_what_it_says() {
+        let ours = config("nad", "blue", 1450);
+        let spread = serde_json::to_string_pretty(&ours).unwrap();
+        assert!(same_config(Some(&spread), &ours) && same_config(Some(&ours.to_string()), &ours));
+        assert!(!same_config(Some(&spread), &config("nad", "blue", 1400)));
+        assert!(!same_config(Some("junk"), &ours) && !same_config(None, &ours));
+    }
+}

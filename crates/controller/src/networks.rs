@@ -1,0 +1,144 @@
+//! The leader's loop for bridge networks: looks at the cluster, asks `plan::network` what to write next, and writes it.
+
+mod memory;
+mod write;
+
+use std::{sync::Arc, time::Duration};
+
+use api::Chain;
+use futures::{StreamExt, stream};
+use jiff::Timestamp;
+use kube::Client;
+use plan::network::{self, Plan, Turn};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, warn};
+
+use self::{
+    memory::Memory,
+    write::{Error, Outcome, Writer},
+};
+use crate::{
+    cluster::Cluster,
+    metrics::Metrics,
+    tenure::{Tenure, now},
+};
+
+/// Changes come in bursts: so long is waited for the rest of one.
+const BURST: Duration = Duration::from_millis(10);
+/// Networks that are written for at a time.
+const AT_ONCE: usize = 8;
+/// Nothing is polled; this is only how long a wait without a reason may last.
+const LONG: Duration = Duration::from_mins(10);
+
+/// The keeper of the networks.
+pub struct Steward {
+    cluster: Cluster,
+    metrics: Arc<Metrics>,
+    writer: Writer,
+    memory: Memory,
+}
+
+impl Steward {
+    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
+        let writer = Writer::new(client, cluster.clone(), metrics.clone(), tenure);
+        Self { cluster, metrics, writer, memory: Memory::default() }
+    }
+
+    /// Works until told to stop; what was begun is ended.
+    pub async fn keep(mut self, stop: CancellationToken) {
+        if stop.run_until_cancelled(self.cluster.synced()).await != Some(true) {
+            return;
+        }
+        let mut changes = self.cluster.changes();
+        loop {
+            changes.mark_unchanged();
+            let pause = self.round().await;
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(pause) => {}
+                changed = changes.changed() => match changed {
+                    Ok(()) => tokio::time::sleep(BURST).await,
+                    Err(_) => return,
+                },
+            }
+        }
+    }
+
+    /// One look and all writes that it asks for; says for how long nothing more is due.
+    async fn round(&mut self) -> Duration {
+        let Plan { turns, orphans, labels, look } = self.plan();
+        self.memory.tidy(&self.cluster.world());
+        let mut pause = look.unwrap_or(LONG);
+        let mut due = Vec::new();
+        for turn in turns {
+            match self.memory.wait(&self.cluster.world(), &turn, now()) {
+                Some(wait) => pause = pause.min(wait),
+                None => due.push(turn),
+            }
+        }
+        let writer = &self.writer;
+        let written = stream::iter(due).map(async |turn| {
+            let outcome = writer.turn(&turn).await;
+            (turn, outcome)
+        });
+        let written: Vec<(Turn, Result<Outcome, Error>)> = written.buffer_unordered(AT_ONCE).collect().await;
+        for (turn, outcome) in written {
+            pause = pause.min(self.remember(&turn, outcome));
+        }
+        for relabel in labels {
+            if self.memory.labelled(&relabel, now()) {
+                pause = pause.min(memory::SEEN_AGAIN);
+                continue;
+            }
+            match self.writer.relabel(&relabel).await {
+                Ok(()) => self.memory.label(relabel, now()),
+                Err(error) => pause = pause.min(self.failed(&error, "the labels of a node could not be set")),
+            }
+        }
+        for (at, one) in orphans {
+            if self.memory.swept(&one.uid, now()) {
+                pause = pause.min(memory::SEEN_AGAIN);
+                continue;
+            }
+            self.memory.sweep(one.uid.clone(), now());
+            if let Err(error) = self.writer.sweep(&at, &one).await {
+                pause =
+                    pause.min(self.failed(&error, "an attachment without a network could not be removed"));
+            }
+        }
+        pause
+    }
+
+    fn plan(&self) -> Plan {
+        let begun = now();
+        let world = self.cluster.world();
+        let plan = network::plan(&world, Timestamp::now());
+        self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());
+        plan
+    }
+
+    fn remember(&mut self, turn: &Turn, outcome: Result<Outcome, Error>) -> Duration {
+        match outcome {
+            Ok(outcome) => {
+                self.memory.written(turn, outcome, now());
+                memory::SEEN_AGAIN
+            }
+            Err(error) if error.is_conflict() => {
+                debug!(network = turn.name, "another writer was quicker, looking again");
+                self.memory.beaten(turn, now())
+            }
+            Err(error) => {
+                let wait = self.memory.failed(turn, now());
+                warn!(network = turn.name, error = %Chain(&error), ?wait, "a network could not be kept, tried again");
+                wait
+            }
+        }
+    }
+
+    fn failed(&self, error: &Error, what: &'static str) -> Duration {
+        if !error.is_conflict() {
+            warn!(error = %Chain(error), "{what}, tried again");
+        }
+        memory::FIRST_RETRY
+    }
+}

@@ -1,0 +1,125 @@
+//! What the leader's loop remembers from one look to the next: only what spares writes. All of it may be lost.
+
+use std::{
+    collections::{HashMap, HashSet},
+    time::{Duration, Instant},
+};
+
+use api::selection::Reference;
+use plan::network::{Relabel, Step, Turn, World};
+
+use super::write::Outcome;
+
+/// A cache that is behind our own write has caught up long before; and if it has not, the write is tried again.
+pub const SEEN_AGAIN: Duration = Duration::from_secs(1);
+pub const FIRST_RETRY: Duration = Duration::from_secs(1);
+const LAST_RETRY: Duration = Duration::from_mins(1);
+/// Keeps a fight with another writer from becoming a storm.
+const BREATH: Duration = Duration::from_millis(50);
+/// Statuses that differ only in their users are written so often at most.
+const USERS_PAUSE: Duration = Duration::from_secs(1);
+
+#[derive(Default)]
+pub struct Memory {
+    /// By the network's UID.
+    networks: HashMap<String, Known>,
+    /// The version that an attachment had before it was written, if it was there.
+    attachments: HashMap<Reference, (Option<String>, Instant)>,
+    labels: HashMap<String, (Relabel, Instant)>,
+    swept: HashMap<String, Instant>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// The version that was written over, and until when it may still be seen.
+    stale: Option<(String, Instant)>,
+    status_written: Option<Instant>,
+    not_before: Option<Instant>,
+    retry: Option<Duration>,
+}
+
+impl Memory {
+    /// Forgets networks that are no more.
+    pub fn tidy(&mut self, world: &World) {
+        let live: HashSet<&String> = world.networks.values().map(|network| &network.uid).collect();
+        self.networks.retain(|uid, _| live.contains(uid));
+    }
+
+    /// How long this turn has to wait, if it has to.
+    pub fn wait(&mut self, world: &World, turn: &Turn, now: Instant) -> Option<Duration> {
+        self.attachments.retain(|at, (before, until)| {
+            let there = world.attachments.as_ref().and_then(|all| all.get(at));
+            *until > now && there.map(|one| &one.version) == before.as_ref()
+        });
+        let known = self.networks.entry(turn.uid.clone()).or_default();
+        if let Some(until) = known.not_before.filter(|until| *until > now) {
+            return Some(until - now);
+        }
+        if let Some((_, until)) =
+            known.stale.as_ref().filter(|(old, until)| *old == turn.version && *until > now)
+        {
+            return Some(*until - now);
+        }
+        let mut waits = places(turn).filter_map(|at| self.attachments.get(at));
+        if let Some((_, until)) = waits.next() {
+            return Some(*until - now);
+        }
+        let last = known.status_written.filter(|_| turn.patient)?;
+        let rest = USERS_PAUSE.saturating_sub(now.saturating_duration_since(last));
+        (!rest.is_zero()).then_some(rest)
+    }
+
+    pub fn written(&mut self, turn: &Turn, outcome: Outcome, now: Instant) {
+        let known = self.networks.entry(turn.uid.clone()).or_default();
+        known.retry = None;
+        known.not_before = outcome.blocked.then(|| now + FIRST_RETRY / 5);
+        known.stale = outcome.network.then(|| (turn.version.clone(), now + SEEN_AGAIN));
+        if turn.status.is_some() {
+            known.status_written = Some(now);
+        }
+        self.attachments
+            .extend(outcome.attachments.into_iter().map(|(at, old)| (at, (old, now + SEEN_AGAIN))));
+    }
+
+    /// Somebody else was quicker: the cache will tell.
+    pub fn beaten(&mut self, turn: &Turn, now: Instant) -> Duration {
+        self.networks.entry(turn.uid.clone()).or_default().not_before = Some(now + BREATH);
+        BREATH
+    }
+
+    pub fn failed(&mut self, turn: &Turn, now: Instant) -> Duration {
+        let known = self.networks.entry(turn.uid.clone()).or_default();
+        let wait = known.retry.map_or(FIRST_RETRY, |last| (last * 2).min(LAST_RETRY));
+        known.retry = Some(wait);
+        known.not_before = Some(now + wait);
+        wait
+    }
+
+    /// Whether exactly this was written just now.
+    pub fn labelled(&self, relabel: &Relabel, now: Instant) -> bool {
+        self.labels.get(&relabel.node).is_some_and(|(last, until)| last == relabel && *until > now)
+    }
+
+    pub fn label(&mut self, relabel: Relabel, now: Instant) {
+        self.labels.retain(|_, (_, until)| *until > now);
+        self.labels.insert(relabel.node.clone(), (relabel, now + SEEN_AGAIN));
+    }
+
+    pub fn swept(&self, uid: &str, now: Instant) -> bool {
+        self.swept.get(uid).is_some_and(|until| *until > now)
+    }
+
+    pub fn sweep(&mut self, uid: String, now: Instant) {
+        self.swept.retain(|_, until| *until > now);
+        self.swept.insert(uid, now + SEEN_AGAIN);
+    }
+}
+
+/// The attachments that a turn writes.
+fn places(turn: &Turn) -> impl Iterator<Item = &Reference> {
+    turn.steps.iter().flat_map(|step| match step {
+        Step::Create { at, .. } | Step::Apply { at, .. } => vec![at],
+        Step::Delete(all) => all.iter().map(|(at, _)| at).collect(),
+        Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => Vec::new(),
+    })
+}

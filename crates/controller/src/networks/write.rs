@@ -1,0 +1,351 @@
+//! The leader's writes for networks. Each carries the version or the UID of what was read, so that one who led yesterday
+//! changes nothing today.
+
+use std::{collections::BTreeSet, sync::Arc};
+
+use api::{
+    CONTROLLER_MANAGER,
+    bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_UID_ANNOTATION},
+    selection::Reference,
+};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::{
+    Api, Client,
+    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
+    runtime::events::{self, Recorder, Reporter},
+};
+use plan::network::{Attachment, Event, Relabel, Step, Turn};
+use serde_json::{Value, json};
+use tracing::{debug, info};
+
+use crate::{
+    call::{self, Line},
+    cluster::Cluster,
+    direct::Direct,
+    metrics::{Call, Metrics},
+    object,
+    tenure::Tenure,
+};
+
+/// Why something was not written.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("ask the API server for users of network {name}")]
+    Ask {
+        name: String,
+        #[source]
+        source: call::Error,
+    },
+    #[error("write network {name}")]
+    Network {
+        name: String,
+        #[source]
+        source: call::Error,
+    },
+    #[error("write attachment {at}")]
+    Attachment {
+        at: Reference,
+        #[source]
+        source: call::Error,
+    },
+    #[error("write the labels of node {name}")]
+    Node {
+        name: String,
+        #[source]
+        source: call::Error,
+    },
+}
+
+impl Error {
+    pub fn is_conflict(&self) -> bool {
+        match self {
+            Self::Ask { .. } => false,
+            Self::Network { source, .. } | Self::Attachment { source, .. } | Self::Node { source, .. } => {
+                source.is_conflict()
+            }
+        }
+    }
+}
+
+/// What was written.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// The network itself.
+    pub network: bool,
+    /// Attachments, with the version that each had before.
+    pub attachments: Vec<(Reference, Option<String>)>,
+    /// The API server knows something that the cache does not: look again soon.
+    pub blocked: bool,
+}
+
+pub struct Writer {
+    client: Client,
+    cluster: Cluster,
+    metrics: Arc<Metrics>,
+    direct: Direct,
+    recorder: Recorder,
+    network: Line,
+    attachment: Line,
+    node: Line,
+    event: Line,
+}
+
+impl Writer {
+    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
+        let line = |call| Line::of_leader(metrics.clone(), call, tenure.clone());
+        let reporter = Reporter { controller: CONTROLLER_MANAGER.to_owned(), instance: None };
+        Self {
+            direct: Direct::new(client.clone(), metrics.clone()),
+            recorder: Recorder::new(client.clone(), reporter),
+            network: line(Call::Network),
+            attachment: line(Call::Attachment),
+            node: line(Call::Node),
+            event: line(Call::Event),
+            client,
+            cluster,
+            metrics,
+        }
+    }
+
+    /// Does what a turn asks for, as far as the API server agrees.
+    pub async fn turn(&self, turn: &Turn) -> Result<Outcome, Error> {
+        let mut outcome = Outcome::default();
+        for step in &turn.steps {
+            self.step(turn, step, &mut outcome).await?;
+        }
+        if let Some(status) = turn.status.as_deref().filter(|_| !outcome.network) {
+            self.status(turn, status).await?;
+            outcome.network = true;
+        }
+        for event in &turn.events {
+            self.tell(turn, event).await;
+        }
+        Ok(outcome)
+    }
+
+    async fn step(&self, turn: &Turn, step: &Step, outcome: &mut Outcome) -> Result<(), Error> {
+        match step {
+            Step::Finalizers(finalizers) => self.finalizers(turn, finalizers, outcome).await,
+            Step::Create { at, config, repair } => {
+                self.create(turn, at, config).await?;
+                outcome.attachments.push((at.clone(), None));
+                self.count(*repair);
+                info!(network = turn.name, attachment = %at, repair, "made an attachment");
+                Ok(())
+            }
+            Step::Apply { at, uid, version, config, repair } => {
+                self.apply(turn, at, uid, config).await?;
+                outcome.attachments.push((at.clone(), Some(version.clone())));
+                self.count(*repair);
+                info!(network = turn.name, attachment = %at, repair, "put an attachment right");
+                Ok(())
+            }
+            Step::Delete(attachments) => self.delete(turn, attachments, outcome).await,
+            Step::Release { attachments, finalizers } => {
+                self.release(turn, attachments, finalizers, outcome).await
+            }
+            Step::Finish { finalizers } => {
+                let exists = |name: &str| self.cluster.world().nodes.contains_key(name);
+                let node = self.direct.node(&turn.uid, exists).await;
+                if let Some(node) = node.map_err(|source| ask(turn, source))? {
+                    debug!(network = turn.name, node, "a node has just listed the network");
+                    outcome.blocked = true;
+                    return Ok(());
+                }
+                self.finalizers(turn, finalizers, outcome).await?;
+                info!(network = turn.name, "the network is gone");
+                Ok(())
+            }
+        }
+    }
+
+    async fn finalizers(
+        &self,
+        turn: &Turn,
+        finalizers: &[String],
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
+        let patch = json!({"metadata": {
+            "uid": turn.uid, "resourceVersion": turn.version, "finalizers": finalizers,
+        }});
+        let params =
+            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
+        let api = self.networks();
+        let patched = self.network.change(api.patch(&turn.name, &params, &Patch::Merge(&patch))).await;
+        patched.map_err(|source| Error::Network { name: turn.name.clone(), source })?;
+        outcome.network = true;
+        Ok(())
+    }
+
+    /// Once nobody can join any more and nobody has, the nodes may undo.
+    async fn release(
+        &self,
+        turn: &Turn,
+        attachments: &BTreeSet<Reference>,
+        finalizers: &[String],
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
+        let left = self.direct.attachment(&turn.name, &turn.uid).await.map_err(|source| ask(turn, source))?;
+        if left.is_some() || self.used(turn, attachments).await? {
+            outcome.blocked = true;
+            return Ok(());
+        }
+        self.finalizers(turn, finalizers, outcome).await?;
+        info!(network = turn.name, "nobody uses the network, the nodes may undo it");
+        Ok(())
+    }
+
+    async fn delete(
+        &self,
+        turn: &Turn,
+        attachments: &[(Reference, Attachment)],
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
+        let names = attachments.iter().map(|(at, _)| at.clone()).collect();
+        if self.used(turn, &names).await? {
+            outcome.blocked = true;
+            return Ok(());
+        }
+        for (at, one) in attachments {
+            self.remove(at, one).await?;
+            outcome.attachments.push((at.clone(), Some(one.version.clone())));
+            info!(network = turn.name, attachment = %at, "removed an attachment");
+        }
+        Ok(())
+    }
+
+    async fn used(&self, turn: &Turn, attachments: &BTreeSet<Reference>) -> Result<bool, Error> {
+        let user = self.direct.user(attachments).await.map_err(|source| ask(turn, source))?;
+        if let Some(user) = &user {
+            debug!(network = turn.name, user, "somebody has just begun to use the network");
+        }
+        Ok(user.is_some())
+    }
+
+    async fn remove(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
+        let only = Preconditions { uid: Some(one.uid.clone()), resource_version: Some(one.version.clone()) };
+        let params = DeleteParams::default().preconditions(only);
+        let api = self.attachments(&at.namespace);
+        let deleted = self.attachment.change(api.delete(&at.name, &params)).await;
+        deleted.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
+    }
+
+    /// Removes what a network left that is no more, if that is so and nobody names it.
+    pub async fn sweep(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
+        let turn = Turn { name: one.network.clone().unwrap_or_default(), ..Turn::default() };
+        let uid = one.network_uid.as_deref().unwrap_or_default();
+        let lives = self.direct.network(uid).await.map_err(|source| ask(&turn, source))?;
+        if lives || self.used(&turn, &BTreeSet::from([at.clone()])).await? {
+            return Ok(());
+        }
+        self.remove(at, one).await?;
+        info!(attachment = %at, "removed an attachment whose network is no more");
+        Ok(())
+    }
+
+    async fn create(&self, turn: &Turn, at: &Reference, config: &str) -> Result<(), Error> {
+        let object =
+            serde_json::from_value(attachment(turn, at, config, None)).map_err(kube::Error::SerdeError);
+        let params =
+            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
+        let api = self.attachments(&at.namespace);
+        let create = async { api.create(&params, &object?).await };
+        let created = self.attachment.create(create).await;
+        created.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
+    }
+
+    /// With the UID, an apply changes this object and no other, and makes none.
+    async fn apply(&self, turn: &Turn, at: &Reference, uid: &str, config: &str) -> Result<(), Error> {
+        let object = attachment(turn, at, config, Some(uid));
+        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
+        let api = self.attachments(&at.namespace);
+        let applied = self.attachment.change(api.patch(&at.name, &params, &Patch::Apply(&object))).await;
+        applied.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
+    }
+
+    async fn status(&self, turn: &Turn, status: &BridgeNetworkStatus) -> Result<(), Error> {
+        let resource = object::networks();
+        let object = json!({
+            "apiVersion": resource.api_version,
+            "kind": resource.kind,
+            "metadata": {"name": turn.name, "uid": turn.uid, "resourceVersion": turn.version},
+            "status": status,
+        });
+        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
+        let api = self.networks();
+        let patched =
+            self.network.change(api.patch_status(&turn.name, &params, &Patch::Apply(&object))).await;
+        patched.map(drop).map_err(|source| Error::Network { name: turn.name.clone(), source })
+    }
+
+    /// The UID keeps it from a Node that was made anew under the same name.
+    pub async fn relabel(&self, relabel: &Relabel) -> Result<(), Error> {
+        let patch = json!({"metadata": {"uid": relabel.uid, "labels": relabel.labels}});
+        let params =
+            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
+        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &object::nodes());
+        let patched = self.node.change(api.patch(&relabel.node, &params, &Patch::Merge(&patch))).await;
+        patched.map_err(|source| Error::Node { name: relabel.node.clone(), source })?;
+        info!(node = relabel.node, labels = ?relabel.labels, "labelled a node");
+        Ok(())
+    }
+
+    /// An event that is lost is lost: the condition says the same.
+    async fn tell(&self, turn: &Turn, event: &Event) {
+        let resource = object::networks();
+        let regarding = ObjectReference {
+            api_version: Some(resource.api_version),
+            kind: Some(resource.kind),
+            name: Some(turn.name.clone()),
+            uid: Some(turn.uid.clone()),
+            ..ObjectReference::default()
+        };
+        let event = events::Event {
+            type_: if event.warning { events::EventType::Warning } else { events::EventType::Normal },
+            reason: event.reason.to_owned(),
+            note: Some(event.note.clone()),
+            action: "Keep".to_owned(),
+            secondary: None,
+        };
+        if let Err(error) = self.event.create(self.recorder.publish(&event, &regarding)).await {
+            debug!(network = turn.name, error = %api::Chain(&error), "an event was lost");
+        }
+    }
+
+    fn count(&self, repair: bool) {
+        if repair {
+            self.metrics.attachment_repaired();
+        }
+    }
+
+    fn networks(&self) -> Api<DynamicObject> {
+        Api::all_with(self.client.clone(), &object::networks())
+    }
+
+    fn attachments(&self, namespace: &str) -> Api<DynamicObject> {
+        Api::namespaced_with(self.client.clone(), namespace, &object::attachments())
+    }
+}
+
+fn ask(turn: &Turn, source: call::Error) -> Error {
+    Error::Ask { name: turn.name.clone(), source }
+}
+
+fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> Value {
+    let resource = object::attachments();
+    let mut object = json!({
+        "apiVersion": resource.api_version,
+        "kind": resource.kind,
+        "metadata": {
+            "name": at.name,
+            "namespace": at.namespace,
+            "labels": {NAD_NETWORK_LABEL: turn.name},
+            "annotations": {NAD_UID_ANNOTATION: turn.uid},
+        },
+        "spec": {"config": config},
+    });
+    if let Some(uid) = uid {
+        object["metadata"]["uid"] = json!(uid);
+    }
+    object
+}

@@ -1,0 +1,357 @@
+//! The bridge networks of the cluster: their attachments, their status, and the order in which they go.
+//!
+//! [`plan`] looks at everything there is and says what to write next. Nothing is remembered between two looks: whatever
+//! was written, by this leader or the one before, is seen the next time.
+
+mod attachments;
+mod mtu;
+mod selected;
+mod status;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use api::{
+    BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
+    bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_NAMED, NODE_LABEL_PREFIX},
+    selection::Reference,
+};
+use jiff::{SignedDuration, Timestamp};
+
+use self::{attachments::Attachments, selected::Selected};
+pub use self::{
+    mtu::wanted as wanted_mtu,
+    selected::{clash_with, same_attachment},
+};
+use crate::users::{Index, Summary};
+
+/// From the beginning of a deletion until anything is taken away: a pod that was admitted before anybody knew of the
+/// deletion has this long to be seen.
+pub const SETTLE: Duration = Duration::from_secs(1);
+
+/// A BridgeNetwork, as last seen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Network {
+    pub name: String,
+    pub uid: String,
+    pub version: String,
+    pub generation: i64,
+    pub created: Timestamp,
+    /// When its deletion was first seen here.
+    pub deleting: Option<Timestamp>,
+    pub finalizers: Vec<String>,
+    /// What it asks for, or why that cannot be read.
+    pub spec: Result<BridgeNetworkSpec, String>,
+    pub status: BridgeNetworkStatus,
+}
+
+/// A Node, as last seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    pub uid: String,
+    pub labels: BTreeMap<String, String>,
+    /// Why the node does not answer, if it does not.
+    pub silent: Option<String>,
+}
+
+/// A NodeNetwork, as last seen.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    pub vtep: Option<Vtep>,
+    /// By the network's UID.
+    pub networks: BTreeMap<String, NetworkOnNode>,
+}
+
+/// A NetworkAttachmentDefinition, as last seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Attachment {
+    pub uid: String,
+    pub version: String,
+    pub deleting: bool,
+    /// The mark on those that Patchbay keeps: the network's name and UID.
+    pub network: Option<String>,
+    pub network_uid: Option<String>,
+    pub config: Option<String>,
+    /// The network of ours that its config joins pods to.
+    pub joins: Option<String>,
+}
+
+/// A namespace, as last seen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Namespace {
+    Active,
+    Terminating,
+}
+
+/// All that is known when something has to be decided.
+#[derive(Debug, Default)]
+pub struct World {
+    pub networks: BTreeMap<String, Network>,
+    pub nodes: BTreeMap<String, Node>,
+    pub reports: BTreeMap<String, Report>,
+    /// None while the cluster does not have the kind.
+    pub attachments: Option<BTreeMap<Reference, Attachment>>,
+    pub namespaces: BTreeMap<String, Namespace>,
+    pub users: Index,
+}
+
+/// What to write next.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Plan {
+    /// For the networks about which there is something to do.
+    pub turns: Vec<Turn>,
+    /// Attachments that a network left which is no more.
+    pub orphans: Vec<(Reference, Attachment)>,
+    pub labels: Vec<Relabel>,
+    /// When to look again although nothing has happened.
+    pub look: Option<Duration>,
+}
+
+/// What to write for one network. Its steps first; its status is not written if one of them fails.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Turn {
+    pub name: String,
+    pub uid: String,
+    pub version: String,
+    pub steps: Vec<Step>,
+    pub status: Option<Box<BridgeNetworkStatus>>,
+    /// Only the users have changed, which may wait a little.
+    pub patient: bool,
+    pub events: Vec<Event>,
+}
+
+/// One change.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// Sets the finalizers to these.
+    Finalizers(Vec<String>),
+    Create {
+        at: Reference,
+        config: String,
+        repair: bool,
+    },
+    /// Puts an attachment of ours right.
+    Apply {
+        at: Reference,
+        uid: String,
+        version: String,
+        config: String,
+        repair: bool,
+    },
+    /// Deletes attachments of ours, if the API server itself knows of no user of any of them.
+    Delete(Vec<(Reference, Attachment)>),
+    /// Lets the nodes undo, if the API server itself knows of no attachment of the network and of no user of these.
+    Release {
+        attachments: BTreeSet<Reference>,
+        finalizers: Vec<String>,
+    },
+    /// Lets the network go, if the API server itself knows of no node that lists it.
+    Finish {
+        finalizers: Vec<String>,
+    },
+}
+
+/// Labels of one Node to set, or to remove.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Relabel {
+    pub node: String,
+    pub uid: String,
+    pub labels: BTreeMap<String, Option<&'static str>>,
+}
+
+/// Something to tell whoever looks at the network's events.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    pub warning: bool,
+    pub reason: &'static str,
+    pub note: String,
+}
+
+/// Decides what to write next.
+pub fn plan(world: &World, now: Timestamp) -> Plan {
+    let attachments = Attachments::new(world);
+    let selected = selected::all(world);
+    let mut plan = Plan::default();
+    for network in world.networks.values() {
+        let scene = Scene::new(world, network, &attachments, &selected, now);
+        let turn = scene.turn();
+        if network.deleting.is_some() && !settled(network, now) {
+            plan.look = Some(SETTLE);
+        }
+        if !turn.steps.is_empty() || turn.status.is_some() {
+            plan.turns.push(turn);
+        }
+    }
+    plan.orphans = attachments.orphans(world);
+    plan.labels = relabel(world);
+    plan
+}
+
+/// The attachments that pods of a network name: those that it keeps or would keep, and those that others wrote for it.
+pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<Reference> {
+    Attachments::new(world).of(world, network)
+}
+
+fn settled(network: &Network, now: Timestamp) -> bool {
+    // A clock that was set back must not hold anything up.
+    network.deleting.is_none_or(|since| now < since || now.duration_since(since) >= settle())
+}
+
+fn settle() -> SignedDuration {
+    SignedDuration::try_from(SETTLE).unwrap_or(SignedDuration::ZERO)
+}
+
+/// One network among all there is.
+struct Scene<'a> {
+    world: &'a World,
+    network: &'a Network,
+    now: Timestamp,
+    attachments: &'a Attachments<'a>,
+    /// The attachments that its users name.
+    references: BTreeSet<Reference>,
+    users: Summary,
+    selected: Option<&'a Selected<'a>>,
+}
+
+impl<'a> Scene<'a> {
+    fn new(
+        world: &'a World,
+        network: &'a Network,
+        attachments: &'a Attachments<'a>,
+        selected: &'a BTreeMap<&'a str, Selected<'a>>,
+        now: Timestamp,
+    ) -> Self {
+        let references = attachments.of(world, network);
+        let users = world.users.summary(&references, MAX_NAMED);
+        Self {
+            world,
+            network,
+            now,
+            attachments,
+            references,
+            users,
+            selected: selected.get(network.name.as_str()),
+        }
+    }
+
+    fn turn(&self) -> Turn {
+        let network = self.network;
+        let turn = Turn {
+            name: network.name.clone(),
+            uid: network.uid.clone(),
+            version: network.version.clone(),
+            ..Turn::default()
+        };
+        if network.deleting.is_some() { self.going(turn) } else { self.staying(turn) }
+    }
+
+    fn staying(&self, mut turn: Turn) -> Turn {
+        let missing = [FINALIZER_USERS, FINALIZER_NODES].into_iter().filter(|one| !self.has(one));
+        let missing: Vec<String> = missing.map(str::to_owned).collect();
+        if !missing.is_empty() {
+            let all = self.network.finalizers.iter().cloned().chain(missing).collect();
+            turn.steps.push(Step::Finalizers(all));
+            return turn;
+        }
+        let fit = mtu::fit(self);
+        let kept = self.attachments.keep(self, fit.mtu);
+        turn.steps = kept.steps.clone();
+        status::write(self, &fit, &kept, &mut turn);
+        turn
+    }
+
+    fn going(&self, mut turn: Turn) -> Turn {
+        if self.has(FINALIZER_USERS) {
+            let fit = mtu::fit(self);
+            let used = self.users.count > 0;
+            let kept = if used { self.attachments.keep(self, fit.mtu) } else { attachments::Kept::default() };
+            turn.steps.clone_from(&kept.steps);
+            if !used && settled(self.network, self.now) {
+                turn.steps.extend(self.let_go());
+            }
+            if !matches!(turn.steps.first(), Some(Step::Release { .. })) {
+                status::write(self, &fit, &kept, &mut turn);
+            }
+            return turn;
+        }
+        turn.steps.extend(deletable(self.attachments.marked(self.network)));
+        if self.has(FINALIZER_NODES) && self.listing().next().is_none() {
+            turn.steps.push(Step::Finish { finalizers: self.without(FINALIZER_NODES) });
+            return turn;
+        }
+        status::write(self, &mtu::fit(self), &attachments::Kept::default(), &mut turn);
+        turn
+    }
+
+    /// Nobody uses it, as far as is known: attachments go first, and once they have gone the nodes are let loose.
+    fn let_go(&self) -> Option<Step> {
+        let left = self.attachments.marked(self.network);
+        if left.is_empty() {
+            let finalizers = self.without(FINALIZER_USERS);
+            return Some(Step::Release { attachments: self.references.clone(), finalizers });
+        }
+        deletable(left)
+    }
+
+    fn has(&self, finalizer: &str) -> bool {
+        self.network.finalizers.iter().any(|one| one == finalizer)
+    }
+
+    fn without(&self, finalizer: &str) -> Vec<String> {
+        self.network.finalizers.iter().filter(|one| *one != finalizer).cloned().collect()
+    }
+
+    /// The nodes that have, or may have, links of it. A NodeNetwork without a Node is about to go.
+    fn listing(&self) -> impl Iterator<Item = (&'a str, &'a Node, &'a NetworkOnNode)> + use<'a> {
+        let (world, uid) = (self.world, &self.network.uid);
+        world.nodes.iter().filter_map(move |(name, node)| {
+            let entry = world.reports.get(name)?.networks.get(uid)?;
+            Some((name.as_str(), node, entry))
+        })
+    }
+
+    fn condition(&self, kind: &str) -> Option<&'a Condition> {
+        self.network.status.conditions.iter().find(|condition| condition.r#type == kind)
+    }
+}
+
+/// What is about to go already is waited for.
+fn deletable(mut left: Vec<(Reference, Attachment)>) -> Option<Step> {
+    left.retain(|(_, one)| !one.deleting);
+    (!left.is_empty()).then_some(Step::Delete(left))
+}
+
+/// The labels by which a scheduler finds nodes on which a network works, as the daemon there says. A node that does not
+/// answer keeps them: nothing is scheduled to it anyway, and it has its links.
+fn relabel(world: &World) -> Vec<Relabel> {
+    let live = |entry: &NetworkOnNode| {
+        let network = world.networks.get(&entry.name).filter(|network| network.uid == entry.uid);
+        entry.ready && network.is_some()
+    };
+    let mut all = Vec::new();
+    for (name, node) in &world.nodes {
+        let report = world.reports.get(name);
+        let entries = report.into_iter().flat_map(|report| report.networks.values());
+        let wanted: BTreeSet<String> = entries
+            .filter(|entry| live(entry))
+            .map(|entry| format!("{NODE_LABEL_PREFIX}{}", entry.name))
+            .collect();
+        let missing =
+            wanted.iter().filter(|label| node.labels.get(*label).is_none_or(|value| value != "true"));
+        let mut labels: BTreeMap<String, Option<&str>> =
+            missing.map(|label| (label.clone(), Some("true"))).collect();
+        let old = node
+            .labels
+            .keys()
+            .filter(|label| label.starts_with(NODE_LABEL_PREFIX) && !wanted.contains(*label));
+        labels.extend(old.map(|label| (label.clone(), None)));
+        if !labels.is_empty() {
+            all.push(Relabel { node: name.clone(), uid: node.uid.clone(), labels });
+        }
+    }
+    all
+}

@@ -1,0 +1,161 @@
+//! The attachments (NADs) of networks: which are ours, which are missing, and which have to go.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::{
+    attachment::{config, same_config},
+    selection::Reference,
+};
+
+use super::{Attachment, Event, Namespace, Network, Scene, Step, World, status};
+
+/// The attachments there are, by the network that they concern.
+#[derive(Debug, Default)]
+pub struct Attachments<'a> {
+    /// By the UID in their mark.
+    marked: BTreeMap<&'a str, Vec<&'a Reference>>,
+    /// By the name of the network that their config joins pods to.
+    joining: BTreeMap<&'a str, Vec<&'a Reference>>,
+    all: Option<&'a BTreeMap<Reference, Attachment>>,
+}
+
+/// What keeping the attachments of a network takes, and what stands in the way.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Kept {
+    pub steps: Vec<Step>,
+    /// Namespaces that are not there, or about to go.
+    pub missing: Vec<String>,
+    /// Attachments that others made.
+    pub foreign: Vec<Reference>,
+    /// Attachments outside the list that somebody still uses.
+    pub used: Vec<Reference>,
+    /// Attachments that somebody else is deleting.
+    pub going: Vec<Reference>,
+    /// The cluster does not know the kind.
+    pub unknown: bool,
+    pub events: Vec<Event>,
+}
+
+impl<'a> Attachments<'a> {
+    pub fn new(world: &'a World) -> Self {
+        let mut attachments = Self { all: world.attachments.as_ref(), ..Self::default() };
+        for (reference, one) in world.attachments.iter().flatten() {
+            if let Some(uid) = one.network_uid.as_deref().or_else(|| unsigned(world, one)) {
+                attachments.marked.entry(uid).or_default().push(reference);
+            }
+            if let Some(name) = &one.joins {
+                attachments.joining.entry(name).or_default().push(reference);
+            }
+        }
+        attachments
+    }
+
+    /// What users of the network name.
+    pub fn of(&self, world: &World, network: &Network) -> BTreeSet<Reference> {
+        let marked = self.marked.get(network.uid.as_str()).into_iter().flatten();
+        let joining = self.joining.get(network.name.as_str()).into_iter().flatten();
+        let mut all: BTreeSet<Reference> = marked.chain(joining).map(|it| (*it).clone()).collect();
+        // Whoever names one that is not there yet waits for it.
+        let Ok(spec) = &network.spec else { return all };
+        let name = spec.attachment_name(&network.name);
+        let expected = spec.namespaces().iter().map(|namespace| Reference::new(namespace, name));
+        let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
+        all.extend(expected.filter(|at| !there(at)));
+        all
+    }
+
+    /// Those that bear the mark of the network.
+    pub fn marked(&self, network: &Network) -> Vec<(Reference, Attachment)> {
+        let references = self.marked.get(network.uid.as_str()).into_iter().flatten();
+        references.filter_map(|at| Some(((*at).clone(), self.all?.get(at)?.clone()))).collect()
+    }
+
+    /// Those that bear the mark of a network that is no more, and that nobody names.
+    pub fn orphans(&self, world: &World) -> Vec<(Reference, Attachment)> {
+        let live: BTreeSet<&str> = world.networks.values().map(|network| network.uid.as_str()).collect();
+        let left = self.marked.iter().filter(|(uid, _)| !live.contains(*uid)).flat_map(|(_, at)| at);
+        let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
+        orphans
+            .filter(|(at, one)| {
+                one.network.is_some() && !one.deleting && world.users.summary([*at], 1).count == 0
+            })
+            .map(|(at, one)| (at.clone(), one.clone()))
+            .collect()
+    }
+
+    /// Makes what is missing, puts right what was changed, and removes what is not wanted any more.
+    pub fn keep(&self, scene: &Scene<'_>, mtu: Option<i32>) -> Kept {
+        let mut kept = Kept::default();
+        let Ok(spec) = &scene.network.spec else { return kept };
+        let name = spec.attachment_name(&scene.network.name);
+        let wanted: BTreeSet<Reference> =
+            spec.namespaces().iter().map(|namespace| Reference::new(namespace, name)).collect();
+        let Some(all) = self.all else {
+            kept.unknown = !wanted.is_empty();
+            return kept;
+        };
+        for at in &wanted {
+            match (scene.world.namespaces.get(&at.namespace), mtu) {
+                (None | Some(Namespace::Terminating), _) => kept.missing.push(at.namespace.clone()),
+                (Some(Namespace::Active), None) => {}
+                (Some(Namespace::Active), Some(mtu)) => keep_one(scene, at, all.get(at), mtu, &mut kept),
+            }
+        }
+        let mut unwanted = Vec::new();
+        for (at, one) in self.marked(scene.network).into_iter().filter(|(at, _)| !wanted.contains(at)) {
+            if scene.world.users.summary([&at], 1).count > 0 {
+                kept.used.push(at);
+            } else if !one.deleting {
+                unwanted.push((at, one));
+            }
+        }
+        if !unwanted.is_empty() {
+            kept.steps.push(Step::Delete(unwanted));
+        }
+        kept
+    }
+}
+
+/// The UID of the network that an attachment is marked for by name and by what it says, if only the UID was taken off it.
+fn unsigned<'a>(world: &'a World, one: &Attachment) -> Option<&'a str> {
+    let name = one.network.as_ref().filter(|name| one.joins.as_ref() == Some(name))?;
+    Some(&world.networks.get(name)?.uid)
+}
+
+fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
+    let network = scene.network;
+    let config = config(&at.name, &network.name, mtu);
+    let repair = status::was_in_place(scene, mtu);
+    let Some(found) = found else {
+        kept.steps.push(Step::Create { at: at.clone(), config: config.to_string(), repair });
+        if repair {
+            kept.events.push(mended(at, "was deleted by somebody else and is made anew"));
+        }
+        return;
+    };
+    let ours = match &found.network_uid {
+        Some(uid) => *uid == network.uid,
+        None => unsigned(scene.world, found) == Some(network.uid.as_str()),
+    };
+    if !ours {
+        kept.foreign.push(at.clone());
+    } else if found.deleting {
+        kept.going.push(at.clone());
+    } else if !same_config(found.config.as_deref(), &config)
+        || found.network.as_ref() != Some(&network.name)
+        || found.network_uid.is_none()
+    {
+        let (uid, version) = (found.uid.clone(), found.version.clone());
+        kept.steps.push(Step::Apply { at: at.clone(), uid, version, config: config.to_string(), repair });
+        if repair {
+            kept.events.push(mended(at, "was changed by somebody else and is put right"));
+        }
+    }
+}
+
+fn mended(at: &Reference, what: &str) -> Event {
+    let note = format!(
+        "NetworkAttachmentDefinition {at} {what}: change the BridgeNetwork, which it is made from, or delete that"
+    );
+    Event { warning: true, reason: status::ATTACHMENT_REPAIRED, note }
+}
