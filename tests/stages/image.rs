@@ -11,6 +11,7 @@ use lab::{archive::Archive, image::Image, say};
 
 use crate::step::{cargo, show};
 
+const SHIPPED: &str = "dist";
 const LIMIT: u64 = 30_000_000;
 /// It is started for each pod that comes or goes.
 const SHIM_LIMIT: u64 = 1_500_000;
@@ -18,6 +19,8 @@ const SHIM_LIMIT: u64 = 1_500_000;
 /// Builds `target/image/patchbay.tar`.
 pub fn build() -> Result<PathBuf> {
     let target = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
+    // For the inner loop: `PATCHBAY_PROFILE=dev` builds in seconds what is ten times as large.
+    let profile = std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| SHIPPED.to_owned());
     say("building the static program (a cold build takes some minutes) …");
     // With a target named, these flags are for the program alone, not for build scripts and macros.
     let flags = "-C target-feature=+crt-static";
@@ -26,7 +29,7 @@ pub fn build() -> Result<PathBuf> {
             "build",
             "--locked",
             "--profile",
-            "dist",
+            &profile,
             "-p",
             "patchbay",
             "-p",
@@ -36,16 +39,20 @@ pub fn build() -> Result<PathBuf> {
         ])
         .env("RUSTFLAGS", flags),
     )?;
-    let built = e2e::repository().join("target").join(&target).join("dist");
+    let directory = if profile == "dev" { "debug" } else { &profile };
+    let built = e2e::repository().join("target").join(&target).join(directory);
     let program = built.join("patchbay");
     let shim = built.join("patchbay-cni");
     let size = fs::metadata(&shim).context("look at the CNI plugin")?.len();
-    ensure!(size <= SHIM_LIMIT, "the CNI plugin has {size} bytes; the limit is {SHIM_LIMIT}");
+    ensure!(
+        profile != SHIPPED || size <= SHIM_LIMIT,
+        "the CNI plugin has {size} bytes; the limit is {SHIM_LIMIT}"
+    );
     let commit = commit(&program)?;
     let out = e2e::patchbay::image();
     pack(&program, &shim, &commit, &out)?;
     let size = fs::metadata(&out).context("look at the image")?.len();
-    ensure!(size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
+    ensure!(profile != SHIPPED || size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
     say(format!(
         "target/image/patchbay.tar: {} MB, {}, commit {commit}",
         size / 1_000_000,

@@ -20,7 +20,7 @@ use nix::{
 };
 use plan::{
     bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
-    nodenetwork::{Facts, Link, Observed, Picture},
+    nodenetwork::{Facts, Link, Observed},
 };
 use tokio::{
     runtime::{Builder, Runtime},
@@ -136,10 +136,7 @@ impl Host {
 
     pub fn vtep(&self, observed: &Observed) -> Option<Vtep> {
         let ignored: Patterns = "none".parse().unwrap();
-        let facts = &self.facts;
-        let picture =
-            Picture { observed, facts, ignored: &ignored, server: None, written: None, last_write: None };
-        plan::nodenetwork::status(&picture, Timestamp::UNIX_EPOCH).vtep
+        plan::nodenetwork::vtep(observed, &self.facts, &ignored)
     }
 
     pub fn plan(&self) -> Plan {
