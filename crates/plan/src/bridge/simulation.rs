@@ -35,6 +35,7 @@ pub fn link(index: u32, name: &str, kind: &str) -> Link {
         alias: String::new(),
         addresses: Vec::new(),
         ipv6_off: Some(false),
+        ipv4_deaf: Some(false),
         vxlan: None,
     }
 }
@@ -205,6 +206,7 @@ impl Node {
                 link.ipv6_off = Some(true);
                 link.addresses.retain(|address| address.net.addr().is_ipv4());
             }
+            Action::DeafenIpv4 { name } => self.get(&name).ipv4_deaf = Some(true),
             Action::RemoveAddress { link, address } => {
                 self.at(link).addresses.retain(|own| own.net != address);
             }
@@ -250,7 +252,8 @@ fn touched(action: &Action) -> Option<u32> {
         | Action::Forget
         | Action::CreateBridge { .. }
         | Action::CreateVxlan { .. }
-        | Action::DisableIpv6 { .. } => None,
+        | Action::DisableIpv6 { .. }
+        | Action::DeafenIpv4 { .. } => None,
         Action::Delete { link }
         | Action::Rename { link, .. }
         | Action::SetAlias { link, .. }
