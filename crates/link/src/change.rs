@@ -85,7 +85,13 @@ impl Changer {
                 self.set("set the MTU of a link", set(*link).number(IFLA_MTU, *mtu))
             }
             Action::SetAdmin { link, admin } => self.set_admin(*link, *admin),
-            Action::DisableIpv6 { name } => self.disable_ipv6(name),
+            // Off last: what says so is looked at.
+            Action::DisableIpv6 { name } => {
+                self.sysctls("ipv6", name, &[("accept_ra", "0"), ("disable_ipv6", "1")])
+            }
+            Action::DeafenIpv4 { name } => {
+                self.sysctls("ipv4", name, &[("arp_ignore", "8"), ("rp_filter", "1"), ("forwarding", "0")])
+            }
             Action::RemoveAddress { link, address } => {
                 let removed = self.asker.change("remove an address", remove_address(*link, *address));
                 done_if(removed, &[Errno::EADDRNOTAVAIL, Errno::ENODEV])
@@ -161,18 +167,18 @@ impl Changer {
         self.set_admin(link, Admin::Up).and(renamed)
     }
 
-    fn disable_ipv6(&self, name: &str) -> Result<(), Error> {
+    /// Sets what the kernel knows about one link and one protocol. A kernel without the protocol has nothing to set.
+    fn sysctls(&self, protocol: &str, name: &str, values: &[(&str, &str)]) -> Result<(), Error> {
         // It becomes a part of a path.
         if name.parse::<IfName>().is_err() {
             return Err(Error::Name { name: name.to_owned() });
         }
-        let all = self.sysctls.join("net/ipv6/conf");
+        let all = self.sysctls.join("net").join(protocol).join("conf");
         let write = || {
             if !all.exists() && self.sysctls.join("net").exists() {
                 return Ok(());
             }
-            // Off last: what says so is looked at.
-            for (key, value) in [("accept_ra", "0"), ("disable_ipv6", "1")] {
+            for (key, value) in values {
                 let path = all.join(name).join(key);
                 fs::write(&path, value).map_err(|source| Error::Sysctl { path, source })?;
             }

@@ -222,6 +222,7 @@ pub fn link(body: &[u8]) -> Option<Link> {
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
         ipv6_off: all.get(&IFLA_AF_SPEC).and_then(|families| ipv6_off(families)),
+        ipv4_deaf: all.get(&IFLA_AF_SPEC).and_then(|families| ipv4_deaf(families)),
         vxlan,
     })
 }
@@ -235,6 +236,18 @@ fn ipv6_off(families: &[u8]) -> Option<bool> {
     let (_, inet6) = attributes(families).find(|(family, _)| *family == u16::from(INET6))?;
     let (_, settings) = attributes(inet6).find(|(kind, _)| *kind == IFLA_INET6_CONF)?;
     u32_at(settings, 4 * DEVCONF_DISABLE_IPV6).map(|off| off != 0)
+}
+
+/// Whether the host is deaf to IPv4, out of what a link says of its protocols.
+fn ipv4_deaf(families: &[u8]) -> Option<bool> {
+    const IFLA_INET_CONF: u16 = 1;
+    /// `IPV4_DEVCONF_FORWARDING`, `IPV4_DEVCONF_RP_FILTER` and `IPV4_DEVCONF_ARP_IGNORE`, which count from one.
+    const WANTED: [(usize, u32); 3] = [(1, 0), (8, 1), (19, 8)];
+
+    let (_, inet) = attributes(families).find(|(family, _)| *family == u16::from(INET))?;
+    let (_, settings) = attributes(inet).find(|(kind, _)| *kind == IFLA_INET_CONF)?;
+    let is = |(at, value): &(usize, u32)| u32_at(settings, 4 * (at - 1)) == Some(*value);
+    Some(WANTED.iter().all(is))
 }
 
 /// What a VXLAN device is set to, and the link that it is bound to.
@@ -503,6 +516,7 @@ mod tests {
             way(&bytes);
             vxlan(&bytes);
             ipv6_off(&bytes);
+            ipv4_deaf(&bytes);
             error_code(&bytes);
             readable(&bytes);
         }

@@ -10,7 +10,7 @@ use std::{
 };
 
 use api::{Chain, Mac};
-use host::{Host, Namespace, name, network, overlay, reaches, two_nodes};
+use host::{Host, Namespace, hears, name, network, overlay, reaches, two_nodes};
 use link::Error;
 use nix::{
     errno::Errno,
@@ -306,6 +306,28 @@ fn a_hostile_router_on_the_network_changes_nothing_on_the_host() {
     assert_eq!(seen.default_routes, [ctl.index]);
     assert_eq!(host.link("br-blue").addresses, []);
     assert_eq!(host.settle(), []);
+}
+
+#[test]
+fn the_host_is_deaf_to_pods_that_ask_for_its_other_addresses() {
+    let mut hosts = two_nodes(&[network("blue")], ["192.168.9.1/24", "192.168.9.2/24"]);
+    let host = &mut hosts[0];
+    host.settle();
+    let service = host.ns.socket("192.168.9.1:7000");
+    // A pair without a bridge between does hear: that is how Linux is.
+    let control = Namespace::new();
+    host.ns.pair("ctl", &control, "net1");
+    host.ns.ip("link set ctl up");
+    control.ip("link set net1 up");
+    control.ip("address add 192.168.9.60/24 dev net1");
+    assert!(reaches(&control.socket("192.168.9.60:7000"), &service, 10));
+    let pod = host.pod(&host.networks[0], 1, "192.168.9.50/24");
+    let from = pod.socket("192.168.9.50:7000");
+    assert!(!(0..5).any(|_| hears(&from, &service, 11)));
+    // Also if it knows where to send it.
+    let mac = host.link("br-blue").mac.unwrap();
+    pod.ip(&format!("neighbour replace 192.168.9.1 lladdr {mac} dev net1"));
+    assert!(!(0..5).any(|_| hears(&from, &service, 11)));
 }
 
 #[test]

@@ -238,6 +238,11 @@ pub enum Action {
     DisableIpv6 {
         name: String,
     },
+    /// The host hears no IPv4 on this link: it answers no ARP for its other addresses, as it else would on every link,
+    /// and forwards nothing.
+    DeafenIpv4 {
+        name: String,
+    },
     /// Removes an address that somebody put on a bridge of ours.
     RemoveAddress {
         link: u32,

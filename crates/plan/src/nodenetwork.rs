@@ -71,6 +71,8 @@ pub struct Link {
     pub addresses: Vec<Address>,
     /// Whether IPv6 is off on it; none if the kernel does not say.
     pub ipv6_off: Option<bool>,
+    /// Whether the host is deaf to IPv4 on it: it answers no ARP and forwards nothing; none if the kernel does not say.
+    pub ipv4_deaf: Option<bool>,
     /// What it is set to, if it is a VXLAN device.
     pub vxlan: Option<Vxlan>,
 }

@@ -77,14 +77,17 @@ impl Namespace {
 
 /// Whether a datagram of this size gets from one socket to another. Waits for neighbours to be found.
 pub fn reaches(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
+    (0..30).any(|_| hears(from, to, size))
+}
+
+/// Whether one datagram gets through in a moment.
+pub fn hears(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
     to.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let address = to.local_addr().unwrap();
     let mut buffer = vec![0; size + 1];
-    (0..30).any(|_| {
-        // A way that is not there yet is told as an error.
-        _ = from.send_to(&vec![7; size], address);
-        to.recv(&mut buffer).is_ok_and(|received| received == size)
-    })
+    // A way that is not there yet is told as an error.
+    _ = from.send_to(&vec![7; size], address);
+    to.recv(&mut buffer).is_ok_and(|received| received == size)
 }
 
 pub struct Host {

@@ -45,6 +45,9 @@ pub fn keep(link: &Link, shape: &Shape<'_>) -> Vec<Action> {
     if link.ipv6_off == Some(false) || comes_back {
         actions.push(Action::DisableIpv6 { name: name.to_string() });
     }
+    if link.ipv4_deaf == Some(false) {
+        actions.push(Action::DeafenIpv4 { name: name.to_string() });
+    }
     // Those of IPv6 go with it.
     let addresses = link.addresses.iter().map(|address| address.net).filter(|net| net.addr().is_ipv4());
     actions.extend(addresses.map(|address| Action::RemoveAddress { link: index, address }));

@@ -35,6 +35,7 @@ pub fn link(index: u32, name: &str, kind: &str) -> Link {
         alias: String::new(),
         addresses: Vec::new(),
         ipv6_off: Some(false),
+        ipv4_deaf: Some(false),
         vxlan: None,
     }
 }
@@ -205,6 +206,7 @@ impl Node {
                 link.ipv6_off = Some(true);
                 link.addresses.retain(|address| address.net.addr().is_ipv4());
             }
+            Action::DeafenIpv4 { name } => self.get(&name).ipv4_deaf = Some(true),
             Action::RemoveAddress { link, address } => {
                 self.at(link).addresses.retain(|own| own.net != address);
             }
@@ -250,7 +252,8 @@ fn touched(action: &Action) -> Option<u32> {
         | Action::Forget
         | Action::CreateBridge { .. }
         | Action::CreateVxlan { .. }
-        | Action::DisableIpv6 { .. } => None,
+        | Action::DisableIpv6 { .. }
+        | Action::DeafenIpv4 { .. } => None,
         Action::Delete { link }
         | Action::Rename { link, .. }
         | Action::SetAlias { link, .. }
@@ -452,21 +455,16 @@ impl World {
     }
 
     fn drift(&mut self, which: u8, how: u8) {
-        let mine: Vec<u32> = self
-            .node
-            .observed
-            .links
-            .iter()
-            .filter(|link| link.index >= OURS)
-            .map(|link| link.index)
-            .collect();
+        // Also an uplink, while it is a port of ours.
+        let mine = |link: &&Link| link.index >= OURS || link.master.is_some();
+        let mine: Vec<u32> = self.node.observed.links.iter().filter(mine).map(|link| link.index).collect();
         let Some(&index) = mine.get(usize::from(which) % mine.len().max(1)) else { return };
         let pod = pod_port(&self.node.at(index).name);
         let foreign = self.node.find("virbr9").unwrap().index;
         let link = self.node.at(index);
-        let made = !pod && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
+        let made = !pod && index >= OURS && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
         match how % 10 {
-            0 => self.node.delete(index),
+            0 if index >= OURS => self.node.delete(index),
             1 => link.mtu = 1401,
             2 => link.admin = Admin::Down,
             3 => link.master = None,
@@ -478,7 +476,11 @@ impl World {
             7 if made => {
                 link.addresses.push(Address { net: "10.7.0.1/24".parse().unwrap(), temporary: false });
             }
-            8 if made => link.ipv6_off = link.ipv6_off.map(|_| false),
+            8 if made => {
+                link.ipv6_off = link.ipv6_off.map(|_| false);
+                link.ipv4_deaf = Some(false);
+                link.name = format!("hand{index}");
+            }
             9 if link.kind.as_deref() == Some("vxlan") => {
                 self.node.observed.floods.push(Flood { link: index, to: "10.0.0.99".parse().unwrap() });
             }

@@ -126,6 +126,7 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
             Action::SetAlias { link: 100, alias: "patchbay/bridge/uid-blue".to_owned() },
             Action::SetMtu { link: 100, mtu: 1400 },
             Action::DisableIpv6 { name: "br-blue".to_owned() },
+            Action::DeafenIpv4 { name: "br-blue".to_owned() },
             Action::SetAdmin { link: 100, admin: Admin::Up },
         ]
     );
@@ -170,7 +171,7 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
     type Drift = (&'static str, fn(&mut Node), fn(u32, u32) -> Action);
     let peers = vec![peer("two", "10.0.0.2", &["blue"])];
     let node = Node { peers, ..Node::new(&[]).with(&[overlay("blue")]) };
-    let drifts: [Drift; 10] = [
+    let drifts: [Drift; 11] = [
         (
             "mac",
             |node| node.get("br-blue").mac = None,
@@ -197,6 +198,11 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
             "ipv6",
             |node| node.get("br-blue").ipv6_off = Some(false),
             |_, _| Action::DisableIpv6 { name: "br-blue".to_owned() },
+        ),
+        (
+            "ipv4",
+            |node| node.get("vx-blue").ipv4_deaf = Some(false),
+            |_, _| Action::DeafenIpv4 { name: "vx-blue".to_owned() },
         ),
         (
             "name",

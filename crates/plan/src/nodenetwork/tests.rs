@@ -17,6 +17,7 @@ fn link(index: u32, name: &str) -> Link {
         alias: String::new(),
         addresses: Vec::new(),
         ipv6_off: None,
+        ipv4_deaf: None,
         vxlan: None,
     }
 }
