@@ -3,6 +3,8 @@
 //! One request makes the pair: the host's end as a port of the bridge, the other directly where it belongs, with its
 //! name and address, so that there is no moment at which half of it exists. What fails later is undone.
 
+mod removal;
+
 use std::{
     fmt, fs, io,
     os::fd::{AsRawFd as _, BorrowedFd},
@@ -23,7 +25,6 @@ use crate::{
     request::{CHANGE, CREATE, Request, link_header},
 };
 
-const DELETE_LINK: u16 = 17;
 const SET_LINK: u16 = 19;
 /// `NLM_F_REQUEST | NLM_F_ACK`: an answer with one link, then the end.
 const GET: u16 = 0x5;
@@ -150,7 +151,7 @@ pub fn attach(wanted: &Attach<'_>) -> Result<Made, Error> {
             None => return Err(Error::Taken { name: wanted.inside.clone() }),
             Some(_) if differences(&mut asker, wanted)?.is_empty() => return Ok(Made::Before),
             Some(found) => {
-                delete(&mut asker, wanted.host, &found)?;
+                delete(wanted.host, &found)?;
                 asker.change("make the pair", pair(wanted)).map_err(|error| refused(wanted, error))?;
             }
         },
@@ -261,17 +262,16 @@ fn is_end(link: &Link) -> bool {
 fn remove(asker: &mut Asker, host: &IfName) -> Result<bool, Error> {
     match find(asker, host)? {
         None => Ok(false),
-        Some(found) => delete(asker, host, &found),
+        Some(found) => delete(host, &found),
     }
 }
 
 /// Deletes by index, so that a rename in between hits nobody else.
-fn delete(asker: &mut Asker, host: &IfName, found: &Link) -> Result<bool, Error> {
+fn delete(host: &IfName, found: &Link) -> Result<bool, Error> {
     if !is_end(found) {
         return Err(Error::Foreign { name: host.clone() });
     }
-    let request = Request::new(DELETE_LINK, CHANGE, &link_header(found.index, 0, 0));
-    match asker.change("delete the pair", request) {
+    match removal::delete(found.index) {
         Ok(()) => Ok(true),
         // The sandbox went at the same time, and the pair with it.
         Err(error) if is(&error, Errno::ENODEV) => Ok(false),
