@@ -14,6 +14,7 @@ use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Shape};
 
 pub mod patchbay;
+pub mod replica;
 
 /// A test: a sentence and what shows it.
 pub type Test = (&'static str, fn(Lab) -> BoxFuture<'static, Result<()>>);
