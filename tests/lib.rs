@@ -15,6 +15,7 @@ use lab::{Lab, Shape};
 
 pub mod bridge;
 pub mod patchbay;
+pub mod replica;
 
 /// A test: a sentence and what shows it.
 pub type Test = (&'static str, fn(Lab) -> BoxFuture<'static, Result<()>>);

@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// How often to look again after changes before the rest is left to the next turn.
-const PASSES: usize = 8;
+const PASSES: usize = 12;
 /// How long to wait at most before a network that failed is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
@@ -176,6 +176,12 @@ impl Bridges {
             self.note(&plan.left_out);
             self.reports = plan.networks;
             self.settled = plan.settled;
+            // Pods are told before links change: whoever joined meanwhile is seen by the look that follows, and whoever
+            // joins after it sees that the network is not to be joined.
+            if self.publish(around.labels, observed) {
+                *observed = monitor.observe().await?;
+                continue;
+            }
             let due: Vec<Step> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
             if due.is_empty() {
                 break;
@@ -184,7 +190,6 @@ impl Bridges {
             *observed = monitor.observe().await?;
         }
         self.rest();
-        self.publish(around.labels, observed);
         Ok(self.pauses.values().map(|pause| pause.until).min())
     }
 
@@ -255,7 +260,6 @@ impl Bridges {
                 Ok(()) => {
                     info!(network = step.network, action = ?step.action, repair = step.repair, "changed");
                     if step.repair {
-                        self.metrics.repairs.inc();
                         repaired.insert(step.network);
                     }
                 }
@@ -263,6 +267,7 @@ impl Bridges {
             }
         }
         for uid in repaired {
+            self.metrics.repairs.inc();
             if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(&uid)) {
                 let note = "links of this network were changed by hand on this node and have been put right";
                 self.events.tell(known.name(), &uid, Reason::Repaired, note.to_owned());
@@ -294,8 +299,8 @@ impl Bridges {
         self.metrics.networks_ready.set(i64::try_from(ready).unwrap_or(i64::MAX));
     }
 
-    /// Tells the CNI server what pods can join.
-    fn publish(&self, labels: &Labels, observed: &Observed) {
+    /// Tells the CNI server what pods can join, and says whether that was news.
+    fn publish(&self, labels: &Labels, observed: &Observed) -> bool {
         let reports: BTreeMap<&str, &NetworkOnNode> =
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let index = |name: &str| observed.links.iter().find(|link| link.name == name).map(|link| link.index);
@@ -332,7 +337,7 @@ impl Bridges {
                 *before = Arc::new(now);
             }
             changed
-        });
+        })
     }
 }
 

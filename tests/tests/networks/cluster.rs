@@ -1,0 +1,306 @@
+//! A lab without nodes, with the test in place of kubelets and daemons.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
+    core::{ApiResource, GroupVersionKind},
+};
+use lab::{Lab, wait};
+use serde_json::{Value, json};
+
+use crate::SOON;
+
+/// One test's share of the cluster: a namespace of its own, and nodes with a label of its own.
+#[derive(Clone)]
+pub struct Cluster {
+    pub client: Client,
+    pub namespace: String,
+}
+
+pub fn resource(group: &str, version: &str, kind: &str, plural: &str) -> ApiResource {
+    ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
+}
+
+pub fn networks() -> ApiResource {
+    resource("patchbay.dev", "v1alpha1", "BridgeNetwork", "bridgenetworks")
+}
+
+pub fn nads() -> ApiResource {
+    resource("k8s.cni.cncf.io", "v1", "NetworkAttachmentDefinition", "network-attachment-definitions")
+}
+
+fn is_missing(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if status.is_not_found())
+}
+
+impl Cluster {
+    pub async fn new(lab: &Lab, namespace: &str) -> Result<Self> {
+        let cluster = Self { client: lab.client().await?, namespace: namespace.to_owned() };
+        cluster.make_namespace(namespace).await?;
+        Ok(cluster)
+    }
+
+    pub async fn make_namespace(&self, name: &str) -> Result<()> {
+        let object = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
+        self.apply(&resource("", "v1", "Namespace", "namespaces"), None, &object).await?;
+        let account = json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": name}});
+        self.apply(&resource("", "v1", "ServiceAccount", "serviceaccounts"), Some(name), &account)
+            .await
+            .map(drop)
+    }
+
+    pub async fn install_attachments(&self) -> Result<()> {
+        self.install("k8s.cni.cncf.io", "NetworkAttachmentDefinition", "network-attachment-definitions").await
+    }
+
+    /// As much of KubeVirt as anybody here reads.
+    pub async fn install_machines(&self) -> Result<()> {
+        self.install("kubevirt.io", "VirtualMachine", "virtualmachines").await?;
+        self.install("kubevirt.io", "VirtualMachineInstance", "virtualmachineinstances").await
+    }
+
+    async fn install(&self, group: &str, kind: &str, plural: &str) -> Result<()> {
+        let open = json!({"type": "object", "x-kubernetes-preserve-unknown-fields": true});
+        let definition = json!({
+            "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
+            "metadata": {"name": format!("{plural}.{group}")},
+            "spec": {
+                "group": group, "scope": "Namespaced",
+                "names": {"plural": plural, "singular": kind.to_lowercase(), "kind": kind},
+                "versions": [{"name": "v1", "served": true, "storage": true, "schema": {"openAPIV3Schema": open}}],
+            },
+        });
+        let definitions =
+            resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
+        self.apply(&definitions, None, &definition).await?;
+        let api = self.api(&resource(group, "v1", kind, plural), None);
+        wait::until(SOON * 2, &format!("the kind {kind}"), || async {
+            Ok(Some(api.list(&kube::api::ListParams::default().limit(1)).await?))
+        })
+        .await
+        .map(drop)
+    }
+
+    pub fn api(&self, resource: &ApiResource, namespace: Option<&str>) -> Api<DynamicObject> {
+        match namespace {
+            Some(namespace) => Api::namespaced_with(self.client.clone(), namespace, resource),
+            None => Api::all_with(self.client.clone(), resource),
+        }
+    }
+
+    pub async fn apply(
+        &self,
+        resource: &ApiResource,
+        namespace: Option<&str>,
+        object: &Value,
+    ) -> Result<DynamicObject> {
+        let name = object["metadata"]["name"].as_str().context("a name")?;
+        let params = PatchParams::apply("test").force();
+        let applied = self.api(resource, namespace).patch(name, &params, &Patch::Apply(object)).await;
+        applied.with_context(|| format!("apply {} {name}", resource.kind))
+    }
+
+    pub async fn post(
+        &self,
+        resource: &ApiResource,
+        namespace: Option<&str>,
+        object: &Value,
+    ) -> kube::Result<DynamicObject> {
+        let object = serde_json::from_value(object.clone()).map_err(kube::Error::SerdeError)?;
+        self.api(resource, namespace).create(&PostParams::default(), &object).await
+    }
+
+    /// A selector of this test's nodes.
+    pub fn selector(&self) -> Value {
+        json!({"matchLabels": {"test": self.namespace}})
+    }
+
+    /// Makes a Node, and a NodeNetwork with a tunnel end point on a link of this MTU.
+    pub async fn node(&self, name: &str, mtu: i32) -> Result<()> {
+        let nodes = resource("", "v1", "Node", "nodes");
+        let labels = json!({"test": self.namespace});
+        let object =
+            json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}});
+        let made = self.apply(&nodes, None, &object).await?;
+        let owner = json!([{"apiVersion": "v1", "kind": "Node", "name": name, "uid": made.uid()}]);
+        let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork",
+            "metadata": {"name": name, "ownerReferences": owner}});
+        let reports = resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks");
+        wait::until(SOON * 4, "the NodeNetwork to be admitted", || async {
+            self.apply(&reports, None, &object).await.map(Some)
+        })
+        .await?;
+        self.vtep(name, mtu).await
+    }
+
+    pub async fn vtep(&self, node: &str, mtu: i32) -> Result<()> {
+        let status = json!({"vtep": {"address": "10.0.0.1", "interface": "eth0", "mtu": mtu}});
+        self.patch_report(node, status).await
+    }
+
+    async fn patch_report(&self, node: &str, status: Value) -> Result<()> {
+        let reports = resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks");
+        let patch = Patch::Merge(json!({"status": status}));
+        let patched = self.api(&reports, None).patch_status(node, &PatchParams::default(), &patch).await;
+        patched.map(drop).with_context(|| format!("the status of NodeNetwork {node}"))
+    }
+
+    /// Says in place of the daemon that the network is there, and works or not.
+    pub async fn report(&self, node: &str, network: &str, ready: bool) -> Result<()> {
+        let object = self.network(network).await?.context("the network")?;
+        let entry = json!({"uid": object["metadata"]["uid"], "name": network, "bridge": "br-x", "ready": ready,
+            "observedGeneration": object["metadata"]["generation"], "reason": if ready { "Ready" } else { "Broken" },
+            "message": "said by the test"});
+        self.patch_report(node, json!({"networks": [entry]})).await
+    }
+
+    /// The daemon has undone all of it.
+    pub async fn unlist(&self, node: &str, _network: &str) -> Result<()> {
+        self.patch_report(node, json!({"networks": []})).await
+    }
+
+    pub async fn network(&self, name: &str) -> Result<Option<Value>> {
+        let found = self.api(&networks(), None).get_opt(name).await?;
+        found.map(|object| serde_json::to_value(object).context("a value")).transpose()
+    }
+
+    pub async fn create(&self, name: &str, spec: Value) -> Result<()> {
+        let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "BridgeNetwork", "metadata": {"name": name}, "spec": spec});
+        self.post(&networks(), None, &object)
+            .await
+            .map(drop)
+            .with_context(|| format!("create network {name}"))
+    }
+
+    pub async fn delete(&self, name: &str) -> Result<()> {
+        self.api(&networks(), None).delete(name, &DeleteParams::default()).await.map(drop).context("delete")
+    }
+
+    pub async fn find_nad(&self, namespace: &str, name: &str) -> Result<Option<Value>> {
+        let found = self.api(&nads(), Some(namespace)).get_opt(name).await?;
+        found.map(|object| serde_json::to_value(object).context("a value")).transpose()
+    }
+
+    pub async fn nad(&self, namespace: &str, name: &str) -> Result<Value> {
+        wait::until(SOON, &format!("attachment {namespace}/{name}"), || self.find_nad(namespace, name)).await
+    }
+
+    /// Waits until the network is as it should be.
+    pub async fn until(&self, name: &str, what: &str, look: impl Fn(&Value) -> bool) -> Result<Value> {
+        wait::until(SOON, &format!("network {name}: {what}"), || async {
+            let network = self.network(name).await?.context("the network is not there")?;
+            ensure!(look(&network), "{:#}", json!([network["metadata"]["finalizers"], network["status"]]));
+            Ok(Some(network))
+        })
+        .await
+    }
+
+    pub async fn condition(&self, name: &str, kind: &str, status: &str) -> Result<Value> {
+        let what = format!("{kind} {status}");
+        self.until(name, &what, |network| condition(network, kind).is_some_and(|it| it["status"] == status))
+            .await
+    }
+
+    pub async fn reason(&self, name: &str, kind: &str, reason: &str) -> Result<Value> {
+        let what = format!("{kind} because {reason}");
+        self.until(name, &what, |network| condition(network, kind).is_some_and(|it| it["reason"] == reason))
+            .await
+    }
+
+    pub async fn finalizer(&self, name: &str, finalizer: &str, there: bool) -> Result<()> {
+        let has = |network: &Value| {
+            network["metadata"]["finalizers"]
+                .as_array()
+                .is_some_and(|all| all.iter().any(|it| it == finalizer))
+        };
+        self.until(name, finalizer, |network| has(network) == there).await.map(drop)
+    }
+
+    pub async fn gone(&self, name: &str, within: Duration) -> Result<()> {
+        wait::until(within, &format!("network {name} to go"), || async {
+            let network = self.network(name).await?;
+            ensure!(network.is_none(), "{:#}", network.unwrap_or_default());
+            Ok(Some(()))
+        })
+        .await
+    }
+
+    pub async fn label(&self, node: &str, network: &str, there: bool) -> Result<()> {
+        let nodes = resource("", "v1", "Node", "nodes");
+        let label = format!("network.patchbay.dev/{network}");
+        wait::until(SOON, &format!("label {label}: {there}"), || async {
+            let labels = self.api(&nodes, None).get(node).await?.labels().clone();
+            ensure!((labels.get(&label).map(String::as_str) == Some("true")) == there, "{labels:?}");
+            Ok(Some(()))
+        })
+        .await
+    }
+
+    fn pod_object(name: &str, networks: &str) -> Value {
+        json!({"apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": name, "annotations": {"k8s.v1.cni.cncf.io/networks": networks}},
+            "spec": {"containers": [{"name": "c", "image": "none"}], "terminationGracePeriodSeconds": 0}})
+    }
+
+    /// Makes a pod, which nobody ever starts.
+    pub async fn try_pod(&self, namespace: &str, name: &str, networks: &str) -> kube::Result<DynamicObject> {
+        self.post(&resource("", "v1", "Pod", "pods"), Some(namespace), &Self::pod_object(name, networks))
+            .await
+    }
+
+    pub async fn pod(&self, namespace: &str, name: &str, networks: &str) -> Result<User> {
+        self.try_pod(namespace, name, networks).await.with_context(|| format!("make pod {name}"))?;
+        Ok(User {
+            resource: resource("", "v1", "Pod", "pods"),
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        })
+    }
+
+    /// Whether the webhook refuses a pod that names this.
+    pub async fn refused(&self, namespace: &str, name: &str, networks: &str) -> Result<bool> {
+        match self.try_pod(namespace, name, networks).await {
+            Ok(_) => Ok(false),
+            Err(kube::Error::Api(status)) if status.message.contains("which is being deleted") => Ok(true),
+            Err(error) => Err(error).context("neither made nor refused"),
+        }
+    }
+
+    pub async fn remove(&self, user: &User) -> Result<()> {
+        let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::background() };
+        match self.api(&user.resource, Some(&user.namespace)).delete(&user.name, &params).await {
+            Err(error) if is_missing(&error) => Ok(()),
+            other => other.map(drop).with_context(|| format!("delete {}", user.name)),
+        }
+    }
+
+    /// The webhook is called and answers: a network that cannot be is refused by it.
+    pub async fn webhook_answers(&self) -> Result<()> {
+        let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "nobody"}});
+        let reports = resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks");
+        wait::until(Duration::from_secs(20), "the webhook to answer", || async {
+            let refused = self.post(&reports, None, &object).await;
+            ensure!(
+                matches!(&refused, Err(kube::Error::Api(it)) if it.message.contains("there is no Node")),
+                "{refused:?}"
+            );
+            Ok(Some(()))
+        })
+        .await
+    }
+}
+
+/// Something that uses a network.
+#[derive(Clone)]
+pub struct User {
+    pub resource: ApiResource,
+    pub namespace: String,
+    pub name: String,
+}
+
+pub fn condition<'a>(network: &'a Value, kind: &str) -> Option<&'a Value> {
+    network["status"]["conditions"].as_array()?.iter().find(|condition| condition["type"] == kind)
+}
