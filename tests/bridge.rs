@@ -166,7 +166,10 @@ pub fn host_state(lab: &Lab, node: &str) -> Result<String> {
             link["linkinfo"]["info_kind"], link["mtu"], link["flags"], link["master"], link["ifalias"]
         )?;
     }
-    text += &lab.node(node).output(&["ip", "-o", "addr", "show", "scope", "global"])?;
+    let addresses = lab.node(node).output(&["ip", "-o", "addr", "show", "scope", "global"])?;
+    for line in addresses.lines().filter(|line| !line.contains(" veth")) {
+        writeln!(text, "{line}")?;
+    }
     Ok(text)
 }
 

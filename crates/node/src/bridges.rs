@@ -175,13 +175,13 @@ impl Bridges {
             let plan = self.plan(around, observed, &api_links);
             self.note(&plan.left_out);
             self.reports = plan.networks;
-            self.settled = plan.settled;
             // Pods are told before links change: whoever joined meanwhile is seen by the look that follows, and whoever
             // joins after it sees that the network is not to be joined.
             if self.publish(around.labels, observed) {
                 *observed = monitor.observe().await?;
                 continue;
             }
+            self.settled = plan.settled;
             let due: Vec<Step> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
             if due.is_empty() {
                 break;
