@@ -41,17 +41,14 @@ impl Direct {
     /// One that uses any of these attachments, if there is one.
     pub async fn user(&self, attachments: &BTreeSet<Reference>) -> Result<Option<String>, call::Error> {
         for kind in Kind::ALL {
-            let found = match kind {
-                Kind::Pod => {
-                    let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
-                    let params = ListParams::default().fields(LIVE_PODS).limit(PAGE);
-                    self.find(api, params, |pod| user(kind, &object::pod(&pod.metadata), attachments)).await?
-                }
-                _ => {
-                    let api = self.all::<WorkloadObject>(&object::workloads(kind));
-                    let params = ListParams::default().limit(PAGE);
-                    self.find(api, params, |it| user(kind, &object::workload(kind, it), attachments)).await?
-                }
+            let found = if kind == Kind::Pod {
+                let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
+                let params = ListParams::default().fields(LIVE_PODS).limit(PAGE);
+                self.find(api, params, |pod| user(kind, &object::pod(&pod.metadata), attachments)).await?
+            } else {
+                let api = self.all::<WorkloadObject>(&object::workloads(kind));
+                let params = ListParams::default().limit(PAGE);
+                self.find(api, params, |it| user(kind, &object::workload(kind, it), attachments)).await?
             };
             if found.is_some() {
                 return Ok(found);
