@@ -37,8 +37,8 @@ fn overlay(name: &str, text: &str) -> Network {
     Network { spec: Ok(spec), ..network(name) }
 }
 
-fn vtep(address: &str, mtu: i32) -> Option<Vtep> {
-    Some(Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu })
+fn vtep(address: &str, mtu: i32) -> Vtep {
+    Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu }
 }
 
 /// Two nodes with a tunnel end point, one namespace, the kind of attachments, and these networks.
@@ -47,8 +47,9 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         let labels = BTreeMap::from([("name".to_owned(), name.to_owned())]);
         (name.to_owned(), Node { uid: format!("uid-{name}"), labels, silent: None })
     };
-    let report =
-        |name: &str| (name.to_owned(), Report { vtep: vtep("10.0.0.1", 1500), networks: BTreeMap::new() });
+    let report = |name: &str| {
+        (name.to_owned(), Report { vtep: Some(vtep("10.0.0.1", 1500)), networks: BTreeMap::new() })
+    };
     World {
         networks: networks.into_iter().map(|network| (network.name.clone(), network)).collect(),
         nodes: ["a", "b"].map(node).into(),
@@ -155,7 +156,9 @@ fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
         Step::Delete(all) => {
             let names: Vec<String> = all.iter().map(|(at, _)| at.to_string()).collect();
             let attachments = attachments.unwrap();
-            all.iter().for_each(|(at, _)| assert!(attachments.remove(at).is_some()));
+            for (at, _) in all {
+                assert!(attachments.remove(at).is_some());
+            }
             format!("delete {}", names.join(" "))
         }
         Step::Release { finalizers: all, .. } => {
@@ -259,7 +262,8 @@ fn an_overlay_fits_into_the_smallest_link_of_its_nodes() {
         let (reduced, message) = (reduced.0 == ConditionStatus::True, reduced.2.to_owned());
         (world.networks["blue"].status.mtu, reduced, message, told(&world, "blue", "Ready").1.to_owned())
     };
-    let (big, small, six) = (vtep("10.0.0.1", 9000), vtep("10.0.0.2", 1500), vtep("fd00::1", 1500));
+    let (big, small, six) =
+        (Some(vtep("10.0.0.1", 9000)), Some(vtep("10.0.0.2", 1500)), Some(vtep("fd00::1", 1500)));
     let told = |text, links| {
         let (mtu, reduced, _, _) = fits(text, links);
         (mtu, reduced)
@@ -274,7 +278,7 @@ fn an_overlay_fits_into_the_smallest_link_of_its_nodes() {
         (Some(1450), true, "spec.mtu is 9000, but node b can carry 1450")
     );
     assert_eq!(fits("{}", [None, None]).3, "WaitingForVtep");
-    let (mtu, _, _, reason) = fits("{}", [vtep("10.0.0.1", 600), None]);
+    let (mtu, _, _, reason) = fits("{}", [Some(vtep("10.0.0.1", 600)), None]);
     assert_eq!((mtu, reason.as_str()), (None, "MtuTooSmall"));
 }
 
@@ -386,9 +390,11 @@ fn of_two_that_clash_on_a_node_the_younger_says_so() {
     let mut apart = world([with("old", 9, &only("a")), with("new", 1, &only("b"))]);
     settle_down(&mut apart, at(0));
     assert_eq!(told(&apart, "new", "Conflict").0, ConditionStatus::False);
-    assert_eq!(clash_with(&apart, "third", &spec(all)).unwrap().1.winner, "old");
-    assert_eq!(clash_with(&apart, "third", &spec(r#"{"bridge": "br1"}"#)), None);
-    assert_eq!(clash_with(&apart, "old", &spec(&only("a"))), None, "nobody clashes with itself");
+    assert_eq!(clash_with(&apart, "third", &spec(all), None).unwrap().1.winner, "old");
+    assert_eq!(clash_with(&apart, "third", &spec(r#"{"bridge": "br1"}"#), None), None);
+    assert_eq!(clash_with(&apart, "old", &spec(&only("a")), None), None, "nobody clashes with itself");
+    assert!(clash_with(&apart, "old", &spec(all), Some(&spec(&only("a")))).is_some(), "a new clash");
+    assert_eq!(clash_with(&both, "old", &spec(all), Some(&spec(all))), None, "what is there is there");
 }
 
 fn delete(world: &mut World, name: &str, now: i64) {
