@@ -71,6 +71,16 @@ impl Replica {
         });
         let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         fs::write(&file, config.to_string())?;
+        Self::spawn(lab, number, more)
+    }
+
+    /// Starts one that was started before, with the account that it was given then: asks the API server for nothing.
+    pub fn again(lab: &Lab, number: u8) -> Result<Self> {
+        Self::spawn(lab, number, &[])
+    }
+
+    fn spawn(lab: &Lab, number: u8, more: &[&str]) -> Result<Self> {
+        let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         let address = Self::address(number);
         let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
         let child = lab

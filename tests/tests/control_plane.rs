@@ -4,9 +4,7 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
-    net::TcpStream,
-    process::{Child, ExitCode, Stdio},
+    process::ExitCode,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -15,7 +13,11 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use e2e::{Suite, patchbay, tests};
+use e2e::{
+    Suite, patchbay,
+    replica::{self, Replica},
+    tests,
+};
 use k8s_openapi::{
     api::{
         admissionregistration::v1::ValidatingWebhookConfiguration, coordination::v1::Lease, core::v1::Secret,
@@ -29,10 +31,7 @@ use kube::{
     core::{ApiResource, GroupVersionKind},
 };
 use lab::{Lab, Shape, wait};
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
+use nix::sys::signal::Signal;
 use serde_json::json;
 
 const NAMESPACE: &str = patchbay::NAMESPACE;
@@ -41,7 +40,7 @@ fn main() -> ExitCode {
     Suite {
         name: "t-controller",
         shape: Shape::ControlPlaneOnly,
-        set_up: |lab| Box::pin(async move { set_up(&lab) }),
+        set_up: |lab| Box::pin(async move { replica::prepare(&lab, 2) }),
         tests: tests![
             the_webhook_refuses_a_nodenetwork_without_a_node,
             a_replica_is_not_ready_before_it_has_seen_the_cluster,
@@ -54,143 +53,6 @@ fn main() -> ExitCode {
         ],
     }
     .run()
-}
-
-fn set_up(lab: &Lab) -> Result<()> {
-    let manifests = patchbay::manifests();
-    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
-    // Replicas run as processes in the control plane's network, each with an address of its own.
-    for number in 1..=2 {
-        let address = format!("{}/24", Replica::address(number));
-        lab.control_plane().output(&["ip", "addr", "add", &address, "dev", "sw0"])?;
-    }
-    let slice = json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": {"name": "replicas", "namespace": NAMESPACE,
-            "labels": {"kubernetes.io/service-name": "patchbay-webhook", "endpointslice.kubernetes.io/managed-by": "test"}},
-        "ports": [{"name": "webhook", "port": 9443, "protocol": "TCP"}],
-        "endpoints": [
-            {"addresses": [Replica::address(1)], "conditions": {"ready": true}},
-            {"addresses": [Replica::address(2)], "conditions": {"ready": true}},
-        ],
-    });
-    let file = lab.kubeconfig().with_file_name("slice.json");
-    fs::write(&file, slice.to_string())?;
-    lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?]).map(|_| ())
-}
-
-/// One controller, a real process with the installed account's token; killed with the value.
-struct Replica {
-    child: Child,
-    number: u8,
-    lab: Lab,
-}
-
-impl Replica {
-    fn address(number: u8) -> String {
-        format!("172.30.0.{}", 1 + number)
-    }
-
-    fn name(number: u8) -> String {
-        format!("replica-{number}")
-    }
-
-    fn start(lab: &Lab, number: u8, more: &[&str]) -> Result<Self> {
-        let token =
-            lab.kubectl(&["-n", NAMESPACE, "create", "token", "patchbay-controller", "--duration=1h"])?;
-        let admin: serde_json::Value = serde_json::from_slice(&fs::read(lab.kubeconfig())?)?;
-        let authority = &admin["clusters"][0]["cluster"]["certificate-authority-data"];
-        let config = json!({
-            "apiVersion": "v1", "kind": "Config", "current-context": "c",
-            "clusters": [{"name": "c", "cluster": {"server": "https://172.30.0.1:6443", "certificate-authority-data": authority}}],
-            "users": [{"name": "u", "user": {"token": token.trim()}}],
-            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        });
-        let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
-        fs::write(&file, config.to_string())?;
-        let address = Self::address(number);
-        let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
-        let child = lab
-            .control_plane()
-            .command_in_network(program()?)?
-            .args(["controller", "--namespace", NAMESPACE, "--identity", &Self::name(number)])
-            .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
-            .args(more)
-            .env("KUBECONFIG", &file)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()
-            .context("start a controller")?;
-        Ok(Self { child, number, lab: lab.clone() })
-    }
-
-    async fn ready(lab: &Lab, number: u8, more: &[&str]) -> Result<Self> {
-        let replica = Self::start(lab, number, more)?;
-        wait::until(Duration::from_secs(20), "the replica to be ready", || async {
-            Ok((replica.probe("readyz") == 200).then_some(()))
-        })
-        .await
-        .with_context(|| replica.tail())?;
-        Ok(replica)
-    }
-
-    fn tail(&self) -> String {
-        let log = self.lab.kubeconfig().with_file_name(format!("{}.log", Self::name(self.number)));
-        let text = fs::read_to_string(log).unwrap_or_default();
-        let lines: Vec<&str> = text.lines().collect();
-        format!("log of {}:\n{}", Self::name(self.number), lines[lines.len().saturating_sub(20)..].join("\n"))
-    }
-
-    /// The status code of /healthz or /readyz; 0 when nobody listens.
-    fn probe(&self, path: &str) -> u16 {
-        let (machine, address) = (self.lab.control_plane(), Self::address(self.number));
-        // A thread of its own: it moves to the lab's network and ends there.
-        let asked = std::thread::scope(|scope| {
-            let ask = || -> Result<String> {
-                machine.enter_network()?;
-                let mut stream = TcpStream::connect((address.as_str(), 8081))?;
-                stream.set_read_timeout(Some(Duration::from_secs(2)))?;
-                write!(stream, "GET /{path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")?;
-                let mut text = String::new();
-                stream.read_to_string(&mut text)?;
-                Ok(text)
-            };
-            scope.spawn(ask).join()
-        });
-        let text = asked.ok().and_then(Result::ok).unwrap_or_default();
-        text.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0)
-    }
-
-    fn signal(&self, signal: Signal) -> Result<()> {
-        kill(Pid::from_raw(i32::try_from(self.child.id())?), signal).context("signal a replica")
-    }
-
-    fn alive(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_none())
-    }
-
-    async fn ends_within(&mut self, limit: Duration) -> Result<std::process::ExitStatus> {
-        wait::until(limit, "the replica to end", || {
-            let ended = self.child.try_wait();
-            async move { Ok(ended?) }
-        })
-        .await
-    }
-}
-
-impl Drop for Replica {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// The product as built for tests.
-fn program() -> Result<std::path::PathBuf> {
-    let path = lab::machine::binary()?.with_file_name("patchbay");
-    ensure!(path.exists(), "{} is not built: run `cargo build`", path.display());
-    Ok(path)
 }
 
 fn leases(client: &Client) -> Api<Lease> {
@@ -286,19 +148,7 @@ async fn a_replica_is_not_ready_before_it_has_seen_the_cluster(lab: Lab) -> Resu
     let early = Replica::start(&lab, 1, &[])?;
     lab.pause("apiserver")?;
     drop(early);
-    let config = lab.kubeconfig().with_file_name("replica-1.kubeconfig");
-    let address = Replica::address(1);
-    let child = lab
-        .control_plane()
-        .command_in_network(program()?)?
-        .args(["controller", "--namespace", NAMESPACE, "--identity", "replica-1"])
-        .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
-        .env("KUBECONFIG", config)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()?;
-    let replica = Replica { child, number: 1, lab: lab.clone() };
+    let replica = Replica::again(&lab, 1)?;
     let outcome = async {
         wait::until(Duration::from_secs(10), "the replica to live", || async {
             Ok((replica.probe("healthz") == 200).then_some(()))

@@ -40,24 +40,24 @@ impl Direct {
 
     /// One that uses any of these attachments, if there is one.
     pub async fn user(&self, attachments: &BTreeSet<Reference>) -> Result<Option<String>, call::Error> {
-        for kind in Kind::ALL {
-            let found = match kind {
-                Kind::Pod => {
-                    let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
-                    let params = ListParams::default().fields(LIVE_PODS).limit(PAGE);
-                    self.find(api, params, |pod| user(kind, &object::pod(&pod.metadata), attachments)).await?
-                }
-                _ => {
-                    let api = self.all::<WorkloadObject>(&object::workloads(kind));
-                    let params = ListParams::default().limit(PAGE);
-                    self.find(api, params, |it| user(kind, &object::workload(kind, it), attachments)).await?
-                }
-            };
-            if found.is_some() {
-                return Ok(found);
-            }
+        let kinds = Kind::ALL.map(|kind| self.user_of(kind, attachments));
+        let found = futures::future::try_join_all(kinds).await?;
+        Ok(found.into_iter().flatten().next())
+    }
+
+    async fn user_of(
+        &self,
+        kind: Kind,
+        attachments: &BTreeSet<Reference>,
+    ) -> Result<Option<String>, call::Error> {
+        if kind == Kind::Pod {
+            let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
+            let params = ListParams::default().fields(LIVE_PODS).limit(PAGE);
+            return self.find(api, params, |pod| user(kind, &object::pod(&pod.metadata), attachments)).await;
         }
-        Ok(None)
+        let api = self.all::<WorkloadObject>(&object::workloads(kind));
+        let params = ListParams::default().limit(PAGE);
+        self.find(api, params, |it| user(kind, &object::workload(kind, it), attachments)).await
     }
 
     /// An attachment that bears the mark of this network, if there is one.
@@ -105,7 +105,7 @@ impl Direct {
     ) -> Result<Option<T>, call::Error> {
         loop {
             let list = match self.line.read(api.list(&params)).await {
-                Err(call::Error::Refused(kube::Error::Api(status))) if status.is_not_found() => {
+                Err(call::Error::Refused(kube::Error::Api(status))) if status.code == 404 => {
                     return Ok(None);
                 }
                 list => list?,

@@ -187,7 +187,9 @@ impl Follower {
                 }
                 News::Here(object) => {
                     let Some((key, value)) = read(world, object) else { return false };
-                    listing.iter_mut().for_each(|seen| _ = seen.insert(key.clone()));
+                    if let Some(seen) = &mut listing {
+                        seen.insert(key.clone());
+                    }
                     let Some(map) = map(world) else { return false };
                     let news = map.get(&key) != Some(&value);
                     map.insert(key, value);

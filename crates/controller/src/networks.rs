@@ -92,7 +92,7 @@ impl Steward {
             }
             match self.writer.relabel(&relabel).await {
                 Ok(()) => self.memory.label(relabel, now()),
-                Err(error) => pause = pause.min(self.failed(&error, "the labels of a node could not be set")),
+                Err(error) => pause = pause.min(failed(&error, "the labels of a node could not be set")),
             }
         }
         for (at, one) in orphans {
@@ -102,8 +102,7 @@ impl Steward {
             }
             self.memory.sweep(one.uid.clone(), now());
             if let Err(error) = self.writer.sweep(&at, &one).await {
-                pause =
-                    pause.min(self.failed(&error, "an attachment without a network could not be removed"));
+                pause = pause.min(failed(&error, "an attachment without a network could not be removed"));
             }
         }
         pause
@@ -134,11 +133,11 @@ impl Steward {
             }
         }
     }
+}
 
-    fn failed(&self, error: &Error, what: &'static str) -> Duration {
-        if !error.is_conflict() {
-            warn!(error = %Chain(error), "{what}, tried again");
-        }
-        memory::FIRST_RETRY
+fn failed(error: &Error, what: &'static str) -> Duration {
+    if !error.is_conflict() {
+        warn!(error = %Chain(error), "{what}, tried again");
     }
+    memory::FIRST_RETRY
 }

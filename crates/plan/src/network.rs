@@ -259,7 +259,7 @@ impl<'a> Scene<'a> {
         }
         let fit = mtu::fit(self);
         let kept = self.attachments.keep(self, fit.mtu);
-        turn.steps = kept.steps.clone();
+        turn.steps.clone_from(&kept.steps);
         status::write(self, &fit, &kept, &mut turn);
         turn
     }

@@ -203,7 +203,9 @@ impl Index {
             (user.kind == kind && entry.listing != listing).then(|| user.clone())
         };
         let gone: Vec<User> = self.objects.iter().filter_map(gone).collect();
-        gone.iter().for_each(|user| _ = self.remove(user));
+        for user in &gone {
+            self.remove(user);
+        }
         !gone.is_empty()
     }
 

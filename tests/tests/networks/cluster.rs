@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
+use e2e::replica::Replica;
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
@@ -157,8 +158,8 @@ impl Cluster {
         self.patch_report(node, json!({"networks": [entry]})).await
     }
 
-    /// The daemon has undone all of it.
-    pub async fn unlist(&self, node: &str, _network: &str) -> Result<()> {
+    /// The daemon has undone all that it had.
+    pub async fn unlist(&self, node: &str) -> Result<()> {
         self.patch_report(node, json!({"networks": []})).await
     }
 
@@ -177,6 +178,44 @@ impl Cluster {
 
     pub async fn delete(&self, name: &str) -> Result<()> {
         self.api(&networks(), None).delete(name, &DeleteParams::default()).await.map(drop).context("delete")
+    }
+
+    /// What somebody is told who asks for such a network.
+    pub async fn refusal(&self, name: &str, spec: Value) -> Result<String> {
+        match self.create(name, spec.clone()).await {
+            Ok(()) => bail!("{name} {spec} was let in"),
+            Err(error) => Ok(format!("{error:#}")),
+        }
+    }
+
+    pub async fn edit(&self, name: &str, spec: Value) -> Result<()> {
+        self.merge(&networks(), None, name, &json!({"spec": spec})).await
+    }
+
+    pub async fn merge(
+        &self,
+        resource: &ApiResource,
+        namespace: Option<&str>,
+        name: &str,
+        patch: &Value,
+    ) -> Result<()> {
+        let patched =
+            self.api(resource, namespace).patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
+        patched.map(drop).with_context(|| format!("patch {} {name}", resource.kind))
+    }
+
+    pub async fn relabel(&self, node: &str, labels: Value) -> Result<()> {
+        let nodes = resource("", "v1", "Node", "nodes");
+        self.merge(&nodes, None, node, &json!({"metadata": {"labels": labels}})).await
+    }
+
+    /// The node's kubelet is heard of no more.
+    pub async fn silence(&self, node: &str) -> Result<()> {
+        let conditions = json!([{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown",
+            "lastTransitionTime": null, "lastHeartbeatTime": null}]);
+        let patch = Patch::Merge(json!({"status": {"conditions": conditions}}));
+        let api = self.api(&resource("", "v1", "Node", "nodes"), None);
+        api.patch_status(node, &PatchParams::default(), &patch).await.map(drop).context("silence a node")
     }
 
     pub async fn find_nad(&self, namespace: &str, name: &str) -> Result<Option<Value>> {
@@ -228,15 +267,51 @@ impl Cluster {
         .await
     }
 
+    pub async fn has_label(&self, node: &str, network: &str) -> Result<bool> {
+        let object = self.api(&resource("", "v1", "Node", "nodes"), None).get(node).await?;
+        Ok(object
+            .labels()
+            .get(&format!("network.patchbay.dev/{network}"))
+            .is_some_and(|value| value == "true"))
+    }
+
     pub async fn label(&self, node: &str, network: &str, there: bool) -> Result<()> {
-        let nodes = resource("", "v1", "Node", "nodes");
-        let label = format!("network.patchbay.dev/{network}");
-        wait::until(SOON, &format!("label {label}: {there}"), || async {
-            let labels = self.api(&nodes, None).get(node).await?.labels().clone();
-            ensure!((labels.get(&label).map(String::as_str) == Some("true")) == there, "{labels:?}");
-            Ok(Some(()))
+        wait::until(SOON, &format!("label of {network} on {node}: {there}"), || async {
+            Ok((self.has_label(node, network).await? == there).then_some(()))
         })
         .await
+    }
+
+    /// What the controller wrote since then, beside its Lease.
+    pub fn writes(&self, lab: &Lab, mark: lab::audit::Mark) -> Result<Vec<String>> {
+        let ours = |a: &lab::audit::Asked| {
+            a.is_write() && a.user.ends_with("patchbay-controller") && a.resource != "leases"
+        };
+        let asked = lab.asked_since(mark)?.into_iter().filter(ours);
+        Ok(asked
+            .map(|a| format!("{} {} {}/{} {}", a.verb, a.resource, a.namespace, a.name, a.code))
+            .collect())
+    }
+
+    /// Whether an event of this reason was told.
+    pub async fn events_tell(&self, reason: &str) -> Result<()> {
+        let api = self.api(&resource("events.k8s.io", "v1", "Event", "events"), Some("default"));
+        wait::until(SOON, &format!("an event {reason}"), || async {
+            let all = api.list(&kube::api::ListParams::default()).await?;
+            Ok(all.items.iter().any(|event| event.data["reason"] == reason).then_some(()))
+        })
+        .await
+    }
+
+    /// A controller that is the only one and leads. Whoever led before is dead: nobody waits for its Lease to end.
+    pub async fn lead(&self, lab: &Lab) -> Result<Replica> {
+        let leases = self
+            .api(&resource("coordination.k8s.io", "v1", "Lease", "leases"), Some(e2e::patchbay::NAMESPACE));
+        match leases.delete("patchbay-controller", &DeleteParams::default()).await {
+            Err(error) if !is_missing(&error) => return Err(error).context("free the Lease"),
+            _ => {}
+        }
+        Replica::ready(lab, 1, &[]).await
     }
 
     fn pod_object(name: &str, networks: &str) -> Value {
@@ -246,27 +321,49 @@ impl Cluster {
     }
 
     /// Makes a pod, which nobody ever starts.
-    pub async fn try_pod(&self, namespace: &str, name: &str, networks: &str) -> kube::Result<DynamicObject> {
-        self.post(&resource("", "v1", "Pod", "pods"), Some(namespace), &Self::pod_object(name, networks))
+    pub async fn pod(&self, name: &str, networks: &str) -> Result<User> {
+        let pod = self.pod_named(name);
+        let object = Self::pod_object(name, networks);
+        self.post(&pod.resource, Some(&self.namespace), &object)
             .await
+            .with_context(|| format!("make pod {name}"))?;
+        Ok(pod)
     }
 
-    pub async fn pod(&self, namespace: &str, name: &str, networks: &str) -> Result<User> {
-        self.try_pod(namespace, name, networks).await.with_context(|| format!("make pod {name}"))?;
-        Ok(User {
+    pub fn pod_named(&self, name: &str) -> User {
+        User {
             resource: resource("", "v1", "Pod", "pods"),
-            namespace: namespace.to_owned(),
+            namespace: self.namespace.clone(),
             name: name.to_owned(),
-        })
+        }
     }
 
-    /// Whether the webhook refuses a pod that names this.
-    pub async fn refused(&self, namespace: &str, name: &str, networks: &str) -> Result<bool> {
-        match self.try_pod(namespace, name, networks).await {
+    /// Makes a user of any kind.
+    pub async fn user(&self, (user, object): (User, Value)) -> Result<User> {
+        let user = User { namespace: self.namespace.clone(), ..user };
+        let made = self.post(&user.resource, Some(&self.namespace), &object).await;
+        made.with_context(|| format!("make {} {}", user.resource.kind, user.name))?;
+        Ok(user)
+    }
+
+    /// Makes a pod that names this; whether the webhook refuses it.
+    pub async fn refused(&self, name: &str, networks: &str) -> Result<bool> {
+        let object = Self::pod_object(name, networks);
+        match self.post(&resource("", "v1", "Pod", "pods"), Some(&self.namespace), &object).await {
             Ok(_) => Ok(false),
             Err(kube::Error::Api(status)) if status.message.contains("which is being deleted") => Ok(true),
             Err(error) => Err(error).context("neither made nor refused"),
         }
+    }
+
+    /// Deletes every pod of this test.
+    pub async fn sweep_pods(&self) -> Result<()> {
+        let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+        let api = self.api(&resource("", "v1", "Pod", "pods"), Some(&self.namespace));
+        api.delete_collection(&params, &kube::api::ListParams::default())
+            .await
+            .map(drop)
+            .context("delete pods")
     }
 
     pub async fn remove(&self, user: &User) -> Result<()> {
@@ -294,7 +391,7 @@ impl Cluster {
 }
 
 /// Something that uses a network.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct User {
     pub resource: ApiResource,
     pub namespace: String,

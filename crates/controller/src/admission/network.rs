@@ -19,10 +19,11 @@ pub fn judge(
     }
     // What cannot be read is the business of the kind's own rules.
     let Some(spec) = spec(object) else { return Verdict::Allow };
-    if old.and_then(self::spec).as_ref() == Some(&spec) {
+    let old = old.and_then(self::spec);
+    if old.as_ref() == Some(&spec) {
         return Verdict::Allow;
     }
-    match refusal(world, name, &spec) {
+    match refusal(world, name, &spec, old.as_ref()) {
         Some(sentence) => Verdict::Deny(sentence),
         None => Verdict::Allow,
     }
@@ -33,8 +34,13 @@ fn spec(object: &Map<String, Value>) -> Option<BridgeNetworkSpec> {
     serde_json::from_value(spec).ok()
 }
 
-fn refusal(world: &World, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
-    if let Some((node, clash)) = network::clash_with(world, name, spec) {
+fn refusal(
+    world: &World,
+    name: &str,
+    spec: &BridgeNetworkSpec,
+    old: Option<&BridgeNetworkSpec>,
+) -> Option<String> {
+    if let Some((node, clash)) = network::clash_with(world, name, spec, old) {
         return Some(format!(
             "on node {node}, {clash}: choose another, or a spec.nodeSelector that shares no node with it"
         ));

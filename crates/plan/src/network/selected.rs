@@ -79,24 +79,36 @@ fn claim(name: &str, uid: &str, created: Timestamp, spec: &BridgeNetworkSpec) ->
     }
 }
 
-/// With which other network one that is to be would clash, and on which node.
-pub fn clash_with<'a>(world: &'a World, name: &str, spec: &BridgeNetworkSpec) -> Option<(&'a str, Clash)> {
+/// With which other network one that is to be would clash, and on which node. What it clashes with already, as it is, is
+/// no reason against an edit: that is decided by age.
+pub fn clash_with<'a>(
+    world: &'a World,
+    name: &str,
+    spec: &BridgeNetworkSpec,
+    old: Option<&BridgeNetworkSpec>,
+) -> Option<(&'a str, Clash)> {
+    let before: BTreeSet<&str> = match old {
+        Some(old) => clashes(world, name, old).into_iter().map(|(other, ..)| other).collect(),
+        None => BTreeSet::new(),
+    };
+    let new = clashes(world, name, spec).into_iter().filter(|(other, ..)| !before.contains(other));
+    new.min_by_key(|(_, node, _)| *node).map(|(_, node, clash)| (node, clash))
+}
+
+/// Every other network that wants something that this one wants on a node of both, with the first such node.
+fn clashes<'a>(world: &'a World, name: &str, spec: &BridgeNetworkSpec) -> Vec<(&'a str, &'a str, Clash)> {
     // Younger than all, so that it loses wherever there is something to lose.
     let newcomer = claim(name, "", Timestamp::MAX, spec);
-    let mut rivals = Vec::new();
-    for other in world.networks.values().filter(|other| other.name != name && !released(other)) {
-        let Some(claim) = claim_of(other) else { continue };
-        if let Some(clash) = clash::losers(&[claim, newcomer.clone()]).remove("") {
-            rivals.push((other, clash));
-        }
-    }
-    for (node, facts) in world.nodes.iter().filter(|(_, node)| selects(spec, &node.labels)) {
-        let here = |other: &Network| other.spec.as_ref().is_ok_and(|spec| selects(spec, &facts.labels));
-        if let Some((_, clash)) = rivals.iter().find(|(other, _)| here(other)) {
-            return Some((node, clash.clone()));
-        }
-    }
-    None
+    let others = world.networks.values().filter(|other| other.name != name && !released(other));
+    others
+        .filter_map(|other| {
+            let clash = clash::losers(&[claim_of(other)?, newcomer.clone()]).remove("")?;
+            let theirs = other.spec.as_ref().ok()?;
+            let both = |node: &super::Node| selects(spec, &node.labels) && selects(theirs, &node.labels);
+            let (node, _) = world.nodes.iter().find(|(_, node)| both(node))?;
+            Some((other.name.as_str(), node.as_str(), clash))
+        })
+        .collect()
 }
 
 /// Another network that keeps an attachment of the same name in one of the same namespaces, and that namespace.

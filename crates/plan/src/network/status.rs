@@ -1,6 +1,6 @@
 //! What a network's status says.
 
-use std::fmt::Write as _;
+use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
     BridgeNetworkStatus, Condition, ConditionStatus,
@@ -136,7 +136,7 @@ fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
 
 fn nodes(scene: &Scene<'_>) -> (Nodes, Vec<NotReady>) {
     let names = scene.selected.map(|selected| &selected.nodes);
-    let desired = names.map_or(0, |names| names.len());
+    let desired = names.map_or(0, BTreeSet::len);
     let not_ready: Vec<NotReady> = names
         .into_iter()
         .flatten()
