@@ -727,8 +727,14 @@ async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
     let joined = Scene::play(&lab, "caps", async |scene: &Scene| {
         scene.create(member("p", "node-1", "default/caps")).await?;
         wait::until(Duration::from_secs(20), "the refusal in the pod's events", || async {
-            let events =
-                lab.kubectl(&["-n", &scene.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"])?;
+            let events = lab.kubectl(&[
+                "-n",
+                &scene.namespace,
+                "get",
+                "events",
+                "-o",
+                "jsonpath={.items[*].message}",
+            ])?;
             Ok(events.contains("enter the network namespace").then_some(()))
         })
         .await?;

@@ -8,6 +8,9 @@ use serde_json::{Value, json};
 
 use super::{CONTROLLER, NODE, Options};
 
+/// The policy about events of node daemons.
+const NODE_EVENTS: &str = "patchbay-node-events";
+
 /// The node of the pod that the token was made for, as the API server saw it; empty when the token has none.
 const USER_NODE: &str = "\
 has(request.userInfo.extra) &&
@@ -50,7 +53,49 @@ request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status 
 
 /// The policies and their bindings.
 pub fn policy(options: &Options) -> Vec<Value> {
-    [node_policy(options), controller_policy(options)].concat()
+    [node_policy(options), event_policy(options), controller_policy(options)].concat()
+}
+
+/// What a node daemon tells, it tells in the name of its own node.
+fn event_policy(options: &Options) -> Vec<Value> {
+    vec![
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": super::cluster(NODE_EVENTS, "node"),
+            "spec": {
+                "failurePolicy": "Fail",
+                "matchConstraints": {"resourceRules": [{
+                    "apiGroups": ["events.k8s.io"],
+                    "apiVersions": ["*"],
+                    "operations": ["CREATE", "UPDATE"],
+                    "resources": ["events"],
+                    "scope": "*",
+                }]},
+                "matchConditions": [{
+                    "name": "node-daemon",
+                    "expression": format!("request.userInfo.username == '{}'", options.node_user()),
+                }],
+                "variables": [
+                    {"name": "userNode", "expression": USER_NODE},
+                    {"name": "told", "expression": "oldObject == null ? object : oldObject"},
+                ],
+                "validations": [{
+                    "expression": "variables.userNode != '' && [object, variables.told].all(event, \
+                        has(event.reportingController) && event.reportingController == 'patchbay-node' && \
+                        has(event.reportingInstance) && event.reportingInstance == variables.userNode)",
+                    "reason": "Forbidden",
+                    "message": "The node daemon may only tell events in the name of its own node.",
+                }],
+            },
+        }),
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": super::cluster(NODE_EVENTS, "node"),
+            "spec": {"policyName": NODE_EVENTS, "validationActions": ["Deny"]},
+        }),
+    ]
 }
 
 /// RBAC cannot say which labels of a Node may be patched; this can.

@@ -12,6 +12,9 @@ use serde_json::{Value, json};
 
 use super::{CONTROLLER, NODE, Options};
 
+/// The Role for events.
+const EVENTS: &str = "patchbay-events";
+
 /// ServiceAccounts first, so that no binding ever names a missing one.
 pub fn rbac(options: &Options) -> Vec<Value> {
     vec![
@@ -34,7 +37,30 @@ pub fn rbac(options: &Options) -> Vec<Value> {
         cluster_role_binding(options, CONTROLLER, "controller"),
         cluster_role(NODE, "node", node_in_the_cluster()),
         cluster_role_binding(options, NODE, "node"),
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": events_metadata(),
+            "rules": events(),
+        }),
+        json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "RoleBinding",
+            "metadata": events_metadata(),
+            "roleRef": role_ref("Role", EVENTS),
+            "subjects": [subject(options, CONTROLLER), subject(options, NODE)],
+        }),
     ]
+}
+
+/// Events about objects without a namespace are kept in this one.
+fn events_metadata() -> Value {
+    json!({"name": EVENTS, "namespace": "default", "labels": super::labels("events")})
+}
+
+/// What happened, told on the object. Patch counts what happened again.
+fn events() -> Value {
+    json!([{"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]}])
 }
 
 /// A create cannot be limited by name: the name is not known when the request is authorized. A list or watch that selects
@@ -99,8 +125,6 @@ fn controller_in_the_cluster() -> Value {
             ],
             "verbs": ["list", "watch"],
         },
-        // What happened, told on the object. Patch counts what happened again.
-        {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]},
         // The authorities of the webhook.
         {
             "apiGroups": ["admissionregistration.k8s.io"],
