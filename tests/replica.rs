@@ -143,6 +143,15 @@ impl Replica {
         Ok(Pid::from_raw(i32::try_from(self.child.id())?))
     }
 
+    /// What it has in memory, in MiB.
+    pub fn memory(&self) -> Result<u64> {
+        let text = fs::read_to_string(format!("/proc/{}/status", self.pid()?))?;
+        let line =
+            text.lines().find(|line| line.starts_with("VmRSS:")).context("the process has no memory")?;
+        let kilobytes: u64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
+        Ok(kilobytes / 1024)
+    }
+
     pub fn alive(&mut self) -> Result<bool> {
         Ok(self.child.try_wait()?.is_none())
     }

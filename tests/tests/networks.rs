@@ -15,6 +15,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use cluster::{Cluster, condition};
 use e2e::{Suite, replica, replica::Replica, tests};
+use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
 use serde_json::{Value, json};
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
             the_controller_touches_no_other_label,
             kill_9_at_every_step_loses_nothing,
             no_pod_is_stranded_whatever_comes_first,
+            a_controller_among_thousands_of_users_stays_small_and_quick,
         ],
     }
     .run()
@@ -399,11 +401,11 @@ async fn at_rest_nothing_is_written(lab: Lab) -> Result<()> {
         cluster.condition("rest", "Ready", "True").await?;
         // What the last writes set off has come and gone.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let writes = cluster.writes(&lab, mark)?;
+        let writes = Cluster::writes(&lab, mark)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
         let mark = lab.audit_mark()?;
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let writes = cluster.writes(&lab, mark)?;
+        let writes = Cluster::writes(&lab, mark)?;
         ensure!(writes.is_empty(), "at rest: {writes:?}");
         // Users that come in a crowd are written once a second.
         let mark = lab.audit_mark()?;
@@ -411,7 +413,7 @@ async fn at_rest_nothing_is_written(lab: Lab) -> Result<()> {
             cluster.pod(&format!("pod-{number}"), "rest").await?;
         }
         cluster.until("rest", "all users", |network| network["status"]["users"]["count"] == 30).await?;
-        let writes = cluster.writes(&lab, mark)?;
+        let writes = Cluster::writes(&lab, mark)?;
         ensure!(writes.len() <= 4, "30 pods: {writes:?}");
         cluster.sweep_pods().await?;
         cluster.unlist("rest-a").await?;
@@ -552,4 +554,49 @@ async fn no_pod_is_stranded_whatever_comes_first(lab: Lab) -> Result<()> {
     println!("{rounds} rounds: {refused} pods refused, {held} held their network");
     ensure!(refused > 0 && held > 0, "one outcome only shows too little");
     Ok(())
+}
+
+/// Makes many objects, so many at a time.
+async fn crowd<F: Future<Output = Result<()>>>(count: usize, make: impl Fn(usize) -> F) -> Result<()> {
+    let all = futures::stream::iter((0..count).map(make)).buffer_unordered(32);
+    all.try_for_each(|()| async { Ok(()) }).await
+}
+
+async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -> Result<()> {
+    let (machines, pods) = if e2e::soak() { (10_000, 50_000) } else { (200, 500) };
+    let (cluster, replica) = start(&lab, "crowd").await?;
+    let outcome = async {
+        cluster.create("crowd", spec(&cluster)).await?;
+        cluster.create("quiet", spec(&cluster)).await?;
+        cluster.nad("crowd", "crowd").await?;
+        cluster.nad("crowd", "quiet").await?;
+        crowd(machines, async |n| {
+            cluster.user(users::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
+        })
+        .await?;
+        crowd(pods, async |n| cluster.pod(&format!("pod-{n}"), "crowd").await.map(drop)).await?;
+        let count = machines + pods;
+        cluster.until("crowd", "all users", |network| network["status"]["users"]["count"] == count).await?;
+        let grown = replica.memory()?;
+        // One that has to list all of them when it starts.
+        drop(replica);
+        let replica = cluster.lead(&lab).await?;
+        cluster.delete("crowd").await?;
+        cluster.reason("crowd", "Ready", "DeletionBlocked").await?;
+        let listed = replica.memory()?;
+        cluster.delete("quiet").await?;
+        let begun = Instant::now();
+        cluster.gone("quiet", if e2e::soak() { SOON * 6 } else { GONE }).await?;
+        println!(
+            "{count} users: {grown} MiB grown, {listed} MiB listed; an unused network went in {:?}",
+            begun.elapsed()
+        );
+        ensure!(grown.max(listed) <= 150, "too large: {grown} MiB grown, {listed} MiB after a list");
+        cluster.sweep_pods().await?;
+        let machines = cluster::resource("kubevirt.io", "v1", "VirtualMachine", "virtualmachines");
+        let all = kube::api::ListParams::default();
+        cluster.api(&machines, Some("crowd")).delete_collection(&DeleteParams::default(), &all).await?;
+        cluster.gone("crowd", SOON * 6).await.with_context(|| replica.tail())
+    };
+    outcome.await
 }

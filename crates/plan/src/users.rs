@@ -218,6 +218,9 @@ impl Index {
     /// The users of any of these attachments, each counted once, and the first of them in order.
     pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a Reference>, first: usize) -> Summary {
         let found: Vec<&Users> = attachments.into_iter().filter_map(|it| self.attachments.get(it)).collect();
+        if let [only] = found[..] {
+            return Summary { count: only.all.len(), first: only.all.iter().take(first).cloned().collect() };
+        }
         let mut met = HashSet::new();
         let mut count = 0;
         let mut heads = BTreeSet::new();

@@ -283,7 +283,7 @@ impl Cluster {
     }
 
     /// What the controller wrote since then, beside its Lease.
-    pub fn writes(&self, lab: &Lab, mark: lab::audit::Mark) -> Result<Vec<String>> {
+    pub fn writes(lab: &Lab, mark: lab::audit::Mark) -> Result<Vec<String>> {
         let ours = |a: &lab::audit::Asked| {
             a.is_write() && a.user.ends_with("patchbay-controller") && a.resource != "leases"
         };

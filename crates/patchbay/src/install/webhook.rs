@@ -74,7 +74,8 @@ fn bridge_networks(options: &Options) -> Value {
             {
                 "name": "spec-changes",
                 "expression": "oldObject == null || \
-                    (!has(object.metadata.deletionTimestamp) && object.spec != oldObject.spec)",
+                    (!has(object.metadata.deletionTimestamp) && \
+                    (!has(object.spec) || !has(oldObject.spec) || object.spec != oldObject.spec))",
             },
         ],
         "rules": [{

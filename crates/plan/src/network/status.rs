@@ -34,6 +34,9 @@ const NO_DAEMON: &str = "NoDaemon";
 const PENDING: &str = "Pending";
 const NODE_NOT_READY: &str = "NodeNotReady";
 
+/// An event takes 1024 bytes, and a name of somebody else's may need two for a character.
+const LONGEST_NOTE: usize = 500;
+
 /// Names at most so many of a list in a sentence.
 const FEW: usize = 3;
 
@@ -131,7 +134,11 @@ fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
         MTU_REDUCED => MTU_REDUCED,
         _ => said.reason,
     };
-    (trouble && !known).then(|| Event { warning: true, reason, note: cut(&said.message) })
+    (trouble && !known).then(|| Event {
+        warning: true,
+        reason,
+        note: said.message.chars().take(LONGEST_NOTE).collect(),
+    })
 }
 
 fn nodes(scene: &Scene<'_>) -> (Nodes, Vec<NotReady>) {
