@@ -563,7 +563,7 @@ async fn crowd<F: Future<Output = Result<()>>>(count: usize, make: impl Fn(usize
 }
 
 async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -> Result<()> {
-    let (machines, pods) = if e2e::soak() { (10_000, 50_000) } else { (200, 500) };
+    let (machines, pods) = if e2e::soak() { (10_000, 50_000) } else { (100, 200) };
     let (cluster, replica) = start(&lab, "crowd").await?;
     let outcome = async {
         cluster.create("crowd", spec(&cluster)).await?;

@@ -11,7 +11,7 @@ use kube::{
 };
 use plan::{
     network::{self, Attachment},
-    users::{Facts, Index, Kind},
+    users::{Facts, Kind},
 };
 use serde::de::DeserializeOwned;
 
@@ -123,7 +123,6 @@ impl Direct {
 
 /// The object by its name, if it counts as a user: judged by the same rule as the index.
 fn user(kind: Kind, facts: &Facts, attachments: &BTreeSet<Reference>) -> Option<String> {
-    let mut index = Index::default();
-    index.apply(kind, facts);
-    index.summary(attachments, 1).first.first().map(ToString::to_string)
+    let uses = facts.counts(kind) && facts.references().iter().any(|one| attachments.contains(one));
+    uses.then(|| format!("{} {}/{}", kind.name(), facts.namespace, facts.name))
 }

@@ -99,12 +99,12 @@ impl Facts {
         let all: BTreeSet<Reference> = annotated.into_iter().chain(multus).collect();
         all.into_iter().collect()
     }
-}
 
-/// Whether an object counts as a user of what it names. A pod always does while it lives; what only makes it is counted
-/// through whatever made that in turn.
-fn counts(kind: Kind, facts: &Facts) -> bool {
-    !facts.finished && (kind == Kind::Pod || facts.owner.is_none())
+    /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is
+    /// counted through that.
+    pub fn counts(&self, kind: Kind) -> bool {
+        !self.finished && (kind == Kind::Pod || self.owner.is_none())
+    }
 }
 
 /// A user. Ordered by kind, namespace and name.
@@ -161,7 +161,7 @@ impl Index {
             return self.delete(kind, &facts.namespace, &facts.name);
         }
         let user = self.user(kind, &facts.namespace, &facts.name);
-        let counts = counts(kind, facts);
+        let counts = facts.counts(kind);
         let listing = self.listings.get(&kind).copied().unwrap_or_default();
         if let Some(old) = self.objects.get_mut(&user)
             && old.counts == counts
