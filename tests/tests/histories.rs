@@ -19,7 +19,7 @@ use e2e::{
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, Patch, PatchParams, PostParams},
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
 use lab::{Lab, Shape, scene::Scene, wait};
 use serde_json::{Value, json};
@@ -134,7 +134,7 @@ async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
 async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) -> Result<String> {
     let name = dice.one(&NAMES);
     let node = dice.one(&NODES);
-    match (model.get(name).cloned(), dice.roll(8)) {
+    match (model.get(name).cloned(), dice.roll(16)) {
         (None, _) => {
             // The one of this name may still be on its way out.
             bridge::gone(client, name, CONVERGED).await?;
@@ -143,12 +143,12 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             model.insert(name, wanted);
             Ok(format!("create {name}"))
         }
-        (Some(_), 0) => {
+        (Some(_), 0 | 1) => {
             bridge::delete(client, name).await?;
             model.remove(name);
             Ok(format!("delete {name}"))
         }
-        (Some(mut wanted), 1 | 2) => {
+        (Some(mut wanted), 2..=5) => {
             wanted.mtu = dice.one(&[1300, 1400, 1450]);
             wanted.only_node_1 = dice.roll(3) == 0;
             if wanted.overlay.is_none() && name == "gold" {
@@ -165,12 +165,12 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             model.insert(name, wanted);
             Ok(format!("edit {name}"))
         }
-        (Some(_), 3) => {
-            kill(lab, node, "node")?;
+        (Some(_), 6 | 7) => {
+            kill(lab, client, node, "node").await?;
             Ok(format!("kill the daemon of {node}"))
         }
-        (Some(_), 4) => {
-            kill(lab, node, "controller")?;
+        (Some(_), 8) => {
+            kill(lab, client, node, "controller").await?;
             Ok(format!("kill a controller on {node}"))
         }
         (Some(_), _) => {
@@ -192,19 +192,32 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
                     word => word,
                 })
                 .collect();
-            // What is not there (yet) cannot be damaged.
+            // Half of the damage hits a network that works, half one that is being made.
+            if dice.roll(2) == 0 {
+                bridge::ready(client, name, CONVERGED).await?;
+            }
+            // What is not there cannot be damaged.
             let done = lab.node(node).output(&words).is_ok();
             Ok(format!("{} on {node}{}", words.join(" "), if done { "" } else { " (not there)" }))
         }
     }
 }
 
-/// Kills the processes of one program on a node, each by its number.
-fn kill(lab: &Lab, node: &str, program: &str) -> Result<()> {
+/// Kills the processes of one program on a node, each by its number. Their pods go too: the kubelet would let one that
+/// died several times wait for minutes.
+async fn kill(lab: &Lab, client: &Client, node: &str, program: &str) -> Result<()> {
     let script = format!(
         "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {program} ' && kill -9 ${{p#/proc/}}; done; true"
     );
-    lab.node(node).output(&["sh", "-c", &script]).map(drop)
+    lab.node(node).output(&["sh", "-c", &script])?;
+    let pods: Api<Pod> = Api::namespaced(client.clone(), patchbay::NAMESPACE);
+    let params = ListParams::default()
+        .labels(&format!("app.kubernetes.io/component={program}"))
+        .fields(&format!("spec.nodeName={node}"));
+    pods.delete_collection(&DeleteParams::default().grace_period(0), &params)
+        .await
+        .context("delete the pods")?;
+    Ok(())
 }
 
 /// What the model says, link by link.
