@@ -21,16 +21,22 @@ pub fn mac(container_id: &str, ifname: &str, network_uid: &str) -> Mac {
     Mac::from(octets)
 }
 
-/// What the aliases of all host ends of a network begin with.
-pub fn alias_of_network(network_uid: &str) -> String {
-    format!("{ALIAS}{network_uid}/")
+/// What the aliases of all host ends begin with that were made for one configuration: a runtime that collects what is
+/// left speaks of one, and others may lead to the same network.
+pub fn alias_of_config(network_uid: &str, config: &str) -> String {
+    let config: String = config.chars().map(|c| if c == '/' { '_' } else { readable(c) }).take(64).collect();
+    format!("{ALIAS}{network_uid}/{config}/")
+}
+
+fn readable(c: char) -> char {
+    if c.is_ascii_graphic() && c != '\\' { c } else { '_' }
 }
 
 /// The alias of the host's end, cut where the kernel would refuse it, and readable whatever the runtime says.
-pub fn alias(network_uid: &str, container_id: &str, ifname: &str) -> String {
-    let readable = |c: char| if c.is_ascii_graphic() && c != '\\' { c } else { '_' };
+pub fn alias(network_uid: &str, config: &str, container_id: &str, ifname: &str) -> String {
     let whose = format!("{container_id}/{ifname}");
-    alias_of_network(network_uid).chars().chain(whose.chars().map(readable)).take(LONGEST_ALIAS).collect()
+    let begin = alias_of_config(network_uid, config);
+    begin.chars().chain(whose.chars().map(readable)).take(LONGEST_ALIAS).collect()
 }
 
 #[cfg(test)]
@@ -45,7 +51,8 @@ mod tests {
     fn names_stay_as_they_are_for_ever() {
         assert_eq!(host_end("c", "net1").unwrap().as_str(), "vethd7ea65581f0");
         assert_eq!(mac("c", "net1", "u").to_string(), "b6:c3:ac:9a:ae:63");
-        assert_eq!(alias("u", "c", "net1"), "pod/u/c/net1");
+        assert_eq!(alias("u", "blue", "c", "net1"), "pod/u/blue/c/net1");
+        assert_eq!(alias_of_config("u", "a/../b c"), "pod/u/a_.._b_c/");
     }
 
     #[test]
@@ -59,7 +66,7 @@ mod tests {
         fn whatever_the_runtime_says_the_names_are_good(id in "\\PC{0,300}", ifname in "\\PC{0,20}") {
             prop_assert_eq!(host_end(&id, &ifname).unwrap().as_str().len(), IfName::MAX);
             prop_assert_eq!(mac(&id, &ifname, "u").octets()[0] & 3, 2);
-            prop_assert!(alias("u", &id, &ifname).bytes().take(LONGEST_ALIAS + 1).all(|b| b.is_ascii_graphic()));
+            prop_assert!(alias("u", &id, &id, &ifname).bytes().take(LONGEST_ALIAS + 1).all(|b| b.is_ascii_graphic()));
         }
     }
 }

@@ -19,7 +19,10 @@ use std::{
 use api::{IfName, Mac, NetworkOnNode, Vtep, digest::digest};
 use jiff::Timestamp;
 
-use crate::nodenetwork::{Admin, Facts, Observed};
+use crate::{
+    attachment,
+    nodenetwork::{Admin, Facts, Observed},
+};
 
 pub use decide::plan;
 
@@ -302,14 +305,6 @@ pub fn alias(network_uid: &str, made: Made) -> String {
     format!("{}{}/{network_uid}", api::LINK_ALIAS, made.kind())
 }
 
-/// The alias of the host's end of a pod's pair.
-pub fn pod_alias(network_uid: &str, container: &str, interface: &str) -> String {
-    format!("{POD_ALIAS}{network_uid}/{container}/{interface}")
-}
-
-/// What the alias of the host's end of a pod's pair begins with.
-const POD_ALIAS: &str = "pod/";
-
 /// Whether a link of this name is the host's end of a pod's pair: `veth` and eleven digits.
 pub fn pod_port(name: &str) -> bool {
     name.strip_prefix("veth").is_some_and(|digits| {
@@ -319,7 +314,7 @@ pub fn pod_port(name: &str) -> bool {
 
 /// The network that the host's end of a pod's pair belongs to.
 fn pod_network(alias: &str) -> Option<&str> {
-    alias.strip_prefix(POD_ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
+    alias.strip_prefix(attachment::ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
 }
 
 /// The network that a link was made for, by its alias.

@@ -246,7 +246,7 @@ impl Host {
     pub fn pod(&self, network: &Network, number: u32, address: &str) -> Namespace {
         let pod = Namespace::new();
         let port = format!("veth{number:011x}");
-        let alias = bridge::pod_alias(&network.uid, &format!("container{number}"), "net1");
+        let alias = plan::attachment::alias(&network.uid, "nad", &format!("container{number}"), "net1");
         let mtu = network.mtu.unwrap();
         self.ns.ip(&format!(
             "link add {port} mtu {mtu} master {} type veth peer name net1 mtu {mtu} netns {}",

@@ -83,7 +83,7 @@ impl Shared {
             mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
             mtu,
             bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
+            alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
         };
         // One that is left would be applied to the new link.
@@ -168,7 +168,7 @@ impl Shared {
             mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
             mtu: mtu.unwrap_or(ready.mtu),
             bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, whose.container_id, whose.ifname),
+            alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
         };
         let mut differences = attach::inspect(&wanted).map_err(|error| failed(&error))?;
@@ -182,7 +182,7 @@ impl Shared {
         Err(Error::new(Code::Differs, msg).details(told.join("; ")))
     }
 
-    /// Removes the links of a network that the runtime does not know any more.
+    /// Removes the links that were made for this configuration and that the runtime does not know any more.
     fn collect(&self, config: &Config) -> Result<(), Error> {
         let network = network(config)?;
         let valid = config.valid_attachments.as_ref().ok_or_else(|| {
@@ -198,7 +198,8 @@ impl Shared {
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends = attach::ends(&attachment::alias_of_network(uid)).map_err(|error| failed(&error))?;
+        let ends =
+            attach::ends(&attachment::alias_of_config(uid, &config.name)).map_err(|error| failed(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
         for host in names.filter(|name| !keep.contains(name)) {

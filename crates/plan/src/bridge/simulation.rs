@@ -10,8 +10,7 @@ use jiff::Timestamp;
 use proptest::prelude::*;
 
 use super::{
-    Action, Made, Network, Overlay, Peer, Plan, Record, Settled, View, Wish, alias, mark, plan, pod_alias,
-    pod_port,
+    Action, Made, Network, Overlay, Peer, Plan, Record, Settled, View, Wish, alias, mark, plan, pod_port,
 };
 use crate::nodenetwork::{Address, Admin, Facts, Flood, Link, Observed, Oper, Vxlan};
 
@@ -164,7 +163,7 @@ impl Node {
         let port = Link {
             master: bridge,
             mtu: 1400,
-            alias: pod_alias(&format!("uid-{network}"), &number.to_string(), "net1"),
+            alias: crate::attachment::alias(&format!("uid-{network}"), "nad", &number.to_string(), "net1"),
             ..link(0, &format!("veth{number:011x}"), "veth")
         };
         self.add(port)

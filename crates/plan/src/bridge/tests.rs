@@ -97,7 +97,7 @@ fn aliases_that_anybody_could_have_written_name_no_network() {
     }
     assert_eq!(made_for(&"patchbay/bridge/x".repeat(9), Made::Bridge), None);
     assert_eq!(made_for(&alias("uid-1", Made::Bridge), Made::Bridge), Some("uid-1"));
-    assert_eq!(pod_network(&pod_alias("uid-1", "c", "net1")), Some("uid-1"));
+    assert_eq!(pod_network(&attachment::alias("uid-1", "nad", "c", "net1")), Some("uid-1"));
     assert_eq!(pod_network("pod/uid-1"), None);
 }
 
