@@ -175,7 +175,7 @@ fn a_pod_joins_and_leaves_and_both_can_be_repeated() {
         let shown = pod.ip("link show net1").unwrap();
         assert!(shown.contains(&mac) && shown.contains(",UP"), "{shown}");
         let alias = world.host.ip(&format!("link show {}", host_end("c1"))).unwrap();
-        assert!(alias.contains("alias pod/uid-blue/c1/net1") && alias.contains("master br0"), "{alias}");
+        assert!(alias.contains("alias pod/uid-blue/blue/c1/net1") && alias.contains("master br0"), "{alias}");
 
         let index = pod.ip("-o link show net1").unwrap();
         assert_eq!(world.done("ADD", "c1", &pod, json!({})).await, made);
