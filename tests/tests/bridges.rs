@@ -44,6 +44,8 @@ fn main() -> ExitCode {
             a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_user,
             an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere,
             links_and_attachments_of_others_are_left_alone,
+            a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone,
+            a_network_of_small_packets_has_pods_too,
             edits_converge_in_place_and_lose_no_packet,
             pods_come_and_go_while_the_daemon_is_away,
             pods_come_back_after_a_reboot_of_their_node,
@@ -482,6 +484,18 @@ async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<()> 
         .await?;
         let (_, _, message) = condition(&object, "Conflict");
         println!("{message}");
+        // A foreign link alone is a conflict too.
+        create(client, "link", json!({"bridge": "br-mine"})).await?;
+        let object = wait::until(Duration::from_secs(3), "the conflict over a link", || async {
+            let object = networks(client).get("link").await?;
+            Ok((condition(&object, "Conflict").0 == "True").then_some(object))
+        })
+        .await?;
+        let (_, _, about) = condition(&object, "Conflict");
+        println!("{about}");
+        ensure!(about.contains("node-1") && about.contains("br-mine"), "{about}");
+        delete(client, "link").await?;
+        gone(client, "link", Duration::from_secs(5)).await?;
         ensure!(message.contains(&format!("{}/mine", scene.namespace)), "{message}");
         let entry = wait::until(Duration::from_secs(3), "the reason on the node", || async {
             Ok(on_node(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
@@ -503,6 +517,50 @@ fn apply(lab: &Lab, object: &Value) -> Result<()> {
     let outcome = lab.kubectl(&["apply", "-f", path.to_str().context("a path")?]);
     std::fs::remove_file(&path)?;
     outcome.map(drop)
+}
+
+async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let mut holder = lab.node("node-1").command("nc")?.args(["-u", "-l", "-p", "4790"]).spawn()?;
+    let held = async {
+        wait::until(Duration::from_secs(5), "the port to be held", || async {
+            let sockets = lab.node("node-1").output(&["cat", "/proc/net/udp", "/proc/net/udp6"])?;
+            Ok(sockets.contains(":12B6 ").then_some(()))
+        })
+        .await?;
+        create(&client, "held", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
+        wait::until(Duration::from_secs(3), "the reason on node-1", || async {
+            let (one, two) =
+                (on_node(&client, "node-1", "held").await?, on_node(&client, "node-2", "held").await?);
+            let ready = two.is_some_and(|entry| entry["ready"] == true);
+            Ok(one.filter(|entry| ready && entry["reason"] == "PortInUse"))
+        })
+        .await
+    };
+    let entry = held.await;
+    // The program that was started is `nsenter`, which waits for the one inside.
+    lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^nc -u -l -p 4790' && kill -9 ${p#/proc/}; done; true"])?;
+    holder.wait()?;
+    println!("{}", entry?["message"]);
+    ready(&client, "held", Duration::from_secs(40)).await?;
+    delete(&client, "held").await?;
+    gone(&client, "held", Duration::from_secs(5)).await.map(drop)
+}
+
+async fn a_network_of_small_packets_has_pods_too(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    Scene::play(&lab, "small", async |scene: &Scene| {
+        start(&client, "small", json!({"mtu": 600, "attachment": in_namespace(scene)})).await?;
+        join(scene, "a", "node-1", "small", "10.12.0.1/24").await?;
+        join(scene, "b", "node-1", "small", "10.12.0.2/24").await?;
+        reaches(scene, "a", "10.12.0.2").await?;
+        let mtu = scene.exec("a", &["cat", "/sys/class/net/net1/mtu"])?;
+        ensure!(mtu.trim() == "600", "{mtu}");
+        Ok(())
+    })
+    .await?;
+    delete(&client, "small").await?;
+    gone(&client, "small", Duration::from_secs(30)).await.map(drop)
 }
 
 async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> {
