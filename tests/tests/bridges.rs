@@ -484,6 +484,14 @@ async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<()> 
         .await?;
         let (_, _, message) = condition(&object, "Conflict");
         println!("{message}");
+        ensure!(message.contains(&format!("{}/mine", scene.namespace)), "{message}");
+        let entry = wait::until(Duration::from_secs(3), "the reason on the node", || async {
+            Ok(on_node(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
+        })
+        .await?;
+        ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-mine")), "{entry}");
+        delete(client, "mine").await?;
+        gone(client, "mine", Duration::from_secs(5)).await?;
         // A foreign link alone is a conflict too.
         create(client, "link", json!({"bridge": "br-mine"})).await?;
         let object = wait::until(Duration::from_secs(3), "the conflict over a link", || async {
@@ -496,14 +504,6 @@ async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<()> 
         ensure!(about.contains("node-1") && about.contains("br-mine"), "{about}");
         delete(client, "link").await?;
         gone(client, "link", Duration::from_secs(5)).await?;
-        ensure!(message.contains(&format!("{}/mine", scene.namespace)), "{message}");
-        let entry = wait::until(Duration::from_secs(3), "the reason on the node", || async {
-            Ok(on_node(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
-        })
-        .await?;
-        ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-mine")), "{entry}");
-        delete(client, "mine").await?;
-        gone(client, "mine", Duration::from_secs(5)).await?;
         ensure!(host_state(&lab, "node-1")? == before, "the foreign bridge was touched");
         ensure!(lab.kubectl(&get)? == nad_before, "the foreign attachment was touched");
         lab.node("node-1").output(&["ip", "link", "del", "br-mine"]).map(drop)
