@@ -206,7 +206,7 @@ fn pair(wanted: &Attach<'_>) -> Request {
 /// What the one request cannot say.
 fn finish(asker: &mut Asker, wanted: &Attach<'_>) -> Result<(), Error> {
     // Before it is up, so that it never has an address.
-    disable_ipv6(wanted.proc_root, wanted.host)?;
+    disable_ipv6(wanted)?;
     let up = Request::new(SET_LINK, CHANGE, &link_header(0, IFF_UP, IFF_UP));
     // The kernel counts a final NUL as part of an alias.
     let alias = wanted.alias.as_bytes();
@@ -308,12 +308,14 @@ fn differences(asker: &mut Asker, wanted: &Attach<'_>) -> Result<Vec<Difference>
     Ok(all)
 }
 
-/// A kernel without IPv6 has nothing to disable.
-fn disable_ipv6(proc_root: &Path, name: &IfName) -> Result<(), Error> {
-    let family = proc_root.join("sys/net/ipv6");
-    let path = family.join("conf").join(name.as_str()).join("disable_ipv6");
+/// A kernel without IPv6 has nothing to disable, and neither has a link that is too small for it.
+fn disable_ipv6(wanted: &Attach<'_>) -> Result<(), Error> {
+    const LEAST_IPV6_MTU: u32 = 1280;
+    let family = wanted.proc_root.join("sys/net/ipv6");
+    let path = family.join("conf").join(wanted.host.as_str()).join("disable_ipv6");
+    let without = || wanted.mtu < LEAST_IPV6_MTU || !family.exists();
     match fs::write(&path, "1") {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && !family.exists() => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound && without() => Ok(()),
         result => result.map_err(|source| Error::Sysctl { path, source }),
     }
 }

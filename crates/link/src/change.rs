@@ -121,8 +121,14 @@ impl Changer {
     pub fn route_to(&mut self, address: IpAddr) -> Result<Option<u32>, Error> {
         const RTA_DST: u16 = 1;
         const REQUEST: u16 = 1;
-        const NO_WAY: [Errno; 5] =
-            [Errno::ENETUNREACH, Errno::EHOSTUNREACH, Errno::EACCES, Errno::EINVAL, Errno::EAFNOSUPPORT];
+        const NO_WAY: [Errno; 6] = [
+            Errno::ENETUNREACH,
+            Errno::EHOSTUNREACH,
+            Errno::EACCES,
+            Errno::EINVAL,
+            Errno::EAFNOSUPPORT,
+            Errno::EOPNOTSUPP,
+        ];
 
         let (family, length, bytes) = wire(address);
         let header = [family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];

@@ -35,6 +35,8 @@ pub struct Asker {
     socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
+    /// Whether a list was taken that may lack something.
+    partial: bool,
 }
 
 /// Whether a list is of one moment.
@@ -53,11 +55,12 @@ impl Asker {
         _ = socket.set_netlink_get_strict_chk(true);
         // Words beside the number of an error; a kernel that knows none (before 4.12) gives the number alone.
         _ = socket.set_ext_ack(true);
-        Ok(Self { socket, sequence: 0, buffer: vec![0; BUFFER] })
+        Ok(Self { socket, sequence: 0, buffer: vec![0; BUFFER], partial: false })
     }
 
     /// Everything that is looked at, as it is now.
     pub fn observe(&mut self) -> Result<Observed, Error> {
+        self.partial = false;
         let mut links = self.collect("links", message::get_links, |message| {
             (message.kind == message::NEW_LINK).then(|| message::link(message.body)).flatten()
         })?;
@@ -88,7 +91,7 @@ impl Asker {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
         let floods = self.floods(&links)?;
-        Ok(Observed { links, default_routes, floods })
+        Ok(Observed { links, default_routes, floods, partial: self.partial })
     }
 
     /// The flood lists of our own VXLAN devices. Those of others may be long.
@@ -146,9 +149,10 @@ impl Asker {
         for _ in 0..ATTEMPTS {
             found.clear();
             if let Told::Whole = self.dump(what, &request, |message| found.extend(read(message)))? {
-                break;
+                return Ok(found);
             }
         }
+        self.partial = true;
         Ok(found)
     }
 

@@ -110,6 +110,16 @@ fn a_pair_is_made_with_all_it_should_have() {
 }
 
 #[test]
+fn a_pair_too_small_for_ipv6_is_made_all_the_same() {
+    let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
+    wanted(&pod, bridge, "vetha", |pair| {
+        let pair = Attach { mtu: 576, ..pair };
+        assert_eq!(host.within(|| attach::attach(&pair)).unwrap(), Made::New);
+        assert_eq!(host.within(|| attach::inspect(&pair)).unwrap(), []);
+    });
+}
+
+#[test]
 fn two_pods_reach_each_other_over_the_bridge() {
     let ((host, bridge), one, other) = (Namespace::with_bridge(), Namespace::new(), Namespace::new());
     for (pod, end, mac, address) in [(&one, "vetha", 1, "10.9.0.1/24"), (&other, "vethb", 2, "10.9.0.2/24")] {

@@ -28,8 +28,19 @@ use crate::{
     record::{self, Records},
 };
 
-/// How often to look again after changes before the rest is left to the next turn.
-const PASSES: usize = 12;
+/// How long to go on with changes before the rest is left to the next turn.
+const LONGEST_TURN: Duration = Duration::from_secs(2);
+/// How many changes are made between two looks.
+const BATCH: usize = 128;
+/// How often a network is repaired in one turn before somebody else must be at work.
+const REPAIRS: usize = 8;
+/// The least time between two events about repairs of one network.
+const BETWEEN_EVENTS: Duration = Duration::from_secs(60);
+
+const UNREADABLE: &str = "Unreadable";
+const UNREADABLE_MESSAGE: &str = "this daemon cannot read the BridgeNetwork, and leaves its links as they are; is the \
+    daemon older than the kind?";
+
 /// How long to wait at most before a network that failed is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
@@ -47,8 +58,12 @@ pub struct Bridges {
     records: BTreeMap<Uid, Record>,
     /// None until the API server has said what there is.
     networks: Option<BTreeMap<Uid, Known>>,
+    /// The names of BridgeNetworks that cannot be read.
+    unreadable: BTreeMap<Uid, String>,
     peers: Option<BTreeMap<String, Peer>>,
     pauses: BTreeMap<Uid, Pause>,
+    /// When a repair was last told of.
+    told: BTreeMap<Uid, Instant>,
     /// What was right after the last plan.
     settled: BTreeMap<Uid, Settled>,
     reports: Vec<NetworkOnNode>,
@@ -109,8 +124,10 @@ impl Bridges {
             records: records.all().clone(),
             hands: Some(Hands { changer, records }),
             networks: None,
+            unreadable: BTreeMap::new(),
             peers: None,
             pauses: BTreeMap::new(),
+            told: BTreeMap::new(),
             settled: BTreeMap::new(),
             reports: Vec::new(),
             left_out: Vec::new(),
@@ -127,18 +144,32 @@ impl Bridges {
     }
 
     pub fn see_all_networks(&mut self, objects: &[DynamicObject]) {
-        self.networks = Some(objects.iter().filter_map(read).collect());
+        self.unreadable.clear();
+        self.networks = Some(BTreeMap::new());
+        for object in objects {
+            self.see_network(object);
+        }
     }
 
     pub fn see_network(&mut self, object: &DynamicObject) {
-        if let (Some(networks), Some((uid, known))) = (&mut self.networks, read(object)) {
+        let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) else { return };
+        if let Some(known) = Known::read(object) {
+            self.unreadable.remove(&uid);
             networks.insert(uid, known);
+        } else {
+            warn!(
+                network = object.name_any(),
+                "a BridgeNetwork cannot be read: its links are left as they are"
+            );
+            networks.remove(&uid);
+            self.unreadable.insert(uid, object.name_any());
         }
     }
 
     pub fn lose_network(&mut self, object: &DynamicObject) {
         if let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) {
             networks.remove(&uid);
+            self.unreadable.remove(&uid);
         }
     }
 
@@ -170,8 +201,10 @@ impl Bridges {
         if self.networks.is_none() || self.peers.is_none() {
             return Ok(None);
         }
-        for _ in 0..PASSES {
-            let api_links = self.api_links(around)?;
+        let api_links = self.api_links(around, observed).await;
+        let begun = Instant::now();
+        let mut repairs: BTreeMap<Uid, usize> = BTreeMap::new();
+        loop {
             let plan = self.plan(around, observed, &api_links);
             self.note(&plan.left_out);
             self.reports = plan.networks;
@@ -182,15 +215,26 @@ impl Bridges {
                 continue;
             }
             self.settled = plan.settled;
-            let due: Vec<Step> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
+            let waiting: BTreeSet<Uid> = plan.steps.iter().map(|step| step.network.clone()).collect();
+            let mut due: Vec<Step> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
             if due.is_empty() {
-                break;
+                return Ok(self.rest(&waiting));
             }
-            self.apply(due).await;
+            if begun.elapsed() > LONGEST_TURN {
+                // Others have their turn too: word of changes, and the NodeNetwork.
+                self.rest(&waiting);
+                return Ok(Some(Instant::now()));
+            }
+            due.truncate(BATCH);
+            for uid in self.apply(due).await {
+                let count = repairs.entry(uid.clone()).or_default();
+                *count += 1;
+                if *count > REPAIRS {
+                    self.pause(&uid, fought());
+                }
+            }
             *observed = monitor.observe().await?;
         }
-        self.rest();
-        Ok(self.pauses.values().map(|pause| pause.until).min())
     }
 
     fn plan(&self, around: Around<'_>, observed: &Observed, api_links: &BTreeSet<u32>) -> rules::Plan {
@@ -199,7 +243,7 @@ impl Bridges {
             self.networks.iter().flat_map(BTreeMap::values).map(|known| known.on(labels)).collect();
         let peers: Vec<Peer> = self.peers.iter().flat_map(BTreeMap::values).cloned().collect();
         let failures = self.pauses.iter().map(|(uid, pause)| (uid.clone(), pause.failure.clone())).collect();
-        rules::plan(&View {
+        let mut plan = rules::plan(&View {
             facts,
             boot: &self.boot,
             vtep: nodenetwork::vtep(observed, facts, ignored).as_ref(),
@@ -211,22 +255,41 @@ impl Bridges {
             failures: &failures,
             settled: &self.settled,
             api_links,
-        })
+        });
+        // A network that cannot be read is not one that is gone.
+        plan.steps.retain(|step| !self.unreadable.contains_key(&step.network));
+        for report in plan.networks.iter_mut().filter(|report| self.unreadable.contains_key(&report.uid)) {
+            (report.ready, report.reason) = (false, UNREADABLE.to_owned());
+            UNREADABLE_MESSAGE.clone_into(&mut report.message);
+        }
+        if observed.partial {
+            // What was not told may be the link of a pod.
+            let takes = |action: &Action| matches!(action, Action::Delete { .. } | Action::Forget);
+            plan.steps.retain(|step| !takes(&step.action));
+        }
+        plan
     }
 
-    /// Asked for only if some network wants a NIC of the node.
-    fn api_links(&mut self, around: Around<'_>) -> Result<BTreeSet<u32>, link::Error> {
-        let wanted = self
-            .networks
-            .iter()
-            .flat_map(BTreeMap::values)
-            .any(|known| known.on(around.labels).uplink.is_some());
-        let Some(hands) = self.hands.as_mut().filter(|_| wanted) else { return Ok(BTreeSet::new()) };
-        let mut links = BTreeSet::new();
-        for &server in &self.servers {
-            links.extend(hands.changer.route_to(server)?);
+    /// Asked for only if some network wants a NIC of the node. As long as the way cannot be told, it may be any link.
+    async fn api_links(&mut self, around: Around<'_>, observed: &Observed) -> BTreeSet<u32> {
+        let mut all = self.networks.iter().flat_map(BTreeMap::values);
+        let wanted = all.any(|known| known.on(around.labels).uplink.is_some());
+        let Some(mut hands) = self.hands.take_if(|_| wanted) else { return BTreeSet::new() };
+        let servers = self.servers.clone();
+        let asked = task::spawn_blocking(move || {
+            let ways = servers.into_iter().map(|server| hands.changer.route_to(server));
+            let ways = ways.collect::<Result<Vec<_>, _>>();
+            (hands, ways)
+        });
+        let (hands, ways) = finished(asked.await);
+        self.hands = Some(hands);
+        match ways {
+            Ok(ways) => ways.into_iter().flatten().collect(),
+            Err(error) => {
+                warn!(error = %Chain(&error), "cannot tell which link leads to the API server: no uplink is taken");
+                observed.links.iter().map(|link| link.index).collect()
+            }
         }
-        Ok(links)
     }
 
     /// Says which networks are too many for this node, once.
@@ -241,15 +304,11 @@ impl Bridges {
         self.pauses.get(&step.network).is_none_or(|pause| pause.until <= Instant::now())
     }
 
-    /// Makes the changes, each network's in order up to its first failure.
-    async fn apply(&mut self, steps: Vec<Step>) {
-        let Some(hands) = self.hands.take() else { return };
+    /// Makes the changes, each network's in order up to its first failure, and returns the networks that were repaired.
+    async fn apply(&mut self, steps: Vec<Step>) -> BTreeSet<Uid> {
+        let Some(hands) = self.hands.take() else { return BTreeSet::new() };
         // Netlink and the disk may block.
-        let done = task::spawn_blocking(move || work(hands, steps)).await;
-        let (hands, done) = match done {
-            Ok(done) => done,
-            Err(error) => std::panic::resume_unwind(error.into_panic()),
-        };
+        let (hands, done) = finished(task::spawn_blocking(move || work(hands, steps)).await);
         self.records = hands.records.all().clone();
         self.hands = Some(hands);
         let mut repaired = BTreeSet::new();
@@ -266,44 +325,74 @@ impl Bridges {
                 Err(error) => self.fail(&step, &error),
             }
         }
-        for uid in repaired {
+        for uid in &repaired {
             self.metrics.repairs.inc();
-            if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(&uid)) {
-                let note = "links of this network were changed by hand on this node and have been put right";
-                self.events.tell(known.name(), &uid, Reason::Repaired, note.to_owned());
-            }
+            self.tell_of_repair(uid);
+        }
+        repaired
+    }
+
+    /// Once a minute is enough, however often it happens: the metric counts.
+    fn tell_of_repair(&mut self, uid: &Uid) {
+        let now = Instant::now();
+        if self.told.get(uid).is_some_and(|told| now < *told + BETWEEN_EVENTS) {
+            return;
+        }
+        if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
+            let note = "links of this network were changed by hand on this node and have been put right";
+            self.events.tell(known.name(), uid, Reason::Repaired, note.to_owned());
+            self.told.insert(uid.clone(), now);
         }
     }
 
     fn fail(&mut self, step: &Step, error: &Refusal) {
-        let failure = failure(&step.action, error);
-        let known = self.networks.as_ref().and_then(|networks| networks.get(&step.network));
-        let before = self.pauses.remove(&step.network);
+        debug!(network = step.network, action = ?step.action, error = %Chain(error), "a change failed");
+        self.pause(&step.network, failure(&step.action, error));
+    }
+
+    /// Lets a network wait, longer each time.
+    fn pause(&mut self, uid: &Uid, failure: Failure) {
+        let before = self.pauses.remove(uid);
         if before.as_ref().is_none_or(|before| before.failure != failure) {
-            warn!(network = step.network, action = ?step.action, error = %Chain(error), "a change failed and is tried again");
-            if let Some(known) = known {
-                self.events.tell(known.name(), known.uid(), Reason::Failed, failure.message.clone());
+            warn!(
+                network = uid,
+                reason = failure.reason,
+                error = failure.message,
+                "a network waits and is tried again"
+            );
+            if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
+                self.events.tell(known.name(), uid, Reason::Failed, failure.message.clone());
             }
         }
         let mut backoff = before.map(|before| before.backoff).unwrap_or_default();
         let delay = backoff.next().unwrap_or(LONGEST_PAUSE).min(LONGEST_PAUSE);
-        self.pauses.insert(step.network.clone(), Pause { failure, until: Instant::now() + delay, backoff });
+        self.pauses.insert(uid.clone(), Pause { failure, until: Instant::now() + delay, backoff });
     }
 
-    /// Forgets the failures of networks that are well, or gone.
-    fn rest(&mut self) {
-        let listed: BTreeSet<&Uid> = self.reports.iter().map(|one| &one.uid).collect();
-        self.pauses.retain(|uid, _| listed.contains(uid) && !self.settled.contains_key(uid));
+    /// Forgets the failures of networks that have nothing to do any more, and says when to come back for the others.
+    fn rest(&mut self, waiting: &BTreeSet<Uid>) -> Option<Instant> {
+        self.pauses.retain(|uid, _| waiting.contains(uid));
+        self.told.retain(|_, told| told.elapsed() < BETWEEN_EVENTS);
         let ready = self.reports.iter().filter(|one| one.ready).count();
         self.metrics.networks.set(i64::try_from(self.reports.len()).unwrap_or(i64::MAX));
         self.metrics.networks_ready.set(i64::try_from(ready).unwrap_or(i64::MAX));
+        self.pauses.values().map(|pause| pause.until).min()
     }
 
     /// Tells the CNI server what pods can join, and says whether that was news.
     fn publish(&self, labels: &Labels, observed: &Observed) -> bool {
         let reports: BTreeMap<&str, &NetworkOnNode> =
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
-        let index = |name: &str| observed.links.iter().find(|link| link.name == name).map(|link| link.index);
+        let indexes: BTreeMap<&str, u32> =
+            observed.links.iter().map(|link| (link.name.as_str(), link.index)).collect();
+        let told = Arc::clone(&self.tell.borrow());
+        // A change in place is no reason to send pods away from a bridge that they could join before.
+        let was_ready = |known: &Known, bridge: u32| {
+            told.by_name.get(known.name()).is_some_and(|view| {
+                let same = |state: &State| matches!(state, State::Ready { bridge_index, .. } if *bridge_index == bridge);
+                view.uid == known.uid() && same(&view.state)
+            })
+        };
         let state = |known: &Known| {
             if known.is_undone() {
                 return State::Removing;
@@ -314,13 +403,21 @@ impl Bridges {
             let Some(report) = reports.get(known.uid()) else {
                 return State::NotReady { reason: "Pending".to_owned(), message: String::new() };
             };
-            match (report.ready, index(&report.bridge), known.mtu()) {
-                (true, Some(bridge_index), Some(mtu)) => {
+            let mtu = known.mtu().min(report.mtu.and_then(|mtu| u32::try_from(mtu).ok()));
+            match (indexes.get(report.bridge.as_str()), mtu) {
+                (Some(&bridge_index), Some(mtu))
+                    if report.ready
+                        || report.reason == reason::APPLYING && was_ready(known, bridge_index) =>
+                {
                     State::Ready { bridge_index, mtu, removing: known.is_deleted() }
                 }
                 _ => State::NotReady { reason: report.reason.clone(), message: report.message.clone() },
             }
         };
+        let unreadable = self.unreadable.iter().map(|(uid, name)| {
+            let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
+            (name.clone(), NetworkView { uid: uid.clone(), state: State::NotReady { reason, message } })
+        });
         let by_name = self
             .networks
             .iter()
@@ -329,6 +426,7 @@ impl Bridges {
                 let view = NetworkView { uid: known.uid().to_owned(), state: state(known) };
                 (known.name().to_owned(), view)
             })
+            .chain(unreadable)
             .collect();
         let now = Networks { synced: true, by_name };
         self.tell.send_if_modified(|before| {
@@ -341,12 +439,15 @@ impl Bridges {
     }
 }
 
-fn read(object: &DynamicObject) -> Option<(Uid, Known)> {
-    let known = Known::read(object);
-    if known.is_none() {
-        debug!(network = object.name_any(), "a BridgeNetwork cannot be read and is left alone");
-    }
-    known.map(|known| (known.uid().to_owned(), known))
+/// What a thread for blocking work returned. One that panicked takes the daemon with it.
+fn finished<T>(ended: Result<T, task::JoinError>) -> T {
+    ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
+}
+
+fn fought() -> Failure {
+    let message =
+        "another program of this node changes the links of this network again and again; find and stop it";
+    Failure { reason: "Fought".to_owned(), message: message.to_owned() }
 }
 
 fn work(mut hands: Hands, steps: Vec<Step>) -> (Hands, Vec<Done>) {
@@ -413,16 +514,8 @@ pub mod tests {
         })
     }
 
-    fn step(action: Action) -> Step {
-        Step { network: "u".to_owned(), action, repair: false }
-    }
-
-    #[tokio::test]
-    async fn a_network_that_fails_waits_and_says_why() {
-        let client = Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
-        let mut bridges = bridges(client, Metrics::default());
-        // The record's directory is gone.
-        let record = Record {
+    fn record() -> Record {
+        Record {
             uid: "u".to_owned(),
             name: "blue".to_owned(),
             boot: "boot".to_owned(),
@@ -430,8 +523,103 @@ pub mod tests {
             vxlan: "vx-blue".parse().unwrap(),
             node_uid: "n".to_owned(),
             uplink: None,
+        }
+    }
+
+    fn step(action: Action) -> Step {
+        Step { network: "u".to_owned(), action, repair: false }
+    }
+
+    fn client() -> Client {
+        Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap()
+    }
+
+    fn network(spec: serde_json::Value) -> DynamicObject {
+        serde_json::from_value(serde_json::json!({
+            "metadata": {"name": "blue", "uid": "u", "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": spec, "status": {"mtu": 1500},
+        }))
+        .unwrap()
+    }
+
+    fn bridge() -> Observed {
+        Observed {
+            links: vec![nodenetwork::Link {
+                index: 7,
+                name: "br-blue".to_owned(),
+                kind: Some("bridge".to_owned()),
+                mac: Some(rules::mark("u", "n", rules::Made::Bridge)),
+                mtu: 1400,
+                admin: nodenetwork::Admin::Up,
+                oper: nodenetwork::Oper::Up,
+                loopback: false,
+                master: None,
+                lower: None,
+                alias: rules::alias("u", rules::Made::Bridge),
+                addresses: Vec::new(),
+                ipv6_off: Some(true),
+                ipv4_deaf: Some(true),
+                vxlan: None,
+            }],
+            ..Observed::default()
+        }
+    }
+
+    fn planned(bridges: &Bridges, observed: &Observed) -> rules::Plan {
+        let facts = Facts { name: "a".to_owned(), uid: "n".to_owned(), internal_ips: Vec::new() };
+        let (labels, ignored, listed) =
+            (Labels::new(), Patterns::default(), BTreeSet::from(["u".to_owned()]));
+        let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
+        bridges.plan(around, observed, &BTreeSet::new())
+    }
+
+    #[tokio::test]
+    async fn a_network_that_cannot_be_read_keeps_its_links_and_one_that_is_gone_does_not() {
+        let mut bridges = bridges(client(), Metrics::default());
+        bridges.see_all_nodes(&[], "a");
+        bridges.see_all_networks(&[network(serde_json::json!({"overlay": "junk"}))]);
+        let plan = planned(&bridges, &bridge());
+        assert_eq!(plan.steps, []);
+        assert_eq!((plan.networks[0].ready, plan.networks[0].reason.as_str()), (false, "Unreadable"));
+        bridges.see_all_networks(&[]);
+        assert!(!planned(&bridges, &bridge()).steps.is_empty());
+        // Unless the kernel may have left out the link of a pod.
+        let partial = Observed { partial: true, ..bridge() };
+        assert!(
+            planned(&bridges, &partial)
+                .steps
+                .iter()
+                .all(|step| !matches!(step.action, Action::Delete { .. }))
+        );
+    }
+
+    #[tokio::test]
+    async fn a_change_in_place_sends_no_pod_away() {
+        let mut bridges = bridges(client(), Metrics::default());
+        bridges.see_all_nodes(&[], "a");
+        bridges.see_all_networks(&[network(serde_json::json!({}))]);
+        bridges.records.insert("u".to_owned(), record());
+        let mut told = bridges.tell.subscribe();
+        let mut say = |bridges: &mut Bridges, mtu: u32| {
+            let mut observed = bridge();
+            observed.links[0].mtu = mtu;
+            bridges.reports = planned(bridges, &observed).networks;
+            bridges.publish(&Labels::new(), &observed);
+            told.borrow_and_update().by_name["blue"].state.clone()
         };
-        bridges.apply(vec![step(Action::Record(record)), step(Action::Delete { link: u32::MAX })]).await;
+        assert!(
+            matches!(say(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING)
+        );
+        let ready = |mtu| State::Ready { bridge_index: 7, mtu, removing: false };
+        assert_eq!(say(&mut bridges, 1500), ready(1500));
+        assert_eq!(say(&mut bridges, 1400), ready(1400));
+    }
+
+    #[tokio::test]
+    async fn a_network_that_fails_waits_and_says_why() {
+        let mut bridges = bridges(client(), Metrics::default());
+        // The record's directory is gone.
+        bridges.apply(vec![step(Action::Record(record())), step(Action::Delete { link: u32::MAX })]).await;
         let pause = &bridges.pauses["u"];
         assert_eq!(pause.failure.reason, "RecordFailed");
         assert!(
@@ -441,5 +629,8 @@ pub mod tests {
         );
         assert!(!bridges.is_due(&step(Action::Forget)));
         assert!(bridges.records.is_empty());
+        // As long as it has something to do, the daemon comes back for it; after that it does not.
+        assert!(bridges.rest(&BTreeSet::from(["u".to_owned()])).is_some());
+        assert_eq!(bridges.rest(&BTreeSet::new()), None);
     }
 }

@@ -24,7 +24,7 @@ use tokio::{
     net::{UnixListener, UnixStream},
     sync::watch,
     task::{JoinSet, spawn_blocking},
-    time::{Instant, sleep, timeout, timeout_at},
+    time::{Instant, interval, sleep, timeout, timeout_at},
 };
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -50,6 +50,8 @@ const GRACE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 /// Two calls for one interface never run at the same time, and seldom two for different ones have to wait.
 const LOCKS: usize = 64;
+/// How often tombstones are looked for.
+const ROUND: Duration = Duration::from_secs(20);
 
 /// Every network that this node knows of.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -142,9 +144,15 @@ impl Server {
         .map_err(Error::Panicked)?;
 
         let mut calls = JoinSet::new();
+        let mut rounds = interval(ROUND);
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
+                // A shim that found nobody a moment before we listened writes its tombstone a moment after.
+                _ = rounds.tick() => {
+                    let sweeping = Arc::clone(&shared);
+                    spawn_blocking(move || sweeping.bury()).await.map_err(Error::Panicked)?;
+                }
                 Some(ended) = calls.join_next() => ended.map_err(Error::Panicked)?,
                 accepted = listener.accept(), if calls.len() < CALLS => match accepted {
                     Ok((stream, _)) => {

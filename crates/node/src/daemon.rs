@@ -199,6 +199,10 @@ impl Daemon {
                     info!(links = observed.links.len(), "can look at the kernel");
                 }
                 self.state.look_backoff.reset();
+                if observed.partial {
+                    debug!("the kernel was interrupted each time, looking again");
+                    self.state.event = Some(Instant::now());
+                }
                 self.state.observed = Some(observed);
                 self.state.netfilter = self.netfilter();
                 None
@@ -223,6 +227,8 @@ impl Daemon {
         }
         let again = Instant::now() + self.state.look_backoff.next().unwrap_or_default();
         self.state.event = Some(again);
+        // Nothing is decided on an older picture: since then pods may have joined.
+        self.state.observed = None;
         again
     }
 

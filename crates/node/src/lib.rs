@@ -23,7 +23,7 @@ use std::{
     net::IpAddr,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use api::Chain;
@@ -40,10 +40,13 @@ use crate::{
     bridges::{Bridges, Tools},
     daemon::{Daemon, Settings},
     event::Events,
-    health::{Health, Part},
+    health::{Health, News, Part},
     metrics::Metrics,
     record::Records,
 };
+
+/// How often the CNI plugin is looked at.
+const PLUGIN: Duration = Duration::from_secs(20);
 
 /// How long the API server's name may take to be found.
 const LOOKUP: Duration = Duration::from_secs(3);
@@ -110,16 +113,17 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
     let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
-    // The socket is there before the plugin that looks for it.
-    plugin(&shim, &cni_bin_dir, &health);
     let listener = admin::bind(&run_dir)?;
 
     // Ends with us even if the caller never asks to stop.
     let stop = stop.child_token();
     let mut parts = JoinSet::new();
+    let plugged = Arc::clone(&health);
     parts.spawn(admin::serve(listener, health, registry, stop.clone()));
     parts.spawn(daemon.run(stop.clone()));
     parts.spawn(sender.run(stop.clone()));
+    // The socket is there before the plugin that looks for it.
+    parts.spawn(plugin(shim, cni_bin_dir, plugged, stop.clone()));
     parts.spawn(cni.run(stop.clone()));
     all(parts, stop).await
 }
@@ -140,18 +144,41 @@ impl Host {
         let mounted = root.join("proc");
         let proc = if mounted.join("sys/net").is_dir() { mounted } else { PathBuf::from("/proc") };
         let sysctls = proc.join("sys");
-        let boot = fs::read_to_string(sysctls.join("kernel/random/boot_id")).unwrap_or_default();
+        let read = |name: &str| fs::read_to_string(sysctls.join("kernel/random").join(name)).ok();
+        // One that cannot be read must not make all boots one: a number that never comes again makes none equal.
+        let boot = read("boot_id").or_else(|| read("uuid"));
+        let boot = boot.unwrap_or_else(|| format!("{:?} {}", SystemTime::now(), std::process::id()));
         Self { boot: boot.trim().to_owned(), proc, sysctls }
     }
 }
 
-/// Puts the CNI plugin in place. A node without it still publishes, and says what is missing.
-fn plugin(shim: &Path, bin_dir: &Path, health: &Health) {
-    if let Err(error) = cni::install(shim, bin_dir) {
-        let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
-        warn!(error = problem, "the CNI plugin is not in place");
-        health.ill(Part::Plugin, problem);
+/// Keeps the CNI plugin in place: whoever upgrades the other plugins of a node may empty their directory. A node without
+/// it still publishes, and says what is missing.
+async fn plugin(
+    shim: PathBuf,
+    bin_dir: PathBuf,
+    health: Arc<Health>,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    let mut rounds = tokio::time::interval(PLUGIN);
+    while stop.run_until_cancelled(rounds.tick()).await.is_some() {
+        let (shim, bin_dir) = (shim.clone(), bin_dir.clone());
+        let installed = tokio::task::spawn_blocking(move || cni::install(&shim, &bin_dir)).await;
+        match installed.map_err(Error::Panicked)? {
+            Ok(written) => {
+                if health.well(Part::Plugin) == News::Changed || written {
+                    info!(written, "the CNI plugin is in place");
+                }
+            }
+            Err(error) => {
+                let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
+                if health.ill(Part::Plugin, problem.clone()) == News::Changed {
+                    warn!(error = problem, "the CNI plugin is not in place");
+                }
+            }
+        }
     }
+    Ok(())
 }
 
 /// The addresses of the API server. One that cannot be found is no reason to wait: without a global address, a link

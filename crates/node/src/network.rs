@@ -105,7 +105,10 @@ impl Known {
 /// Another node out of its NodeNetwork.
 pub fn peer(object: &DynamicObject) -> Peer {
     let status: NodeNetworkStatus = part(object, "status").unwrap_or_default();
-    let networks: BTreeSet<String> = status.networks.into_iter().map(|network| network.uid).collect();
+    // One that lists a network without its VXLAN device there has another network's, or a foreign one, at that number:
+    // frames sent to it would end up in the wrong network.
+    let joined = status.networks.into_iter().filter(|network| !network.ports.is_empty());
+    let networks: BTreeSet<String> = joined.map(|network| network.uid).collect();
     Peer { node: object.name_any(), vtep: status.vtep.map(|vtep| vtep.address), networks }
 }
 
@@ -167,6 +170,21 @@ mod tests {
         for spec in [json!(7), json!({"bridge": "a/b"}), json!({"overlay": {"vni": -1}}), Value::Null] {
             assert_eq!(Known::read(&object(json!({}), spec)), None);
         }
+    }
+
+    #[test]
+    fn a_peer_takes_part_once_its_device_is_there() {
+        let entry = |uid: &str, ports: &[&str]| {
+            json!({
+                "uid": uid, "name": uid, "observedGeneration": 1, "ready": false, "reason": "Conflict",
+                "bridge": "br", "ports": ports,
+            })
+        };
+        let object: DynamicObject = serde_json::from_value(json!({
+            "metadata": {"name": "b"}, "status": {"networks": [entry("loser", &[]), entry("winner", &["vx-a"])]},
+        }))
+        .unwrap();
+        assert_eq!(peer(&object).networks, BTreeSet::from(["winner".to_owned()]));
     }
 
     #[test]

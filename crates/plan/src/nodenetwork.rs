@@ -128,6 +128,8 @@ pub struct Observed {
     pub default_routes: Vec<u32>,
     /// The flood lists of all VXLAN devices.
     pub floods: Vec<Flood>,
+    /// Whether something may be missing, because the kernel was interrupted each time that it was asked.
+    pub partial: bool,
 }
 
 /// What the Node object says.

@@ -402,16 +402,18 @@ fn the_server_is_available_once_the_networks_are_known() {
 #[test]
 fn garbage_is_what_the_runtime_forgot_of_this_network_alone() {
     on_server("gc", async |world| {
-        let pods: Vec<Namespace> = (0..3).map(|_| Namespace::new()).collect();
+        let pods: Vec<Namespace> = (0..4).map(|_| Namespace::new()).collect();
         world.set("green", world.ready());
         world.done("ADD", "kept", &pods[0], json!({})).await;
         world.done("ADD", "forgotten", &pods[1], json!({})).await;
         world.done("ADD", "other", &pods[2], json!({"network": "green"})).await;
+        // Another configuration of the same network, of which this collection does not speak.
+        world.done("ADD", "elsewhere", &pods[3], json!({"name": "blue-too"})).await;
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "kept", "ifname": "net1"}]});
         assert_eq!(world.refused("GC", "", &pods[0], json!({})).await.0, 7);
-        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 2, 2]);
+        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 2, 2, 2]);
         world.done("GC", "", &pods[0], valid.clone()).await;
-        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 1, 2]);
+        assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 1, 2, 2]);
         world.networks.send_replace(Arc::default());
         assert_eq!(world.refused("GC", "", &pods[0], valid).await.0, 11);
     });

@@ -85,7 +85,7 @@ impl Node {
         let links: Vec<Link> = [lo, eth0].iter().chain(links).cloned().collect();
         Self {
             next: OURS,
-            observed: Observed { links, default_routes: vec![2], floods: Vec::new() },
+            observed: Observed { links, default_routes: vec![2], ..Observed::default() },
             records: BTreeMap::new(),
             settled: BTreeMap::new(),
             networks: Vec::new(),

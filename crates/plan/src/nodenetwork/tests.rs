@@ -75,7 +75,7 @@ fn a_link_is_shown_with_all_that_is_known_of_it() {
     bridge.kind = Some("bridge".to_owned());
     bridge.oper = Oper::Down;
     bridge.mac = None;
-    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2], floods: Vec::new() };
+    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2], ..Observed::default() };
 
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
@@ -231,7 +231,7 @@ fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
 fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
     let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
-    let seen = Observed { links, default_routes: vec![600], floods: Vec::new() };
+    let seen = Observed { links, default_routes: vec![600], ..Observed::default() };
     let status = plan_status(&seen, &facts(&["10.0.0.2"]));
 
     let shown = names(&status);
@@ -276,7 +276,7 @@ fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
         })
         .collect();
     let default_routes = links.iter().map(|link| link.index).collect();
-    let seen = Observed { links, default_routes, floods: Vec::new() };
+    let seen = Observed { links, default_routes, ..Observed::default() };
     let status = plan_status(&seen, &facts(&[]));
 
     assert_eq!(status.interfaces.len(), MAX_INTERFACES);
@@ -539,7 +539,7 @@ prop_compose! {
         default_routes in proptest::collection::vec(1u32..40, 0..5),
     ) -> Observed {
         let links = links.into_iter().map(|(index, link)| Link { index, ..link }).collect();
-        Observed { links, default_routes, floods: Vec::new() }
+        Observed { links, default_routes, ..Observed::default() }
     }
 }
 
