@@ -57,6 +57,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         attachments: Some(BTreeMap::new()),
         namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
         users: Index::default(),
+        refused: BTreeMap::new(),
     }
 }
 
@@ -352,6 +353,29 @@ fn a_namespace_that_is_missing_or_going_is_told_and_waited_for() {
     world.attachments = None;
     settle_down(&mut world, at(3));
     assert!(told(&world, "blue", "Ready").2.contains("install multus"));
+}
+
+#[test]
+fn a_refusal_is_told_for_as_long_as_it_stands_in_the_way() {
+    let mut world = world([network("blue")]);
+    for node in ["a", "b"] {
+        list(&mut world, node, "blue", true);
+    }
+    let refused = BTreeMap::from([(Reference::new("ns", "blue"), "quota ".repeat(1000))]);
+    world.refused.insert("uid-blue".to_owned(), refused);
+    let turn = plan(&world, at(0)).turns.remove(0);
+    assert!(matches!(turn.steps[..], [Step::Create { .. }]), "it is tried again");
+    let status = turn.status.unwrap();
+    let ready = status.conditions.iter().find(|one| one.r#type == "Ready").unwrap();
+    assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "AttachmentsMissing"));
+    assert!(ready.message.contains("ns/blue") && ready.message.contains("quota"), "{}", ready.message);
+    assert!(ready.message.len() < 1000);
+    settle_down(&mut world, at(0));
+    assert_eq!(told(&world, "blue", "Ready").1, "Works", "what was written is refused no more");
+    delete(&mut world, "blue", 1);
+    let turn = plan(&world, at(9)).turns.remove(0);
+    let ready = turn.status.unwrap().conditions.remove(0);
+    assert!(ready.message.contains("quota"), "{}", ready.message);
 }
 
 #[test]
