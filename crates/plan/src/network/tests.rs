@@ -284,6 +284,29 @@ fn an_overlay_fits_into_the_smallest_link_of_its_nodes() {
 }
 
 #[test]
+fn an_overlay_grows_only_once_every_node_has_said_what_it_carries() {
+    let mut world = world([overlay("blue", "{}")]);
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
+    let mtu = |world: &mut World| {
+        settle_down(world, at(1));
+        world.networks["blue"].status.mtu
+    };
+    assert_eq!(mtu(&mut world), Some(1450));
+    world.reports.get_mut("b").unwrap().vtep = None;
+    assert_eq!(mtu(&mut world), Some(1450), "the link of b may be as small as before");
+    let report = world.reports.remove("b").unwrap();
+    assert_eq!(mtu(&mut world), Some(1450), "a node that is made anew has no report at first");
+    world.reports.insert("b".to_owned(), Report { vtep: Some(vtep("10.0.0.2", 9000)), ..report.clone() });
+    assert_eq!(mtu(&mut world), Some(8950));
+    world.reports.insert("b".to_owned(), Report { vtep: None, ..report });
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1500));
+    assert_eq!(mtu(&mut world), Some(1450), "what is smaller holds at once");
+    world.nodes.remove("b");
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
+    assert_eq!(mtu(&mut world), Some(8950), "a node that is gone counts no more");
+}
+
+#[test]
 fn a_used_network_is_never_lowered_and_always_raised() {
     let mut world = world([Network {
         spec: Ok(spec(r#"{"mtu": 1400, "attachment": {"namespaces": ["ns"]}}"#)),
