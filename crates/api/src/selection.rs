@@ -3,7 +3,7 @@
 //! Anybody may write an annotation, and others read it more or less strictly. Here it is read as widely as any of them
 //! does: a reference that multus would refuse costs nothing when it is counted, one that was overlooked costs a link.
 
-use std::fmt;
+use std::{collections::BTreeSet, fmt};
 
 use serde_json::{Map, Value};
 
@@ -15,6 +15,9 @@ pub const DEFAULT_NETWORK: &str = "v1.multus-cni.io/default-network";
 pub const MULTUS_NAMESPACE: &str = "kube-system";
 /// The networks that are read of one annotation at most.
 pub const MAX_ELEMENTS: usize = 4096;
+/// The attachments that one object is taken to use at most. No pod has so many interfaces, and each that is named is kept
+/// in memory for as long as the object is there, whoever made it up.
+pub const MAX_REFERENCES: usize = 64;
 /// What is repeated of a text at most.
 const LONGEST_ECHO: usize = 64;
 
@@ -162,26 +165,28 @@ impl Selection {
     }
 }
 
-/// Every attachment that an object of this namespace names in its two annotations, each once.
+/// Every attachment that an object of this namespace names in its two annotations, each once and sorted: the first
+/// [`MAX_REFERENCES`] of them.
 ///
 /// Multus looks for a default network without a namespace in its own one; others may look in the pod's: both count.
 pub fn references(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<Reference> {
     let networks = Selection::parse(networks.unwrap_or_default());
     let default = Selection::parse(default.unwrap_or_default());
-    let mut found: Vec<Reference> = networks
-        .elements
-        .iter()
-        .map(|element| element.reference(namespace))
-        .chain(
-            default
-                .elements
-                .iter()
-                .flat_map(|element| [namespace, MULTUS_NAMESPACE].map(|home| element.reference(home))),
-        )
-        .collect();
-    found.sort();
-    found.dedup();
-    found
+    let homes = [namespace, MULTUS_NAMESPACE];
+    let default = default.elements.iter().flat_map(|element| homes.map(|home| element.reference(home)));
+    first(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
+}
+
+/// The first [`MAX_REFERENCES`] of these, each once and sorted.
+pub fn first(references: impl IntoIterator<Item = Reference>) -> Vec<Reference> {
+    let mut found = BTreeSet::new();
+    for reference in references {
+        if found.len() >= MAX_REFERENCES {
+            break;
+        }
+        found.insert(reference);
+    }
+    found.into_iter().collect()
 }
 
 /// `[namespace/]name[@interface]`, with blanks anywhere around the parts.
@@ -308,6 +313,15 @@ mod tests {
         assert!(matches!(Selection::parse(&"[".repeat(100_000)).error, Some(Error::Json(_))));
         let many = Selection::parse(&"a,".repeat(MAX_ELEMENTS + 1));
         assert_eq!((many.elements.len(), many.error), (MAX_ELEMENTS, Some(Error::TooMany)));
+    }
+
+    #[test]
+    fn of_one_object_only_so_many_attachments_count_however_often_it_names_one() {
+        let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
+        assert_eq!(named(&many.join(",")).len(), MAX_REFERENCES);
+        assert_eq!(references(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_REFERENCES);
+        let one = format!("{}blue", "red,".repeat(MAX_REFERENCES + 1));
+        assert_eq!(named(&one), ["home/blue", "home/red"]);
     }
 
     #[test]

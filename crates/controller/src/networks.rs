@@ -3,9 +3,13 @@
 mod memory;
 mod write;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
 
-use api::Chain;
+use api::{Chain, selection::Reference};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
@@ -69,8 +73,15 @@ impl Steward {
         let Plan { turns, orphans, labels, look } = self.plan();
         self.memory.tidy(&self.cluster.world());
         let mut pause = look.unwrap_or(LONG);
+        self.settle_refusals(&turns);
         let mut due = Vec::new();
-        for turn in turns {
+        for mut turn in turns {
+            if let Some(wait) = self.memory.put_off(&mut turn, now()) {
+                pause = pause.min(wait);
+            }
+            if turn.steps.is_empty() && turn.status.is_none() {
+                continue;
+            }
             match self.memory.wait(&self.cluster.world(), &turn, now()) {
                 Some(wait) => pause = pause.min(wait),
                 None => due.push(turn),
@@ -116,11 +127,46 @@ impl Steward {
         plan
     }
 
+    /// Makes refusals known to the next plan, which tells of them.
+    fn refuse(&mut self, turn: &Turn, refused: &[(Reference, String)]) {
+        for (at, why) in refused {
+            debug!(network = turn.name, attachment = %at, why, "an attachment was refused, tried again");
+            self.memory.refused(&turn.uid, at, now());
+        }
+        self.cluster.change(|world| {
+            let known = world.refused.get(&turn.uid).cloned().unwrap_or_default();
+            let mut all = known.clone();
+            all.extend(refused.iter().cloned());
+            let news = all != known;
+            if news {
+                world.refused.insert(turn.uid.clone(), all);
+            }
+            news
+        });
+    }
+
+    /// What is not asked for any more is refused no more.
+    fn settle_refusals(&mut self, turns: &[Turn]) {
+        let asked: HashMap<&str, HashSet<&Reference>> =
+            turns.iter().map(|turn| (turn.uid.as_str(), turn.places().collect())).collect();
+        let still = |uid: &str, at: &Reference| asked.get(uid).is_some_and(|all| all.contains(at));
+        self.memory.keep_refusals(still);
+        // No plan asks about those that go: nobody has to be woken.
+        let mut world = self.cluster.world();
+        world.refused.retain(|uid, all| {
+            all.retain(|at, _| still(uid, at));
+            !all.is_empty()
+        });
+    }
+
     fn remember(&mut self, turn: &Turn, outcome: Result<Outcome, Error>) -> Duration {
         match outcome {
             Ok(outcome) => {
+                let Outcome { beaten, refused, .. } = &outcome;
+                let beaten = *beaten;
+                self.refuse(turn, refused);
                 self.memory.written(turn, outcome, now());
-                memory::SEEN_AGAIN
+                if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
             }
             Err(error) if error.is_conflict() => {
                 debug!(network = turn.name, "another writer was quicker, looking again");

@@ -97,6 +97,8 @@ pub struct World {
     pub attachments: Option<BTreeMap<Reference, Attachment>>,
     pub namespaces: BTreeMap<String, Namespace>,
     pub users: Index,
+    /// The attachments that the API server refused to write, with its words, by the UID of the network.
+    pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
 }
 
 /// What to write next.
@@ -111,7 +113,8 @@ pub struct Plan {
     pub look: Option<Duration>,
 }
 
-/// What to write for one network. Its steps first; its status is not written if one of them fails.
+/// What to write for one network. Its steps first. An attachment that cannot be written keeps none of the others from
+/// being written; the status waits until the refusal is known here, and tells of it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Turn {
     pub name: String,
@@ -122,6 +125,13 @@ pub struct Turn {
     /// Only the users have changed, which may wait a little.
     pub patient: bool,
     pub events: Vec<Event>,
+}
+
+impl Turn {
+    /// The attachments that it writes.
+    pub fn places(&self) -> impl Iterator<Item = &Reference> {
+        self.steps.iter().flat_map(Step::places)
+    }
 }
 
 /// One change.
@@ -153,6 +163,17 @@ pub enum Step {
     Finish {
         finalizers: Vec<String>,
     },
+}
+
+impl Step {
+    /// The attachments that it writes.
+    pub fn places(&self) -> Vec<&Reference> {
+        match self {
+            Self::Create { at, .. } | Self::Apply { at, .. } => vec![at],
+            Self::Delete(all) => all.iter().map(|(at, _)| at).collect(),
+            Self::Finalizers(_) | Self::Release { .. } | Self::Finish { .. } => Vec::new(),
+        }
+    }
 }
 
 /// Labels of one Node to set, or to remove.
@@ -268,11 +289,13 @@ impl<'a> Scene<'a> {
         if self.has(FINALIZER_USERS) {
             let fit = mtu::fit(self);
             let used = self.users.count > 0;
-            let kept = if used { self.attachments.keep(self, fit.mtu) } else { attachments::Kept::default() };
-            turn.steps.clone_from(&kept.steps);
+            let mut kept =
+                if used { self.attachments.keep(self, fit.mtu) } else { attachments::Kept::default() };
             if !used && settled(self.network, self.now) {
-                turn.steps.extend(self.let_go());
+                kept.steps.extend(self.let_go());
+                kept.refused = self.refused(&kept.steps);
             }
+            turn.steps.clone_from(&kept.steps);
             if !matches!(turn.steps.first(), Some(Step::Release { .. })) {
                 status::write(self, &fit, &kept, &mut turn);
             }
@@ -283,8 +306,17 @@ impl<'a> Scene<'a> {
             turn.steps.push(Step::Finish { finalizers: self.without(FINALIZER_NODES) });
             return turn;
         }
-        status::write(self, &mtu::fit(self), &attachments::Kept::default(), &mut turn);
+        let refused = self.refused(&turn.steps);
+        let kept = attachments::Kept { refused, ..attachments::Kept::default() };
+        status::write(self, &mtu::fit(self), &kept, &mut turn);
         turn
+    }
+
+    /// Those of these changes that the API server refused the last time, with its words.
+    fn refused(&self, steps: &[Step]) -> Vec<(Reference, String)> {
+        let Some(refused) = self.world.refused.get(&self.network.uid) else { return Vec::new() };
+        let places = steps.iter().flat_map(Step::places);
+        places.filter_map(|at| Some((at.clone(), refused.get(at)?.clone()))).collect()
     }
 
     /// Nobody uses it, as far as is known: attachments go first, and once they have gone the nodes are let loose.

@@ -91,13 +91,12 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// The attachments that it names, sorted, each once.
+    /// The attachments that it names, sorted, each once, and no more than an object may name.
     pub fn references(&self) -> Vec<Reference> {
         let annotated =
             selection::references(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
         let multus = self.multus.iter().filter_map(|name| Reference::parse(name, &self.namespace));
-        let all: BTreeSet<Reference> = annotated.into_iter().chain(multus).collect();
-        all.into_iter().collect()
+        selection::first(annotated.into_iter().chain(multus))
     }
 
     /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is

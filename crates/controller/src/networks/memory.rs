@@ -27,6 +27,14 @@ pub struct Memory {
     attachments: HashMap<Reference, (Option<String>, Instant)>,
     labels: HashMap<String, (Relabel, Instant)>,
     swept: HashMap<String, Instant>,
+    /// Attachments that the API server refused, by the network's UID and where they are.
+    refused: HashMap<(String, Reference), Refusal>,
+}
+
+/// A refusal, and when it is asked for again.
+struct Refusal {
+    not_before: Instant,
+    retry: Duration,
 }
 
 #[derive(Default)]
@@ -60,7 +68,7 @@ impl Memory {
         {
             return Some(*until - now);
         }
-        let mut waits = places(turn).filter_map(|at| self.attachments.get(at));
+        let mut waits = turn.places().filter_map(|at| self.attachments.get(at));
         if let Some((_, until)) = waits.next() {
             return Some(*until - now);
         }
@@ -95,6 +103,39 @@ impl Memory {
         wait
     }
 
+    /// The API server refused to write this attachment.
+    pub fn refused(&mut self, uid: &str, at: &Reference, now: Instant) {
+        let key = (uid.to_owned(), at.clone());
+        let retry = self.refused.get(&key).map_or(FIRST_RETRY, |last| (last.retry * 2).min(LAST_RETRY));
+        self.refused.insert(key, Refusal { not_before: now + retry, retry });
+    }
+
+    /// Takes out of a turn what was refused a moment ago, and says when to try that again.
+    pub fn put_off(&mut self, turn: &mut Turn, now: Instant) -> Option<Duration> {
+        let mut first = None;
+        let mut rests = |at: &Reference| {
+            let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));
+            let rest = refusal.map(|it| it.not_before.saturating_duration_since(now));
+            let rest = rest.filter(|rest| !rest.is_zero());
+            first = [first, rest].into_iter().flatten().min();
+            rest.is_some()
+        };
+        turn.steps.retain_mut(|step| match step {
+            Step::Create { at, .. } | Step::Apply { at, .. } => !rests(at),
+            Step::Delete(all) => {
+                all.retain(|(at, _)| !rests(at));
+                !all.is_empty()
+            }
+            Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => true,
+        });
+        first
+    }
+
+    /// Forgets refusals of what was written since, or is not asked for any more.
+    pub fn keep_refusals(&mut self, still: impl Fn(&str, &Reference) -> bool) {
+        self.refused.retain(|(uid, at), _| still(uid, at));
+    }
+
     /// Whether exactly this was written just now.
     pub fn labelled(&self, relabel: &Relabel, now: Instant) -> bool {
         self.labels.get(&relabel.node).is_some_and(|(last, until)| last == relabel && *until > now)
@@ -115,11 +156,29 @@ impl Memory {
     }
 }
 
-/// The attachments that a turn writes.
-fn places(turn: &Turn) -> impl Iterator<Item = &Reference> {
-    turn.steps.iter().flat_map(|step| match step {
-        Step::Create { at, .. } | Step::Apply { at, .. } => vec![at],
-        Step::Delete(all) => all.iter().map(|(at, _)| at).collect(),
-        Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => Vec::new(),
-    })
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn create(name: &str) -> Step {
+        Step::Create { at: Reference::new("ns", name), config: String::new(), repair: false }
+    }
+
+    #[test]
+    fn what_was_refused_rests_longer_each_time_and_the_others_do_not() {
+        let mut memory = Memory::default();
+        let start = Instant::now();
+        let bad = Reference::new("ns", "bad");
+        let asked =
+            Turn { uid: "u".to_owned(), steps: vec![create("bad"), create("good")], ..Turn::default() };
+        for (retry, wait) in [1, 2, 4, 8, 16, 32, 60, 60].into_iter().enumerate() {
+            memory.refused("u", &bad, start);
+            let mut turn = asked.clone();
+            assert_eq!(memory.put_off(&mut turn, start), Some(Duration::from_secs(wait)), "{retry}");
+            assert_eq!(turn.steps, [create("good")]);
+            assert_eq!(memory.put_off(&mut asked.clone(), start + Duration::from_secs(wait)), None);
+        }
+        memory.keep_refusals(|_, _| false);
+        assert_eq!(memory.put_off(&mut asked.clone(), start), None);
+    }
 }

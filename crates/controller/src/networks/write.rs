@@ -76,6 +76,29 @@ pub struct Outcome {
     pub attachments: Vec<(Reference, Option<String>)>,
     /// The API server knows something that the cache does not: look again soon.
     pub blocked: bool,
+    /// Another writer was quicker with an attachment.
+    pub beaten: bool,
+    /// Attachments that the API server did not let be written, with its words.
+    pub refused: Vec<(Reference, String)>,
+}
+
+impl Outcome {
+    /// Whether an attachment was written. One that the API server refuses stands in no other's way; an API server that
+    /// does not answer does.
+    fn passed(&mut self, at: &Reference, written: Result<(), Error>) -> Result<bool, Error> {
+        match written {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_conflict() => {
+                self.beaten = true;
+                Ok(false)
+            }
+            Err(Error::Attachment { source: call::Error::Refused(kube::Error::Api(status)), .. }) => {
+                self.refused.push((at.clone(), status.message.clone()));
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
 }
 
 pub struct Writer {
@@ -113,7 +136,9 @@ impl Writer {
         for step in &turn.steps {
             self.step(turn, step, &mut outcome).await?;
         }
-        if let Some(status) = turn.status.as_deref().filter(|_| !outcome.network) {
+        // It is made anew once the refusals are known; until then it would say that all is well.
+        let whole = !outcome.network && !outcome.beaten && outcome.refused.is_empty();
+        if let Some(status) = turn.status.as_deref().filter(|_| whole) {
             self.status(turn, status).await?;
             outcome.network = true;
         }
@@ -127,14 +152,20 @@ impl Writer {
         match step {
             Step::Finalizers(finalizers) => self.finalizers(turn, finalizers, outcome).await,
             Step::Create { at, config, repair } => {
-                self.create(turn, at, config).await?;
+                let created = self.create(turn, at, config).await;
+                if !outcome.passed(at, created)? {
+                    return Ok(());
+                }
                 outcome.attachments.push((at.clone(), None));
                 self.count(*repair);
                 info!(network = turn.name, attachment = %at, repair, "made an attachment");
                 Ok(())
             }
             Step::Apply { at, uid, version, config, repair } => {
-                self.apply(turn, at, uid, config).await?;
+                let applied = self.apply(turn, at, uid, config).await;
+                if !outcome.passed(at, applied)? {
+                    return Ok(());
+                }
                 outcome.attachments.push((at.clone(), Some(version.clone())));
                 self.count(*repair);
                 info!(network = turn.name, attachment = %at, repair, "put an attachment right");
@@ -201,13 +232,24 @@ impl Writer {
         attachments: &[(Reference, Attachment)],
         outcome: &mut Outcome,
     ) -> Result<(), Error> {
-        let names = attachments.iter().map(|(at, _)| at.clone()).collect();
-        if self.used(turn, &names).await? {
-            outcome.blocked = true;
-            return Ok(());
+        let names: BTreeSet<Reference> = attachments.iter().map(|(at, _)| at.clone()).collect();
+        match self.used(turn, &names).await {
+            Ok(false) => {}
+            Ok(true) => {
+                outcome.blocked = true;
+                return Ok(());
+            }
+            Err(error) => {
+                let why = api::Chain(&error).to_string();
+                outcome.refused.extend(names.into_iter().map(|at| (at, why.clone())));
+                return Ok(());
+            }
         }
         for (at, one) in attachments {
-            self.remove(at, one).await?;
+            let removed = self.remove(at, one).await;
+            if !outcome.passed(at, removed)? {
+                continue;
+            }
             outcome.attachments.push((at.clone(), Some(one.version.clone())));
             info!(network = turn.name, attachment = %at, "removed an attachment");
         }
@@ -348,4 +390,30 @@ fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> V
         object["metadata"]["uid"] = json!(uid);
     }
     object
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    fn answer(reason: &str, code: u16) -> Error {
+        let error = kube::Error::Api(Box::new(Status::failure("quota", reason).with_code(code)));
+        let source = if code == 409 { call::Error::Conflict(error) } else { call::Error::Refused(error) };
+        Error::Attachment { at: Reference::new("ns", "blue"), source }
+    }
+
+    #[test]
+    fn a_refusal_is_kept_a_lost_race_is_noted_and_silence_ends_the_turn() {
+        let at = Reference::new("ns", "blue");
+        let mut outcome = Outcome::default();
+        assert!(outcome.passed(&at, Ok(())).unwrap());
+        assert!(!outcome.passed(&at, Err(answer("Forbidden", 403))).unwrap());
+        assert_eq!(outcome.refused, [(at.clone(), "quota".to_owned())]);
+        assert!(!outcome.beaten && !outcome.passed(&at, Err(answer("Conflict", 409))).unwrap());
+        assert!(outcome.beaten);
+        let silence = Error::Attachment { at: at.clone(), source: call::Error::Over };
+        assert!(outcome.passed(&at, Err(silence)).is_err());
+    }
 }

@@ -31,6 +31,8 @@ pub struct Kept {
     pub used: Vec<Reference>,
     /// Attachments that somebody else is deleting.
     pub going: Vec<Reference>,
+    /// Attachments that the API server does not let be written, and what it says.
+    pub refused: Vec<(Reference, String)>,
     /// The cluster does not know the kind.
     pub unknown: bool,
     pub events: Vec<Event>,
@@ -112,6 +114,7 @@ impl<'a> Attachments<'a> {
         if !unwanted.is_empty() {
             kept.steps.push(Step::Delete(unwanted));
         }
+        kept.refused = scene.refused(&kept.steps);
         kept
     }
 }

@@ -37,6 +37,13 @@ pub fn fit(scene: &Scene<'_>) -> Fit {
         (Some(_), Some((_, most))) => Some(wanted(spec).unwrap_or(*most).min(*most)),
         (Some(_), None) => None,
     };
+    // A node that says nothing may have the smallest link of all: what fitted it the last time goes on to hold.
+    let wanted = match (wanted, old) {
+        (Some(wanted), Some(old)) if spec.overlay.is_some() && somebody_is_silent(scene) => {
+            Some(wanted.min(old))
+        }
+        _ => wanted,
+    };
     let Some(wanted) = wanted.filter(|mtu| *mtu >= SMALLEST) else {
         return Fit { mtu: old, limit, held: None };
     };
@@ -46,6 +53,12 @@ pub fn fit(scene: &Scene<'_>) -> Fit {
         }
         _ => Fit { mtu: Some(wanted), limit, held: None },
     }
+}
+
+/// Whether a selected node has not said what its link between the nodes takes.
+fn somebody_is_silent(scene: &Scene<'_>) -> bool {
+    let mut nodes = scene.selected.iter().flat_map(|selected| &selected.nodes);
+    nodes.any(|name| scene.world.reports.get(*name).is_none_or(|report| report.vtep.is_none()))
 }
 
 /// The selected node whose link between the nodes takes least. Nodes that have not said what they have do not count yet.

@@ -37,6 +37,9 @@ const NODE_NOT_READY: &str = "NodeNotReady";
 /// An event takes 1024 bytes, and a name of somebody else's may need two for a character.
 const LONGEST_NOTE: usize = 500;
 
+/// What is repeated of a refusal.
+const LONGEST_REFUSAL: usize = 300;
+
 /// Names at most so many of a list in a sentence.
 const FEW: usize = 3;
 
@@ -190,7 +193,7 @@ fn trouble(scene: &Scene<'_>, name: &str) -> Option<(String, String)> {
 fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[NotReady]) -> Said {
     let no = |reason, message| Said { kind: READY, holds: false, reason, message };
     if scene.network.deleting.is_some() {
-        return going(scene);
+        return going(scene, kept);
     }
     let spec = match &scene.network.spec {
         Ok(spec) => spec,
@@ -256,17 +259,29 @@ fn unattached(kept: &Kept) -> Option<String> {
     if !kept.going.is_empty() {
         return Some(format!("somebody deletes NetworkAttachmentDefinition {}", list(&kept.going)));
     }
-    None
+    refused(kept)
+}
+
+/// The first refusal, in words that are bounded whatever the API server says.
+fn refused(kept: &Kept) -> Option<String> {
+    let (at, why) = kept.refused.first()?;
+    let more = match kept.refused.len() - 1 {
+        0 => String::new(),
+        more => format!(" (and so it is with {more} more)"),
+    };
+    let why: String = why.chars().take(LONGEST_REFUSAL).collect();
+    Some(format!("the API server does not let NetworkAttachmentDefinition {at} be written: {why}{more}"))
 }
 
 /// What the deletion waits for.
-fn going(scene: &Scene<'_>) -> Said {
+fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
     let no = |reason, message| Said { kind: READY, holds: false, reason, message };
     if scene.has(api::bridgenetwork::FINALIZER_USERS) {
         if scene.users.count > 0 {
             return no(DELETION_BLOCKED, format!("deletion waits for its users: {}", users(scene)));
         }
-        return no(DELETING, "deletion is under way: nobody uses the network".to_owned());
+        let stuck = refused(kept).map_or_else(String::new, |text| format!(", but {text}"));
+        return no(DELETING, format!("deletion is under way: nobody uses the network{stuck}"));
     }
     let waits: Vec<String> = scene
         .listing()

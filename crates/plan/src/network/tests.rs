@@ -57,6 +57,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         attachments: Some(BTreeMap::new()),
         namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
         users: Index::default(),
+        refused: BTreeMap::new(),
     }
 }
 
@@ -283,6 +284,29 @@ fn an_overlay_fits_into_the_smallest_link_of_its_nodes() {
 }
 
 #[test]
+fn an_overlay_grows_only_once_every_node_has_said_what_it_carries() {
+    let mut world = world([overlay("blue", "{}")]);
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
+    let mtu = |world: &mut World| {
+        settle_down(world, at(1));
+        world.networks["blue"].status.mtu
+    };
+    assert_eq!(mtu(&mut world), Some(1450));
+    world.reports.get_mut("b").unwrap().vtep = None;
+    assert_eq!(mtu(&mut world), Some(1450), "the link of b may be as small as before");
+    let report = world.reports.remove("b").unwrap();
+    assert_eq!(mtu(&mut world), Some(1450), "a node that is made anew has no report at first");
+    world.reports.insert("b".to_owned(), Report { vtep: Some(vtep("10.0.0.2", 9000)), ..report.clone() });
+    assert_eq!(mtu(&mut world), Some(8950));
+    world.reports.insert("b".to_owned(), Report { vtep: None, ..report });
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1500));
+    assert_eq!(mtu(&mut world), Some(1450), "what is smaller holds at once");
+    world.nodes.remove("b");
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
+    assert_eq!(mtu(&mut world), Some(8950), "a node that is gone counts no more");
+}
+
+#[test]
 fn a_used_network_is_never_lowered_and_always_raised() {
     let mut world = world([Network {
         spec: Ok(spec(r#"{"mtu": 1400, "attachment": {"namespaces": ["ns"]}}"#)),
@@ -352,6 +376,29 @@ fn a_namespace_that_is_missing_or_going_is_told_and_waited_for() {
     world.attachments = None;
     settle_down(&mut world, at(3));
     assert!(told(&world, "blue", "Ready").2.contains("install multus"));
+}
+
+#[test]
+fn a_refusal_is_told_for_as_long_as_it_stands_in_the_way() {
+    let mut world = world([network("blue")]);
+    for node in ["a", "b"] {
+        list(&mut world, node, "blue", true);
+    }
+    let refused = BTreeMap::from([(Reference::new("ns", "blue"), "quota ".repeat(1000))]);
+    world.refused.insert("uid-blue".to_owned(), refused);
+    let turn = plan(&world, at(0)).turns.remove(0);
+    assert!(matches!(turn.steps[..], [Step::Create { .. }]), "it is tried again");
+    let status = turn.status.unwrap();
+    let ready = status.conditions.iter().find(|one| one.r#type == "Ready").unwrap();
+    assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "AttachmentsMissing"));
+    assert!(ready.message.contains("ns/blue") && ready.message.contains("quota"), "{}", ready.message);
+    assert!(ready.message.len() < 1000);
+    settle_down(&mut world, at(0));
+    assert_eq!(told(&world, "blue", "Ready").1, "Works", "what was written is refused no more");
+    delete(&mut world, "blue", 1);
+    let turn = plan(&world, at(9)).turns.remove(0);
+    let ready = turn.status.unwrap().conditions.remove(0);
+    assert!(ready.message.contains("quota"), "{}", ready.message);
 }
 
 #[test]

@@ -175,3 +175,22 @@ fn a_decision_among_60_000_objects_takes_less_than_a_millisecond() {
     });
     assert!(best.min().unwrap() < Duration::from_millis(1));
 }
+
+#[test]
+fn hostile_objects_take_a_bounded_room() {
+    let mut index = Index::default();
+    for object in 0..100 {
+        let names = |kind: &str| (0..4096).map(|it| format!("{kind}-{object}-{it}")).collect::<Vec<_>>();
+        let hostile = Facts {
+            default_network: Some(names("d").join(",")),
+            multus: names("m"),
+            ..annotated(&format!("x{object}"), &names("n").join(","))
+        };
+        index.apply(Kind::Deployment, &hostile);
+    }
+    assert_eq!((index.len(), index.attachments.len()), (100, 100 * selection::MAX_REFERENCES));
+    for object in 0..100 {
+        index.delete(Kind::Deployment, "home", &format!("x{object}"));
+    }
+    assert!(index.is_empty() && index.attachments.is_empty());
+}
