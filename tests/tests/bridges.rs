@@ -521,7 +521,7 @@ fn apply(lab: &Lab, object: &Value) -> Result<()> {
 
 async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let mut holder = lab.node("node-1").command("nc")?.args(["-u", "-l", "-p", "4790"]).spawn()?;
+    let mut holder = lab.node("node-1").command("tool")?.args(["echo", "4790"]).spawn()?;
     let held = async {
         wait::until(Duration::from_secs(5), "the port to be held", || async {
             let sockets = lab.node("node-1").output(&["cat", "/proc/net/udp", "/proc/net/udp6"])?;
@@ -539,7 +539,7 @@ async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone(
     };
     let entry = held.await;
     // The program that was started is `nsenter`, which waits for the one inside.
-    lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^nc -u -l -p 4790' && kill -9 ${p#/proc/}; done; true"])?;
+    lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q 'tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
     holder.wait()?;
     println!("{}", entry?["message"]);
     ready(&client, "held", Duration::from_secs(40)).await?;
@@ -699,7 +699,8 @@ async fn a_partitioned_node_holds_up_a_deletion_until_it_is_back(lab: Lab) -> Re
     start(&client, "part", json!({})).await?;
     lab.partition("node-2")?;
     delete(&client, "part").await?;
-    let object = wait::until(Duration::from_secs(10), "node-2 to be waited for", || async {
+    // The leader may be on that node: another one follows after ten seconds.
+    let object = wait::until(Duration::from_secs(25), "node-2 to be waited for", || async {
         let object = networks(&client).get("part").await?;
         let (_, _, message) = condition(&object, "Ready");
         Ok((message.contains("node-2") && link(&lab, "node-1", "br-part").is_none()).then_some(object))
