@@ -3,10 +3,12 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
-    BridgeNetworkStatus, Condition, ConditionStatus,
+    BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
     bridgenetwork::{MAX_NAMED, Nodes, NotReady, Users},
     nodenetwork::MAX_MESSAGE,
 };
+
+use crate::bridge;
 
 use super::{Event, Scene, Turn, attachments::Kept, mtu, mtu::Fit};
 
@@ -318,7 +320,19 @@ fn conflict(scene: &Scene<'_>, kept: &Kept) -> Said {
         );
         return yes("Attachment", message);
     }
+    if let Some((node, entry)) = foreign_link(scene) {
+        return yes("Link", cut(&format!("node {node}: {}", entry.message)));
+    }
     Said { kind: CONFLICT, holds: false, reason: "None", message: String::new() }
+}
+
+/// The first selected node that has a link of somebody else's where the network wants one.
+fn foreign_link<'a>(scene: &Scene<'a>) -> Option<(&'a str, &'a NetworkOnNode)> {
+    let mut nodes = scene.selected?.nodes.iter();
+    nodes.find_map(|name| {
+        let entry = scene.world.reports.get(*name)?.networks.get(&scene.network.uid)?;
+        (!entry.ready && entry.reason == bridge::reason::FOREIGN_LINK).then_some((*name, entry))
+    })
 }
 
 fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {

@@ -444,6 +444,29 @@ fn of_two_that_clash_on_a_node_the_younger_says_so() {
     assert_eq!(clash_with(&both, "old", &spec(all), Some(&spec(all))), None, "what is there is there");
 }
 
+#[test]
+fn a_foreign_link_on_a_selected_node_is_a_conflict() {
+    let mut world = world([network("blue")]);
+    list(&mut world, "a", "blue", true);
+    list(&mut world, "b", "blue", false);
+    settle_down(&mut world, at(0));
+    assert_eq!(told(&world, "blue", "Conflict").0, ConditionStatus::False);
+    let entry = world.reports.get_mut("b").unwrap().networks.get_mut("uid-blue").unwrap();
+    (entry.reason, entry.message) = ("ForeignLink".to_owned(), "br-blue is somebody else's".to_owned());
+    let turn = plan(&world, at(1)).turns.remove(0);
+    assert_eq!(turn.events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["Conflict"]);
+    settle_down(&mut world, at(1));
+    assert_eq!(
+        told(&world, "blue", "Conflict"),
+        (ConditionStatus::True, "Link", "node b: br-blue is somebody else's")
+    );
+    assert_eq!(world.networks["blue"].status.nodes.as_ref().unwrap().summary, "1/2");
+    let elsewhere = r#"{"nodeSelector": {"matchLabels": {"name": "a"}}}"#;
+    world.networks.get_mut("blue").unwrap().spec = Ok(spec(elsewhere));
+    settle_down(&mut world, at(2));
+    assert_eq!(told(&world, "blue", "Conflict").0, ConditionStatus::False);
+}
+
 fn delete(world: &mut World, name: &str, now: i64) {
     let network = world.networks.get_mut(name).unwrap();
     (network.deleting, network.generation) = (Some(at(now)), network.generation + 1);
