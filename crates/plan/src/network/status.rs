@@ -8,6 +8,8 @@ use api::{
     nodenetwork::MAX_MESSAGE,
 };
 
+use jiff::Timestamp;
+
 use crate::bridge;
 
 use super::{Event, Scene, Turn, attachments::Kept, mtu, mtu::Fit};
@@ -64,7 +66,7 @@ pub fn was_in_place(scene: &Scene<'_>, mtu: i32) -> bool {
 
 /// Puts the new status into the turn, unless it is the old one, and what is told about the change.
 pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
-    let old = &scene.network.status;
+    let old = &ours(&scene.network.status);
     let (nodes, not_ready) = nodes(scene);
     let said = [
         ready(scene, fit, kept, &nodes, &not_ready),
@@ -100,6 +102,14 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     turn.status = Some(Box::new(new));
 }
 
+/// The status as far as it is written here: others may add conditions of their own, which stay.
+fn ours(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
+    let of_kind = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
+    let kinds = [READY, IN_USE, CONFLICT, MTU_REDUCED];
+    let conditions = kinds.into_iter().filter_map(of_kind).cloned().collect();
+    BridgeNetworkStatus { conditions, ..status.clone() }
+}
+
 fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bool {
     let outline =
         |condition: &Condition| (condition.r#type.clone(), condition.status, condition.reason.clone());
@@ -116,12 +126,14 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
 fn condition(scene: &Scene<'_>, said: Said) -> Condition {
     let status = if said.holds { ConditionStatus::True } else { ConditionStatus::False };
     let old = scene.condition(said.kind).filter(|old| old.status == status);
+    let since = old.map_or(scene.now, |old| old.last_transition_time);
     Condition {
         r#type: said.kind.to_owned(),
         status,
         reason: said.reason.to_owned(),
         message: said.message,
-        last_transition_time: old.map_or(scene.now, |old| old.last_transition_time),
+        // Times of Kubernetes have whole seconds.
+        last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
         observed_generation: Some(scene.network.generation),
     }
 }

@@ -580,6 +580,24 @@ fn only_more_of_the_same_users_may_wait() {
     assert!(plan(&world, at(1)).turns[0].patient);
 }
 
+#[test]
+fn a_condition_of_somebody_else_is_no_news_and_times_have_whole_seconds() {
+    let mut world = world([network("blue")]);
+    let now = at(0) + jiff::SignedDuration::from_millis(345);
+    settle_down(&mut world, now);
+    let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
+    assert!(conditions.iter().all(|one| one.last_transition_time == at(0)), "{conditions:?}");
+    let theirs = Condition { r#type: "Backup".to_owned(), ..conditions[0].clone() };
+    conditions.insert(1, theirs);
+    assert_eq!(plan(&world, at(1)), Plan::default());
+    uses(&mut world, "one", "blue");
+    settle_down(&mut world, at(1));
+    let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
+    conditions.reverse();
+    uses(&mut world, "two", "blue");
+    assert!(plan(&world, at(1)).turns[0].patient);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
     #[test]
