@@ -250,7 +250,7 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
     }
     let mut message = format!("works on {} of {} nodes", nodes.ready, nodes.desired);
     if spec.overlay.is_none() && spec.uplink.is_none() {
-        message += "; it has neither uplink nor overlay: pods reach each other on the same node only";
+        message += ", on each by itself: it has neither uplink nor overlay";
     }
     if !kept.used.is_empty() {
         let _ = write!(

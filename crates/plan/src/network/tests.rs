@@ -208,7 +208,7 @@ fn finalizers_come_first_then_attachments_and_status_then_nothing() {
     assert_eq!(settle_down(&mut world, at(9)), ["status blue".to_owned(), label("a"), label("b")]);
     let (status, reason, message) = told(&world, "blue", "Ready");
     assert_eq!((status, reason), (ConditionStatus::True, "Works"));
-    assert!(message.contains("on the same node only"), "{message}");
+    assert_eq!(message, "works on 2 of 2 nodes, on each by itself: it has neither uplink nor overlay");
     let status = &world.networks["blue"].status;
     assert_eq!((status.mtu, status.nodes.as_ref().unwrap().summary.as_str()), (Some(1500), "2/2"));
     let moved: Vec<i64> =
@@ -583,7 +583,7 @@ fn only_more_of_the_same_users_may_wait() {
 #[test]
 fn a_condition_of_somebody_else_is_no_news_and_times_have_whole_seconds() {
     let mut world = world([network("blue")]);
-    let now = at(0) + jiff::SignedDuration::from_millis(345);
+    let now = at(0) + SignedDuration::from_millis(345);
     settle_down(&mut world, now);
     let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
     assert!(conditions.iter().all(|one| one.last_transition_time == at(0)), "{conditions:?}");
