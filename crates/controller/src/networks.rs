@@ -121,8 +121,9 @@ impl Steward {
 
     fn plan(&self) -> Plan {
         let begun = now();
-        let world = self.cluster.world();
+        let mut world = self.cluster.world();
         let plan = network::plan(&world, Timestamp::now());
+        world.remember(&plan);
         self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());
         plan
     }
@@ -165,6 +166,7 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
+                self.cluster.world().written(outcome.attachments.iter().map(|(at, _)| at));
                 self.memory.written(turn, outcome, now());
                 if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
             }

@@ -55,15 +55,6 @@ struct Said {
     message: String,
 }
 
-/// Whether the attachments were in place with this MTU the last time: then somebody else took one away.
-pub fn was_in_place(scene: &Scene<'_>, mtu: i32) -> bool {
-    let status = &scene.network.status;
-    let ready = scene.condition(READY);
-    status.observed_generation == Some(scene.network.generation)
-        && status.mtu == Some(mtu)
-        && ready.is_some_and(|ready| ready.reason != ATTACHMENTS && ready.reason != CONFLICT)
-}
-
 /// Puts the new status into the turn, unless it is the old one, and what is told about the change.
 pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     let old = &ours(&scene.network.status);

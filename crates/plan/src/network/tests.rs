@@ -58,6 +58,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
         users: Index::default(),
         refused: BTreeMap::new(),
+        in_place: BTreeMap::new(),
     }
 }
 
@@ -96,6 +97,8 @@ fn uses(world: &mut World, name: &str, networks: &str) {
 /// Does what the plan says, as the API server would; says what was done.
 fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
     let mut done = Vec::new();
+    world.remember(plan);
+    world.written(plan.turns.iter().flat_map(Turn::places));
     for turn in &plan.turns {
         for step in &turn.steps {
             done.push(step_on(world, turn, step));
@@ -359,6 +362,46 @@ fn an_attachment_is_put_right_and_one_of_others_is_left_alone() {
     assert_eq!(status, ConditionStatus::True);
     assert!(message.contains("ns/blue"), "{message}");
     assert_eq!(self::told(&world, "blue", "Ready").1, "Conflict");
+}
+
+#[test]
+fn only_what_was_seen_in_place_was_taken_away_by_somebody() {
+    let mut world = world([network("blue")]);
+    let repairs = |world: &World| {
+        let turns = plan(world, at(5)).turns;
+        let steps = turns.iter().flat_map(|turn| &turn.steps);
+        let told = turns.iter().flat_map(|turn| &turn.events).any(|it| it.reason == "AttachmentRepaired");
+        let repair = steps.map(|step| match step {
+            Step::Create { repair, .. } | Step::Apply { repair, .. } => *repair,
+            _ => false,
+        });
+        (repair.collect::<Vec<_>>(), told)
+    };
+    settle_down(&mut world, at(0));
+    // Deleted by us, because it was not listed any more, and listed again.
+    let blue = world.networks["blue"].spec.clone();
+    world.networks.get_mut("blue").unwrap().spec = Ok(BridgeNetworkSpec::default());
+    assert_eq!(settle_down(&mut world, at(1))[0], "delete ns/blue");
+    world.networks.get_mut("blue").unwrap().spec = blue;
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(2));
+    // The namespace went, and came back.
+    world.attachments.as_mut().unwrap().clear();
+    world.namespaces.clear();
+    settle_down(&mut world, at(3));
+    world.namespaces.insert("ns".to_owned(), Namespace::Active);
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(4));
+    // The MTU is another.
+    world.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = Some(1400);
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(5));
+    world.attachments.as_mut().unwrap().clear();
+    for _ in 0..2 {
+        assert_eq!(repairs(&world), (vec![true], true), "and so it stays until it is written");
+        let plan = plan(&world, at(5));
+        world.remember(&plan);
+    }
 }
 
 #[test]
