@@ -71,7 +71,7 @@ impl Steward {
     /// One look and all writes that it asks for; says for how long nothing more is due.
     async fn round(&mut self) -> Duration {
         let Plan { turns, orphans, labels, look } = self.plan();
-        self.memory.tidy(&self.cluster.world());
+        self.memory.tidy(&self.cluster.world(), now());
         let mut pause = look.unwrap_or(LONG);
         self.settle_refusals(&turns);
         let mut due = Vec::new();

@@ -213,6 +213,8 @@ pub struct Relabel {
 /// Something to tell whoever looks at the network's events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
+    /// The attachment that it is about: told only if that was written.
+    pub about: Option<Reference>,
     pub warning: bool,
     pub reason: &'static str,
     pub note: String,

@@ -163,5 +163,5 @@ fn mended(at: &Reference, what: &str) -> Event {
     let note = format!(
         "NetworkAttachmentDefinition {at} {what}: change the BridgeNetwork, which it is made from, or delete that"
     );
-    Event { warning: true, reason: status::ATTACHMENT_REPAIRED, note }
+    Event { about: Some(at.clone()), warning: true, reason: status::ATTACHMENT_REPAIRED, note }
 }

@@ -143,6 +143,7 @@ fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
         _ => said.reason,
     };
     (trouble && !known).then(|| Event {
+        about: None,
         warning: true,
         reason,
         note: said.message.chars().take(LONGEST_NOTE).collect(),
