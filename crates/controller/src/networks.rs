@@ -71,7 +71,7 @@ impl Steward {
     /// One look and all writes that it asks for; says for how long nothing more is due.
     async fn round(&mut self) -> Duration {
         let Plan { turns, orphans, labels, look } = self.plan();
-        self.memory.tidy(&self.cluster.world());
+        self.memory.tidy(&self.cluster.world(), now());
         let mut pause = look.unwrap_or(LONG);
         self.settle_refusals(&turns);
         let mut due = Vec::new();
@@ -121,8 +121,9 @@ impl Steward {
 
     fn plan(&self) -> Plan {
         let begun = now();
-        let world = self.cluster.world();
+        let mut world = self.cluster.world();
         let plan = network::plan(&world, Timestamp::now());
+        world.remember(&plan);
         self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());
         plan
     }
@@ -165,6 +166,7 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
+                self.cluster.world().written(outcome.attachments.iter().map(|(at, _)| at));
                 self.memory.written(turn, outcome, now());
                 if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
             }

@@ -18,6 +18,7 @@ use std::{
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
     bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_NAMED, NODE_LABEL_PREFIX},
+    digest::digest,
     selection::Reference,
 };
 use jiff::{SignedDuration, Timestamp};
@@ -99,6 +100,31 @@ pub struct World {
     pub users: Index,
     /// The attachments that the API server refused to write, with its words, by the UID of the network.
     pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
+    /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
+    pub in_place: BTreeMap<Reference, u64>,
+}
+
+impl World {
+    /// Notes which attachments are in place. What a plan has to write is noted as it was before somebody changed it, until
+    /// it is written.
+    pub fn remember(&mut self, plan: &Plan) {
+        let open: BTreeSet<&Reference> = plan.turns.iter().flat_map(Turn::places).collect();
+        let mut in_place = std::mem::take(&mut self.in_place);
+        in_place.retain(|at, _| open.contains(at));
+        for (at, one) in self.attachments.iter().flatten().filter(|(at, _)| !open.contains(at)) {
+            if let (Some(_), Some(uid), Some(config)) = (&one.network, &one.network_uid, &one.config) {
+                in_place.insert(at.clone(), digest([uid.as_str(), config]));
+            }
+        }
+        self.in_place = in_place;
+    }
+
+    /// Notes that these were written: what they are is seen again.
+    pub fn written<'a>(&mut self, places: impl IntoIterator<Item = &'a Reference>) {
+        for at in places {
+            self.in_place.remove(at);
+        }
+    }
 }
 
 /// What to write next.
@@ -187,6 +213,8 @@ pub struct Relabel {
 /// Something to tell whoever looks at the network's events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
+    /// The attachment that it is about: told only if that was written.
+    pub about: Option<Reference>,
     pub warning: bool,
     pub reason: &'static str,
     pub note: String,

@@ -45,11 +45,15 @@ fn refusal(
             "on node {node}, {clash}: choose another, or a spec.nodeSelector that shares no node with it"
         ));
     }
-    if let Some((other, namespace)) = network::same_attachment(world, name, spec) {
+    if let Some((other, namespace)) = network::same_attachment(world, name, spec, old) {
         return Some(format!(
             "BridgeNetwork {other} keeps NetworkAttachmentDefinition {namespace}/{} already: set spec.attachment.name to another name, or leave that namespace out",
             spec.attachment_name(name)
         ));
+    }
+    // One that was held higher by its users may be edited in everything else.
+    if old.is_some_and(|old| network::wanted_mtu(old) == network::wanted_mtu(spec)) {
+        return None;
     }
     lowered(world, name, spec)
 }

@@ -87,6 +87,27 @@ fn the_mtu_of_a_used_network_goes_up_only() {
     assert_eq!(judge(&world, 9000), Verdict::Allow);
 }
 
+#[test]
+fn an_edit_is_not_refused_for_what_it_leaves_as_it_was() {
+    let spec = |selector: &str, namespaces: &[&str]| json!({"nodeSelector": {"matchLabels": {"zone": selector}}, "attachment": {"name": "blue", "namespaces": namespaces}});
+    let old = spec("a", &["ns"]);
+    assert_eq!(bridge("red", &spec("b", &["ns", "other"]), Some(&old)), Verdict::Allow);
+    refuses(
+        &bridge("red", &spec("b", &["ns"]), Some(&spec("a", &["other"]))),
+        "keeps NetworkAttachmentDefinition",
+    );
+    let mut world = world();
+    world.users.apply(Kind::Pod, &pod("blue"));
+    let judge = |new: Value| {
+        let old =
+            map(json!({"spec": {"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns"]}}}));
+        network::judge(&world, "blue", Some(&map(json!({"spec": new}))), Some(&old))
+    };
+    let more = json!({"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns", "other"]}});
+    assert_eq!(judge(more), Verdict::Allow, "1500 is held by its users, and nothing is said about the MTU");
+    refuses(&judge(json!({"bridge": "br-blue", "mtu": 1300})), "cannot go from 1500 down to 1300");
+}
+
 fn object(kind: Kind, value: Value) -> Facts {
     user::read(kind, "ns", Some(&map(value)))
 }

@@ -1,7 +1,7 @@
 //! What the leader's loop remembers from one look to the next: only what spares writes. All of it may be lost.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -16,6 +16,11 @@ pub const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_mins(1);
 /// Keeps a fight with another writer from becoming a storm.
 const BREATH: Duration = Duration::from_millis(50);
+/// Somebody who undoes our writes is answered at once this often, and then as often in each while.
+const ANSWERS: usize = 5;
+const WHILE: Duration = Duration::from_secs(10);
+/// Events about one attachment are this far apart.
+const EVENT_PAUSE: Duration = Duration::from_mins(1);
 /// Statuses that differ only in their users are written so often at most.
 const USERS_PAUSE: Duration = Duration::from_secs(1);
 
@@ -29,6 +34,16 @@ pub struct Memory {
     swept: HashMap<String, Instant>,
     /// Attachments that the API server refused, by the network's UID and where they are.
     refused: HashMap<(String, Reference), Refusal>,
+    writes: HashMap<Reference, Writes>,
+    /// When the last event about an attachment was sent.
+    told: HashMap<Reference, Instant>,
+}
+
+/// What was written to an attachment, and when.
+#[derive(Default)]
+struct Writes {
+    config: String,
+    times: VecDeque<Instant>,
 }
 
 /// A refusal, and when it is asked for again.
@@ -47,8 +62,11 @@ struct Known {
 }
 
 impl Memory {
-    /// Forgets networks that are no more.
-    pub fn tidy(&mut self, world: &World) {
+    /// Forgets networks that are no more, and what is long past.
+    pub fn tidy(&mut self, world: &World, now: Instant) {
+        let past = |then: &Instant, pause| now.saturating_duration_since(*then) >= pause;
+        self.writes.retain(|_, writes| writes.times.back().is_some_and(|last| !past(last, WHILE)));
+        self.told.retain(|_, last| !past(last, EVENT_PAUSE));
         let live: HashSet<&String> = world.networks.values().map(|network| &network.uid).collect();
         self.networks.retain(|uid, _| live.contains(uid));
     }
@@ -85,8 +103,37 @@ impl Memory {
         if turn.status.is_some() {
             known.status_written = Some(now);
         }
+        for step in &turn.steps {
+            self.wrote(step, &outcome, now);
+        }
+        let sent = turn.events.iter().filter_map(|event| event.about.clone());
+        self.told.extend(sent.filter(|at| outcome.wrote(at)).map(|at| (at, now)));
         self.attachments
             .extend(outcome.attachments.into_iter().map(|(at, old)| (at, (old, now + SEEN_AGAIN))));
+    }
+
+    fn wrote(&mut self, step: &Step, outcome: &Outcome, now: Instant) {
+        match step {
+            Step::Create { at, config, .. } | Step::Apply { at, config, .. } if outcome.wrote(at) => {
+                let writes = self.writes.entry(at.clone()).or_default();
+                if writes.config != *config {
+                    *writes = Writes { config: config.clone(), ..Writes::default() };
+                }
+                writes.times.push_back(now);
+                while writes.times.len() > ANSWERS {
+                    writes.times.pop_front();
+                }
+            }
+            Step::Delete(all) => all.iter().for_each(|(at, _)| _ = self.writes.remove(at)),
+            _ => {}
+        }
+    }
+
+    /// How long an attachment rests that was written just so, again and again: somebody else wants it otherwise.
+    fn contested(&self, at: &Reference, config: &str, now: Instant) -> Option<Duration> {
+        let writes = self.writes.get(at).filter(|writes| writes.config == config)?;
+        let first = writes.times.front().filter(|_| writes.times.len() >= ANSWERS)?;
+        Some(WHILE.saturating_sub(now.saturating_duration_since(*first)))
     }
 
     /// Somebody else was quicker: the cache will tell.
@@ -110,20 +157,23 @@ impl Memory {
         self.refused.insert(key, Refusal { not_before: now + retry, retry });
     }
 
-    /// Takes out of a turn what was refused a moment ago, and says when to try that again.
+    /// Takes out of a turn what was refused a moment ago or is written too often, and says when to try that again; and
+    /// events that were told a moment ago.
     pub fn put_off(&mut self, turn: &mut Turn, now: Instant) -> Option<Duration> {
         let mut first = None;
-        let mut rests = |at: &Reference| {
+        turn.events.retain(|event| event.about.as_ref().is_none_or(|at| !self.told.contains_key(at)));
+        let mut rests = |at: &Reference, config: &str| {
             let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));
             let rest = refusal.map(|it| it.not_before.saturating_duration_since(now));
+            let rest = rest.max(self.contested(at, config, now));
             let rest = rest.filter(|rest| !rest.is_zero());
             first = [first, rest].into_iter().flatten().min();
             rest.is_some()
         };
         turn.steps.retain_mut(|step| match step {
-            Step::Create { at, .. } | Step::Apply { at, .. } => !rests(at),
+            Step::Create { at, config, .. } | Step::Apply { at, config, .. } => !rests(at, config),
             Step::Delete(all) => {
-                all.retain(|(at, _)| !rests(at));
+                all.retain(|(at, _)| !rests(at, ""));
                 !all.is_empty()
             }
             Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => true,
@@ -158,6 +208,8 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
+    use plan::network::Event;
+
     use super::*;
 
     fn create(name: &str) -> Step {
@@ -180,5 +232,39 @@ mod tests {
         }
         memory.keep_refusals(|_, _| false);
         assert_eq!(memory.put_off(&mut asked.clone(), start), None);
+    }
+
+    #[test]
+    fn a_fight_over_an_attachment_is_no_storm_and_an_edit_does_not_wait_for_it() {
+        let mut memory = Memory::default();
+        let start = Instant::now();
+        let at = Reference::new("ns", "blue");
+        let event = Event {
+            about: Some(at.clone()),
+            warning: true,
+            reason: "AttachmentRepaired",
+            note: String::new(),
+        };
+        let asked = |config: &str| {
+            let step = Step::Create { at: at.clone(), config: config.to_owned(), repair: true };
+            Turn { uid: "u".to_owned(), steps: vec![step], events: vec![event.clone()], ..Turn::default() }
+        };
+        let (mut writes, mut events) = (0, 0);
+        for tenth in 0..1200 {
+            let now = start + Duration::from_millis(100) * tenth;
+            memory.tidy(&World::default(), now);
+            let mut turn = asked("a");
+            memory.put_off(&mut turn, now);
+            if tenth < 5 {
+                assert_eq!(turn.steps.len(), 1, "it is answered at once at first");
+            }
+            if !turn.steps.is_empty() {
+                let outcome = Outcome { attachments: vec![(at.clone(), None)], ..Outcome::default() };
+                (writes, events) = (writes + 1, events + turn.events.len());
+                memory.written(&turn, outcome, now);
+            }
+            assert_eq!(memory.put_off(&mut asked("b"), now), None, "another config is written at once");
+        }
+        assert_eq!((writes, events), (60, 2), "in two minutes");
     }
 }

@@ -83,6 +83,11 @@ pub struct Outcome {
 }
 
 impl Outcome {
+    /// Whether this attachment was written.
+    pub fn wrote(&self, at: &Reference) -> bool {
+        self.attachments.iter().any(|(written, _)| written == at)
+    }
+
     /// Whether an attachment was written. One that the API server refuses stands in no other's way; an API server that
     /// does not answer does.
     fn passed(&mut self, at: &Reference, written: Result<(), Error>) -> Result<bool, Error> {
@@ -142,7 +147,12 @@ impl Writer {
             self.status(turn, status).await?;
             outcome.network = true;
         }
-        for event in &turn.events {
+        // What was not written is planned again, and told then.
+        let done = |event: &&Event| match &event.about {
+            Some(at) => outcome.wrote(at),
+            None => outcome.network,
+        };
+        for event in turn.events.iter().filter(done) {
             self.tell(turn, event).await;
         }
         Ok(outcome)

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
     attachment::{config, same_config},
+    digest::digest,
     selection::Reference,
 };
 
@@ -128,7 +129,9 @@ fn unsigned<'a>(world: &'a World, one: &Attachment) -> Option<&'a str> {
 fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
     let network = scene.network;
     let config = config(&at.name, &network.name, mtu);
-    let repair = status::was_in_place(scene, mtu);
+    // It was seen in place, just as it should be: then somebody else took it away or changed it.
+    let seen = scene.world.in_place.get(at);
+    let repair = seen == Some(&digest([network.uid.as_str(), &config.to_string()]));
     let Some(found) = found else {
         kept.steps.push(Step::Create { at: at.clone(), config: config.to_string(), repair });
         if repair {
@@ -160,5 +163,5 @@ fn mended(at: &Reference, what: &str) -> Event {
     let note = format!(
         "NetworkAttachmentDefinition {at} {what}: change the BridgeNetwork, which it is made from, or delete that"
     );
-    Event { warning: true, reason: status::ATTACHMENT_REPAIRED, note }
+    Event { about: Some(at.clone()), warning: true, reason: status::ATTACHMENT_REPAIRED, note }
 }

@@ -111,18 +111,25 @@ fn clashes<'a>(world: &'a World, name: &str, spec: &BridgeNetworkSpec) -> Vec<(&
         .collect()
 }
 
-/// Another network that keeps an attachment of the same name in one of the same namespaces, and that namespace.
+/// Another network that keeps an attachment of the same name in one of the same namespaces, and that namespace. What they
+/// shared already is no reason against an edit.
 pub fn same_attachment<'a>(
     world: &'a World,
     name: &str,
     spec: &'a BridgeNetworkSpec,
+    old: Option<&BridgeNetworkSpec>,
 ) -> Option<(&'a str, &'a str)> {
+    let kept = |old: &BridgeNetworkSpec, namespace: &String| {
+        old.attachment_name(name) == spec.attachment_name(name) && old.namespaces().contains(namespace)
+    };
+    let new: Vec<&String> =
+        spec.namespaces().iter().filter(|namespace| !old.is_some_and(|old| kept(old, namespace))).collect();
     world.networks.values().filter(|other| other.name != name).find_map(|other| {
         let theirs = other.spec.as_ref().ok()?;
         if theirs.attachment_name(&other.name) != spec.attachment_name(name) {
             return None;
         }
-        let shared = spec.namespaces().iter().find(|namespace| theirs.namespaces().contains(namespace))?;
+        let shared = new.iter().find(|namespace| theirs.namespaces().contains(namespace))?;
         Some((other.name.as_str(), shared.as_str()))
     })
 }

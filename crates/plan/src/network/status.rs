@@ -3,10 +3,14 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
-    BridgeNetworkStatus, Condition, ConditionStatus,
+    BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
     bridgenetwork::{MAX_NAMED, Nodes, NotReady, Users},
     nodenetwork::MAX_MESSAGE,
 };
+
+use jiff::Timestamp;
+
+use crate::bridge;
 
 use super::{Event, Scene, Turn, attachments::Kept, mtu, mtu::Fit};
 
@@ -51,18 +55,9 @@ struct Said {
     message: String,
 }
 
-/// Whether the attachments were in place with this MTU the last time: then somebody else took one away.
-pub fn was_in_place(scene: &Scene<'_>, mtu: i32) -> bool {
-    let status = &scene.network.status;
-    let ready = scene.condition(READY);
-    status.observed_generation == Some(scene.network.generation)
-        && status.mtu == Some(mtu)
-        && ready.is_some_and(|ready| ready.reason != ATTACHMENTS && ready.reason != CONFLICT)
-}
-
 /// Puts the new status into the turn, unless it is the old one, and what is told about the change.
 pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
-    let old = &scene.network.status;
+    let old = &ours(&scene.network.status);
     let (nodes, not_ready) = nodes(scene);
     let said = [
         ready(scene, fit, kept, &nodes, &not_ready),
@@ -98,6 +93,14 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     turn.status = Some(Box::new(new));
 }
 
+/// The status as far as it is written here: others may add conditions of their own, which stay.
+fn ours(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
+    let of_kind = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
+    let kinds = [READY, IN_USE, CONFLICT, MTU_REDUCED];
+    let conditions = kinds.into_iter().filter_map(of_kind).cloned().collect();
+    BridgeNetworkStatus { conditions, ..status.clone() }
+}
+
 fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bool {
     let outline =
         |condition: &Condition| (condition.r#type.clone(), condition.status, condition.reason.clone());
@@ -114,12 +117,14 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
 fn condition(scene: &Scene<'_>, said: Said) -> Condition {
     let status = if said.holds { ConditionStatus::True } else { ConditionStatus::False };
     let old = scene.condition(said.kind).filter(|old| old.status == status);
+    let since = old.map_or(scene.now, |old| old.last_transition_time);
     Condition {
         r#type: said.kind.to_owned(),
         status,
         reason: said.reason.to_owned(),
         message: said.message,
-        last_transition_time: old.map_or(scene.now, |old| old.last_transition_time),
+        // Times of Kubernetes have whole seconds.
+        last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
         observed_generation: Some(scene.network.generation),
     }
 }
@@ -138,6 +143,7 @@ fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
         _ => said.reason,
     };
     (trouble && !known).then(|| Event {
+        about: None,
         warning: true,
         reason,
         note: said.message.chars().take(LONGEST_NOTE).collect(),
@@ -236,7 +242,7 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
     }
     let mut message = format!("works on {} of {} nodes", nodes.ready, nodes.desired);
     if spec.overlay.is_none() && spec.uplink.is_none() {
-        message += "; it has neither uplink nor overlay: pods reach each other on the same node only";
+        message += ", on each by itself: it has neither uplink nor overlay";
     }
     if !kept.used.is_empty() {
         let _ = write!(
@@ -318,7 +324,19 @@ fn conflict(scene: &Scene<'_>, kept: &Kept) -> Said {
         );
         return yes("Attachment", message);
     }
+    if let Some((node, entry)) = foreign_link(scene) {
+        return yes("Link", cut(&format!("node {node}: {}", entry.message)));
+    }
     Said { kind: CONFLICT, holds: false, reason: "None", message: String::new() }
+}
+
+/// The first selected node that has a link of somebody else's where the network wants one.
+fn foreign_link<'a>(scene: &Scene<'a>) -> Option<(&'a str, &'a NetworkOnNode)> {
+    let mut nodes = scene.selected?.nodes.iter();
+    nodes.find_map(|name| {
+        let entry = scene.world.reports.get(*name)?.networks.get(&scene.network.uid)?;
+        (!entry.ready && entry.reason == bridge::reason::FOREIGN_LINK).then_some((*name, entry))
+    })
 }
 
 fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {

@@ -58,6 +58,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
         users: Index::default(),
         refused: BTreeMap::new(),
+        in_place: BTreeMap::new(),
     }
 }
 
@@ -96,6 +97,8 @@ fn uses(world: &mut World, name: &str, networks: &str) {
 /// Does what the plan says, as the API server would; says what was done.
 fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
     let mut done = Vec::new();
+    world.remember(plan);
+    world.written(plan.turns.iter().flat_map(Turn::places));
     for turn in &plan.turns {
         for step in &turn.steps {
             done.push(step_on(world, turn, step));
@@ -208,7 +211,7 @@ fn finalizers_come_first_then_attachments_and_status_then_nothing() {
     assert_eq!(settle_down(&mut world, at(9)), ["status blue".to_owned(), label("a"), label("b")]);
     let (status, reason, message) = told(&world, "blue", "Ready");
     assert_eq!((status, reason), (ConditionStatus::True, "Works"));
-    assert!(message.contains("on the same node only"), "{message}");
+    assert_eq!(message, "works on 2 of 2 nodes, on each by itself: it has neither uplink nor overlay");
     let status = &world.networks["blue"].status;
     assert_eq!((status.mtu, status.nodes.as_ref().unwrap().summary.as_str()), (Some(1500), "2/2"));
     let moved: Vec<i64> =
@@ -362,6 +365,46 @@ fn an_attachment_is_put_right_and_one_of_others_is_left_alone() {
 }
 
 #[test]
+fn only_what_was_seen_in_place_was_taken_away_by_somebody() {
+    let mut world = world([network("blue")]);
+    let repairs = |world: &World| {
+        let turns = plan(world, at(5)).turns;
+        let steps = turns.iter().flat_map(|turn| &turn.steps);
+        let told = turns.iter().flat_map(|turn| &turn.events).any(|it| it.reason == "AttachmentRepaired");
+        let repair = steps.map(|step| match step {
+            Step::Create { repair, .. } | Step::Apply { repair, .. } => *repair,
+            _ => false,
+        });
+        (repair.collect::<Vec<_>>(), told)
+    };
+    settle_down(&mut world, at(0));
+    // Deleted by us, because it was not listed any more, and listed again.
+    let blue = world.networks["blue"].spec.clone();
+    world.networks.get_mut("blue").unwrap().spec = Ok(BridgeNetworkSpec::default());
+    assert_eq!(settle_down(&mut world, at(1))[0], "delete ns/blue");
+    world.networks.get_mut("blue").unwrap().spec = blue;
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(2));
+    // The namespace went, and came back.
+    world.attachments.as_mut().unwrap().clear();
+    world.namespaces.clear();
+    settle_down(&mut world, at(3));
+    world.namespaces.insert("ns".to_owned(), Namespace::Active);
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(4));
+    // The MTU is another.
+    world.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = Some(1400);
+    assert_eq!(repairs(&world), (vec![false], false));
+    settle_down(&mut world, at(5));
+    world.attachments.as_mut().unwrap().clear();
+    for _ in 0..2 {
+        assert_eq!(repairs(&world), (vec![true], true), "and so it stays until it is written");
+        let plan = plan(&world, at(5));
+        world.remember(&plan);
+    }
+}
+
+#[test]
 fn a_namespace_that_is_missing_or_going_is_told_and_waited_for() {
     let mut world = world([network("blue")]);
     list(&mut world, "a", "blue", true);
@@ -442,6 +485,29 @@ fn of_two_that_clash_on_a_node_the_younger_says_so() {
     assert_eq!(clash_with(&apart, "old", &spec(&only("a")), None), None, "nobody clashes with itself");
     assert!(clash_with(&apart, "old", &spec(all), Some(&spec(&only("a")))).is_some(), "a new clash");
     assert_eq!(clash_with(&both, "old", &spec(all), Some(&spec(all))), None, "what is there is there");
+}
+
+#[test]
+fn a_foreign_link_on_a_selected_node_is_a_conflict() {
+    let mut world = world([network("blue")]);
+    list(&mut world, "a", "blue", true);
+    list(&mut world, "b", "blue", false);
+    settle_down(&mut world, at(0));
+    assert_eq!(told(&world, "blue", "Conflict").0, ConditionStatus::False);
+    let entry = world.reports.get_mut("b").unwrap().networks.get_mut("uid-blue").unwrap();
+    (entry.reason, entry.message) = ("ForeignLink".to_owned(), "br-blue is somebody else's".to_owned());
+    let turn = plan(&world, at(1)).turns.remove(0);
+    assert_eq!(turn.events.iter().map(|event| event.reason).collect::<Vec<_>>(), ["Conflict"]);
+    settle_down(&mut world, at(1));
+    assert_eq!(
+        told(&world, "blue", "Conflict"),
+        (ConditionStatus::True, "Link", "node b: br-blue is somebody else's")
+    );
+    assert_eq!(world.networks["blue"].status.nodes.as_ref().unwrap().summary, "1/2");
+    let elsewhere = r#"{"nodeSelector": {"matchLabels": {"name": "a"}}}"#;
+    world.networks.get_mut("blue").unwrap().spec = Ok(spec(elsewhere));
+    settle_down(&mut world, at(2));
+    assert_eq!(told(&world, "blue", "Conflict").0, ConditionStatus::False);
 }
 
 fn delete(world: &mut World, name: &str, now: i64) {
@@ -553,6 +619,24 @@ fn only_more_of_the_same_users_may_wait() {
     uses(&mut world, "one", "blue");
     assert!(!plan(&world, at(1)).turns[0].patient);
     settle_down(&mut world, at(1));
+    uses(&mut world, "two", "blue");
+    assert!(plan(&world, at(1)).turns[0].patient);
+}
+
+#[test]
+fn a_condition_of_somebody_else_is_no_news_and_times_have_whole_seconds() {
+    let mut world = world([network("blue")]);
+    let now = at(0) + SignedDuration::from_millis(345);
+    settle_down(&mut world, now);
+    let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
+    assert!(conditions.iter().all(|one| one.last_transition_time == at(0)), "{conditions:?}");
+    let theirs = Condition { r#type: "Backup".to_owned(), ..conditions[0].clone() };
+    conditions.insert(1, theirs);
+    assert_eq!(plan(&world, at(1)), Plan::default());
+    uses(&mut world, "one", "blue");
+    settle_down(&mut world, at(1));
+    let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
+    conditions.reverse();
     uses(&mut world, "two", "blue");
     assert!(plan(&world, at(1)).turns[0].patient);
 }
