@@ -539,7 +539,7 @@ async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone(
     };
     let entry = held.await;
     // The program that was started is `nsenter`, which waits for the one inside.
-    lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q 'tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
+    lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^[^ ]*tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
     holder.wait()?;
     println!("{}", entry?["message"]);
     ready(&client, "held", Duration::from_secs(40)).await?;

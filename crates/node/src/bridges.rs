@@ -212,6 +212,9 @@ impl Bridges {
             // joins after it sees that the network is not to be joined.
             if self.publish(around.labels, observed) {
                 *observed = monitor.observe().await?;
+                if begun.elapsed() > LONGEST_TURN {
+                    return Ok(Some(Instant::now()));
+                }
                 continue;
             }
             self.settled = plan.settled;
