@@ -218,22 +218,24 @@ fn read(path: Path, body: &[u8]) -> Result<Asked, Unanswerable> {
 }
 
 fn judge(path: Path, replica: &Replica, asked: &Asked) -> Verdict {
-    let world = replica.cluster.world();
+    let world = || replica.cluster.world();
     match (path, asked.operation) {
         (_, Operation::Delete | Operation::Connect) | (Path::ValidateNodeNetworks, Operation::Update) => {
             Verdict::Allow
         }
         (Path::ValidateNodeNetworks, Operation::Create) => {
-            node_network(asked.name(), world.nodes.contains_key(asked.name()))
+            node_network(asked.name(), world().nodes.contains_key(asked.name()))
         }
         (Path::ValidateBridgeNetworks, Operation::Create | Operation::Update) => {
-            network::judge(&world, asked.name(), asked.object.as_ref(), asked.old_object.as_ref())
+            network::judge(&world(), asked.name(), asked.object.as_ref(), asked.old_object.as_ref())
         }
         (Path::ValidateUsers, Operation::Create | Operation::Update) => {
             let Some(kind) = asked.resource.kind() else { return Verdict::Allow };
             let read =
                 |object: &Option<Map<String, Value>>| user::read(kind, &asked.namespace, object.as_ref());
-            user::judge(&world, kind, &read(&asked.object), &read(&asked.old_object))
+            let new = read(&asked.object);
+            let added = user::added(&new, &read(&asked.old_object));
+            user::judge(&world(), kind, &new, &added)
         }
     }
 }

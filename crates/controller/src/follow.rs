@@ -53,6 +53,8 @@ enum News<K> {
     Here(K),
     Gone(K),
     End,
+    /// The kind is not served in the version that is asked for.
+    Unserved,
 }
 
 impl Follower {
@@ -179,8 +181,9 @@ impl Follower {
         // What the list that is under way has named; between lists there is none.
         let mut listing: Option<BTreeSet<Key>> = None;
         while let Some(news) = stream.next().await {
-            let complete = matches!(news, News::End);
+            let complete = source.is_complete(&news);
             self.cluster.change(|world| match news {
+                News::Unserved => false,
                 News::Begin => {
                     listing = Some(BTreeSet::new());
                     false
@@ -216,15 +219,17 @@ impl Follower {
     async fn index<K>(&self, kind: Kind, stream: impl Stream<Item = News<K>>, read: impl Fn(K) -> Facts) {
         let mut stream = pin!(stream);
         while let Some(news) = stream.next().await {
-            let complete = matches!(news, News::End);
+            let complete = Source::Users(kind).is_complete(&news);
             // Read before the lock is taken: an annotation can be long.
             let news = match news {
                 News::Begin => News::Begin,
                 News::Here(object) => News::Here(read(object)),
                 News::Gone(object) => News::Gone(read(object)),
                 News::End => News::End,
+                News::Unserved => News::Unserved,
             };
             self.cluster.change(|world| match news {
+                News::Unserved => false,
                 News::Begin => {
                     world.users.begin(kind);
                     false
@@ -267,7 +272,7 @@ impl Follower {
                     listed = true;
                     true
                 }
-                Some(News::Gone(_)) => false,
+                Some(News::Gone(_) | News::Unserved) => false,
                 Some(News::End) => listed,
             };
             if there && following.is_none() {
@@ -300,11 +305,58 @@ fn news<K: Resource + Clone + Debug + Send + 'static>(
 ) -> impl Stream<Item = News<K>> {
     let stream = stream.default_backoff().inspect_err(move |error| watch::failed(&metrics, call, error));
     stream.filter_map(async |event| {
-        Some(match event.ok()? {
-            Event::Init => News::Begin,
-            Event::InitApply(object) | Event::Apply(object) => News::Here(object),
-            Event::Delete(object) => News::Gone(object),
-            Event::InitDone => News::End,
+        Some(match event {
+            Ok(Event::Init) => News::Begin,
+            Ok(Event::InitApply(object) | Event::Apply(object)) => News::Here(object),
+            Ok(Event::Delete(object)) => News::Gone(object),
+            Ok(Event::InitDone) => News::End,
+            Err(watcher::Error::InitialListFailed(kube::Error::Api(status))) if status.code == 404 => {
+                News::Unserved
+            }
+            Err(_) => return None,
         })
     })
+}
+
+impl Source {
+    /// Whether all there is has been listed. A kind of others that has a definition and is not served has no objects
+    /// that could be waited for; it is asked for again, and what was known of it is kept.
+    fn is_complete<K>(self, news: &News<K>) -> bool {
+        match (news, self) {
+            (News::End, _) => true,
+            (
+                News::Unserved,
+                Self::Attachments | Self::Users(Kind::VirtualMachine | Kind::VirtualMachineInstance),
+            ) => true,
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_kind_of_others_that_is_not_served_holds_nobody_up() {
+        let failure = || {
+            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+            Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(status))))
+        };
+        let forbidden = Status::failure("no", "Forbidden").with_code(403);
+        let forbidden = Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(forbidden))));
+        let events = [forbidden, failure(), Ok(Event::Init), Ok(Event::InitDone), failure()];
+        let stream = futures::stream::iter(events).boxed();
+        let told: Vec<News<PartialObjectMeta<Pod>>> =
+            news(stream, Arc::default(), Call::WatchUsers).collect().await;
+        let complete = |source: Source| told.iter().map(|one| source.is_complete(one)).collect::<Vec<_>>();
+        for source in [Source::Attachments, Source::Users(Kind::VirtualMachine)] {
+            assert_eq!(complete(source), [true, false, true, true]);
+        }
+        for source in [Source::Nodes, Source::Users(Kind::Pod)] {
+            assert_eq!(complete(source), [false, false, true, false]);
+        }
+    }
 }

@@ -245,6 +245,17 @@ pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<Reference> {
     Attachments::new(world).of(world, network)
 }
 
+/// The networks whose deletion has begun, each with what [`attachments_of`] says, for the price of one look at all
+/// attachments.
+pub fn going(world: &World) -> Vec<(&Network, BTreeSet<Reference>)> {
+    let mut networks = world.networks.values().filter(|network| network.deleting.is_some()).peekable();
+    if networks.peek().is_none() {
+        return Vec::new();
+    }
+    let attachments = Attachments::new(world);
+    networks.map(|network| (network, attachments.of(world, network))).collect()
+}
+
 fn settled(network: &Network, now: Timestamp) -> bool {
     // A clock that was set back must not hold anything up.
     network.deleting.is_none_or(|since| now < since || now.duration_since(since) >= settle())

@@ -117,6 +117,10 @@ fn pod(networks: &str) -> Facts {
     object(Kind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
 }
 
+fn judge_user(world: &World, kind: Kind, new: &Facts, old: &Facts) -> Verdict {
+    user::judge(world, kind, new, &user::added(new, old))
+}
+
 fn nobody() -> Facts {
     user::read(Kind::Pod, "ns", None)
 }
@@ -140,7 +144,7 @@ fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
             value["metadata"] = json!({"name": "x"});
         }
         refuses(
-            &user::judge(&world(), kind, &object(kind, value), &nobody()),
+            &judge_user(&world(), kind, &object(kind, value), &nobody()),
             "BridgeNetwork old, which is being deleted",
         );
     }
@@ -148,7 +152,7 @@ fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
 
 #[test]
 fn whoever_had_the_reference_keeps_it_and_what_an_old_user_makes_is_let_in() {
-    let judge = |world: &World, new: &Facts, old: &Facts| user::judge(world, Kind::Pod, new, old);
+    let judge = |world: &World, new: &Facts, old: &Facts| judge_user(world, Kind::Pod, new, old);
     assert_eq!(judge(&world(), &pod("blue"), &nobody()), Verdict::Allow);
     assert_eq!(judge(&world(), &pod("old"), &pod("blue,old")), Verdict::Allow);
     refuses(&judge(&world(), &pod("blue,old"), &pod("blue")), "ns/old");
@@ -171,7 +175,37 @@ fn an_object_that_cannot_be_read_names_nothing() {
     {
         for kind in Kind::ALL {
             let facts = object(kind, junk.clone());
-            assert_eq!(user::judge(&world(), kind, &facts, &nobody()), Verdict::Allow, "{junk}");
+            assert_eq!(judge_user(&world(), kind, &facts, &nobody()), Verdict::Allow, "{junk}");
         }
     }
+}
+
+#[test]
+fn a_judgement_looks_at_all_attachments_once_however_many_networks_go() {
+    let mut world = world();
+    for number in 0..1000 {
+        let name = format!("going-{number}");
+        world.networks.insert(name.clone(), network(&name, &json!({}), true));
+        let marked = plan::network::Attachment {
+            uid: name.clone(),
+            version: "1".to_owned(),
+            deleting: false,
+            network: Some(name.clone()),
+            network_uid: Some(format!("uid-{name}")),
+            config: None,
+            joins: None,
+        };
+        let all = world.attachments.as_mut().unwrap();
+        for namespace in 0..10 {
+            all.insert(
+                api::selection::Reference::new(format!("n{namespace}"), name.as_str()),
+                marked.clone(),
+            );
+        }
+    }
+    let begun = std::time::Instant::now();
+    assert_eq!(judge_user(&world, Kind::Pod, &pod("blue"), &nobody()), Verdict::Allow);
+    // A thousand looks at ten thousand attachments take seconds.
+    assert!(begun.elapsed().as_millis() < 500, "{:?}", begun.elapsed());
+    refuses(&judge_user(&world, Kind::Pod, &pod("n7/going-7"), &nobody()), "going-7");
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use api::selection::Reference;
 use plan::{
-    network::{World, attachments_of},
+    network::{self, World},
     users::{Facts, Kind},
 };
 use serde_json::{Map, Value};
@@ -24,15 +24,21 @@ pub fn read(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) ->
     Facts { namespace, ..facts }
 }
 
+/// What the object names and did not name before. Annotations can be long: they are read before anything is locked.
+pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
+    if new.finished {
+        return BTreeSet::new();
+    }
+    let had = old.references();
+    new.references().into_iter().filter(|one| !had.contains(one)).collect()
+}
+
 /// Refuses new references to a network that is going, unless whatever controls the object has had one all along.
-pub fn judge(world: &World, kind: Kind, new: &Facts, old: &Facts) -> Verdict {
-    let had: BTreeSet<Reference> = old.references().into_iter().collect();
-    let added: BTreeSet<Reference> = new.references().into_iter().filter(|one| !had.contains(one)).collect();
-    if added.is_empty() || new.finished {
+pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<Reference>) -> Verdict {
+    if added.is_empty() {
         return Verdict::Allow;
     }
-    for network in world.networks.values().filter(|network| network.deleting.is_some()) {
-        let attachments = attachments_of(world, network);
+    for (network, attachments) in network::going(world) {
         let Some(attachment) = added.intersection(&attachments).next() else { continue };
         let owner = new.owner.as_ref();
         if owner.is_some_and(|(kind, name)| world.users.names(*kind, &new.namespace, name, &attachments)) {
