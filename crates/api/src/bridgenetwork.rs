@@ -25,6 +25,8 @@ pub const NODE_LABEL_PREFIX: &str = "network.patchbay.dev/";
 pub const NAD_NETWORK_LABEL: &str = "patchbay.dev/network";
 /// The annotation on an attachment (NAD) with the UID of the network which keeps it.
 pub const NAD_UID_ANNOTATION: &str = "patchbay.dev/network-uid";
+/// The annotation on an attachment (NAD) that says where it was made: a copy of it elsewhere is somebody else's.
+pub const NAD_PLACE_ANNOTATION: &str = "patchbay.dev/place";
 /// The name of the CNI plugin that joins pods to a network.
 pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
 
