@@ -22,8 +22,8 @@ use crate::{
     object::{self, AttachmentObject, NetworkObject, ReportObject, WorkloadObject},
 };
 
-/// As many as kube asks for at a time itself.
-const PAGE: u32 = 500;
+/// Large enough that most lists are one answer, small enough that none is a burden.
+const PAGE: u32 = 2000;
 /// NodeNetworks are larger than other objects.
 const SMALL_PAGE: u32 = 50;
 
