@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::bridgenetwork::BRIDGE_PLUGIN;
+use crate::{bridgenetwork::BRIDGE_PLUGIN, digest::digest, selection::Reference};
 
 /// The API group of the kind.
 pub const ATTACHMENT_GROUP: &str = "k8s.cni.cncf.io";
@@ -41,6 +41,11 @@ pub fn config(attachment: &str, network: &str, mtu: i32) -> Value {
         "mtu": mtu,
         "capabilities": {"mac": true},
     })
+}
+
+/// What the mark of an attachment says about where it was made for a network.
+pub fn place(network_uid: &str, at: &Reference) -> String {
+    format!("{:016x}", digest([network_uid, &at.namespace, &at.name]))
 }
 
 /// Whether this text says the same as the config, however it is written.

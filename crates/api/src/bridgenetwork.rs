@@ -25,6 +25,8 @@ pub const NODE_LABEL_PREFIX: &str = "network.patchbay.dev/";
 pub const NAD_NETWORK_LABEL: &str = "patchbay.dev/network";
 /// The annotation on an attachment (NAD) with the UID of the network which keeps it.
 pub const NAD_UID_ANNOTATION: &str = "patchbay.dev/network-uid";
+/// The annotation on an attachment (NAD) that says where it was made: a copy of it elsewhere is somebody else's.
+pub const NAD_PLACE_ANNOTATION: &str = "patchbay.dev/place";
 /// The name of the CNI plugin that joins pods to a network.
 pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
 
@@ -45,6 +47,8 @@ pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
         derive = "PartialEq",
         doc = "BridgeNetwork is an L2 network: a Linux bridge that is kept up on every selected node, the NetworkAttachmentDefinitions by which pods and virtual machines join it, and protection from being deleted while they use it.",
         validation = Rule::new("size(self.metadata.name) <= 50 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')").message("the name of a BridgeNetwork has at most 50 characters: a-z, 0-9 and '-', no dot, and no '-' at either end"),
+        validation = Rule::new("!has(self.spec.bridge) || !has(self.spec.overlay) || self.spec.bridge != 'vx-' + self.metadata.name").message("spec.bridge has the name of the network's own VXLAN device: choose another"),
+        validation = Rule::new("has(self.spec.bridge) || !has(self.spec.uplink) || self.spec.uplink != 'br-' + self.metadata.name").message("spec.uplink has the name of the network's own bridge: set spec.bridge to another name"),
         printcolumn = r#"{"name": "Bridge", "type": "string", "jsonPath": ".status.bridge", "description": "The bridge on the nodes"}"#,
         printcolumn = r#"{"name": "MTU", "type": "integer", "jsonPath": ".status.mtu", "description": "The largest packet that the network carries"}"#,
         printcolumn = r#"{"name": "Nodes", "type": "string", "jsonPath": ".status.nodes.summary", "description": "Ready nodes of selected nodes"}"#,
@@ -82,6 +86,7 @@ pub struct BridgeNetworkSpec {
     pub mtu: Option<i32>,
     /// The nodes that get the network, by their labels; every node if it is not set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-validations" = [{"rule": "(!has(self.matchLabels) || self.matchLabels.all(key, !key.startsWith('network.patchbay.dev/'))) && (!has(self.matchExpressions) || self.matchExpressions.all(one, !one.key.startsWith('network.patchbay.dev/')))", "message": "labels that begin with network.patchbay.dev/ say where networks work and cannot select nodes for one: choose other labels"}])))]
     pub node_selector: Option<LabelSelector>,
     /// A NIC that every selected node gives to the bridge as a port, so that pods reach what is behind it. It must carry nothing that the node needs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -306,5 +311,20 @@ mod tests {
         assert_eq!(spec.overlay, Some(Overlay { vni: 7, port: 4789 }));
         assert_eq!((spec.attachment_name("blue"), spec.namespaces()), ("nad", &["a".to_owned()][..]));
         assert_eq!(BridgeNetworkSpec::default().attachment_name("blue"), "blue");
+    }
+
+    #[cfg(feature = "kube")]
+    #[test]
+    fn the_rules_know_the_names_that_are_derived() {
+        use kube::CustomResourceExt as _;
+        let text = serde_json::to_string(&BridgeNetwork::crd()).unwrap();
+        for rule in [
+            "self.spec.bridge != 'vx-' + self.metadata.name",
+            "self.spec.uplink != 'br-' + self.metadata.name",
+        ] {
+            assert!(text.contains(rule), "{rule}");
+        }
+        assert!(text.contains(&format!("!key.startsWith('{NODE_LABEL_PREFIX}')")));
+        assert!(text.contains(&format!("!one.key.startsWith('{NODE_LABEL_PREFIX}')")));
     }
 }

@@ -22,8 +22,8 @@ use crate::{
     object::{self, AttachmentObject, NetworkObject, ReportObject, WorkloadObject},
 };
 
-/// As many as kube asks for at a time itself.
-const PAGE: u32 = 500;
+/// Large enough that most lists are one answer, small enough that none is a burden.
+const PAGE: u32 = 2000;
 /// NodeNetworks are larger than other objects.
 const SMALL_PAGE: u32 = 50;
 
@@ -63,10 +63,12 @@ impl Direct {
     /// An attachment that bears the mark of this network, if there is one.
     pub async fn attachment(&self, network: &str, uid: &str) -> Result<Option<Reference>, call::Error> {
         let params = ListParams::default().labels(&format!("{NAD_NETWORK_LABEL}={network}")).limit(PAGE);
-        let ours = |one: &Attachment| one.network_uid.as_deref() == Some(uid);
+        let ours = |at: &Reference, one: &Attachment| one.made_by(at) == Some(uid);
         let api = self.all::<AttachmentObject>(&object::attachments());
-        self.find(api, params, |it| object::attachment(it).filter(|(_, one)| ours(one)).map(|(at, _)| at))
-            .await
+        self.find(api, params, |it| {
+            object::attachment(it).filter(|(at, one)| ours(at, one)).map(|(at, _)| at)
+        })
+        .await
     }
 
     /// A node of these that lists the network, if there is one.

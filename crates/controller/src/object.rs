@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, NetworkOnNode, Vtep,
     attachment::{NetworkAttachmentDefinitionSpec, network_of},
-    bridgenetwork::{NAD_NETWORK_LABEL, NAD_UID_ANNOTATION},
+    bridgenetwork::{NAD_NETWORK_LABEL, NAD_PLACE_ANNOTATION, NAD_UID_ANNOTATION},
     selection::{DEFAULT_NETWORK, NETWORKS},
 };
 use jiff::Timestamp;
@@ -216,6 +216,7 @@ pub fn attachment(object: AttachmentObject) -> Option<(api::selection::Reference
         deleting: metadata.deletion_timestamp.is_some(),
         network: mark(&metadata.labels, NAD_NETWORK_LABEL),
         network_uid: mark(&metadata.annotations, NAD_UID_ANNOTATION),
+        place: mark(&metadata.annotations, NAD_PLACE_ANNOTATION),
         uid: metadata.uid?,
         version: metadata.resource_version?,
         joins: config.as_deref().and_then(network_of),

@@ -17,6 +17,7 @@ use std::{
 
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
+    attachment::place,
     bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_NAMED, NODE_LABEL_PREFIX},
     digest::digest,
     selection::Reference,
@@ -76,9 +77,19 @@ pub struct Attachment {
     /// The mark on those that Patchbay keeps: the network's name and UID.
     pub network: Option<String>,
     pub network_uid: Option<String>,
+    /// Where it was made, as its mark says: see [`api::attachment::place`].
+    pub place: Option<String>,
     pub config: Option<String>,
     /// The network of ours that its config joins pods to.
     pub joins: Option<String>,
+}
+
+impl Attachment {
+    /// The UID of the network that made it here. A copy that somebody made of it elsewhere is nobody's but theirs.
+    pub fn made_by(&self, at: &Reference) -> Option<&str> {
+        let uid = self.network_uid.as_deref()?;
+        (self.place.as_ref() == Some(&place(uid, at))).then_some(uid)
+    }
 }
 
 /// A namespace, as last seen.

@@ -192,15 +192,15 @@ fn a_judgement_looks_at_all_attachments_once_however_many_networks_go() {
             deleting: false,
             network: Some(name.clone()),
             network_uid: Some(format!("uid-{name}")),
+            place: None,
             config: None,
             joins: None,
         };
         let all = world.attachments.as_mut().unwrap();
         for namespace in 0..10 {
-            all.insert(
-                api::selection::Reference::new(format!("n{namespace}"), name.as_str()),
-                marked.clone(),
-            );
+            let at = api::selection::Reference::new(format!("n{namespace}"), name.as_str());
+            let place = Some(api::attachment::place(&format!("uid-{name}"), &at));
+            all.insert(at, plan::network::Attachment { place, ..marked.clone() });
         }
     }
     let begun = std::time::Instant::now();

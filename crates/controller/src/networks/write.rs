@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use api::{
     CONTROLLER_MANAGER,
-    bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_UID_ANNOTATION},
+    bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_PLACE_ANNOTATION, NAD_UID_ANNOTATION},
     selection::Reference,
 };
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -291,6 +291,9 @@ impl Writer {
             return Ok(());
         }
         self.remove(at, one).await?;
+        let note = format!("NetworkAttachmentDefinition {at} was removed: its BridgeNetwork is no more");
+        let event = Event { about: None, warning: false, reason: "AttachmentRemoved", note };
+        self.tell(&Turn { uid: uid.to_owned(), ..turn }, &event).await;
         info!(attachment = %at, "removed an attachment whose network is no more");
         Ok(())
     }
@@ -392,7 +395,10 @@ fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> V
             "name": at.name,
             "namespace": at.namespace,
             "labels": {NAD_NETWORK_LABEL: turn.name},
-            "annotations": {NAD_UID_ANNOTATION: turn.uid},
+            "annotations": {
+                NAD_UID_ANNOTATION: turn.uid,
+                NAD_PLACE_ANNOTATION: api::attachment::place(&turn.uid, at),
+            },
         },
         "spec": {"config": config},
     });

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
-    attachment::{config, same_config},
+    attachment::{config, place, same_config},
     digest::digest,
     selection::Reference,
 };
@@ -43,7 +43,7 @@ impl<'a> Attachments<'a> {
     pub fn new(world: &'a World) -> Self {
         let mut attachments = Self { all: world.attachments.as_ref(), ..Self::default() };
         for (reference, one) in world.attachments.iter().flatten() {
-            if let Some(uid) = one.network_uid.as_deref().or_else(|| unsigned(world, one)) {
+            if let Some(uid) = one.made_by(reference).or_else(|| unsigned(world, reference, one)) {
                 attachments.marked.entry(uid).or_default().push(reference);
             }
             if let Some(name) = &one.joins {
@@ -80,7 +80,8 @@ impl<'a> Attachments<'a> {
         let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
         orphans
             .filter(|(at, one)| {
-                one.network.is_some() && !one.deleting && world.users.summary([*at], 1).count == 0
+                let ours = one.network.is_some() && one.network == one.joins;
+                ours && !one.deleting && world.users.summary([*at], 1).count == 0
             })
             .map(|(at, one)| (at.clone(), one.clone()))
             .collect()
@@ -120,10 +121,22 @@ impl<'a> Attachments<'a> {
     }
 }
 
-/// The UID of the network that an attachment is marked for by name and by what it says, if only the UID was taken off it.
-fn unsigned<'a>(world: &'a World, one: &Attachment) -> Option<&'a str> {
-    let name = one.network.as_ref().filter(|name| one.joins.as_ref() == Some(name))?;
-    Some(&world.networks.get(name)?.uid)
+/// The UID of the network that wants an attachment just here, if a part of the mark was taken off it and the rest still
+/// says that it is the network's. One that was made elsewhere is a copy.
+fn unsigned<'a>(world: &'a World, at: &Reference, one: &Attachment) -> Option<&'a str> {
+    let network = world.networks.get(one.network.as_ref()?)?;
+    let left = match (&one.network_uid, &one.place) {
+        (Some(uid), None) => *uid == network.uid,
+        (None, Some(said)) => *said == place(&network.uid, at),
+        (None, None) => one.joins == one.network,
+        (Some(_), Some(_)) => false,
+    };
+    if !left {
+        return None;
+    }
+    let spec = network.spec.as_ref().ok()?;
+    let wanted = at.name == spec.attachment_name(&network.name) && spec.namespaces().contains(&at.namespace);
+    wanted.then_some(&network.uid)
 }
 
 fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
@@ -139,17 +152,15 @@ fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: 
         }
         return;
     };
-    let ours = match &found.network_uid {
-        Some(uid) => *uid == network.uid,
-        None => unsigned(scene.world, found) == Some(network.uid.as_str()),
-    };
-    if !ours {
+    let made_by = found.made_by(at);
+    let whose = made_by.or_else(|| unsigned(scene.world, at, found));
+    if whose != Some(network.uid.as_str()) {
         kept.foreign.push(at.clone());
     } else if found.deleting {
         kept.going.push(at.clone());
     } else if !same_config(found.config.as_deref(), &config)
         || found.network.as_ref() != Some(&network.name)
-        || found.network_uid.is_none()
+        || made_by.is_none()
     {
         let (uid, version) = (found.uid.clone(), found.version.clone());
         kept.steps.push(Step::Apply { at: at.clone(), uid, version, config: config.to_string(), repair });

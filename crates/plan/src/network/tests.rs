@@ -127,12 +127,13 @@ fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
 
 fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
     let attachments = world.attachments.as_mut();
-    let made = |config: &String| Attachment {
+    let made = |at: &Reference, config: &String| Attachment {
         uid: "nad".to_owned(),
         version: "1".to_owned(),
         deleting: false,
         network: Some(turn.name.clone()),
         network_uid: Some(turn.uid.clone()),
+        place: Some(place(&turn.uid, at)),
         joins: api::attachment::network_of(config),
         config: Some(config.clone()),
     };
@@ -149,12 +150,12 @@ fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
             format!("finalizers {}", all.join(" "))
         }
         Step::Create { at, config, .. } => {
-            assert!(attachments.unwrap().insert(at.clone(), made(config)).is_none(), "made over another");
+            assert!(attachments.unwrap().insert(at.clone(), made(at, config)).is_none(), "made over another");
             format!("create {at}")
         }
         Step::Apply { at, config, uid, .. } => {
             assert_eq!(&attachments.as_ref().unwrap()[at].uid, uid);
-            attachments.unwrap().insert(at.clone(), made(config));
+            attachments.unwrap().insert(at.clone(), made(at, config));
             format!("apply {at}")
         }
         Step::Delete(all) => {
@@ -343,8 +344,12 @@ fn an_attachment_is_put_right_and_one_of_others_is_left_alone() {
         change(world.attachments.as_mut().unwrap().get_mut(&here).unwrap());
         plan(world, at(1)).turns.into_iter().flat_map(|turn| turn.steps).collect::<Vec<_>>()
     };
-    let edits: [fn(&mut Attachment); 3] =
-        [|one| one.config = Some("{}".to_owned()), |one| one.network = None, |one| one.network_uid = None];
+    let edits: [fn(&mut Attachment); 4] = [
+        |one| one.config = Some("{}".to_owned()),
+        |one| one.network = None,
+        |one| one.network_uid = None,
+        |one| one.place = None,
+    ];
     for edit in edits {
         let steps = change(&mut world, edit);
         assert!(matches!(steps[..], [Step::Apply { repair: true, .. }]), "{steps:?}");
@@ -594,6 +599,32 @@ fn what_a_network_left_that_is_no_more_is_swept_once_nobody_names_it() {
 }
 
 #[test]
+fn a_copy_of_an_attachment_is_somebody_elses() {
+    let mut world = world([network("blue")]);
+    world.namespaces.insert("other".to_owned(), Namespace::Active);
+    settle_down(&mut world, at(0));
+    let [here, there] = ["ns", "other"].map(|namespace| Reference::new(namespace, "blue"));
+    let all = world.attachments.as_mut().unwrap();
+    let copy = Attachment { uid: "copy".to_owned(), ..all[&here].clone() };
+    all.insert(there.clone(), copy.clone());
+    all.insert(Reference::new("ns", "second"), copy.clone());
+    assert_eq!(settle_down(&mut world, at(1)), [""; 0], "it is not deleted");
+    let text = r#"{"attachment": {"namespaces": ["ns", "other"]}}"#;
+    world.networks.get_mut("blue").unwrap().spec = Ok(spec(text));
+    settle_down(&mut world, at(2));
+    assert_eq!(world.attachments.as_ref().unwrap()[&there], copy, "nor taken over");
+    assert!(told(&world, "blue", "Conflict").2.contains("other/blue"));
+    delete(&mut world, "blue", 3);
+    settle_down(&mut world, at(9));
+    assert!(world.networks.is_empty(), "nor does it hold up a deletion");
+    assert_eq!(world.attachments.as_ref().unwrap().len(), 2);
+    // Nor is it swept; nor is one of ours that somebody has written something else into.
+    let theirs = Attachment { place: Some(place("uid-blue", &here)), joins: None, ..copy };
+    world.attachments.as_mut().unwrap().insert(here, theirs);
+    assert_eq!(plan(&world, at(9)).orphans, []);
+}
+
+#[test]
 fn users_of_attachments_that_others_wrote_for_the_network_count() {
     let mut world = world([network("blue")]);
     settle_down(&mut world, at(0));
@@ -603,6 +634,7 @@ fn users_of_attachments_that_others_wrote_for_the_network_count() {
         deleting: false,
         network: None,
         network_uid: None,
+        place: None,
         config: None,
         joins: Some("blue".to_owned()),
     };
