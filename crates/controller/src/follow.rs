@@ -322,14 +322,10 @@ impl Source {
     /// Whether all there is has been listed. A kind of others that has a definition and is not served has no objects
     /// that could be waited for; it is asked for again, and what was known of it is kept.
     fn is_complete<K>(self, news: &News<K>) -> bool {
-        match (news, self) {
-            (News::End, _) => true,
-            (
-                News::Unserved,
-                Self::Attachments | Self::Users(Kind::VirtualMachine | Kind::VirtualMachineInstance),
-            ) => true,
-            _ => false,
-        }
+        use Kind::{VirtualMachine, VirtualMachineInstance};
+        let of_others =
+            matches!(self, Self::Attachments | Self::Users(VirtualMachine | VirtualMachineInstance));
+        matches!(news, News::End) || of_others && matches!(news, News::Unserved)
     }
 }
 
