@@ -2,6 +2,8 @@
 //! NodeNetworks written by the test in place of kubelets and daemons.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
+#[path = "networks/admission.rs"]
+mod admission;
 #[path = "networks/cluster.rs"]
 mod cluster;
 #[path = "networks/users.rs"]
@@ -12,6 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use admission::{
+    what_a_user_makes_is_let_in, while_a_network_goes_no_kind_begins_to_use_it,
+    without_a_controller_pods_are_made_and_networks_are_not,
+};
 use anyhow::{Context as _, Result, bail, ensure};
 use cluster::{Cluster, condition};
 use e2e::{Suite, replica, replica::Replica, tests};
@@ -35,6 +41,9 @@ fn main() -> ExitCode {
             what_cannot_be_is_refused_with_a_sentence,
             attachments_are_put_right_and_those_of_others_left_alone,
             every_kind_of_user_blocks_deletion_until_it_goes,
+            while_a_network_goes_no_kind_begins_to_use_it,
+            what_a_user_makes_is_let_in,
+            without_a_controller_pods_are_made_and_networks_are_not,
             a_namespace_goes_with_a_used_attachment_and_comes_back,
             clashes_are_refused_where_seen_and_decided_where_not,
             a_vanished_node_holds_nothing_up_and_a_silent_one_is_named,
@@ -253,7 +262,7 @@ async fn every_kind_of_user_blocks_deletion_until_it_goes(lab: Lab) -> Result<()
         let name = format!("used-{number}");
         cluster.create(&name, spec(&cluster)).await?;
         cluster.nad("users", &name).await?;
-        let user = cluster.user(users::naming(user, &name)).await?;
+        let user = cluster.user(users::naming(user, &name, "users", &name)).await?;
         let what = format!("{} users/{}", user.resource.kind, user.name);
         cluster.until(&name, &what, |network| network["status"]["users"]["first"] == json!([what])).await?;
         cluster.delete(&name).await?;

@@ -6,13 +6,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use e2e::replica::Replica;
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
+    api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
     core::{ApiResource, GroupVersionKind},
 };
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
-use crate::SOON;
+use crate::{SOON, users};
 
 /// One test's share of the cluster: a namespace of its own, and nodes with a label of its own.
 #[derive(Clone)]
@@ -79,7 +79,7 @@ impl Cluster {
         self.apply(&definitions, None, &definition).await?;
         let api = self.api(&resource(group, "v1", kind, plural), None);
         wait::until(SOON * 2, &format!("the kind {kind}"), || async {
-            Ok(Some(api.list(&kube::api::ListParams::default().limit(1)).await?))
+            Ok(Some(api.list(&ListParams::default().limit(1)).await?))
         })
         .await
         .map(drop)
@@ -297,7 +297,7 @@ impl Cluster {
     pub async fn events_tell(&self, reason: &str) -> Result<()> {
         let api = self.api(&resource("events.k8s.io", "v1", "Event", "events"), Some("default"));
         wait::until(SOON, &format!("an event {reason}"), || async {
-            let all = api.list(&kube::api::ListParams::default()).await?;
+            let all = api.list(&ListParams::default()).await?;
             Ok(all.items.iter().any(|event| event.data["reason"] == reason).then_some(()))
         })
         .await
@@ -360,10 +360,22 @@ impl Cluster {
     pub async fn sweep_pods(&self) -> Result<()> {
         let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
         let api = self.api(&resource("", "v1", "Pod", "pods"), Some(&self.namespace));
-        api.delete_collection(&params, &kube::api::ListParams::default())
-            .await
-            .map(drop)
-            .context("delete pods")
+        api.delete_collection(&params, &ListParams::default()).await.map(drop).context("delete pods")
+    }
+
+    /// Deletes every object of this test that can use a network, and what they made.
+    pub async fn sweep_users(&self) -> Result<()> {
+        for (user, _) in users::all() {
+            let api = self.api(&user.resource, Some(&self.namespace));
+            let deleted = api.delete_collection(&DeleteParams::background(), &ListParams::default()).await;
+            deleted.with_context(|| format!("delete every {}", user.resource.kind))?;
+        }
+        self.sweep_pods().await
+    }
+
+    pub async fn uid(&self, user: &User) -> Result<String> {
+        let object = self.api(&user.resource, Some(&self.namespace)).get(&user.name).await?;
+        object.uid().context("a UID")
     }
 
     pub async fn remove(&self, user: &User) -> Result<()> {
