@@ -4,8 +4,14 @@
 
 #[path = "networks/admission.rs"]
 mod admission;
+#[path = "networks/clashes.rs"]
+mod clashes;
 #[path = "networks/cluster.rs"]
 mod cluster;
+#[path = "networks/counting.rs"]
+mod counting;
+#[path = "networks/keeping.rs"]
+mod keeping;
 #[path = "networks/users.rs"]
 mod users;
 
@@ -19,9 +25,21 @@ use admission::{
     without_a_controller_pods_are_made_and_networks_are_not,
 };
 use anyhow::{Context as _, Result, bail, ensure};
+use clashes::{
+    a_node_that_carries_less_joins_a_used_overlay, of_two_networks_made_at_once_one_wins,
+    one_uplink_and_one_vni_serve_one_network_on_a_node,
+};
 use cluster::{Cluster, condition};
+use counting::{
+    people_see_how_many_use_it_and_the_first_ten, the_finished_hold_nothing,
+    what_a_counted_object_makes_is_not_counted_again,
+};
 use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
+use keeping::{
+    a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
+    namespaces_join_and_leave_the_list,
+};
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
 use serde_json::{Value, json};
@@ -40,12 +58,21 @@ fn main() -> ExitCode {
             a_network_gets_its_attachments_its_status_and_its_labels_and_goes_in_order,
             what_cannot_be_is_refused_with_a_sentence,
             attachments_are_put_right_and_those_of_others_left_alone,
+            every_repair_of_an_attachment_is_counted_once,
+            namespaces_join_and_leave_the_list,
+            a_network_that_cannot_be_read_can_go,
             every_kind_of_user_blocks_deletion_until_it_goes,
             while_a_network_goes_no_kind_begins_to_use_it,
             what_a_user_makes_is_let_in,
             without_a_controller_pods_are_made_and_networks_are_not,
+            the_finished_hold_nothing,
+            what_a_counted_object_makes_is_not_counted_again,
+            people_see_how_many_use_it_and_the_first_ten,
             a_namespace_goes_with_a_used_attachment_and_comes_back,
             clashes_are_refused_where_seen_and_decided_where_not,
+            one_uplink_and_one_vni_serve_one_network_on_a_node,
+            of_two_networks_made_at_once_one_wins,
+            a_node_that_carries_less_joins_a_used_overlay,
             a_vanished_node_holds_nothing_up_and_a_silent_one_is_named,
             at_rest_nothing_is_written,
             the_controller_touches_no_other_label,

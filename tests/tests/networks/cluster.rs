@@ -33,6 +33,10 @@ pub fn nads() -> ApiResource {
     resource("k8s.cni.cncf.io", "v1", "NetworkAttachmentDefinition", "network-attachment-definitions")
 }
 
+pub fn definitions() -> ApiResource {
+    resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
+}
+
 fn is_missing(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if status.is_not_found())
 }
@@ -74,9 +78,7 @@ impl Cluster {
                 "versions": [{"name": "v1", "served": true, "storage": true, "schema": {"openAPIV3Schema": open}}],
             },
         });
-        let definitions =
-            resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
-        self.apply(&definitions, None, &definition).await?;
+        self.apply(&definitions(), None, &definition).await?;
         let api = self.api(&resource(group, "v1", kind, plural), None);
         wait::until(SOON * 2, &format!("the kind {kind}"), || async {
             Ok(Some(api.list(&ListParams::default().limit(1)).await?))
@@ -138,7 +140,11 @@ impl Cluster {
     }
 
     pub async fn vtep(&self, node: &str, mtu: i32) -> Result<()> {
-        let status = json!({"vtep": {"address": "10.0.0.1", "interface": "eth0", "mtu": mtu}});
+        self.vtep_at(node, "10.0.0.1", mtu).await
+    }
+
+    pub async fn vtep_at(&self, node: &str, address: &str, mtu: i32) -> Result<()> {
+        let status = json!({"vtep": {"address": address, "interface": "eth0", "mtu": mtu}});
         self.patch_report(node, status).await
     }
 
