@@ -116,10 +116,15 @@ impl Replica {
     }
 
     pub fn tail(&self) -> String {
-        let log = self.lab.kubeconfig().with_file_name(format!("{}.log", Self::name(self.number)));
+        Self::log(&self.lab, self.number)
+    }
+
+    /// The end of what it has logged, dead or alive.
+    pub fn log(lab: &Lab, number: u8) -> String {
+        let log = lab.kubeconfig().with_file_name(format!("{}.log", Self::name(number)));
         let text = fs::read_to_string(log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
-        format!("log of {}:\n{}", Self::name(self.number), lines[lines.len().saturating_sub(30)..].join("\n"))
+        format!("log of {}:\n{}", Self::name(number), lines[lines.len().saturating_sub(30)..].join("\n"))
     }
 
     /// The status code of /healthz or /readyz; 0 when nobody listens.

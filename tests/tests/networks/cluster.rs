@@ -311,13 +311,17 @@ impl Cluster {
 
     /// A controller that is the only one and leads. Whoever led before is dead: nobody waits for its Lease to end.
     pub async fn lead(&self, lab: &Lab) -> Result<Replica> {
+        self.free_lease().await?;
+        Replica::ready(lab, 1, &[]).await
+    }
+
+    pub async fn free_lease(&self) -> Result<()> {
         let leases = self
             .api(&resource("coordination.k8s.io", "v1", "Lease", "leases"), Some(e2e::patchbay::NAMESPACE));
         match leases.delete("patchbay-controller", &DeleteParams::default()).await {
-            Err(error) if !is_missing(&error) => return Err(error).context("free the Lease"),
-            _ => {}
+            Err(error) if !is_missing(&error) => Err(error).context("free the Lease"),
+            _ => Ok(()),
         }
-        Replica::ready(lab, 1, &[]).await
     }
 
     fn pod_object(name: &str, networks: &str) -> Value {
@@ -334,6 +338,35 @@ impl Cluster {
             .await
             .with_context(|| format!("make pod {name}"))?;
         Ok(pod)
+    }
+
+    /// Asks whether there could be such a pod, and makes none.
+    pub async fn rehearse(&self, name: &str, networks: &str) -> Result<()> {
+        let object = serde_json::from_value(Self::pod_object(name, networks))?;
+        let params = PostParams { dry_run: true, ..PostParams::default() };
+        let api = self.api(&resource("", "v1", "Pod", "pods"), Some(&self.namespace));
+        api.create(&params, &object).await.map(drop).context("rehearse a pod")
+    }
+
+    /// Which pods the webhook is asked about, beside its other conditions.
+    pub async fn select_pods(&self, selector: &Value) -> Result<()> {
+        const WEBHOOK: &str = "pods.users.patchbay.dev";
+        let configurations = resource(
+            "admissionregistration.k8s.io",
+            "v1",
+            "ValidatingWebhookConfiguration",
+            "validatingwebhookconfigurations",
+        );
+        let api = self.api(&configurations, None);
+        let object = api.get("patchbay").await?;
+        let mut webhooks = object.data["webhooks"].as_array().into_iter().flatten();
+        let at = webhooks.position(|it| it["name"] == WEBHOOK).context("the webhook of pods")?;
+        let patch = json!([
+            {"op": "test", "path": format!("/webhooks/{at}/name"), "value": WEBHOOK},
+            {"op": "add", "path": format!("/webhooks/{at}/objectSelector"), "value": selector},
+        ]);
+        let patch = Patch::Json::<()>(serde_json::from_value(patch)?);
+        api.patch("patchbay", &PatchParams::default(), &patch).await.map(drop).context("select pods")
     }
 
     pub fn pod_named(&self, name: &str) -> User {
