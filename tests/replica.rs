@@ -9,7 +9,8 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use kube::{Client, Config, api::GetParams, core::Request};
 use lab::{Lab, wait};
 use nix::{
     sys::signal::{Signal, kill},
@@ -28,8 +29,14 @@ pub fn prepare(lab: &Lab, replicas: u8) -> Result<()> {
         let address = format!("{}/24", Replica::address(number));
         lab.control_plane().output(&["ip", "addr", "add", &address, "dev", "sw0"])?;
     }
-    let endpoints = (1..=replicas)
-        .map(|number| json!({"addresses": [Replica::address(number)], "conditions": {"ready": true}}));
+    serve(lab, &(1..=replicas).collect::<Vec<_>>())
+}
+
+/// Makes the webhook's Service lead to these replicas, as if they alone were ready.
+pub fn serve(lab: &Lab, replicas: &[u8]) -> Result<()> {
+    let endpoints = replicas
+        .iter()
+        .map(|number| json!({"addresses": [Replica::address(*number)], "conditions": {"ready": true}}));
     let slice = json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
         "metadata": {"name": "replicas", "namespace": NAMESPACE,
@@ -109,10 +116,15 @@ impl Replica {
     }
 
     pub fn tail(&self) -> String {
-        let log = self.lab.kubeconfig().with_file_name(format!("{}.log", Self::name(self.number)));
+        Self::log(&self.lab, self.number)
+    }
+
+    /// The end of what it has logged, dead or alive.
+    pub fn log(lab: &Lab, number: u8) -> String {
+        let log = lab.kubeconfig().with_file_name(format!("{}.log", Self::name(number)));
         let text = fs::read_to_string(log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
-        format!("log of {}:\n{}", Self::name(self.number), lines[lines.len().saturating_sub(30)..].join("\n"))
+        format!("log of {}:\n{}", Self::name(number), lines[lines.len().saturating_sub(30)..].join("\n"))
     }
 
     /// The status code of /healthz or /readyz; 0 when nobody listens.
@@ -133,6 +145,35 @@ impl Replica {
         });
         let text = asked.ok().and_then(Result::ok).unwrap_or_default();
         text.split(' ').nth(1).and_then(|code| code.parse().ok()).unwrap_or(0)
+    }
+
+    /// What it has counted under this name, over all labels that have this text in them.
+    pub fn metric(&self, name: &str, labels: &str) -> Result<u64> {
+        let text = self.metrics()?;
+        let ours = text.lines().filter(|line| line.starts_with(name) && line.contains(labels));
+        ours.map(|line| {
+            let number = line.rsplit(' ').next().unwrap_or_default();
+            number.parse::<u64>().with_context(|| format!("a count: {line}"))
+        })
+        .sum()
+    }
+
+    fn metrics(&self) -> Result<String> {
+        let (machine, address) = (self.lab.control_plane(), Self::address(self.number));
+        let url = format!("https://{address}:9443").parse()?;
+        let ask = || -> Result<String> {
+            machine.enter_network()?;
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(async {
+                let mut config = Config::new(url);
+                config.accept_invalid_certs = true;
+                let client = Client::try_from(config)?;
+                let request = Request::new("").get("metrics", &GetParams::default())?;
+                client.request_text(request).await.context("ask for metrics")
+            })
+        };
+        let asked = std::thread::scope(|scope| scope.spawn(ask).join());
+        asked.map_err(|_| anyhow!("the thread that asks panicked"))?
     }
 
     pub fn signal(&self, signal: Signal) -> Result<()> {

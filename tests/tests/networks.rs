@@ -2,8 +2,22 @@
 //! NodeNetworks written by the test in place of kubelets and daemons.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
+#[path = "networks/admission.rs"]
+mod admission;
+#[path = "networks/clashes.rs"]
+mod clashes;
 #[path = "networks/cluster.rs"]
 mod cluster;
+#[path = "networks/counting.rs"]
+mod counting;
+#[path = "networks/crashes.rs"]
+mod crashes;
+#[path = "networks/history.rs"]
+mod history;
+#[path = "networks/keeping.rs"]
+mod keeping;
+#[path = "networks/races.rs"]
+mod races;
 #[path = "networks/users.rs"]
 mod users;
 
@@ -12,12 +26,33 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use admission::{
+    what_a_user_makes_is_let_in, while_a_network_goes_no_kind_begins_to_use_it,
+    without_a_controller_pods_are_made_and_networks_are_not,
+};
+use anyhow::{Context as _, Result, ensure};
+use clashes::{
+    a_node_that_carries_less_joins_a_used_overlay, of_two_networks_made_at_once_one_wins,
+    one_uplink_and_one_vni_serve_one_network_on_a_node,
+};
 use cluster::{Cluster, condition};
+use counting::{
+    people_see_how_many_use_it_and_the_first_ten, the_finished_hold_nothing,
+    what_a_counted_object_makes_is_not_counted_again,
+};
+use crashes::{
+    another_replica_ends_what_the_leader_began, kill_9_between_two_steps_of_a_deletion_loses_nothing,
+    kinds_that_vanish_hold_nothing_up,
+};
 use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
+use keeping::{
+    a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
+    namespaces_join_and_leave_the_list,
+};
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
+use races::{no_pod_is_stranded_whatever_comes_first, pods_that_nobody_refuses_hold_what_they_name};
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -28,19 +63,40 @@ fn main() -> ExitCode {
     Suite {
         name: "t-networks",
         shape: Shape::ControlPlaneOnly,
-        set_up: |lab| Box::pin(async move { replica::prepare(&lab, 1) }),
+        set_up: |lab| {
+            Box::pin(async move {
+                replica::prepare(&lab, 2)?;
+                replica::serve(&lab, &[1])
+            })
+        },
         tests: tests![
             kinds_of_others_that_come_later_are_noticed,
             a_network_gets_its_attachments_its_status_and_its_labels_and_goes_in_order,
             what_cannot_be_is_refused_with_a_sentence,
             attachments_are_put_right_and_those_of_others_left_alone,
+            every_repair_of_an_attachment_is_counted_once,
+            namespaces_join_and_leave_the_list,
+            a_network_that_cannot_be_read_can_go,
             every_kind_of_user_blocks_deletion_until_it_goes,
+            while_a_network_goes_no_kind_begins_to_use_it,
+            what_a_user_makes_is_let_in,
+            without_a_controller_pods_are_made_and_networks_are_not,
+            the_finished_hold_nothing,
+            what_a_counted_object_makes_is_not_counted_again,
+            people_see_how_many_use_it_and_the_first_ten,
             a_namespace_goes_with_a_used_attachment_and_comes_back,
             clashes_are_refused_where_seen_and_decided_where_not,
+            one_uplink_and_one_vni_serve_one_network_on_a_node,
+            of_two_networks_made_at_once_one_wins,
+            a_node_that_carries_less_joins_a_used_overlay,
             a_vanished_node_holds_nothing_up_and_a_silent_one_is_named,
             at_rest_nothing_is_written,
             the_controller_touches_no_other_label,
             kill_9_at_every_step_loses_nothing,
+            kill_9_between_two_steps_of_a_deletion_loses_nothing,
+            another_replica_ends_what_the_leader_began,
+            kinds_that_vanish_hold_nothing_up,
+            pods_that_nobody_refuses_hold_what_they_name,
             no_pod_is_stranded_whatever_comes_first,
             a_controller_among_thousands_of_users_stays_small_and_quick,
         ],
@@ -253,7 +309,7 @@ async fn every_kind_of_user_blocks_deletion_until_it_goes(lab: Lab) -> Result<()
         let name = format!("used-{number}");
         cluster.create(&name, spec(&cluster)).await?;
         cluster.nad("users", &name).await?;
-        let user = cluster.user(users::naming(user, &name)).await?;
+        let user = cluster.user(users::naming(user, &name, "users", &name)).await?;
         let what = format!("{} users/{}", user.resource.kind, user.name);
         cluster.until(&name, &what, |network| network["status"]["users"]["first"] == json!([what])).await?;
         cluster.delete(&name).await?;
@@ -494,66 +550,6 @@ async fn kill_9_at_every_step_loses_nothing(lab: Lab) -> Result<()> {
         cluster.label("kill-a", "kill", false).await
     };
     outcome.await.with_context(|| replica.tail())
-}
-
-/// One network, one pod, in some order of time.
-async fn interleave(cluster: &Cluster, number: u64, mut dice: u64) -> Result<&'static str> {
-    let mut roll = |sides: u64| {
-        dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        Duration::from_micros((dice >> 33) % (sides * 1000))
-    };
-    let name = format!("race-{number}");
-    let (before, after) = (roll(40), if number.is_multiple_of(4) { roll(1500) } else { roll(40) });
-    cluster.create(&name, spec(cluster)).await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    let make = async {
-        tokio::time::sleep(after).await;
-        cluster.refused(&name, &name).await
-    };
-    let delete = async {
-        tokio::time::sleep(before).await;
-        cluster.delete(&name).await
-    };
-    let (refused, deleted) = tokio::join!(make, delete);
-    deleted?;
-    if refused? {
-        cluster.gone(&name, SOON * 2).await?;
-        return Ok("refused");
-    }
-    // Admitted: whatever was under way, the network and its attachment stay for as long as the pod does.
-    cluster.reason(&name, "Ready", "DeletionBlocked").await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(1500) {
-        let network = cluster.network(&name).await?.context("the network went from under a pod")?;
-        let held = network["metadata"]["finalizers"].to_string().contains("patchbay.dev/users");
-        ensure!(held, "the nodes may undo it under a pod: {network:#}");
-        let nad = cluster.find_nad(&cluster.namespace, &name).await?;
-        ensure!(nad.is_some(), "the attachment went from under a pod");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    cluster.remove(&cluster.pod_named(&name)).await?;
-    cluster.gone(&name, GONE).await?;
-    Ok("held")
-}
-
-async fn no_pod_is_stranded_whatever_comes_first(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "race").await?;
-    let rounds = if e2e::soak() { 1000 } else { 20 };
-    let (mut refused, mut held) = (0, 0);
-    for first in (0..rounds).step_by(10) {
-        let batch = (first..first + 10).map(|number| interleave(&cluster, number, 4711 + number * 7919));
-        for (number, outcome) in (first..).zip(futures::future::join_all(batch).await) {
-            match outcome.with_context(|| format!("round {number}\n{}", replica.tail()))? {
-                "refused" => refused += 1,
-                "held" => held += 1,
-                other => bail!("{other}"),
-            }
-        }
-    }
-    println!("{rounds} rounds: {refused} pods refused, {held} held their network");
-    ensure!(refused > 0 && held > 0, "one outcome only shows too little");
-    Ok(())
 }
 
 /// Makes many objects, so many at a time.

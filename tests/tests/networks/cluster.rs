@@ -6,13 +6,13 @@ use anyhow::{Context as _, Result, bail, ensure};
 use e2e::replica::Replica;
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
+    api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
     core::{ApiResource, GroupVersionKind},
 };
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
-use crate::SOON;
+use crate::{SOON, users};
 
 /// One test's share of the cluster: a namespace of its own, and nodes with a label of its own.
 #[derive(Clone)]
@@ -31,6 +31,10 @@ pub fn networks() -> ApiResource {
 
 pub fn nads() -> ApiResource {
     resource("k8s.cni.cncf.io", "v1", "NetworkAttachmentDefinition", "network-attachment-definitions")
+}
+
+pub fn definitions() -> ApiResource {
+    resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions")
 }
 
 fn is_missing(error: &kube::Error) -> bool {
@@ -74,12 +78,10 @@ impl Cluster {
                 "versions": [{"name": "v1", "served": true, "storage": true, "schema": {"openAPIV3Schema": open}}],
             },
         });
-        let definitions =
-            resource("apiextensions.k8s.io", "v1", "CustomResourceDefinition", "customresourcedefinitions");
-        self.apply(&definitions, None, &definition).await?;
+        self.apply(&definitions(), None, &definition).await?;
         let api = self.api(&resource(group, "v1", kind, plural), None);
         wait::until(SOON * 2, &format!("the kind {kind}"), || async {
-            Ok(Some(api.list(&kube::api::ListParams::default().limit(1)).await?))
+            Ok(Some(api.list(&ListParams::default().limit(1)).await?))
         })
         .await
         .map(drop)
@@ -138,7 +140,11 @@ impl Cluster {
     }
 
     pub async fn vtep(&self, node: &str, mtu: i32) -> Result<()> {
-        let status = json!({"vtep": {"address": "10.0.0.1", "interface": "eth0", "mtu": mtu}});
+        self.vtep_at(node, "10.0.0.1", mtu).await
+    }
+
+    pub async fn vtep_at(&self, node: &str, address: &str, mtu: i32) -> Result<()> {
+        let status = json!({"vtep": {"address": address, "interface": "eth0", "mtu": mtu}});
         self.patch_report(node, status).await
     }
 
@@ -297,7 +303,7 @@ impl Cluster {
     pub async fn events_tell(&self, reason: &str) -> Result<()> {
         let api = self.api(&resource("events.k8s.io", "v1", "Event", "events"), Some("default"));
         wait::until(SOON, &format!("an event {reason}"), || async {
-            let all = api.list(&kube::api::ListParams::default()).await?;
+            let all = api.list(&ListParams::default()).await?;
             Ok(all.items.iter().any(|event| event.data["reason"] == reason).then_some(()))
         })
         .await
@@ -305,13 +311,17 @@ impl Cluster {
 
     /// A controller that is the only one and leads. Whoever led before is dead: nobody waits for its Lease to end.
     pub async fn lead(&self, lab: &Lab) -> Result<Replica> {
+        self.free_lease().await?;
+        Replica::ready(lab, 1, &[]).await
+    }
+
+    pub async fn free_lease(&self) -> Result<()> {
         let leases = self
             .api(&resource("coordination.k8s.io", "v1", "Lease", "leases"), Some(e2e::patchbay::NAMESPACE));
         match leases.delete("patchbay-controller", &DeleteParams::default()).await {
-            Err(error) if !is_missing(&error) => return Err(error).context("free the Lease"),
-            _ => {}
+            Err(error) if !is_missing(&error) => Err(error).context("free the Lease"),
+            _ => Ok(()),
         }
-        Replica::ready(lab, 1, &[]).await
     }
 
     fn pod_object(name: &str, networks: &str) -> Value {
@@ -328,6 +338,35 @@ impl Cluster {
             .await
             .with_context(|| format!("make pod {name}"))?;
         Ok(pod)
+    }
+
+    /// Asks whether there could be such a pod, and makes none.
+    pub async fn rehearse(&self, name: &str, networks: &str) -> Result<()> {
+        let object = serde_json::from_value(Self::pod_object(name, networks))?;
+        let params = PostParams { dry_run: true, ..PostParams::default() };
+        let api = self.api(&resource("", "v1", "Pod", "pods"), Some(&self.namespace));
+        api.create(&params, &object).await.map(drop).context("rehearse a pod")
+    }
+
+    /// Which pods the webhook is asked about, beside its other conditions.
+    pub async fn select_pods(&self, selector: &Value) -> Result<()> {
+        const WEBHOOK: &str = "pods.users.patchbay.dev";
+        let configurations = resource(
+            "admissionregistration.k8s.io",
+            "v1",
+            "ValidatingWebhookConfiguration",
+            "validatingwebhookconfigurations",
+        );
+        let api = self.api(&configurations, None);
+        let object = api.get("patchbay").await?;
+        let mut webhooks = object.data["webhooks"].as_array().into_iter().flatten();
+        let at = webhooks.position(|it| it["name"] == WEBHOOK).context("the webhook of pods")?;
+        let patch = json!([
+            {"op": "test", "path": format!("/webhooks/{at}/name"), "value": WEBHOOK},
+            {"op": "add", "path": format!("/webhooks/{at}/objectSelector"), "value": selector},
+        ]);
+        let patch = Patch::Json::<()>(serde_json::from_value(patch)?);
+        api.patch("patchbay", &PatchParams::default(), &patch).await.map(drop).context("select pods")
     }
 
     pub fn pod_named(&self, name: &str) -> User {
@@ -360,10 +399,22 @@ impl Cluster {
     pub async fn sweep_pods(&self) -> Result<()> {
         let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
         let api = self.api(&resource("", "v1", "Pod", "pods"), Some(&self.namespace));
-        api.delete_collection(&params, &kube::api::ListParams::default())
-            .await
-            .map(drop)
-            .context("delete pods")
+        api.delete_collection(&params, &ListParams::default()).await.map(drop).context("delete pods")
+    }
+
+    /// Deletes every object of this test that can use a network, and what they made.
+    pub async fn sweep_users(&self) -> Result<()> {
+        for (user, _) in users::all() {
+            let api = self.api(&user.resource, Some(&self.namespace));
+            let deleted = api.delete_collection(&DeleteParams::background(), &ListParams::default()).await;
+            deleted.with_context(|| format!("delete every {}", user.resource.kind))?;
+        }
+        self.sweep_pods().await
+    }
+
+    pub async fn uid(&self, user: &User) -> Result<String> {
+        let object = self.api(&user.resource, Some(&self.namespace)).get(&user.name).await?;
+        object.uid().context("a UID")
     }
 
     pub async fn remove(&self, user: &User) -> Result<()> {

@@ -1,4 +1,5 @@
-//! One object of each kind that can use a network, in one or another form. They name the network `NAME`.
+//! One object of each kind that can use a network, in one or another form. They name the network `NAME` in the
+//! namespace `SPACE`.
 
 use serde_json::{Value, json};
 
@@ -10,11 +11,11 @@ const DEFAULT: &str = "v1.multus-cni.io/default-network";
 /// All kinds, and the forms that an annotation has.
 pub fn all() -> Vec<(User, Value)> {
     let text = template(NETWORKS, "red, NAME@eth7");
-    let list = template(NETWORKS, r#"[{"name": "NAME", "namespace": "users", "interface": "eth7"}]"#);
+    let list = template(NETWORKS, r#"[{"name": "NAME", "namespace": "SPACE", "interface": "eth7"}]"#);
     let job = json!({"suspend": true, "template": list});
     vec![
-        user("", "Pod", "pods", pod(NETWORKS, "users/NAME")),
-        user("", "Pod", "pods", pod(DEFAULT, "users/NAME")),
+        user("", "Pod", "pods", pod(NETWORKS, "SPACE/NAME")),
+        user("", "Pod", "pods", pod(DEFAULT, "SPACE/NAME")),
         user("apps", "Deployment", "deployments", workload(&text, json!({"replicas": 0}))),
         user(
             "apps",
@@ -37,7 +38,7 @@ pub fn all() -> Vec<(User, Value)> {
             "kubevirt.io",
             "VirtualMachineInstance",
             "virtualmachineinstances",
-            json!({"spec": machine("users/NAME")}),
+            json!({"spec": machine("SPACE/NAME")}),
         ),
     ]
 }
@@ -50,12 +51,56 @@ pub fn virtual_machine(name: &str, network: &str) -> (User, Value) {
     (User { name: name.to_owned(), ..user }, object)
 }
 
-/// The same, naming this network.
-pub fn naming((user, object): (User, Value), network: &str) -> (User, Value) {
-    let object = object.to_string().replace("NAME", network);
+/// The same under this name, naming this network of this namespace.
+pub fn naming((user, object): (User, Value), name: &str, namespace: &str, network: &str) -> (User, Value) {
+    let object = object.to_string().replace("SPACE", namespace).replace("NAME", network);
     let mut object: Value = serde_json::from_str(&object).unwrap_or_default();
-    object["metadata"]["name"] = json!(network);
-    (User { name: network.to_owned(), ..user }, object)
+    object["metadata"]["name"] = json!(name);
+    (User { name: name.to_owned(), ..user }, object)
+}
+
+/// The same, naming no network at all.
+pub fn plain((user, mut object): (User, Value)) -> (User, Value) {
+    for place in [
+        "/metadata",
+        "/spec",
+        "/spec/template/metadata",
+        "/spec/template/spec",
+        "/spec/jobTemplate/spec/template/metadata",
+    ] {
+        if let Some(part) = object.pointer_mut(place).and_then(Value::as_object_mut) {
+            part.remove("annotations");
+            part.remove("networks");
+        }
+    }
+    (user, object)
+}
+
+/// A patch that makes another object of the kind name what this one names.
+pub fn edit(object: &Value) -> Value {
+    let mut patch = json!({"metadata": {"annotations": object["metadata"]["annotations"]}});
+    for place in ["/spec/template", "/spec/jobTemplate/spec/template"] {
+        let Some(annotations) = object.pointer(&format!("{place}/metadata/annotations")) else { continue };
+        let template = json!({"metadata": {"annotations": annotations}});
+        patch["spec"] = match place {
+            "/spec/template" => json!({"template": template}),
+            _ => json!({"jobTemplate": {"spec": {"template": template}}}),
+        };
+    }
+    if object.pointer("/spec/networks").is_some() {
+        patch["spec"] = json!({"networks": object["spec"]["networks"]});
+    }
+    if let Some(networks) = object.pointer("/spec/template/spec/networks") {
+        patch["spec"] = json!({"template": {"spec": {"networks": networks}}});
+    }
+    patch
+}
+
+/// The same, controlled by this object.
+pub fn controlled((user, mut object): (User, Value), owner: &User, uid: &str) -> (User, Value) {
+    object["metadata"]["ownerReferences"] = json!([{"apiVersion": owner.resource.api_version,
+        "kind": owner.resource.kind, "name": owner.name, "uid": uid, "controller": true}]);
+    (user, object)
 }
 
 fn user(group: &str, kind: &str, plural: &str, mut object: Value) -> (User, Value) {
