@@ -182,7 +182,7 @@ pub async fn a_network_that_cannot_be_read_can_go(lab: Lab) -> Result<()> {
             let network = cluster.until(name, "a word about it", |it| condition(it, "Ready").is_some()).await;
             match network {
                 Ok(network) => {
-                    println!("{name}: {}", condition(&network, "Ready").context("Ready")?["message"])
+                    println!("{name}: {}", condition(&network, "Ready").context("Ready")?["message"]);
                 }
                 Err(error) => wrong.push(format!("{error:#}")),
             }
