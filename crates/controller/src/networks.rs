@@ -13,7 +13,7 @@ use api::{Chain, selection::Reference};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
-use plan::network::{self, Plan, Turn};
+use plan::network::{self, Plan, Step, Turn};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
@@ -166,7 +166,8 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
-                self.cluster.world().written(outcome.attachments.iter().map(|(at, _)| at));
+                let ours = turn.steps.iter().filter(|step| matches!(step, Step::Delete(_)));
+                self.cluster.world().removed(ours.flat_map(Step::places));
                 self.memory.written(turn, outcome, now());
                 if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
             }

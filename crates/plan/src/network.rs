@@ -130,8 +130,8 @@ impl World {
         self.in_place = in_place;
     }
 
-    /// Notes that these were written: what they are is seen again.
-    pub fn written<'a>(&mut self, places: impl IntoIterator<Item = &'a Reference>) {
+    /// Notes that these were removed by us: nobody else took them away.
+    pub fn removed<'a>(&mut self, places: impl IntoIterator<Item = &'a Reference>) {
         for at in places {
             self.in_place.remove(at);
         }

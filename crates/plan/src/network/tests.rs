@@ -98,7 +98,8 @@ fn uses(world: &mut World, name: &str, networks: &str) {
 fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
     let mut done = Vec::new();
     world.remember(plan);
-    world.written(plan.turns.iter().flat_map(Turn::places));
+    let steps = plan.turns.iter().flat_map(|turn| &turn.steps);
+    world.removed(steps.filter(|step| matches!(step, Step::Delete(_))).flat_map(Step::places));
     for turn in &plan.turns {
         for step in &turn.steps {
             done.push(step_on(world, turn, step));
