@@ -356,7 +356,8 @@ async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab) -> 
     }
     // What the kernel says of the running daemon, not what the manifest wishes.
     let status = lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q 'patchbay node' && grep -E 'CapEff|Seccomp:' $p/status; done; true"])?;
-    ensure!(status.contains("CapEff:\t0000000000000000") && status.contains("Seccomp:\t2"), "{status}");
+    // NET_ADMIN is bit 12, SYS_ADMIN bit 21, and there is no other.
+    ensure!(status.contains("CapEff:\t0000000000201000") && status.contains("Seccomp:\t2"), "{status}");
     let ran = lab.kubectl(&[
         "-n",
         NAMESPACE,
