@@ -56,6 +56,16 @@ pub fn policy(options: &Options) -> Vec<Value> {
     [node_policy(options), event_policy(options), controller_policy(options)].concat()
 }
 
+/// Makes a policy count for everybody, without exception.
+fn binding(policy: &str, component: &str) -> Value {
+    json!({
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": super::cluster(policy, component),
+        "spec": {"policyName": policy, "validationActions": ["Deny"]},
+    })
+}
+
 /// What a node daemon tells, it tells in the name of its own node.
 fn event_policy(options: &Options) -> Vec<Value> {
     vec![
@@ -89,12 +99,7 @@ fn event_policy(options: &Options) -> Vec<Value> {
                 }],
             },
         }),
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicyBinding",
-            "metadata": super::cluster(NODE_EVENTS, "node"),
-            "spec": {"policyName": NODE_EVENTS, "validationActions": ["Deny"]},
-        }),
+        binding(NODE_EVENTS, "node"),
     ]
 }
 
@@ -134,12 +139,7 @@ fn controller_policy(options: &Options) -> Vec<Value> {
                 }],
             },
         }),
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicyBinding",
-            "metadata": super::cluster(CONTROLLER, "controller"),
-            "spec": {"policyName": CONTROLLER, "validationActions": ["Deny"]},
-        }),
+        binding(CONTROLLER, "controller"),
     ]
 }
 
@@ -172,12 +172,7 @@ fn node_policy(options: &Options) -> Vec<Value> {
                 "validations": validations(),
             },
         }),
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicyBinding",
-            "metadata": super::cluster(NODE, "node"),
-            "spec": {"policyName": NODE, "validationActions": ["Deny"]},
-        }),
+        binding(NODE, "node"),
     ]
 }
 
