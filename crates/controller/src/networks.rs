@@ -13,7 +13,7 @@ use api::{Chain, selection::Reference};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
-use plan::network::{self, Plan, Step, Turn};
+use plan::network::{self, Plan, Turn};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
@@ -166,8 +166,9 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
-                let ours = turn.steps.iter().filter(|step| matches!(step, Step::Delete(_)));
-                self.cluster.world().removed(ours.flat_map(Step::places));
+                for step in &turn.steps {
+                    self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));
+                }
                 self.memory.written(turn, outcome, now());
                 if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
             }

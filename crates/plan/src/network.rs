@@ -130,10 +130,15 @@ impl World {
         self.in_place = in_place;
     }
 
-    /// Notes that these were removed by us: nobody else took them away.
-    pub fn removed<'a>(&mut self, places: impl IntoIterator<Item = &'a Reference>) {
-        for at in places {
-            self.in_place.remove(at);
+    /// Notes what we wrote, before it is seen: whoever changes it at once has changed it all the same. What was removed by
+    /// us, nobody else took away.
+    pub fn wrote(&mut self, uid: &str, step: &Step, written: impl Fn(&Reference) -> bool) {
+        match step {
+            Step::Create { at, config, .. } | Step::Apply { at, config, .. } if written(at) => {
+                self.in_place.insert(at.clone(), digest([uid, config]));
+            }
+            Step::Delete(all) => all.iter().for_each(|(at, _)| _ = self.in_place.remove(at)),
+            _ => {}
         }
     }
 }
