@@ -2,7 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Condition, IfName, LabelSelector, digest::digest};
+use crate::{
+    Condition, IfName, LabelSelector,
+    digest::digest,
+    ipam::{Ipam, IpamStatus},
+};
 
 /// The longest name of a BridgeNetwork; it becomes part of a label's key.
 pub const MAX_NETWORK_NAME: usize = 50;
@@ -72,6 +76,8 @@ pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
          "message": "spec.uplink and spec.overlay exclude each other: frames would come back over the other way"},
         {"rule": "!has(self.uplink) || !has(self.bridge) || self.uplink != self.bridge",
          "message": "spec.uplink and spec.bridge are two links and need two names"},
+        {"rule": "!has(self.ipam) || !has(self.mtu) || self.mtu >= 1280 || self.ipam.subnets.all(net, !net.contains(':'))",
+         "message": "IPv6 needs an mtu of at least 1280", "fieldPath": ".mtu"},
     ]))
 )]
 #[serde(rename_all = "camelCase")]
@@ -98,6 +104,9 @@ pub struct BridgeNetworkSpec {
     /// The NetworkAttachmentDefinitions to keep, by which pods and virtual machines join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attachment: Option<Attachment>,
+    /// The addresses that pods get. Without it the network hands out none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipam: Option<Ipam>,
 }
 
 /// A VXLAN between the selected nodes.
@@ -217,7 +226,10 @@ pub struct BridgeNetworkStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub pods_with_old_mtu: Option<i32>,
-    /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry.
+    /// How many addresses it has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ipam: Option<IpamStatus>,
+    /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(
         feature = "kube",

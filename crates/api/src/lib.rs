@@ -10,6 +10,8 @@ pub mod chain;
 pub mod condition;
 pub mod digest;
 pub mod ifname;
+pub mod ipam;
+pub mod ipblock;
 pub mod mac;
 pub mod names;
 pub mod nodenetwork;
@@ -25,6 +27,9 @@ pub use bridgenetwork::{BridgeNetworkSpec, BridgeNetworkStatus};
 pub use chain::Chain;
 pub use condition::{Condition, ConditionStatus};
 pub use ifname::IfName;
+#[cfg(feature = "kube")]
+pub use ipblock::IPBlock;
+pub use ipblock::{IPBlockSpec, IPBlockStatus};
 pub use mac::Mac;
 #[cfg(feature = "kube")]
 pub use nodenetwork::NodeNetwork;
@@ -51,5 +56,5 @@ pub fn crds()
 -> Vec<k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition> {
     use kube::CustomResourceExt as _;
 
-    vec![BridgeNetwork::crd(), NodeNetwork::crd()]
+    vec![BridgeNetwork::crd(), IPBlock::crd(), NodeNetwork::crd()]
 }

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use api::{Chain, NetworkOnNode, Patterns};
+use api::{Chain, NetworkOnNode, Patterns, ipblock::Holder};
 use kube::{ResourceExt as _, api::DynamicObject, runtime::watcher::DefaultBackoff};
 use link::{Changer, Monitor};
 use plan::{
@@ -210,7 +210,7 @@ impl Bridges {
             self.reports = plan.networks;
             // Pods are told before links change: whoever joined meanwhile is seen by the look that follows, and whoever
             // joins after it sees that the network is not to be joined.
-            if self.publish(around.labels, observed) {
+            if self.publish(around, observed) {
                 *observed = monitor.observe().await?;
                 if begun.elapsed() > LONGEST_TURN {
                     return Ok(Some(Instant::now()));
@@ -383,7 +383,9 @@ impl Bridges {
     }
 
     /// Tells the CNI server what pods can join, and says whether that was news.
-    fn publish(&self, labels: &Labels, observed: &Observed) -> bool {
+    fn publish(&self, around: Around<'_>, observed: &Observed) -> bool {
+        let Around { facts, labels, .. } = around;
+        let node = Holder { node: facts.name.clone(), uid: facts.uid.clone() };
         let reports: BTreeMap<&str, &NetworkOnNode> =
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let indexes: BTreeMap<&str, u32> =
@@ -419,19 +421,21 @@ impl Bridges {
         };
         let unreadable = self.unreadable.iter().map(|(uid, name)| {
             let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
-            (name.clone(), NetworkView { uid: uid.clone(), state: State::NotReady { reason, message } })
+            let state = State::NotReady { reason, message };
+            (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None })
         });
         let by_name = self
             .networks
             .iter()
             .flat_map(BTreeMap::values)
             .map(|known| {
-                let view = NetworkView { uid: known.uid().to_owned(), state: state(known) };
+                let (uid, ipam) = (known.uid().to_owned(), known.ipam());
+                let view = NetworkView { uid, state: state(known), ipam };
                 (known.name().to_owned(), view)
             })
             .chain(unreadable)
             .collect();
-        let now = Networks { synced: true, by_name };
+        let now = Networks { synced: true, node: Some(node), by_name };
         self.tell.send_if_modified(|before| {
             let changed = **before != now;
             if changed {

@@ -4,6 +4,7 @@
 //! [`Networks`], which the rest of the daemon keeps up to date; a network that is not ready is answered with "try again
 //! later" and the reason, and the runtime does.
 
+mod address;
 mod call;
 mod install;
 mod metrics;
@@ -18,7 +19,8 @@ use std::{
     time::Duration,
 };
 
-use api::{Chain, IfName, digest::digest};
+use api::{Chain, IfName, digest::digest, ipblock::Holder};
+use plan::ipam::Rules;
 use tokio::{
     io::{AsyncWriteExt as _, Interest},
     net::{UnixListener, UnixStream},
@@ -33,7 +35,7 @@ use wire::{
     socket::{self as frames, Message, Reply, Request},
 };
 
-use crate::{Error, socket};
+use crate::{Error, ipam::Ipam, socket};
 
 pub use install::{Error as InstallError, install};
 pub use metrics::Metrics;
@@ -49,7 +51,7 @@ const GRACE: Duration = Duration::from_secs(5);
 /// How long to leave the socket alone after it could not be accepted from.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Two calls for one interface never run at the same time, and seldom two for different ones have to wait.
-const LOCKS: usize = 64;
+const LOCKS: usize = 1024;
 /// How often tombstones are looked for.
 const ROUND: Duration = Duration::from_secs(20);
 
@@ -58,6 +60,8 @@ const ROUND: Duration = Duration::from_secs(20);
 pub struct Networks {
     /// Whether all of them have been read from the API server.
     pub synced: bool,
+    /// This node, once it is known.
+    pub node: Option<Holder>,
     pub by_name: BTreeMap<String, NetworkView>,
 }
 
@@ -66,6 +70,8 @@ pub struct Networks {
 pub struct NetworkView {
     pub uid: String,
     pub state: State,
+    /// What it says about addresses, if it has any.
+    pub ipam: Option<Arc<Rules>>,
 }
 
 /// How a network stands on this node.
@@ -108,6 +114,7 @@ pub struct Server {
 /// What every call needs.
 struct Shared {
     networks: watch::Receiver<Arc<Networks>>,
+    ipam: Arc<Ipam>,
     tombstones: PathBuf,
     proc_root: PathBuf,
     locks: Vec<Mutex<()>>,
@@ -119,11 +126,13 @@ impl Server {
     pub fn bind(
         places: &Places,
         networks: watch::Receiver<Arc<Networks>>,
+        ipam: Arc<Ipam>,
         metrics: Metrics,
     ) -> Result<Self, Error> {
         let Places { run_dir, state_dir, proc_root } = places;
         let shared = Shared {
             networks,
+            ipam,
             tombstones: state_dir.join(frames::TOMBSTONES),
             proc_root: proc_root.clone(),
             locks: (0..LOCKS).map(|_| Mutex::new(())).collect(),

@@ -36,6 +36,8 @@ pub enum Reason {
     Repaired,
     /// The kernel refused what the network needs.
     Failed,
+    /// No address is left.
+    AddressesExhausted,
 }
 
 impl Events {
@@ -49,6 +51,7 @@ impl Events {
     pub fn tell(&self, name: &str, uid: &str, reason: Reason, note: String) {
         let (type_, word, action) = match reason {
             Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
+            Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
             Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {

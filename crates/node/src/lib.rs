@@ -8,8 +8,9 @@ mod args;
 mod bridges;
 pub mod cni;
 mod daemon;
-mod event;
+pub mod event;
 mod health;
+pub mod ipam;
 mod metrics;
 mod network;
 mod object;
@@ -63,6 +64,8 @@ pub enum Error {
     Socket { path: PathBuf, source: std::io::Error },
     #[error("read what is kept about networks")]
     Records(#[source] record::Error),
+    #[error("read what is kept about addresses")]
+    Ipam(#[source] ipam::JournalError),
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),
     #[error("a part of the daemon panicked")]

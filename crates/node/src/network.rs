@@ -2,13 +2,19 @@
 //!
 //! Both are read from untyped objects: one that somebody made unreadable must not hide the others.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, NodeNetworkStatus, bridgenetwork::FINALIZER_USERS,
 };
 use kube::{ResourceExt as _, api::DynamicObject};
-use plan::bridge::{Network, Overlay, Peer, Wish};
+use plan::{
+    bridge::{Network, Overlay, Peer, Wish},
+    ipam::{Family, Rules},
+};
 use serde::de::DeserializeOwned;
 
 /// The labels of a Node.
@@ -21,6 +27,7 @@ pub struct Known {
     deletion: Deletion,
     /// As if this node were selected.
     network: Network,
+    ipam: Option<Arc<Rules>>,
 }
 
 /// How far a network is on its way out.
@@ -63,7 +70,15 @@ impl Known {
             wish: Wish::Have,
             name,
         };
-        Some(Self { selector: spec.node_selector, deletion, network })
+        let said = status.ipam.unwrap_or_default();
+        // A block has the length that was fixed at the first use; until it is, there are none.
+        let length = |family| match family {
+            Family::V4 => said.ipv4.as_ref().map(|one| one.block_length),
+            Family::V6 => said.ipv6.as_ref().map(|one| one.block_length),
+        };
+        let live = deletion != Deletion::Undo;
+        let rules = spec.ipam.as_ref().map(|ipam| Arc::new(Rules::new(&network.name, ipam, length, live)));
+        Some(Self { selector: spec.node_selector, deletion, network, ipam: rules })
     }
 
     /// What a node with these labels should do about it.
@@ -85,6 +100,11 @@ impl Known {
 
     pub fn uid(&self) -> &str {
         &self.network.uid
+    }
+
+    /// What it says about addresses.
+    pub fn ipam(&self) -> Option<Arc<Rules>> {
+        self.ipam.clone()
     }
 
     pub fn mtu(&self) -> Option<u32> {

@@ -63,6 +63,13 @@ where
         watch
     }
 
+    /// Watches the objects whose labels this selects.
+    pub fn labelled(api: Api<K>, selector: &str) -> Self {
+        let mut watch = Self::all(api);
+        watch.config = watch.config.labels(selector);
+        watch
+    }
+
     /// Watches every object of the kind.
     pub fn all(api: Api<K>) -> Self {
         Self {

@@ -7,7 +7,7 @@ use std::{fmt, str::FromStr};
 
 use serde_json::{Value, json};
 
-pub use config::{Args, Attachment, Config, Pod};
+pub use config::{Args, Attachment, Config, Ipam, Pod};
 pub use result::{Interface, Ip, Route, Success};
 
 /// What a plugin is asked to do.

@@ -6,20 +6,22 @@ use std::{
     sync::Arc,
 };
 
-use api::{Chain, IfName, Mac};
+use api::{Chain, IfName, Mac, ipam::IPAM_PLUGIN};
+use ipnet::IpNet;
 use link::attach::{self, Aspect, Attach};
 use plan::attachment;
 use serde_json::Value;
 use tracing::info;
 use wire::{
-    cni::{self, Args, Code, Config, Error, Interface, Success, Verb},
+    cni::{self, Args, Code, Config, Error, Interface, Ip, Success, Verb},
     socket::Request,
 };
 
-use super::{NetworkView, Networks, Shared, State, tombstone};
-
-/// The name that address plugins are called by.
-const IPAM: &str = "patchbay-ipam";
+use super::{
+    NetworkView, Networks, Shared, State,
+    address::{Given, place, requested},
+    tombstone,
+};
 
 /// A network that a pod can join.
 struct Ready<'a> {
@@ -29,10 +31,10 @@ struct Ready<'a> {
 }
 
 /// Whose interface it is.
-struct Whose<'a> {
+pub(super) struct Whose<'a> {
     container_id: &'a str,
     ifname: &'a str,
-    host: IfName,
+    pub(super) host: IfName,
 }
 
 impl Shared {
@@ -51,15 +53,14 @@ impl Shared {
         }
         let config = Config::parse(&request.stdin)?;
         verb.allowed_in(config.version)?;
-        if request.plugin == IPAM {
-            let msg = "patchbay-ipam hands out no addresses yet: take another ipam plugin";
-            return Err(Error::new(Code::InvalidConfig, msg));
+        if request.plugin == IPAM_PLUGIN {
+            return self.serve_addresses(verb, request, &config);
         }
         match verb {
             Verb::Add => self.add(request, namespace, &config).map(|made| made.render(config.version)),
             Verb::Check => self.check(request, namespace, &config).map(|()| Vec::new()),
             Verb::Gc => self.collect(&config).map(|()| Vec::new()),
-            Verb::Status => self.status().map(|()| Vec::new()),
+            Verb::Status => self.status(&config).map(|()| Vec::new()),
             Verb::Del | Verb::Version => Ok(Vec::new()),
         }
     }
@@ -71,11 +72,23 @@ impl Shared {
         let namespace = namespace.ok_or_else(no_namespace)?;
         let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
+        let leases = hands_out(config)?.then(|| requested(config, &args)).transpose()?;
 
         let _lock = self.lock(&whose.host);
         let view = self.view();
         let ready = ready(&view, network)?;
         let mtu = mtu(config, network, &ready)?;
+        // One that is left would be applied to the new link, and to its addresses.
+        tombstone::forget(&self.tombstones, request).map_err(|error| {
+            Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
+        })?;
+        let given = match &leases {
+            Some(asked) => self.lease(&view, network, request, config, &args, asked)?,
+            None => Given::default(),
+        };
+        let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
+        let routes: Vec<attach::Route> =
+            given.routes.iter().map(|route| attach::Route { dst: route.dst, gw: route.gw }).collect();
         let wanted = Attach {
             namespace: namespace.as_fd(),
             host: &whose.host,
@@ -85,11 +98,9 @@ impl Shared {
             bridge: ready.bridge,
             alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
+            addresses: &addresses,
+            routes: &routes,
         };
-        // One that is left would be applied to the new link.
-        tombstone::forget(&self.tombstones, request).map_err(|error| {
-            Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
-        })?;
         let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
         self.still_joined(&view, network, &whose.host)?;
         info!(
@@ -100,10 +111,13 @@ impl Shared {
             host = %whose.host,
             mac = %wanted.mac,
             mtu,
+            ?addresses,
             before = made == attach::Made::Before,
             "a pod joined"
         );
-        Ok(Success { interfaces: interfaces(request, &wanted), ..Success::default() })
+        let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
+        let ips = given.ips.into_iter().map(inside).collect();
+        Ok(Success { interfaces: interfaces(request, &wanted), ips, routes: given.routes })
     }
 
     /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
@@ -126,13 +140,14 @@ impl Shared {
 
     /// The same, if it still is to be done when nobody else does anything to the pair.
     pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
-        if request.plugin == IPAM {
-            return Ok(());
-        }
         let whose = whose(request)?;
         let _lock = self.lock(&whose.host);
         if !still() {
             return Ok(());
+        }
+        let place = place(request);
+        if request.plugin == IPAM_PLUGIN {
+            return self.ipam.delete(&place).map(drop);
         }
         match attach::detach(&whose.host) {
             Ok(true) => {
@@ -143,7 +158,8 @@ impl Shared {
             Ok(false) | Err(attach::Error::Foreign { .. }) => {}
             Err(error) => return Err(failed(&error)),
         }
-        Ok(())
+        // Not before the link is gone that has them.
+        self.ipam.delete(&place).map(drop)
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
@@ -157,6 +173,7 @@ impl Shared {
         let text = before.and_then(|interface| interface["mac"].as_str());
         let asked = text.map(mac).transpose()?.or(asked);
         let mtu = before.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
+        let given = if hands_out(config)? { self.check_lease(request, config)? } else { Vec::new() };
 
         let _lock = self.lock(&whose.host);
         let view = self.view();
@@ -170,6 +187,8 @@ impl Shared {
             bridge: ready.bridge,
             alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
             proc_root: &self.proc_root,
+            addresses: &given,
+            routes: &[],
         };
         let mut differences = attach::inspect(&wanted).map_err(|error| failed(&error))?;
         // The host's end may follow a network whose MTU was raised, and only 1.1.0 remembers what the pod was given.
@@ -191,6 +210,7 @@ impl Shared {
                 "GC needs cni.dev/valid-attachments, or it would remove everything",
             )
         })?;
+        self.collect_addresses(config, valid)?;
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
             // A network that there is not has no links here; one that is not known yet may have.
@@ -212,11 +232,12 @@ impl Shared {
         problem.map_or(Ok(()), Err)
     }
 
-    fn status(&self) -> Result<(), Error> {
-        read(&self.view(), Code::NotAvailable)
+    fn status(&self, config: &Config) -> Result<(), Error> {
+        read(&self.view(), Code::NotAvailable)?;
+        if hands_out(config)? { self.ipam.status() } else { Ok(()) }
     }
 
-    fn view(&self) -> Arc<Networks> {
+    pub(super) fn view(&self) -> Arc<Networks> {
         Arc::clone(&self.networks.borrow())
     }
 }
@@ -225,7 +246,7 @@ const UNREAD: &str = "the patchbay node daemon has not yet read the networks fro
     if this lasts, look at the log of its pod on this node";
 
 /// Refuses as long as the networks are not known.
-fn read(view: &Networks, code: Code) -> Result<(), Error> {
+pub(super) fn read(view: &Networks, code: Code) -> Result<(), Error> {
     if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
 }
 
@@ -234,7 +255,7 @@ fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
     match view.by_name.get(name) {
         None if !view.synced => later(UNREAD.to_owned()),
         None => later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration")),
-        Some(NetworkView { uid, state }) => match state {
+        Some(NetworkView { uid, state, .. }) => match state {
             State::Ready { bridge_index, mtu, removing: _ } => {
                 Ok(Ready { uid, bridge: *bridge_index, mtu: *mtu })
             }
@@ -269,7 +290,7 @@ fn mtu(config: &Config, network: &str, ready: &Ready<'_>) -> Result<u32, Error> 
     }
 }
 
-fn whose(request: &Request) -> Result<Whose<'_>, Error> {
+pub(super) fn whose(request: &Request) -> Result<Whose<'_>, Error> {
     let refused = |msg: &str| Error::new(Code::InvalidEnvironment, msg);
     let Request { container_id, ifname, .. } = request;
     if container_id.is_empty() {
@@ -292,6 +313,22 @@ fn inside(request: &Request) -> Result<IfName, Error> {
 
 fn no_namespace() -> Error {
     Error::new(Code::InvalidEnvironment, "CNI_NETNS is missing, or cannot be opened")
+}
+
+/// Whether the configuration wants addresses of ours.
+fn hands_out(config: &Config) -> Result<bool, Error> {
+    match &config.ipam {
+        None => Ok(false),
+        Some(ipam) if ipam.plugin == IPAM_PLUGIN => Ok(true),
+        Some(ipam) => {
+            let msg = format!(
+                "patchbay-bridge has its addresses from {IPAM_PLUGIN} and from no other plugin, such as {:?}: write \
+                \"ipam\": {{\"type\": \"{IPAM_PLUGIN}\"}}, or leave it out",
+                ipam.plugin.chars().take(64).collect::<String>()
+            );
+            Err(Error::new(Code::UnsupportedField, msg))
+        }
+    }
 }
 
 fn network(config: &Config) -> Result<&str, Error> {

@@ -71,6 +71,7 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     let old_mtu: i32 =
         scene.listing().map(|(_, _, entry)| entry.pods_with_old_mtu).fold(0, i32::saturating_add);
     let new = BridgeNetworkStatus {
+        ipam: old.ipam.clone(),
         observed_generation: Some(scene.network.generation),
         bridge: match &scene.network.spec {
             Ok(spec) => Some(spec.bridge_name(&scene.network.name).to_string()),

@@ -20,10 +20,24 @@ pub struct Config {
     pub mtu: Option<u32>,
     /// The address that is asked for, by `runtimeConfig.mac` or else `args.cni.mac`.
     pub mac: Option<String>,
+    /// The addresses that are asked for, by `runtimeConfig.ips` or else `args.cni.ips`.
+    pub ips: Vec<String>,
+    /// Who hands out addresses, if anybody does.
+    pub ipam: Option<Ipam>,
     /// What ADD had answered.
     pub prev_result: Option<Value>,
     /// For GC: everything that is still used.
     pub valid_attachments: Option<Vec<Attachment>>,
+}
+
+/// Who hands out addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Ipam {
+    /// The name of the plugin.
+    #[serde(rename = "type", default)]
+    pub plugin: String,
+    /// The BridgeNetwork whose addresses they are.
+    pub network: Option<String>,
 }
 
 /// An interface of a sandbox.
@@ -41,7 +55,7 @@ struct Written {
     name: Option<String>,
     network: Option<String>,
     mtu: Option<u32>,
-    runtime_config: Option<MaybeMac>,
+    runtime_config: Option<Wishes>,
     args: Option<Arguments>,
     ipam: Option<Map<String, Value>>,
     prev_result: Option<Value>,
@@ -51,12 +65,14 @@ struct Written {
 
 #[derive(Deserialize)]
 struct Arguments {
-    cni: Option<MaybeMac>,
+    cni: Option<Wishes>,
 }
 
-#[derive(Deserialize)]
-struct MaybeMac {
+/// What somebody asks for.
+#[derive(Default, Deserialize)]
+struct Wishes {
     mac: Option<String>,
+    ips: Option<Vec<String>>,
 }
 
 #[derive(Deserialize)]
@@ -70,22 +86,25 @@ impl Config {
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
         let written: Written = serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
         let version = written.cni_version.unwrap_or_default().parse()?;
-        if written.ipam.is_some_and(|ipam| !ipam.is_empty()) {
-            let msg = "the configuration has \"ipam\", which patchbay-bridge does not know yet: leave it out";
-            return Err(Error::new(Code::UnsupportedField, msg));
-        }
+        let ipam = written.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
+        let ipam = ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| unreadable(&error))?;
         let mtu = written.mtu.filter(|&mtu| mtu != 0);
         if let Some(mtu) = mtu.filter(|mtu| !(SMALLEST_MTU..=LARGEST_MTU).contains(mtu)) {
             let msg = format!("mtu {mtu} is not between {SMALLEST_MTU} and {LARGEST_MTU}");
             return Err(Error::new(Code::InvalidConfig, msg));
         }
-        let filled = |mac: Option<MaybeMac>| mac.and_then(|mac| mac.mac).filter(|mac| !mac.is_empty());
+        let asked = written.runtime_config.unwrap_or_default();
+        let argued = written.args.and_then(|args| args.cni).unwrap_or_default();
+        let filled = |mac: Option<String>| mac.filter(|mac| !mac.is_empty());
+        let some = |ips: Option<Vec<String>>| ips.filter(|ips| !ips.is_empty());
         Ok(Self {
             version,
             name: written.name.unwrap_or_default(),
             network: written.network.filter(|network| !network.is_empty()),
             mtu,
-            mac: filled(written.runtime_config).or_else(|| filled(written.args.and_then(|args| args.cni))),
+            mac: filled(asked.mac).or_else(|| filled(argued.mac)),
+            ips: some(asked.ips).or_else(|| some(argued.ips)).unwrap_or_default(),
+            ipam: ipam.map(|ipam| Ipam { network: ipam.network.filter(|name| !name.is_empty()), ..ipam }),
             prev_result: written.prev_result,
             valid_attachments: written.valid_attachments,
         })
@@ -112,6 +131,8 @@ fn unreadable(error: &serde_json::Error) -> Error {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Args {
     pub mac: Option<String>,
+    /// An address that is asked for.
+    pub ip: Option<String>,
     pub pod: Pod,
 }
 
@@ -135,6 +156,7 @@ impl Args {
             let value = value.to_owned();
             match key {
                 "IgnoreUnknown" => ignore = truth(&value)?,
+                "IP" => args.ip = Some(value).filter(|ip| !ip.is_empty()),
                 "MAC" => args.mac = Some(value).filter(|mac| !mac.is_empty()),
                 "K8S_POD_NAMESPACE" => args.pod.namespace = value,
                 "K8S_POD_NAME" => args.pod.name = value,

@@ -118,7 +118,7 @@ fn a_configuration_is_read_with_all_that_matters() {
     let config = Config::parse(
         br#"{"cniVersion":"1.1.0","name":"blue","type":"patchbay-bridge","network":"blue","mtu":1400,
             "capabilities":{"mac":true},"runtimeConfig":{"mac":"02:00:00:00:00:01","other":1},
-            "args":{"cni":{"mac":"02:00:00:00:00:02"}},"prevResult":{"interfaces":[]},
+            "args":{"cni":{"mac":"02:00:00:00:00:02","ips":["10.0.0.5"]}},"ipam":{"type":"patchbay-ipam","network":"red","x":1},"prevResult":{"interfaces":[]},
             "cni.dev/valid-attachments":[{"containerID":"c","ifname":"net1"}],"unknown":[1]}"#,
     );
     let wanted = Config {
@@ -127,6 +127,8 @@ fn a_configuration_is_read_with_all_that_matters() {
         network: Some("blue".to_owned()),
         mtu: Some(1400),
         mac: Some("02:00:00:00:00:01".to_owned()),
+        ips: vec!["10.0.0.5".to_owned()],
+        ipam: Some(Ipam { plugin: "patchbay-ipam".to_owned(), network: Some("red".to_owned()) }),
         prev_result: Some(json!({"interfaces": []})),
         valid_attachments: Some(vec![Attachment { container_id: "c".to_owned(), ifname: "net1".to_owned() }]),
     };
@@ -165,7 +167,9 @@ fn a_configuration_that_cannot_be_is_refused_with_the_right_number() {
         (r#"{"network":{}}"#, Code::InvalidConfig),
         (r#"{"cni.dev/valid-attachments":{}}"#, Code::InvalidConfig),
         (r#"{"cniVersion":"9.9.9"}"#, Code::IncompatibleVersion),
-        (r#"{"ipam":{"type":"host-local"}}"#, Code::UnsupportedField),
+        (r#"{"ipam":{"type":7}}"#, Code::InvalidConfig),
+        (r#"{"ipam":[]}"#, Code::InvalidConfig),
+        (r#"{"runtimeConfig":{"ips":"10.0.0.1"}}"#, Code::InvalidConfig),
     ] {
         assert_eq!(Config::parse(text.as_bytes()).unwrap_err().code, code, "{:?}", short(text));
     }

@@ -1,0 +1,197 @@
+//! Addresses for pods: what `patchbay-ipam` answers, and what `patchbay-bridge` asks in process.
+
+use std::{
+    collections::BTreeSet,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use ipnet::IpNet;
+use jiff::Timestamp;
+use plan::ipam::{Family, Lease, Place, Pod, Rules};
+use serde_json::Value;
+use tracing::info;
+use wire::{
+    cni::{Args, Attachment, Code, Config, Error, Ip, Route, Success, Verb},
+    socket::Request,
+};
+
+use super::{Networks, Shared, State, call, tombstone};
+
+/// How long a pod waits for an address before the runtime tries again.
+const PATIENCE: Duration = Duration::from_secs(8);
+
+/// What a pod was given.
+#[derive(Debug, Default)]
+pub struct Given {
+    pub ips: Vec<Ip>,
+    pub routes: Vec<Route>,
+}
+
+impl Shared {
+    /// The address plugin.
+    pub(super) fn serve_addresses(
+        &self,
+        verb: Verb,
+        request: &Request,
+        config: &Config,
+    ) -> Result<Vec<u8>, Error> {
+        match verb {
+            Verb::Add => {
+                let args = Args::parse(&request.args)?;
+                let asked = requested(config, &args)?;
+                let network = network(config)?;
+                let host = call::whose(request)?.host;
+                let _lock = self.lock(&host);
+                tombstone::forget(&self.tombstones, request).map_err(|error| {
+                    Error::new(Code::Io, "remove the tombstone of earlier addresses").details(error.to_string())
+                })?;
+                let given = self.lease(&self.view(), network, request, config, &args, &asked)?;
+                let made = Success { ips: given.ips, routes: given.routes, ..Success::default() };
+                Ok(made.render(config.version))
+            }
+            Verb::Check => self.check_lease(request, config).map(|_| Vec::new()),
+            Verb::Gc => {
+                let valid = config.valid_attachments.as_ref().ok_or_else(|| {
+                    let msg = "GC needs cni.dev/valid-attachments, or it would free everything";
+                    Error::new(Code::InvalidConfig, msg)
+                })?;
+                self.collect_addresses(config, valid).map(|()| Vec::new())
+            }
+            Verb::Status => {
+                call::read(&self.view(), Code::NotAvailable)?;
+                self.ipam.status().map(|()| Vec::new())
+            }
+            Verb::Del | Verb::Version => Ok(Vec::new()),
+        }
+    }
+
+    /// Gives an interface its addresses.
+    pub(super) fn lease(
+        &self,
+        view: &Networks,
+        network: &str,
+        request: &Request,
+        config: &Config,
+        args: &Args,
+        asked: &[IpAddr],
+    ) -> Result<Given, Error> {
+        let (uid, rules) = rules(view, network)?;
+        let pod = &args.pod;
+        let lease = Lease {
+            place: place(request),
+            pod: Pod { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() },
+            network: uid.to_owned(),
+            config: config.name.clone(),
+            boot: self.ipam.boot().to_owned(),
+            since: Timestamp::now().as_second(),
+            addresses: Vec::new(),
+        };
+        let lease = self.ipam.add(rules, lease, asked, Instant::now() + PATIENCE)?;
+        info!(
+            network,
+            container_id = request.container_id,
+            ifname = request.ifname,
+            pod = format!("{}/{}", pod.namespace, pod.name),
+            addresses = ?lease.addresses,
+            "a pod has its addresses"
+        );
+        Ok(given(rules, &lease))
+    }
+
+    /// Whether the interface has what ADD said; says what that is.
+    pub(super) fn check_lease(&self, request: &Request, config: &Config) -> Result<Vec<IpNet>, Error> {
+        let differs = |msg: String| Err(Error::new(Code::Differs, msg));
+        let Some(lease) = self.ipam.lease(&place(request)) else {
+            return differs("the interface has no address of patchbay-ipam any more".to_owned());
+        };
+        let said = answered(config);
+        if let Some(missing) = lease.addresses.iter().find(|one| !said.iter().any(|net| net.addr() == **one)) {
+            return differs(format!("the interface has address {missing}, which its result does not tell of"));
+        }
+        Ok(said.into_iter().filter(|net| lease.addresses.contains(&net.addr())).collect())
+    }
+
+    /// Frees what was given for this configuration and the runtime does not know any more.
+    pub(super) fn collect_addresses(&self, config: &Config, valid: &[Attachment]) -> Result<(), Error> {
+        let valid: BTreeSet<Place> = valid
+            .iter()
+            .map(|one| Place { container: one.container_id.clone(), interface: one.ifname.clone() })
+            .collect();
+        self.ipam.collect(&config.name, &valid).map(drop)
+    }
+}
+
+pub fn place(request: &Request) -> Place {
+    Place { container: request.container_id.clone(), interface: request.ifname.clone() }
+}
+
+/// The addresses that somebody asks for.
+pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpAddr>, Error> {
+    let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
+    let read = |text: &String| {
+        let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address);
+        address.parse::<IpAddr>().map_err(|_| {
+            let text: String = text.chars().take(64).collect();
+            Error::new(Code::InvalidConfig, format!("{text:?} is asked for, which is no address"))
+        })
+    };
+    texts.iter().map(read).collect()
+}
+
+/// The network whose addresses are asked for.
+fn network(config: &Config) -> Result<&str, Error> {
+    let named = config.ipam.as_ref().and_then(|ipam| ipam.network.as_deref());
+    named.ok_or_else(|| {
+        let msg = "the configuration names no network: write \"ipam\": {\"type\": \"patchbay-ipam\", \"network\": \
+            \"<name of a BridgeNetwork>\"}";
+        Error::new(Code::InvalidConfig, msg)
+    })
+}
+
+/// What a network says about addresses, with its UID. Its bridge need not be on this node.
+fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Error> {
+    let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
+    let Some(network) = view.by_name.get(name) else {
+        call::read(view, Code::TryAgainLater)?;
+        return later(format!(
+            "there is no BridgeNetwork {name:?}: create it, or correct the configuration"
+        ));
+    };
+    if network.state == State::Removing {
+        return later(format!(
+            "network {name:?} is being removed: take it out of the pod, or create it again"
+        ));
+    }
+    match &network.ipam {
+        None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
+        Some(rules) if rules.spaces.is_empty() => {
+            later(format!("network {name:?} has no address blocks yet: the patchbay controller decides their length"))
+        }
+        Some(rules) => Ok((&network.uid, rules)),
+    }
+}
+
+/// A lease in the words of a result.
+fn given(rules: &Rules, lease: &Lease) -> Given {
+    let space = |address: IpAddr| rules.space(Family::of(address));
+    let ip = |address: &IpAddr| {
+        let space = space(*address);
+        let net = space.map_or_else(|| (*address).into(), |space| space.with_length(*address));
+        Ip { address: net, gateway: space.and_then(plan::ipam::Space::gateway), interface: None }
+    };
+    let has = |family| lease.addresses.iter().any(|address| Family::of(*address) == family);
+    let routes = rules.routes.iter().filter(|route| has(Family::of(route.dst.addr()))).map(|route| {
+        let gateway = space(route.dst.addr()).and_then(plan::ipam::Space::gateway);
+        Route { dst: route.dst, gw: route.gw.or(gateway) }
+    });
+    Given { ips: lease.addresses.iter().map(ip).collect(), routes: routes.collect() }
+}
+
+/// The addresses that ADD had answered, in any version.
+fn answered(config: &Config) -> Vec<IpNet> {
+    let Some(result) = &config.prev_result else { return Vec::new() };
+    let ips = result["ips"].as_array().into_iter().flatten().map(|ip| &ip["address"]);
+    let old = ["ip4", "ip6"].into_iter().map(|family| &result[family]["ip"]);
+    ips.chain(old).filter_map(Value::as_str).filter_map(|text| text.parse().ok()).collect()
+}

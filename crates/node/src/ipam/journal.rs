@@ -1,0 +1,294 @@
+//! The ledger on disk: a file of records, each a line with a digest before it.
+//!
+//! What was appended survives a power cut once [`Journal::append`] has returned. A last line that was cut off was never
+//! answered, and is dropped; a line that was damaged later makes everything doubtful that is held.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use api::digest::digest;
+use nix::fcntl::{Flock, FlockArg};
+use plan::ipam::{Ledger, Record, Stage};
+use tracing::warn;
+
+/// The directory in the daemon's directory of state.
+const DIRECTORY: &str = "ipam";
+const NAME: &str = "journal";
+const LOCK: &str = "lock";
+/// How long the daemon before this one may take to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(20);
+/// A journal is written anew when it has this many lines more than it needs.
+const SPARE_LINES: usize = 4096;
+/// The digits of a digest.
+const DIGITS: usize = 16;
+
+/// Why something is not on disk.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{what} {}", path.display())]
+    Disk { what: &'static str, path: PathBuf, source: io::Error },
+    #[error("another daemon has the journal {} open", .0.display())]
+    Busy(PathBuf),
+}
+
+/// The file.
+pub struct Journal {
+    dir: PathBuf,
+    file: File,
+    lines: usize,
+    length: u64,
+    /// Something could not be written: what is behind [`Self::length`] is nothing.
+    broken: bool,
+    /// Held as long as the journal is open.
+    _lock: Flock<File>,
+}
+
+impl Journal {
+    /// Opens the journal, and reads what earlier runs wrote.
+    pub fn open(state_dir: &Path) -> Result<(Self, Ledger), Error> {
+        let dir = state_dir.join(DIRECTORY);
+        fs::create_dir_all(&dir).map_err(failed("make the directory", &dir))?;
+        let lock = lock(&dir.join(LOCK))?;
+        let path = dir.join(NAME);
+        let read = match fs::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            other => other.map_err(failed("read", &path))?,
+        };
+        let mut ledger = Ledger::default();
+        if replay(&read, &mut ledger) == Damage::Inside {
+            warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
+            doubt(&mut ledger);
+        }
+        // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
+        let (file, length, lines) = write(&dir, &ledger)?;
+        Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
+    }
+
+    /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.
+    pub fn append(&mut self, records: &[Record], before: &Ledger) -> Result<(), Error> {
+        let path = self.dir.join(NAME);
+        if self.broken || self.lines > SPARE_LINES + 2 * before.size() {
+            (self.file, self.length, self.lines) = write(&self.dir, before)?;
+            self.broken = false;
+        }
+        let text: Vec<u8> = records.iter().flat_map(line).collect();
+        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
+        if let Err(source) = written {
+            // The next one begins a new file: after a failed sync nobody knows what this one holds.
+            self.broken = true;
+            let _ = self.file.set_len(self.length);
+            return Err(failed("write to", &path)(source));
+        }
+        self.length += text.len() as u64;
+        self.lines += records.len();
+        Ok(())
+    }
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::Disk { what, path, source }
+}
+
+fn lock(path: &Path) -> Result<Flock<File>, Error> {
+    let open = || File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
+    let mut file = open().map_err(failed("open", path))?;
+    let begun = Instant::now();
+    loop {
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((back, _)) if begun.elapsed() < PATIENCE => file = back,
+            Err(_) => return Err(Error::Busy(path.to_owned())),
+        }
+        std::thread::park_timeout(PAUSE);
+    }
+}
+
+/// Writes the whole ledger into a file that takes the place of the old one.
+fn write(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
+    let (path, temporary) = (dir.join(NAME), dir.join("journal.new"));
+    let (mut text, mut lines) = (Vec::new(), 0);
+    for record in ledger.records() {
+        text.extend(line(&record));
+        lines += 1;
+    }
+    let write = || {
+        let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        File::open(dir)?.sync_all()?;
+        Ok(file)
+    };
+    let file = write().map_err(failed("write", &path))?;
+    Ok((file, text.len() as u64, lines))
+}
+
+fn line(record: &Record) -> Vec<u8> {
+    // It has no map with keys that are no text, so it is always written.
+    let text = serde_json::to_string(record).unwrap_or_default();
+    format!("{:016x} {text}\n", digest([text.as_str()])).into_bytes()
+}
+
+/// What is wrong with a journal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Damage {
+    None,
+    /// A line before the last good one.
+    Inside,
+}
+
+fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
+    let (mut damage, mut bad) = (Damage::None, false);
+    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+        match parse(line) {
+            Some(record) => {
+                if bad {
+                    damage = Damage::Inside;
+                }
+                ledger.apply(&record);
+            }
+            None => bad = true,
+        }
+    }
+    // A whole line that says nothing is no line that was cut off.
+    if bad && bytes.last() == Some(&b'\n') { Damage::Inside } else { damage }
+}
+
+fn parse(line: &[u8]) -> Option<Record> {
+    let text = str::from_utf8(line).ok()?.strip_suffix('\n')?;
+    let (said, rest) = text.split_at_checked(DIGITS)?;
+    let rest = rest.strip_prefix(' ')?;
+    if u64::from_str_radix(said, 16).ok()? != digest([rest]) {
+        return None;
+    }
+    serde_json::from_str(rest).ok()
+}
+
+/// A record that is lost may have been a lease of any block.
+fn doubt(ledger: &mut Ledger) {
+    let held = ledger.holdings().iter().filter(|(_, one)| one.stage != Stage::Closing);
+    let records: Vec<Record> = held
+        .map(|(block, one)| Record::Doubted {
+            block: block.clone(),
+            network: one.network.clone(),
+            object: one.object.clone().unwrap_or_default(),
+        })
+        .collect();
+    records.iter().for_each(|record| ledger.apply(record));
+}
+
+#[cfg(test)]
+mod tests {
+    use plan::ipam::{Block, Lease, Place, Pod};
+
+    use super::*;
+
+    fn took(range: &str) -> [Record; 2] {
+        let block = Block { network: "net".to_owned(), range: range.parse().unwrap() };
+        [
+            Record::Asked { block: block.clone(), network: "blue".to_owned() },
+            Record::Took { block, object: "uid".to_owned() },
+        ]
+    }
+
+    fn leased(container: &str, address: &str) -> Record {
+        Record::Leased(Lease {
+            place: Place { container: container.to_owned(), interface: "net1".to_owned() },
+            pod: Pod::default(),
+            network: "net".to_owned(),
+            config: "blue".to_owned(),
+            boot: "boot".to_owned(),
+            since: 7,
+            addresses: vec![address.parse().unwrap()],
+        })
+    }
+
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let path = std::env::temp_dir().join(format!("patchbay-journal-{}-{name}", std::process::id()));
+            fs::create_dir_all(&path).unwrap();
+            Self(path)
+        }
+
+        fn file(&self) -> PathBuf {
+            self.0.join("ipam/journal")
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn filled(dir: &Dir) -> Ledger {
+        let (mut journal, mut ledger) = Journal::open(&dir.0).unwrap();
+        for records in [took("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]] {
+            journal.append(&records, &ledger).unwrap();
+            records.iter().for_each(|record| ledger.apply(record));
+        }
+        ledger
+    }
+
+    #[test]
+    fn a_ledger_survives_and_a_journal_has_one_daemon() {
+        let dir = Dir::new("survives");
+        let ledger = filled(&dir);
+        let (journal, again) = Journal::open(&dir.0).unwrap();
+        assert_eq!(again, ledger);
+        let path = dir.0.clone();
+        let other = std::thread::spawn(move || Journal::open(&path).map(|(_, ledger)| ledger));
+        std::thread::park_timeout(Duration::from_millis(100));
+        assert!(!other.is_finished());
+        drop(journal);
+        assert_eq!(other.join().unwrap().unwrap(), ledger);
+    }
+
+    #[test]
+    fn a_line_that_was_cut_off_anywhere_never_was() {
+        let dir = Dir::new("cut");
+        let ledger = filled(&dir);
+        let whole = fs::read(dir.file()).unwrap();
+        let last = line(&leased("c", "10.0.0.3"));
+        for length in 0..last.len() {
+            fs::write(dir.file(), [&whole[..], &last[..length]].concat()).unwrap();
+            assert_eq!(Journal::open(&dir.0).unwrap().1, ledger, "{length}");
+        }
+        fs::write(dir.file(), [&whole[..], &last[..]].concat()).unwrap();
+        assert_eq!(Journal::open(&dir.0).unwrap().1.leases().len(), 3);
+    }
+
+    #[test]
+    fn damage_inside_makes_blocks_doubtful_and_keeps_what_can_be_read() {
+        let dir = Dir::new("damage");
+        filled(&dir);
+        let mut whole = fs::read(dir.file()).unwrap();
+        let second = whole.iter().position(|byte| *byte == b'\n').unwrap() + 30;
+        whole[second] ^= 1;
+        fs::write(dir.file(), whole).unwrap();
+        let (_, ledger) = Journal::open(&dir.0).unwrap();
+        assert_eq!(ledger.leases().len(), 1);
+        assert!(ledger.holdings().values().all(|one| one.stage == Stage::Doubtful), "{ledger:?}");
+        assert_eq!(ledger.holdings().len(), 1);
+    }
+
+    #[test]
+    fn a_journal_does_not_grow_for_ever() {
+        let dir = Dir::new("grow");
+        let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
+        for _ in 0..3 * SPARE_LINES / 100 {
+            journal.append(&vec![Record::Freed(Place { container: "x".into(), interface: "y".into() }); 100], &ledger).unwrap();
+        }
+        assert!(fs::metadata(dir.file()).unwrap().len() < 80 * (SPARE_LINES as u64 + 200));
+        assert_eq!(Journal::open(&dir.0).unwrap().1, ledger);
+    }
+}

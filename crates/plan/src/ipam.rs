@@ -1,0 +1,14 @@
+//! Addresses: which there are, who has them, and what a node does to have enough of them.
+//!
+//! The subnets of a network are a grid of equal blocks ([`Space`]). A node holds blocks and hands out their addresses; what
+//! it holds and who has what is its [`Ledger`]. What it does next about its blocks is [`keep`]'s to say.
+
+mod keep;
+mod ledger;
+mod space;
+#[cfg(test)]
+mod tests;
+
+pub use keep::{Object, Rules, Step, View, Wants, candidate, keep, network_status, spare};
+pub use ledger::{Ask, Block, Holding, Lack, Lease, Ledger, Place, Pod, Record, Refusal, Stage};
+pub use space::{Family, Space};

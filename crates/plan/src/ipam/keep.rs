@@ -1,0 +1,405 @@
+//! What a node does next about its blocks.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use api::{
+    IPBlockSpec, IPBlockStatus,
+    ipam::{FamilyStatus, Ipam},
+    ipblock::{self, Holder, Lent, MAX_DRAINING, MAX_LISTED, MAX_SPARE},
+};
+use super::{Block, Family, Holding, Ledger, Record, Space, Stage};
+use crate::bridge::Uid;
+
+/// An IPBlock, as last seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Object {
+    pub uid: Uid,
+    pub spec: IPBlockSpec,
+    pub status: IPBlockStatus,
+}
+
+/// What a network says about addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rules {
+    pub name: String,
+    pub spaces: Vec<Space>,
+    pub routes: Vec<api::ipam::Route>,
+    /// Whether pods can join: not once it is being taken away.
+    pub live: bool,
+}
+
+impl Rules {
+    /// The rules of a network with these lengths of blocks. A family whose length is not known yet is left out.
+    pub fn new(name: &str, ipam: &Ipam, lengths: impl Fn(Family) -> Option<u8>, live: bool) -> Self {
+        let spaces = Family::ALL.iter().filter_map(|family| Space::new(ipam, *family, lengths(*family)?));
+        Self { name: name.to_owned(), spaces: spaces.collect(), routes: ipam.routes.clone(), live }
+    }
+
+    pub fn space(&self, family: Family) -> Option<&Space> {
+        self.spaces.iter().find(|space| space.family() == family)
+    }
+}
+
+/// What pods of this node wait for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Wants {
+    /// Any address of a network, by its UID: how many pods wait.
+    pub any: BTreeMap<(Uid, Family), usize>,
+    /// Just this address.
+    pub addresses: BTreeSet<(Uid, IpAddr)>,
+}
+
+/// All that is known when something has to be decided.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    pub me: &'a Holder,
+    /// By their UID; one that is missing is gone.
+    pub networks: &'a BTreeMap<Uid, Arc<Rules>>,
+    /// The IPBlocks that this node holds, and those that ask it for an address, by their name.
+    pub objects: &'a BTreeMap<String, Object>,
+    /// The block around each single address that this node asks for; none if nobody holds it. What is missing has not been
+    /// looked at yet.
+    pub lenders: &'a BTreeMap<Block, Option<Object>>,
+    pub wants: &'a Wants,
+    /// The networks and families of which no block is left.
+    pub full: &'a BTreeSet<(Uid, Family)>,
+    /// The blocks that have been empty for so long that they can be given back.
+    pub idle: &'a BTreeSet<Block>,
+    /// The blocks whose counts were told a moment ago.
+    pub told: &'a BTreeSet<Block>,
+}
+
+/// Something to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// Keep this for good.
+    Note(Record),
+    /// Ask what became of the object of a block that is not seen any more.
+    Find(Block),
+    /// Delete the object of a block, if it is this one.
+    Delete { block: Block, object: Uid },
+    /// Tell how a block is used.
+    Tell { block: Block, object: Uid, status: IPBlockStatus },
+    /// Take a block, or borrow so many addresses if none is left.
+    Take { network: Uid, family: Family, missing: usize },
+    /// Take the block of an address, or borrow it.
+    TakeAddress { network: Uid, address: IpAddr },
+}
+
+/// Decides what to do next. Records come first: what follows from them is decided once they are kept.
+pub fn keep(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for (block, holding) in ledger.holdings() {
+        steps.extend(hold(ledger, view, block, holding));
+    }
+    steps.extend(doubt(ledger, view));
+    steps.extend(lend(ledger, view));
+    if !steps.is_empty() {
+        return steps;
+    }
+    for (network, rules) in view.networks {
+        steps.extend(close(ledger, view, network, rules));
+        steps.extend(take(ledger, view, network, rules));
+    }
+    for (block, holding) in ledger.holdings() {
+        steps.extend(tell(ledger, view, block, holding));
+    }
+    steps
+}
+
+/// The object of a block, if it is this node's.
+fn object<'a>(view: View<'a>, block: &Block, holding: &Holding) -> Option<&'a Object> {
+    let object = view.objects.get(&ipblock::name(&holding.network, block.range))?;
+    let ours = object.spec.network_uid == block.network && object.spec.holder.uid == view.me.uid;
+    ours.then_some(object)
+}
+
+fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Option<Step> {
+    let found = object(view, block, holding);
+    let took = |object: &Object| Step::Note(Record::Took { block: block.clone(), object: object.uid.clone() });
+    match (holding.stage, found) {
+        (Stage::Asked, Some(object)) => match answer(view, block, object) {
+            Answer::Yes => Some(took(object)),
+            Answer::No => Some(Step::Note(Record::Closing { block: block.clone() })),
+            Answer::None => None,
+        },
+        (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => Some(took(object)),
+        (Stage::Lost, Some(object)) if object.spec.lender.is_none() => Some(took(object)),
+        (Stage::Closing, Some(object)) => {
+            Some(Step::Delete { block: block.clone(), object: object.uid.clone() })
+        }
+        (Stage::Closing, None) => Some(Step::Note(Record::Dropped { block: block.clone() })),
+        (Stage::Lost, _) if ledger.is_empty(block) => {
+            Some(Step::Note(Record::Dropped { block: block.clone() }))
+        }
+        (Stage::Asked | Stage::Open | Stage::Doubtful, None) => Some(Step::Find(block.clone())),
+        (Stage::Open | Stage::Doubtful, Some(_))
+            if !view.networks.contains_key(&block.network) && ledger.is_empty(block) =>
+        {
+            Some(Step::Note(Record::Closing { block: block.clone() }))
+        }
+        (Stage::Open | Stage::Lost | Stage::Doubtful, _) => None,
+    }
+}
+
+/// What somebody said who was asked for an address.
+enum Answer {
+    Yes,
+    No,
+    None,
+}
+
+/// Whether a block that was asked for may be used. A whole one may, as soon as it is there.
+fn answer(view: View<'_>, block: &Block, object: &Object) -> Answer {
+    let Some(lender) = &object.spec.lender else { return Answer::Yes };
+    let around = match view.lenders.get(block) {
+        None => return Answer::None,
+        // Whoever asks next finds out who holds it now.
+        Some(None) => return Answer::No,
+        Some(Some(around)) => around,
+    };
+    if around.spec.network_uid != block.network || around.spec.holder.uid != lender.uid {
+        return Answer::No;
+    }
+    let address = block.range.addr();
+    if around.status.lent.iter().any(|lent| lent.address == address && lent.block == object.uid) {
+        return Answer::Yes;
+    }
+    if around.status.refused.contains(&object.uid) { Answer::No } else { Answer::None }
+}
+
+/// Objects of this node that it knows nothing about: its journal was lost.
+fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
+    let ours = view.objects.values().filter(|object| object.spec.holder.uid == view.me.uid);
+    let blocks = ours.map(|object| {
+        let block = Block { network: object.spec.network_uid.clone(), range: object.spec.cidr };
+        (block, object)
+    });
+    let unknown = blocks.filter(|(block, _)| !ledger.holdings().contains_key(block));
+    let doubted = |(block, object): (Block, &Object)| {
+        let (network, object) = (object.spec.network.clone(), object.uid.clone());
+        Step::Note(Record::Doubted { block, network, object })
+    };
+    unknown.map(doubted).collect()
+}
+
+/// Those that ask this node for an address.
+fn requests<'a>(view: View<'a>) -> impl Iterator<Item = &'a Object> {
+    view.objects.values().filter(|object| {
+        let asks = object.spec.lender.as_ref().is_some_and(|lender| lender.uid == view.me.uid);
+        asks && object.spec.cidr.prefix_len() == object.spec.cidr.max_prefix_len()
+    })
+}
+
+/// The block of this node that the address of a request is in.
+fn asked<'a>(ledger: &'a Ledger, request: &Object) -> Option<(&'a Block, &'a Holding)> {
+    let found = ledger.holding_of(&request.spec.network_uid, request.spec.cidr.addr());
+    found.filter(|(block, _)| !block.is_single())
+}
+
+fn lend(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
+    let present: BTreeSet<&Uid> = view.objects.values().map(|object| &object.uid).collect();
+    let mut steps = Vec::new();
+    for (block, holding) in ledger.holdings() {
+        let back = holding.lent.iter().filter(|(_, object)| !present.contains(object));
+        steps.extend(back.map(|(address, _)| {
+            Step::Note(Record::Returned { block: block.clone(), address: *address })
+        }));
+    }
+    if !steps.is_empty() {
+        return steps;
+    }
+    let mut promised = BTreeSet::new();
+    for request in requests(view) {
+        let address = request.spec.cidr.addr();
+        let Some((block, holding)) = asked(ledger, request) else { continue };
+        if may_lend(ledger, block, holding, address) && promised.insert((block, address)) {
+            let (block, object) = (block.clone(), request.uid.clone());
+            steps.push(Step::Note(Record::Lent { block, address, object }));
+        }
+    }
+    steps
+}
+
+fn may_lend(ledger: &Ledger, block: &Block, holding: &Holding, address: IpAddr) -> bool {
+    let used = ledger.used(block).any(|(one, _)| one == address);
+    holding.stage == Stage::Open
+        && !used
+        && !holding.lent.contains_key(&address)
+        && holding.lent.len() < MAX_LISTED
+}
+
+/// How many addresses a node has at hand before it takes another block.
+fn reserve(ledger: &Ledger, network: &str, space: &Space) -> usize {
+    let mut used = ledger.of_network(network).filter(|(block, _)| is_of(block, space));
+    if !used.any(|(block, _)| ledger.used(block).next().is_some()) {
+        return 0;
+    }
+    (space.block_size() / 4).max(1)
+}
+
+fn is_of(block: &Block, space: &Space) -> bool {
+    Family::of(block.range.addr()) == space.family()
+}
+
+/// Gives back a block that nobody needs, one at a time.
+fn close(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules) -> Option<Step> {
+    let idle = |block: &&Block| view.idle.contains(*block) && ledger.is_empty(block);
+    let closable = |holding: &Holding| matches!(holding.stage, Stage::Open | Stage::Doubtful);
+    let mut blocks = ledger.of_network(network).filter(|(_, one)| closable(one)).map(|(block, _)| block);
+    let block = blocks.find(|block| idle(block) && spared(ledger, view, network, rules, block))?;
+    Some(Step::Note(Record::Closing { block: block.clone() }))
+}
+
+/// Whether what is left without a block is enough.
+fn spared(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules, block: &Block) -> bool {
+    let family = Family::of(block.range.addr());
+    let Some(space) = rules.space(family).filter(|_| rules.live) else { return true };
+    if view.wants.any.contains_key(&(network.to_owned(), family)) {
+        return false;
+    }
+    let others = ledger.of_network(network).filter(|(other, _)| *other != block && is_of(other, space));
+    let free: usize = others.map(|(other, _)| ledger.free(other, space)).sum();
+    free >= reserve(ledger, network, space)
+}
+
+fn take(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for space in rules.spaces.iter().filter(|_| rules.live) {
+        let key = (network.to_owned(), space.family());
+        let waiting = view.wants.any.get(&key).copied().unwrap_or(0);
+        let all = || ledger.of_network(network).filter(|(block, _)| is_of(block, space));
+        let free: usize = all().map(|(block, _)| ledger.free(block, space)).sum();
+        let asked = all().filter(|(_, one)| one.stage == Stage::Asked);
+        let coming: usize = asked.map(|(block, _)| if block.is_single() { 1 } else { space.block_size() }).sum();
+        let full = view.full.contains(&key);
+        // Nothing is borrowed for later.
+        let wanted = waiting + if full { 0 } else { reserve(ledger, network, space) };
+        let missing = wanted.saturating_sub(free.saturating_add(coming));
+        if missing > 0 {
+            steps.push(Step::Take { network: network.to_owned(), family: space.family(), missing });
+        }
+    }
+    let addresses = view.wants.addresses.iter().filter(|(uid, _)| uid == network);
+    for (_, address) in addresses.filter(|_| rules.live) {
+        let asked = |(_, one): &(&Block, &Holding)| one.stage == Stage::Asked;
+        if !ledger.holding_of(network, *address).is_some_and(|found| asked(&found)) {
+            steps.push(Step::TakeAddress { network: network.to_owned(), address: *address });
+        }
+    }
+    steps
+}
+
+/// What to say about a block. Who waits for an answer gets it at once; counts are told now and then.
+fn tell(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Option<Step> {
+    let object = object(view, block, holding)?;
+    if !matches!(holding.stage, Stage::Open | Stage::Doubtful) {
+        return None;
+    }
+    let status = status(ledger, view, block, holding);
+    let now = &object.status;
+    let urgent = (&status.lent, &status.refused) != (&now.lent, &now.refused);
+    let due = status != *now && !view.told.contains(block);
+    let object = object.uid.clone();
+    (urgent || due).then(|| Step::Tell { block: block.clone(), object, status })
+}
+
+fn status(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> IPBlockStatus {
+    let rules = view.networks.get(&block.network);
+    let space = rules.and_then(|rules| rules.space(Family::of(block.range.addr())));
+    let lent = holding.lent.iter().map(|(address, object)| Lent { address: *address, block: object.clone() });
+    let asking = requests(view).filter(|request| asked(ledger, request).is_some_and(|(one, _)| one == block));
+    let refused = asking.filter(|request| holding.lent.get(&request.spec.cidr.addr()) != Some(&request.uid));
+    let used: Vec<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
+    let lost = ledger.used(block).filter(|(address, _)| !space.is_some_and(|space| space.contains(*address)));
+    let draining = lost.filter_map(|(address, place)| {
+        let pod = &ledger.leases().get(place)?.pod;
+        Some(format!("{}/{} {address}", pod.namespace, pod.name))
+    });
+    IPBlockStatus {
+        used: i32::try_from(used.len()).unwrap_or(i32::MAX),
+        free: space.map_or(0, |space| i32::try_from(ledger.free(block, space)).unwrap_or(i32::MAX)),
+        spare: space.map_or_else(Vec::new, |space| spans(ledger, block, holding, space)),
+        lent: lent.collect(),
+        refused: refused.map(|request| request.uid.clone()).take(MAX_LISTED).collect(),
+        draining: draining.take(MAX_DRAINING).collect(),
+    }
+}
+
+/// The first ranges of free addresses, as text.
+fn spans(ledger: &Ledger, block: &Block, holding: &Holding, space: &Space) -> Vec<String> {
+    if holding.stage != Stage::Open || block.is_single() {
+        return Vec::new();
+    }
+    let used: BTreeSet<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
+    let taken = |address: IpAddr| used.contains(&address) || holding.lent.contains_key(&address);
+    let text = |(first, last): (IpAddr, IpAddr)| format!("{first}-{last}");
+    space.free_spans(block.range, taken).take(MAX_SPARE).map(text).collect()
+}
+
+/// The free addresses that the status of a block tells of. One without a status may have any.
+pub fn spare(object: &Object, space: &Space) -> Vec<IpAddr> {
+    let told = &object.status;
+    if told.spare.is_empty() && told.used == 0 && told.free == 0 && told.lent.is_empty() {
+        return space.free_spans(object.spec.cidr, |_| false).flat_map(each).collect();
+    }
+    let spans = told.spare.iter().filter_map(|text| {
+        let (first, last) = text.split_once('-')?;
+        Some((first.parse().ok()?, last.parse().ok()?))
+    });
+    let inside = |address: &IpAddr| object.spec.cidr.contains(address) && space.contains(*address);
+    spans.flat_map(each).filter(inside).collect()
+}
+
+/// The addresses from one to another, never more than a block has.
+fn each((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
+    let (mut all, mut address) = (Vec::new(), first);
+    while address <= last && all.len() < MAX_LISTED {
+        all.push(address);
+        address = super::ledger::following(address);
+    }
+    all
+}
+
+/// An address to borrow, and whom to ask: some free one of those that blocks of others tell of, another one for each seed.
+pub fn candidate(
+    objects: &[Object],
+    space: &Space,
+    me: &Holder,
+    refused: &BTreeSet<IpAddr>,
+    seed: u64,
+) -> Option<(IpAddr, Object)> {
+    let whole = |object: &&Object| object.spec.cidr.prefix_len() < object.spec.cidr.max_prefix_len();
+    let singles: BTreeSet<IpAddr> =
+        objects.iter().filter(|object| !whole(object)).map(|object| object.spec.cidr.addr()).collect();
+    let others = objects.iter().filter(whole).filter(|object| object.spec.holder.uid != me.uid);
+    let mut all: Vec<(IpAddr, &Object)> = Vec::new();
+    for object in others.filter(|object| Family::of(object.spec.cidr.addr()) == space.family()) {
+        let free = spare(object, space);
+        let open = free.into_iter().filter(|address| !singles.contains(address) && !refused.contains(address));
+        all.extend(open.map(|address| (address, object)));
+    }
+    let place = usize::try_from(seed % u64::try_from(all.len()).ok().filter(|count| *count > 0)?).ok()?;
+    all.get(place).map(|(address, object)| (*address, (*object).clone()))
+}
+
+/// How many addresses of a family a network has, out of the blocks that there are.
+pub fn network_status<'a>(
+    space: &Space,
+    length: u8,
+    blocks: impl IntoIterator<Item = (&'a IPBlockSpec, &'a IPBlockStatus)>,
+) -> FamilyStatus {
+    let (mut used, mut count) = (0_i64, 0_i32);
+    for (spec, status) in blocks {
+        if Family::of(spec.cidr.addr()) == space.family() {
+            used = used.saturating_add(status.used.into());
+            count = count.saturating_add(1);
+        }
+    }
+    let addresses = i64::try_from(space.addresses()).unwrap_or(i64::MAX);
+    FamilyStatus { block_length: length, addresses, used, free: addresses.saturating_sub(used).max(0), blocks: count }
+}

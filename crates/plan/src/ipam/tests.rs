@@ -1,0 +1,507 @@
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use api::{
+    IPBlockSpec, IPBlockStatus,
+    ipam::{BlockLength, Ipam},
+    ipblock::{self, Holder, Lent},
+};
+use ipnet::IpNet;
+use proptest::prelude::*;
+
+use super::*;
+
+fn net(text: &str) -> IpNet {
+    text.parse().unwrap()
+}
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> Ipam {
+    Ipam {
+        subnets: subnets.iter().map(|text| net(text)).collect(),
+        exclude: exclude.iter().map(|text| net(text)).collect(),
+        gateways: gateways.iter().map(|text| ip(text)).collect(),
+        ..Ipam::default()
+    }
+}
+
+fn space(ipam: &Ipam) -> Space {
+    let family = Family::of(ipam.subnets[0].addr());
+    Space::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
+}
+
+/// Every address that can be handed out, in order.
+fn all(space: &Space) -> Vec<IpAddr> {
+    let mut found = BTreeSet::new();
+    for place in 0..space.blocks() {
+        let block = space.block(place).unwrap();
+        while let Some(one) = space.free_in(block, None, |one| found.contains(&one)) {
+            found.insert(one);
+        }
+    }
+    found.into_iter().collect()
+}
+
+#[test]
+fn the_length_of_blocks_follows_from_the_largest_subnet_unless_it_is_said() {
+    for (subnets, four, six) in [
+        (&["10.0.0.0/8"][..], Some(26), None),
+        (&["10.0.0.0/24"], Some(28), None),
+        (&["10.0.0.0/28"], Some(30), None),
+        (&["10.0.0.0/30"], Some(30), None),
+        (&["10.0.0.0/31"], Some(31), None),
+        (&["10.0.0.0/32"], Some(32), None),
+        (&["10.0.0.0/30", "10.1.0.0/24"], Some(28), None),
+        (&["fd00::/64"], None, Some(120)),
+        (&["fd00::/112"], None, Some(120)),
+        (&["fd00::/120"], None, Some(126)),
+        (&["fd00::/127", "10.0.0.0/16"], Some(26), Some(127)),
+        (&["fd00::/128"], None, Some(128)),
+    ] {
+        let ipam = ipam(subnets, &[], &[]);
+        assert_eq!(Family::V4.block_length(&ipam), four, "{subnets:?}");
+        assert_eq!(Family::V6.block_length(&ipam), six, "{subnets:?}");
+    }
+    let said = Ipam {
+        block_length: Some(BlockLength { ipv4: Some(29), ipv6: Some(118) }),
+        ..ipam(&["10.0.0.0/24", "fd00::/120"], &[], &[])
+    };
+    assert_eq!(Family::V4.block_length(&said), Some(29));
+    assert_eq!(Family::V6.block_length(&said), Some(120), "a block is no larger than the subnet");
+}
+
+#[test]
+fn first_and_last_addresses_gateways_and_excluded_ones_are_given_to_nobody() {
+    for (subnets, exclude, gateways, wanted) in [
+        (&["10.0.0.0/30"][..], &[][..], &[][..], &["10.0.0.1", "10.0.0.2"][..]),
+        (&["10.0.0.0/31"], &[], &[], &["10.0.0.0", "10.0.0.1"]),
+        (&["10.0.0.7/32"], &[], &[], &["10.0.0.7"]),
+        (&["10.0.0.0/29"], &["10.0.0.2/31"], &["10.0.0.6"], &["10.0.0.1", "10.0.0.4", "10.0.0.5"]),
+        (&["10.0.0.0/30", "10.0.0.4/30"], &[], &[], &["10.0.0.1", "10.0.0.2", "10.0.0.5", "10.0.0.6"]),
+        (&["10.0.0.0/30"], &["10.0.0.0/8"], &[], &[]),
+        (&["fd00::/126"], &[], &["fd00::1"], &["fd00::2", "fd00::3"]),
+        (&["fd00::/127"], &[], &[], &["fd00::", "fd00::1"]),
+        (&["fd00::9/128"], &["fd00::8/128"], &[], &["fd00::9"]),
+    ] {
+        let space = space(&ipam(subnets, exclude, gateways));
+        let wanted: Vec<IpAddr> = wanted.iter().map(|text| ip(text)).collect();
+        assert_eq!(all(&space), wanted, "{subnets:?} {exclude:?}");
+        assert_eq!(space.addresses(), wanted.len() as u128);
+        assert!(wanted.iter().all(|one| space.contains(*one)));
+    }
+}
+
+#[test]
+fn huge_subnets_are_not_walked_through() {
+    let one = space(&ipam(&["fd00::/48"], &["fd00::/64"], &["fd00:0:0:1::1"]));
+    assert_eq!(one.addresses(), (1 << 80) - (1 << 64) - 1);
+    assert_eq!(one.blocks(), (1 << 72) - (1 << 56));
+    assert_eq!(one.block(0), Some(net("fd00:0:0:1::/120")));
+    assert_eq!(one.block(1 << 56), Some(net("fd00:0:0:2::/120")));
+    let taken = |block: IpNet| block == net("fd00:0:0:1::/120");
+    assert_eq!(one.free_block(one.blocks() * 7, taken), Some(net("fd00:0:0:1::100/120")));
+    assert_eq!(space(&ipam(&["::/0"], &[], &[])).addresses(), u128::MAX);
+    assert_eq!(space(&ipam(&["0.0.0.0/0"], &[], &[])).addresses(), (1 << 32) - 2);
+}
+
+#[test]
+fn a_search_goes_on_where_the_last_one_ended_and_around_the_end() {
+    let space = space(&ipam(&["10.0.0.0/28"], &[], &[]));
+    let block = net("10.0.0.4/30");
+    assert_eq!(space.free_in(block, Some(ip("10.0.0.6")), |_| false), Some(ip("10.0.0.6")));
+    assert_eq!(space.free_in(block, Some(ip("10.0.0.9")), |_| false), Some(ip("10.0.0.7")));
+    let taken = |one: IpAddr| one >= ip("10.0.0.6");
+    assert_eq!(space.free_in(block, Some(ip("10.0.0.6")), taken), Some(ip("10.0.0.4")));
+    assert_eq!(space.free_in(block, None, |_| true), None);
+    assert_eq!(space.free_in(net("10.9.0.0/30"), None, |_| false), None);
+    let spans: Vec<_> = space.free_spans(net("10.0.0.0/28"), |one| one == ip("10.0.0.3")).collect();
+    assert_eq!(spans, [(ip("10.0.0.1"), ip("10.0.0.2")), (ip("10.0.0.4"), ip("10.0.0.14"))]);
+}
+
+/// A node with one network, and what it may do.
+struct Node {
+    ledger: Ledger,
+    rules: BTreeMap<String, Arc<Rules>>,
+    objects: BTreeMap<String, Object>,
+    lenders: BTreeMap<Block, Option<Object>>,
+    wants: Wants,
+    full: BTreeSet<(String, Family)>,
+    idle: BTreeSet<Block>,
+    told: BTreeSet<Block>,
+}
+
+fn me() -> Holder {
+    Holder { node: "a".to_owned(), uid: "uid-a".to_owned() }
+}
+
+fn other() -> Holder {
+    Holder { node: "b".to_owned(), uid: "uid-b".to_owned() }
+}
+
+fn block(range: &str) -> Block {
+    Block { network: "net".to_owned(), range: net(range) }
+}
+
+fn place(container: &str) -> Place {
+    Place { container: container.to_owned(), interface: "net1".to_owned() }
+}
+
+impl Node {
+    fn new(subnets: &[&str]) -> Self {
+        let ipam = ipam(subnets, &[], &[]);
+        let rules = Rules::new("blue", &ipam, |family| family.block_length(&ipam), true);
+        Self {
+            ledger: Ledger::default(),
+            rules: BTreeMap::from([("net".to_owned(), Arc::new(rules))]),
+            objects: BTreeMap::new(),
+            lenders: BTreeMap::new(),
+            wants: Wants::default(),
+            full: BTreeSet::new(),
+            idle: BTreeSet::new(),
+            told: BTreeSet::new(),
+        }
+    }
+
+    fn keep(&self) -> Vec<Step> {
+        let me = me();
+        keep(
+            &self.ledger,
+            View {
+                me: &me,
+                networks: &self.rules,
+                objects: &self.objects,
+                lenders: &self.lenders,
+                wants: &self.wants,
+                full: &self.full,
+                idle: &self.idle,
+                told: &self.told,
+            },
+        )
+    }
+
+    fn note(&mut self, record: Record) {
+        self.ledger.apply(&record);
+    }
+
+    /// Keeps what is to be kept until nothing is, and says what else is to be done.
+    fn settle(&mut self) -> Vec<Step> {
+        for _ in 0..10 {
+            let steps = self.keep();
+            if !steps.iter().any(|step| matches!(step, Step::Note(_))) {
+                return steps;
+            }
+            for step in steps {
+                if let Step::Note(record) = step {
+                    self.note(record);
+                }
+            }
+        }
+        panic!("no end: {:?}", self.keep());
+    }
+
+    fn object(&mut self, range: &str, uid: &str, holder: Holder, lender: Option<Holder>) {
+        let spec = IPBlockSpec {
+            network: "blue".to_owned(),
+            network_uid: "net".to_owned(),
+            cidr: net(range),
+            holder,
+            lender,
+        };
+        let object = Object { uid: uid.to_owned(), spec, status: IPBlockStatus::default() };
+        self.objects.insert(ipblock::name("blue", net(range)), object);
+    }
+
+    fn take(&mut self, range: &str) {
+        self.note(Record::Asked { block: block(range), network: "blue".to_owned() });
+        self.object(range, range, me(), None);
+        self.settle();
+        assert_eq!(self.ledger.holdings()[&block(range)].stage, Stage::Open);
+    }
+
+    fn ask(&self, container: &str, requested: &[&str]) -> Result<Lease, Lack> {
+        let lease = Lease {
+            place: place(container),
+            pod: Pod { namespace: "ns".to_owned(), name: container.to_owned(), uid: container.to_owned() },
+            network: "net".to_owned(),
+            config: "blue".to_owned(),
+            boot: "boot".to_owned(),
+            since: 100,
+            addresses: Vec::new(),
+        };
+        let requested: Vec<IpAddr> = requested.iter().map(|text| ip(text)).collect();
+        self.ledger.offer(Ask { lease, spaces: &self.rules["net"].spaces, requested: &requested })
+    }
+
+    fn lease(&mut self, container: &str) -> Vec<IpAddr> {
+        let lease = self.ask(container, &[]).unwrap();
+        self.note(Record::Leased(lease.clone()));
+        lease.addresses
+    }
+}
+
+#[test]
+fn an_interface_gets_one_address_of_each_family_and_the_same_again() {
+    let mut node = Node::new(&["10.0.0.0/24", "fd00::/64"]);
+    assert_eq!(node.ask("p", &[]), Err(Lack::Families(vec![Family::V4, Family::V6])));
+    node.take("10.0.0.0/28");
+    assert_eq!(node.ask("p", &[]), Err(Lack::Families(vec![Family::V6])));
+    node.take("fd00::/120");
+    assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
+    assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
+    assert_eq!(node.lease("q"), [ip("10.0.0.2"), ip("fd00::2")]);
+    // What was freed is not the next to be given.
+    node.note(Record::Freed(place("q")));
+    assert_eq!(node.lease("r"), [ip("10.0.0.3"), ip("fd00::3")]);
+    assert_eq!(node.ledger.used(&block("10.0.0.0/28")).count(), 2);
+}
+
+#[test]
+fn a_sandbox_of_another_pod_or_another_boot_is_another() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.take("10.0.0.0/28");
+    let first = node.ask("p", &[]).unwrap();
+    node.note(Record::Leased(first.clone()));
+    let mut again = first.clone();
+    again.pod.uid = "another".to_owned();
+    again.addresses.clear();
+    let ask = |lease: Lease| {
+        node.ledger.offer(Ask { lease, spaces: &node.rules["net"].spaces, requested: &[] }).unwrap()
+    };
+    assert_ne!(ask(again.clone()).addresses, first.addresses);
+    again.pod.uid.clone_from(&first.pod.uid);
+    assert_eq!(ask(again.clone()).addresses, first.addresses);
+    again.boot = "next".to_owned();
+    assert_ne!(ask(again).addresses, first.addresses);
+    assert_eq!(node.ledger.of_other_boots("next"), [place("p")]);
+    assert_eq!(node.ledger.of_other_boots("boot"), []);
+}
+
+#[test]
+fn an_address_that_is_asked_for_is_given_or_it_is_said_why_not() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.take("10.0.0.0/28");
+    assert_eq!(node.ask("p", &["10.0.0.9"]).unwrap().addresses, [ip("10.0.0.9")]);
+    let taken = node.ask("p", &["10.0.0.9"]).unwrap();
+    node.note(Record::Leased(taken));
+    let pod = Pod { namespace: "ns".to_owned(), name: "p".to_owned(), uid: "p".to_owned() };
+    let refused = |container: &str, asked: &[&str]| match node.ask(container, asked) {
+        Err(Lack::Refused(refusal)) => refusal,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refused("q", &["10.0.0.9"]), Refusal::Used { address: ip("10.0.0.9"), pod });
+    assert_eq!(refused("q", &["10.0.1.9"]), Refusal::Outside(ip("10.0.1.9")));
+    assert_eq!(refused("q", &["fd00::1"]), Refusal::Outside(ip("fd00::1")));
+    assert_eq!(refused("q", &["10.0.0.0"]), Refusal::Reserved(ip("10.0.0.0")));
+    assert_eq!(refused("q", &["10.0.0.2", "10.0.0.3"]), Refusal::Two(ip("10.0.0.2"), ip("10.0.0.3")));
+    let other = Refusal::Other { has: vec![ip("10.0.0.9")], asked: ip("10.0.0.8") };
+    assert_eq!(refused("p", &["10.0.0.8"]), other);
+    assert!(other.to_string().contains("10.0.0.9"), "{other}");
+    assert_eq!(node.ask("q", &["10.0.0.77"]), Err(Lack::Address(ip("10.0.0.77"))));
+}
+
+#[test]
+fn the_next_block_is_taken_before_the_last_one_is_full_and_not_without_need() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    assert_eq!(node.settle(), []);
+    node.wants.any.insert(("net".to_owned(), Family::V4), 1);
+    let take = |missing| Step::Take { network: "net".to_owned(), family: Family::V4, missing };
+    assert_eq!(node.settle(), [take(1)]);
+    // While one is coming, no other is taken.
+    node.note(Record::Asked { block: block("10.0.0.0/28"), network: "blue".to_owned() });
+    node.object("10.0.0.0/28", "o", me(), None);
+    node.told.insert(block("10.0.0.0/28"));
+    assert_eq!(node.settle(), []);
+    node.wants.any.clear();
+    for pod in 0..11 {
+        node.lease(&pod.to_string());
+    }
+    assert_eq!(node.settle(), [], "four are left of fifteen");
+    node.lease("11");
+    assert_eq!(node.settle(), [take(1)]);
+    node.full.insert(("net".to_owned(), Family::V4));
+    assert_eq!(node.settle(), [], "nothing is borrowed before it is needed");
+    node.rules.clear();
+    assert_eq!(node.settle(), [], "a network that is gone takes nothing");
+}
+
+#[test]
+fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    for range in ["10.0.0.0/28", "10.0.0.16/28", "10.0.0.32/28"] {
+        node.take(range);
+        node.told.insert(block(range));
+    }
+    node.lease("p");
+    node.idle = node.told.clone();
+    let delete = |range: &str| Step::Delete { block: block(range), object: range.to_owned() };
+    for range in ["10.0.0.16/28", "10.0.0.32/28"] {
+        assert_eq!(node.settle(), [delete(range)]);
+        node.note(Record::Dropped { block: block(range) });
+        node.objects.remove(&ipblock::name("blue", net(range)));
+    }
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Open);
+    assert_eq!(node.settle(), []);
+    node.note(Record::Freed(place("p")));
+    assert_eq!(node.settle(), [delete("10.0.0.0/28")]);
+    assert!(node.ask("q", &[]).is_err(), "nothing is given out of a block that is being given back");
+}
+
+#[test]
+fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.take("10.0.0.0/28");
+    let used = node.lease("p")[0];
+    node.object("10.0.0.5/32", "five", other(), Some(me()));
+    node.object("10.0.0.1/32", "one", other(), Some(me()));
+    assert_eq!(used, ip("10.0.0.1"));
+    let steps = node.settle();
+    let [Step::Tell { status, .. }] = &steps[..] else { panic!("{steps:?}") };
+    assert_eq!(status.lent, [Lent { address: ip("10.0.0.5"), block: "five".to_owned() }]);
+    assert_eq!(status.refused, ["one"]);
+    assert_eq!((status.used, status.free), (1, 13));
+    assert_eq!(status.spare, ["10.0.0.2-10.0.0.4", "10.0.0.6-10.0.0.15"]);
+    assert_eq!(node.ask("q", &["10.0.0.5"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.5")))));
+    node.idle.insert(block("10.0.0.0/28"));
+    node.note(Record::Freed(place("p")));
+    node.objects.remove("blue.10.0.0.1-32");
+    assert!(matches!(node.settle()[..], [Step::Tell { .. }]), "a block with lent addresses stays");
+    node.objects.remove("blue.10.0.0.5-32");
+    assert!(matches!(node.settle()[..], [Step::Delete { .. }]));
+    assert!(node.ledger.holdings()[&block("10.0.0.0/28")].lent.is_empty());
+}
+
+#[test]
+fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    let single = block("10.0.0.5/32");
+    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.object("10.0.0.5/32", "five", me(), Some(other()));
+    assert_eq!(node.settle(), []);
+    assert!(node.ask("p", &[]).is_err());
+    let around = |holder: Holder, status: IPBlockStatus| {
+        let spec = IPBlockSpec {
+            network: "blue".to_owned(),
+            network_uid: "net".to_owned(),
+            cidr: net("10.0.0.0/28"),
+            holder,
+            lender: None,
+        };
+        Some(Object { uid: "around".to_owned(), spec, status })
+    };
+    let lent = |uid: &str| IPBlockStatus {
+        lent: vec![Lent { address: ip("10.0.0.5"), block: uid.to_owned() }],
+        ..IPBlockStatus::default()
+    };
+    node.lenders.insert(single.clone(), around(other(), lent("an earlier one")));
+    assert_eq!(node.settle(), []);
+    for no in [
+        None,
+        around(me(), lent("five")),
+        around(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
+    ] {
+        let mut refused = Node { ledger: node.ledger.clone(), objects: node.objects.clone(), ..Node::new(&["10.0.0.0/24"]) };
+        refused.lenders.insert(single.clone(), no);
+        assert!(matches!(refused.settle()[..], [Step::Delete { .. }]));
+    }
+    node.lenders.insert(single, around(other(), lent("five")));
+    node.settle();
+    assert_eq!(node.ask("p", &[]).unwrap().addresses, [ip("10.0.0.5")]);
+}
+
+#[test]
+fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.object("10.0.0.0/28", "o", me(), None);
+    node.told.insert(block("10.0.0.0/28"));
+    node.settle();
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
+    assert!(node.ask("p", &[]).is_err());
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.take("10.0.0.0/28");
+    node.lease("p");
+    node.objects.clear();
+    assert_eq!(node.settle(), [Step::Find(block("10.0.0.0/28"))]);
+    node.note(Record::Lost { block: block("10.0.0.0/28") });
+    assert!(node.ask("q", &[]).is_err());
+    assert_eq!(node.lease("p"), [ip("10.0.0.1")], "who has one keeps it");
+    node.object("10.0.0.0/28", "new", me(), None);
+    node.settle();
+    assert!(node.ask("q", &[]).is_ok());
+}
+
+#[test]
+fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
+    let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/24"]);
+    node.take("10.1.0.0/28");
+    node.lease("p");
+    node.rules = Node::new(&["10.0.0.0/24"]).rules;
+    assert!(node.ask("q", &[]).is_err());
+    assert_eq!(node.lease("p"), [ip("10.1.0.1")]);
+    let steps = node.settle();
+    let told = steps.iter().find_map(|step| if let Step::Tell { status, .. } = step { Some(status) } else { None });
+    assert_eq!(told.unwrap().draining, ["ns/p 10.1.0.1"]);
+}
+
+#[test]
+fn candidates_are_free_addresses_of_others_and_differ_by_seed() {
+    let mut node = Node::new(&["10.0.0.0/27"]);
+    node.object("10.0.0.0/30", "theirs", other(), None);
+    node.object("10.0.0.4/30", "mine", me(), None);
+    node.object("10.0.0.2/32", "single", other(), Some(me()));
+    let space = node.rules["net"].space(Family::V4).unwrap().clone();
+    let objects: Vec<Object> = node.objects.values().cloned().collect();
+    let pick = |refused: &[&str], seed| {
+        let refused = refused.iter().map(|text| ip(text)).collect();
+        candidate(&objects, &space, &me(), &refused, seed).map(|(address, _)| address)
+    };
+    let found: BTreeSet<_> = (0..20).filter_map(|seed| pick(&[], seed)).collect();
+    assert_eq!(found, BTreeSet::from([ip("10.0.0.1"), ip("10.0.0.3")]));
+    assert_eq!(pick(&["10.0.0.1"], 4), Some(ip("10.0.0.3")));
+    assert_eq!(pick(&["10.0.0.1", "10.0.0.3"], 4), None);
+}
+
+proptest! {
+    #[test]
+    fn a_ledger_never_gives_an_address_twice_and_is_what_its_records_say(steps in prop::collection::vec((0..6_u8, 0..24_u8), 1..300)) {
+        let mut node = Node::new(&["10.0.0.0/26"]);
+        let mut records = Vec::new();
+        let mut note = |node: &mut Node, record: Record| {
+            node.note(record.clone());
+            records.push(record);
+        };
+        for (what, which) in steps {
+            let range = format!("10.0.0.{}/30", u32::from(which % 16) * 4);
+            let holding = node.ledger.holdings().get(&block(&range)).map(|one| one.stage);
+            match what {
+                0 if holding.is_none() => {
+                    note(&mut node, Record::Asked { block: block(&range), network: "blue".to_owned() });
+                    note(&mut node, Record::Took { block: block(&range), object: range.clone() });
+                }
+                1 if holding.is_some() && node.ledger.is_empty(&block(&range)) => {
+                    note(&mut node, Record::Dropped { block: block(&range) });
+                }
+                2 => note(&mut node, Record::Freed(place(&which.to_string()))),
+                _ => {
+                    let held: BTreeSet<IpAddr> = node.ledger.leases().values().flat_map(|lease| lease.addresses.clone()).collect();
+                    let known = node.ledger.leases().contains_key(&place(&which.to_string()));
+                    if let Ok(lease) = node.ask(&which.to_string(), &[]) {
+                        prop_assert!(known || !held.contains(&lease.addresses[0]));
+                        prop_assert!(node.ledger.holding_of("net", lease.addresses[0]).is_some());
+                        note(&mut node, Record::Leased(lease));
+                    }
+                }
+            }
+        }
+        let (mut replayed, mut compacted) = (Ledger::default(), Ledger::default());
+        records.iter().for_each(|record| replayed.apply(record));
+        node.ledger.records().for_each(|record| compacted.apply(&record));
+        prop_assert_eq!(&replayed, &node.ledger);
+        prop_assert_eq!(&compacted, &node.ledger);
+    }
+}
