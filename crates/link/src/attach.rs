@@ -3,15 +3,20 @@
 //! One request makes the pair: the host's end as a port of the bridge, the other directly where it belongs, with its
 //! name and address, so that there is no moment at which half of it exists. What fails later is undone.
 
+mod address;
+mod events;
 mod removal;
+mod route;
 
 use std::{
     fmt, fs, io,
+    net::IpAddr,
     os::fd::{AsRawFd as _, BorrowedFd},
     path::{Path, PathBuf},
 };
 
 use api::{IfName, Mac};
+use ipnet::IpNet;
 use nix::{
     errno::Errno,
     sys::stat::{FileStat, fstat, stat},
@@ -24,6 +29,10 @@ use crate::{
     namespace,
     request::{CHANGE, CREATE, Request, link_header},
 };
+use events::{Events, Group};
+use route::Found;
+
+pub use route::Route;
 
 const SET_LINK: u16 = 19;
 /// `NLM_F_REQUEST | NLM_F_ACK`: an answer with one link, then the end.
@@ -41,6 +50,7 @@ const RTEXT_FILTER_SKIP_STATS: u32 = 1 << 3;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
 const VETH_INFO_PEER: u16 = 1;
+const LEAST_IPV6_MTU: u32 = 1280;
 
 /// A pair, as it should be.
 #[derive(Debug, Clone, Copy)]
@@ -61,6 +71,17 @@ pub struct Attach<'a> {
     pub alias: &'a str,
     /// Where `/proc` of the host is.
     pub proc_root: &'a Path,
+    /// Of the inner end, each with the length of its subnet's prefix. None: what the sandbox does is its own business.
+    pub addresses: &'a [IpNet],
+    /// Over the inner end.
+    pub routes: &'a [Route],
+}
+
+impl Attach<'_> {
+    fn needs_ipv6(&self) -> bool {
+        let address = |address: &IpNet| address.addr().is_ipv6();
+        self.addresses.iter().any(address) || self.routes.iter().any(Route::is_ipv6)
+    }
 }
 
 /// How the pair came to be.
@@ -93,6 +114,23 @@ pub enum Error {
     OwnNamespace,
     #[error("{name} is no end of a pair, something else has that name")]
     Foreign { name: IfName },
+    #[error("interface {name} went away while it was set up")]
+    Gone { name: IfName },
+    #[error(
+        "IPv6 needs an MTU of at least {LEAST_IPV6_MTU} and the link has {mtu}: raise it, or go without IPv6"
+    )]
+    TooSmallForIpv6 { mtu: u32 },
+    #[error("this kernel has no IPv6: go without, or start it without ipv6.disable=1")]
+    NoIpv6,
+    #[error("the route to {dst} has the gateway {gw}, which is of the other family")]
+    Families { dst: IpNet, gw: IpAddr },
+    #[error(
+        "the gateway {gw} of the route to {dst} is no neighbour on the link: it must be in the subnet of one of the \
+        link's addresses, and another station"
+    )]
+    Gateway { gw: IpAddr, dst: IpNet, source: crate::Error },
+    #[error("the sandbox already has a route to {dst}, {leads}: remove one of the two")]
+    RouteTaken { dst: IpNet, leads: String },
     #[error("write {}", path.display())]
     Sysctl { path: PathBuf, source: io::Error },
     #[error(transparent)]
@@ -108,6 +146,9 @@ pub enum Aspect {
     Bridge,
     Alias,
     Address,
+    /// Of the network, not the hardware.
+    Addresses,
+    Route,
 }
 
 impl fmt::Display for Aspect {
@@ -119,6 +160,8 @@ impl fmt::Display for Aspect {
             Self::Bridge => "bridge",
             Self::Alias => "alias",
             Self::Address => "address",
+            Self::Addresses => "list of IP addresses",
+            Self::Route => "route",
         })
     }
 }
@@ -141,7 +184,10 @@ impl fmt::Display for Difference {
 
 /// Makes the pair, or finds that it is there. A host's end of this name that is not exactly as wanted, say from a call
 /// that was cut off or with another address, is deleted and the pair made anew.
+///
+/// A new pair with addresses is usable at once, and all neighbours are told who has them now.
 pub fn attach(wanted: &Attach<'_>) -> Result<Made, Error> {
+    refuse_impossible(wanted)?;
     let mut asker = Asker::open()?;
     refuse_own(wanted.namespace)?;
     match asker.change("make the pair", pair(wanted)) {
@@ -212,9 +258,59 @@ fn finish(asker: &mut Asker, wanted: &Attach<'_>) -> Result<(), Error> {
     let alias = wanted.alias.as_bytes();
     let host = up.clone().text(IFLA_IFNAME, wanted.host.as_str()).attribute(IFLA_IFALIAS, alias);
     asker.change("set the host's end up", host)?;
-    let inside = up.text(IFLA_IFNAME, wanted.inside.as_str());
-    namespace::within(wanted.namespace, || Asker::open()?.change("set the inner end up", inside))??;
-    Ok(())
+    let (mut inner, events) = namespace::within(wanted.namespace, || {
+        address::prepare(wanted)?;
+        Ok::<_, Error>((Asker::open()?, Events::open(Group::Ipv6Routes)?))
+    })??;
+    inner.change("set the inner end up", up.text(IFLA_IFNAME, wanted.inside.as_str()))?;
+    if wanted.addresses.is_empty() && wanted.routes.is_empty() {
+        return Ok(());
+    }
+    let found = find(&mut inner, wanted.inside)?;
+    let link = found.ok_or_else(|| Error::Gone { name: wanted.inside.clone() })?.index;
+    // On a link that is up: the kernel has no way over one that is not.
+    for &address in wanted.addresses {
+        address::put(&mut inner, link, address)?;
+    }
+    for route in wanted.routes {
+        route::put(&mut inner, link, route)?;
+    }
+    // If these take too long the link is as it should be all the same.
+    events.until(|| address::all_usable(&mut inner, wanted.addresses))?;
+    until_forwarding(asker, wanted.host)?;
+    announce(&mut inner, wanted)
+}
+
+/// Waits until a port forwards: a bridge hears only later that there is somebody at the other end, and drops what comes
+/// before. One that is down never does.
+fn until_forwarding(asker: &mut Asker, port: &IfName) -> Result<bool, Error> {
+    let forwards = || {
+        let found = asker.find("port", by_name(port), |message| {
+            (message.kind == NEW_LINK).then(|| message::forwards(message.body)).flatten()
+        });
+        found.map(|forwards| forwards == Some(true))
+    };
+    Ok(Events::open(Group::Links)?.until(forwards)?)
+}
+
+/// Lets the kernel tell the neighbours once: it does whenever a hardware address is set, also to what it is. When the
+/// link came up it had no address yet, and the bridge would not have heard.
+fn announce(inner: &mut Asker, wanted: &Attach<'_>) -> Result<(), Error> {
+    let same = Request::new(SET_LINK, CHANGE, &link_header(0, 0, 0))
+        .text(IFLA_IFNAME, wanted.inside.as_str())
+        .attribute(IFLA_ADDRESS, &wanted.mac.octets());
+    Ok(inner.change("announce the addresses", same)?)
+}
+
+/// Refuses before anything is made.
+fn refuse_impossible(wanted: &Attach<'_>) -> Result<(), Error> {
+    if wanted.mtu < LEAST_IPV6_MTU && wanted.needs_ipv6() {
+        return Err(Error::TooSmallForIpv6 { mtu: wanted.mtu });
+    }
+    match wanted.routes.iter().find(|route| !route.is_of_one_family()) {
+        Some(&Route { dst, gw: Some(gw) }) => Err(Error::Families { dst, gw }),
+        _ => Ok(()),
+    }
 }
 
 /// Says what a refusal to make the pair means.
@@ -247,12 +343,16 @@ fn is(error: &crate::Error, errno: Errno) -> bool {
 }
 
 fn find(asker: &mut Asker, name: &IfName) -> Result<Option<Link>, Error> {
-    let request = Request::new(GET_LINK, GET, &link_header(0, 0, 0))
-        .text(IFLA_IFNAME, name.as_str())
-        .number(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS);
-    Ok(asker.find("link", request, |message| {
+    Ok(asker.find("link", by_name(name), |message| {
         (message.kind == NEW_LINK).then(|| message::link(message.body)).flatten()
     })?)
+}
+
+/// Asks for one link.
+fn by_name(name: &IfName) -> Request {
+    Request::new(GET_LINK, GET, &link_header(0, 0, 0))
+        .text(IFLA_IFNAME, name.as_str())
+        .number(IFLA_EXT_MASK, RTEXT_FILTER_SKIP_STATS)
 }
 
 fn is_end(link: &Link) -> bool {
@@ -281,7 +381,8 @@ fn delete(host: &IfName, found: &Link) -> Result<bool, Error> {
 
 fn differences(asker: &mut Asker, wanted: &Attach<'_>) -> Result<Vec<Difference>, Error> {
     let host = find(asker, wanted.host)?;
-    let inside = namespace::within(wanted.namespace, || find(&mut Asker::open()?, wanted.inside))??;
+    let mut inner = namespace::within(wanted.namespace, Asker::open)??;
+    let inside = find(&mut inner, wanted.inside)?;
     let mut all = Vec::new();
     let mut compare = |link: &IfName, what, wanted: String, found: String| {
         if wanted != found {
@@ -304,13 +405,24 @@ fn differences(asker: &mut Asker, wanted: &Attach<'_>) -> Result<Vec<Difference>
     if let Some(inside) = inside {
         let mac = inside.mac.map_or("none".to_owned(), |mac| mac.to_string());
         compare(wanted.inside, Aspect::Address, wanted.mac.to_string(), mac);
+        if !wanted.addresses.is_empty() {
+            let (should, is) = address::compare(wanted.addresses, &address::given(&mut inner, inside.index)?);
+            compare(wanted.inside, Aspect::Addresses, should, is);
+        }
+        for one in wanted.routes {
+            let is = match route::look(&mut inner, inside.index, one)? {
+                Found::Same => continue,
+                Found::Other(leads) => format!("one {leads}"),
+                Found::Nothing => "missing".to_owned(),
+            };
+            compare(wanted.inside, Aspect::Route, one.to_string(), is);
+        }
     }
     Ok(all)
 }
 
 /// A kernel without IPv6 has nothing to disable, and neither has a link that is too small for it.
 fn disable_ipv6(wanted: &Attach<'_>) -> Result<(), Error> {
-    const LEAST_IPV6_MTU: u32 = 1280;
     let family = wanted.proc_root.join("sys/net/ipv6");
     let path = family.join("conf").join(wanted.host.as_str()).join("disable_ipv6");
     let without = || wanted.mtu < LEAST_IPV6_MTU || !family.exists();

@@ -18,9 +18,8 @@ use plan::{
 use crate::{
     Error,
     dump::Asker,
-    message::{self, INET, INET6},
-    namespace,
-    request::{CHANGE, CREATE, Request, link_header},
+    message, namespace,
+    request::{CHANGE, CREATE, Request, link_header, wire},
 };
 
 const IFLA_ADDRESS: u16 = 1;
@@ -252,14 +251,6 @@ fn flood(kind: u16, flags: u16, vxlan: u32, to: IpAddr) -> Request {
     header.extend([NTF_SELF, 0]);
     let (_, _, bytes) = wire(to);
     Request::new(kind, flags, &header).attribute(NDA_LLADDR, &[0; 6]).attribute(NDA_DST, &bytes)
-}
-
-/// An address as the kernel has it: its family, how many bits it has, and its bytes.
-fn wire(address: IpAddr) -> (u8, u8, Vec<u8>) {
-    match address {
-        IpAddr::V4(address) => (INET, 32, address.octets().to_vec()),
-        IpAddr::V6(address) => (INET6, 128, address.octets().to_vec()),
-    }
 }
 
 fn is_one_of(error: &io::Error, codes: &[Errno]) -> bool {

@@ -250,11 +250,11 @@ impl Asker {
 }
 
 /// A namespace without any route has no table to ask, and a kernel without IPv6 no routes of it.
-fn none_if_unknown<T>(routes: Result<Vec<T>, Error>) -> Result<Vec<T>, Error> {
+pub fn none_if_unknown<T>(routes: Result<Vec<T>, Error>) -> Result<Vec<T>, Error> {
     none_if(routes, &[Errno::ENOENT, Errno::EOPNOTSUPP, Errno::EAFNOSUPPORT])
 }
 
-fn none_if<T>(list: Result<Vec<T>, Error>, codes: &[Errno]) -> Result<Vec<T>, Error> {
+pub fn none_if<T>(list: Result<Vec<T>, Error>, codes: &[Errno]) -> Result<Vec<T>, Error> {
     match list {
         Err(Error::Read { source, .. })
             if codes.iter().any(|&errno| source.raw_os_error() == Some(errno as i32)) =>

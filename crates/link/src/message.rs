@@ -2,6 +2,8 @@
 //!
 //! Every reader takes any bytes and never panics. Numbers are in the byte order of the machine.
 
+mod state;
+
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
@@ -10,6 +12,7 @@ use std::{
 use api::Mac;
 use ipnet::IpNet;
 use plan::nodenetwork::{Address, Admin, Flood, Link, Oper, Vxlan};
+pub use state::{Standing, forwards, placed, standing, stays};
 
 pub const DONE: u16 = 3;
 pub const ERROR: u16 = 2;
@@ -41,9 +44,9 @@ pub const INET6: u8 = 10;
 /// `AF_BRIDGE`
 pub const BRIDGE: u8 = 7;
 /// `RT_TABLE_MAIN`
-const MAIN: u8 = 254;
+pub const MAIN: u8 = 254;
 /// `RTN_UNICAST`
-const UNICAST: u8 = 1;
+pub const UNICAST: u8 = 1;
 
 const HEADER: usize = 16;
 
@@ -144,6 +147,11 @@ pub fn get_links(sequence: u32) -> Vec<u8> {
 /// Asks for the addresses of every link.
 pub fn get_addresses(sequence: u32) -> Vec<u8> {
     request(GET_ADDRESS, sequence, &[0; 8])
+}
+
+/// Asks for the addresses of one link.
+pub fn get_addresses_of(sequence: u32, link: u32) -> Vec<u8> {
+    request(GET_ADDRESS, sequence, &[[0; 4], link.to_ne_bytes()].concat())
 }
 
 /// Asks for the unicast routes of the main table.

@@ -1,5 +1,9 @@
 //! Requests that change something: their bytes, piece by piece.
 
+use std::net::IpAddr;
+
+use crate::message::{INET, INET6};
+
 /// `NLM_F_REQUEST | NLM_F_ACK`
 pub const CHANGE: u16 = 0x5;
 /// `CHANGE | NLM_F_CREATE | NLM_F_EXCL`: fails if it is there.
@@ -80,6 +84,14 @@ pub fn link_header(index: u32, flags: u32, change: u32) -> [u8; 16] {
     header[8..12].copy_from_slice(&flags.to_ne_bytes());
     header[12..16].copy_from_slice(&change.to_ne_bytes());
     header
+}
+
+/// An address as the kernel has it: its family, how many bits it has, and its bytes.
+pub fn wire(address: IpAddr) -> (u8, u8, Vec<u8>) {
+    match address {
+        IpAddr::V4(address) => (INET, 32, address.octets().to_vec()),
+        IpAddr::V6(address) => (INET6, 128, address.octets().to_vec()),
+    }
 }
 
 #[cfg(test)]

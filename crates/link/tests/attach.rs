@@ -1,91 +1,18 @@
 //! Pairs between a bridge and "pods", each test in network namespaces of own.
 #![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
+mod sandbox;
+
 use std::{
     fs::{self, File},
     net::UdpSocket,
     os::fd::AsFd as _,
-    path::Path,
-    process::Command,
-    thread,
     time::Duration,
 };
 
-use api::{IfName, Mac};
-use link::{
-    attach::{self, Attach, Error, Made},
-    namespace,
-};
-use nix::{
-    sched::{CloneFlags, unshare},
-    unistd::geteuid,
-};
-
-const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
-
-/// A network namespace that goes when nobody holds it.
-struct Namespace(File);
-
-impl Namespace {
-    fn new() -> Self {
-        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
-        let made = thread::spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
-            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
-        });
-        Self(made.join().unwrap())
-    }
-
-    /// One with a bridge `br0` that is up, and the index of it.
-    fn with_bridge() -> (Self, u32) {
-        let ns = Self::new();
-        ns.run("ip link add br0 mtu 1400 type bridge");
-        ns.run("ip link set br0 up");
-        let index = ns.within(|| fs::read_to_string("/proc/thread-self/net/igmp").unwrap());
-        let line = index.lines().find(|line| line.contains("br0")).unwrap().to_owned();
-        let index = line.split_whitespace().next().unwrap().parse().unwrap();
-        (ns, index)
-    }
-
-    fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
-        namespace::within(&self.0, work).unwrap()
-    }
-
-    fn ok(&self, command: &str) -> bool {
-        let mut words = command.split_whitespace();
-        let program = words.next().unwrap();
-        self.within(|| Command::new(program).args(words).output()).unwrap().status.success()
-    }
-
-    fn run(&self, command: &str) {
-        assert!(self.ok(command), "{command}");
-    }
-
-    fn says(&self, command: &str) -> String {
-        let mut words = command.split_whitespace();
-        let program = words.next().unwrap();
-        let output = self.within(|| Command::new(program).args(words).output()).unwrap();
-        String::from_utf8_lossy(&output.stdout).into_owned()
-    }
-}
-
-fn name(text: &str) -> IfName {
-    text.parse().unwrap()
-}
-
-/// A pair that should be, with changes.
-fn wanted<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnce(Attach<'_>) -> T) -> T {
-    with(Attach {
-        namespace: pod.0.as_fd(),
-        host: &name(host),
-        inside: &name("net1"),
-        mac: Mac::from(MAC),
-        mtu: 1400,
-        bridge,
-        alias: "pod/uid/container/net1",
-        proc_root: Path::new("/proc"),
-    })
-}
+use api::Mac;
+use link::attach::{self, Attach, Error, Made};
+use sandbox::{Namespace, name, wanted};
 
 #[test]
 fn a_pair_is_made_with_all_it_should_have() {

@@ -375,12 +375,14 @@ fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
 
 /// The answer about something that the kernel did not do.
 fn failed(error: &attach::Error) -> Error {
+    use attach::Error as E;
     let code = match error {
-        attach::Error::Taken { .. } | attach::Error::NoNamespace(_) | attach::Error::OwnNamespace => {
+        E::Taken { .. } | E::RouteTaken { .. } | E::NoNamespace(_) | E::OwnNamespace => {
             Code::InvalidEnvironment
         }
-        attach::Error::NoBridge(_) => Code::TryAgainLater,
-        attach::Error::Foreign { .. } | attach::Error::Sysctl { .. } | attach::Error::Kernel(_) => Code::Io,
+        E::TooSmallForIpv6 { .. } | E::Families { .. } | E::Gateway { .. } => Code::InvalidConfig,
+        E::NoBridge(_) => Code::TryAgainLater,
+        E::Foreign { .. } | E::Gone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
     };
     Error::new(code, Chain(error).to_string())
 }
