@@ -41,6 +41,7 @@ use crate::{
     bridges::{Bridges, Tools},
     daemon::{Daemon, Settings},
     event::Events,
+    ipam::{Ipam, Keeper, Pace},
     health::{Health, News, Part},
     metrics::Metrics,
     record::Records,
@@ -100,8 +101,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
+    let (boot, tell_of) = (host.boot.clone(), events.clone());
     let tools = Tools {
-        boot: host.boot,
+        boot: host.boot.clone(),
         changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
         records: Records::open(&state_dir).map_err(Error::Records)?,
         servers: addresses(api_server.as_deref()).await,
@@ -112,7 +114,18 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let places = cni::Places { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
     let calls = cni::Metrics::default();
     calls.register(&mut registry);
-    let cni = cni::Server::bind(&places, networks, calls)?;
+    let numbers = ipam::Metrics::default();
+    numbers.register(&mut registry);
+    let ipam = open_addresses(&places.state_dir, boot, numbers).await?;
+    let keeper = Keeper::new(
+        Arc::clone(&ipam),
+        client.clone(),
+        networks.clone(),
+        tell_of,
+        sandboxes(&host_root),
+        Pace::default(),
+    );
+    let cni = cni::Server::bind(&places, networks, ipam, calls)?;
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
     let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
@@ -128,7 +141,15 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     // The socket is there before the plugin that looks for it.
     parts.spawn(plugin(shim, cni_bin_dir, plugged, stop.clone()));
     parts.spawn(cni.run(stop.clone()));
+    parts.spawn(keeper.run(stop.clone()));
     all(parts, stop).await
+}
+
+/// Reads the journal of addresses. The daemon before this one may still have it.
+async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
+    let state_dir = state_dir.to_owned();
+    let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
+    Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
 }
 
 /// What is needed of the host beside its network.

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 
 use super::{CONTROLLER, NODE, Options};
 
+/// The policy about address blocks.
+const BLOCKS: &str = "patchbay-ipblocks";
 /// The policy about events of node daemons.
 const NODE_EVENTS: &str = "patchbay-node-events";
 
@@ -53,7 +55,7 @@ request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status 
 
 /// The policies and their bindings.
 pub fn policy(options: &Options) -> Vec<Value> {
-    [node_policy(options), event_policy(options), controller_policy(options)].concat()
+    [node_policy(options), block_policy(options), event_policy(options), controller_policy(options)].concat()
 }
 
 /// Makes a policy count for everybody, without exception.
@@ -64,6 +66,55 @@ fn binding(policy: &str, component: &str) -> Value {
         "metadata": super::cluster(policy, component),
         "spec": {"policyName": policy, "validationActions": ["Deny"]},
     })
+}
+
+/// A block is its holder's. As long as it is there nobody else has its addresses, so nobody else takes it away either,
+/// but for the controller, which knows when its node is gone.
+fn block_policy(options: &Options) -> Vec<Value> {
+    vec![
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": super::cluster(BLOCKS, "node"),
+            "spec": {
+                "failurePolicy": "Fail",
+                "matchConstraints": {"resourceRules": [{
+                    "apiGroups": [GROUP],
+                    "apiVersions": ["*"],
+                    "operations": ["CREATE", "UPDATE", "DELETE"],
+                    "resources": ["ipblocks", "ipblocks/status"],
+                    "scope": "*",
+                }]},
+                "matchConditions": [{
+                    "name": "not-controller",
+                    "expression": format!("request.userInfo.username != '{}'", options.controller_user()),
+                }],
+                "variables": [
+                    {"name": "userNode", "expression": USER_NODE},
+                    {"name": "daemon", "expression": format!("request.userInfo.username == '{}'", options.node_user())},
+                    {"name": "blocks", "expression": "[object, oldObject].filter(block, block != null)"},
+                ],
+                "validations": [
+                    {
+                        "expression": "!variables.daemon || (variables.userNode != '' && \
+                            variables.blocks.all(block, block.spec.holder.node == variables.userNode))",
+                        "reason": "Forbidden",
+                        "message": "The node daemon may only write address blocks that its own node holds.",
+                    },
+                    {
+                        // Whoever stores an object anew as it was changes nothing.
+                        "expression": "variables.daemon || (request.operation == 'UPDATE' && \
+                            object.spec == oldObject.spec && has(object.status) == has(oldObject.status) && \
+                            (!has(object.status) || object.status == oldObject.status))",
+                        "reason": "Forbidden",
+                        "message": "Address blocks are made and removed by the nodes that hold them: pods may have their \
+                            addresses. A block goes by itself once nobody has any; if its node is gone for good, delete the Node.",
+                    },
+                ],
+            },
+        }),
+        binding(BLOCKS, "node"),
+    ]
 }
 
 /// What a node daemon tells, it tells in the name of its own node.

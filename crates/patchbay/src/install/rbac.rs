@@ -95,6 +95,8 @@ fn controller_in_the_cluster() -> Value {
         {"apiGroups": [GROUP], "resources": ["bridgenetworks/status"], "verbs": ["patch"]},
         // What the nodes say about them.
         {"apiGroups": [GROUP], "resources": ["nodenetworks"], "verbs": ["list", "watch"]},
+        // The addresses of networks and of nodes that are gone.
+        {"apiGroups": [GROUP], "resources": ["ipblocks"], "verbs": ["list", "watch", "delete"]},
         // The attachments that a network keeps.
         {
             "apiGroups": [ATTACHMENT_GROUP],
@@ -146,6 +148,14 @@ fn node_in_the_cluster() -> Value {
             "verbs": ["list", "watch", "create", "patch"],
         },
         {"apiGroups": [GROUP], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
+        // The addresses of its pods: a block is taken by creating it, told about, taken over from the same node under an
+        // earlier Node, and given back.
+        {
+            "apiGroups": [GROUP],
+            "resources": ["ipblocks"],
+            "verbs": ["get", "list", "watch", "create", "update", "delete"],
+        },
+        {"apiGroups": [GROUP], "resources": ["ipblocks/status"], "verbs": ["patch"]},
         // What to keep up on the node.
         {"apiGroups": [GROUP], "resources": ["bridgenetworks"], "verbs": ["list", "watch"]},
     ])

@@ -294,21 +294,27 @@ fn each_program_has_an_account_of_its_own() {
 /// Everything that the node daemon may write must be under the policy, or one node could write for another.
 #[test]
 fn the_policy_covers_all_that_the_node_daemon_may_write() {
-    let policy = named("ValidatingAdmissionPolicy", NODE);
-    let covered = &policy["spec"]["matchConstraints"]["resourceRules"][0];
-    assert_eq!(covered["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
+    let policies = [NODE, "patchbay-ipblocks"].map(|name| named("ValidatingAdmissionPolicy", name));
+    let covered = policies.each_ref().map(|policy| &policy["spec"]["matchConstraints"]["resourceRules"][0]);
+    for one in covered {
+        assert_eq!(one["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
+    }
     for (role, rule) in rules() {
         let reads = |verb: &Value| ["get", "list", "watch"].iter().any(|read| verb == read);
         if role != "ClusterRole patchbay-node" || list(&rule["verbs"]).iter().all(reads) {
             continue;
         }
-        assert_eq!(rule["apiGroups"], covered["apiGroups"], "{rule}");
         for resource in list(&rule["resources"]) {
-            assert!(list(&covered["resources"]).contains(resource), "{rule}");
+            let covers = |one: &&Value| {
+                rule["apiGroups"] == one["apiGroups"] && list(&one["resources"]).contains(resource)
+            };
+            assert!(covered.iter().any(|one| covers(one)), "{rule}");
         }
     }
-    assert_eq!(policy["spec"]["failurePolicy"], "Fail");
-    for name in [NODE, CONTROLLER, "patchbay-node-events"] {
+    for policy in &policies {
+        assert_eq!(policy["spec"]["failurePolicy"], "Fail");
+    }
+    for name in [NODE, CONTROLLER, "patchbay-node-events", "patchbay-ipblocks"] {
         let binding = named("ValidatingAdmissionPolicyBinding", name);
         assert_eq!(binding["spec"], json!({"policyName": name, "validationActions": ["Deny"]}));
     }
