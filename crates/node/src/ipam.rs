@@ -23,7 +23,7 @@ use wire::cni::{Code, Error};
 
 pub use self::{
     journal::Error as JournalError,
-    keeper::{Keeper, Pace},
+    keeper::{Keeper, Pace, Sandboxes},
     metrics::Metrics,
 };
 use self::journal::Journal;
@@ -295,6 +295,22 @@ impl Ipam {
     fn count(&self, state: &State) {
         self.metrics.addresses.set(i64::try_from(state.ledger.leases().len()).unwrap_or(i64::MAX));
         self.metrics.blocks.set(i64::try_from(state.ledger.holdings().len()).unwrap_or(i64::MAX));
+    }
+}
+
+#[cfg(test)]
+impl Ipam {
+    /// Holds a block of a network as if the API server had given it.
+    pub fn hold(&self, network: &str, range: &str) {
+        let block = plan::ipam::Block { network: network.to_owned(), range: range.parse().unwrap() };
+        self.hear(Contact::Now);
+        self.note(Record::Asked { block: block.clone(), network: "blue".to_owned() }).unwrap();
+        self.note(Record::Took { block, object: range.to_owned() }).unwrap();
+    }
+
+    /// Loses the API server, so long ago.
+    pub fn lose(&self, since: Duration) {
+        self.lock().contact = Contact::LostAt(Instant::now().checked_sub(since).unwrap());
     }
 }
 

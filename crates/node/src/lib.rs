@@ -7,6 +7,7 @@ mod admin;
 mod args;
 mod bridges;
 pub mod cni;
+pub mod cri;
 mod daemon;
 pub mod event;
 mod health;
@@ -39,6 +40,7 @@ pub use probe::{Probe, probe};
 
 use crate::{
     bridges::{Bridges, Tools},
+    cri::Runtime,
     daemon::{Daemon, Settings},
     event::Events,
     ipam::{Ipam, Keeper, Pace},
@@ -150,6 +152,18 @@ async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) 
     let state_dir = state_dir.to_owned();
     let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
+}
+
+/// Asks the runtime of the host which sandboxes it has.
+fn sandboxes(host_root: &Path) -> ipam::Sandboxes {
+    let runtime = Runtime::below(host_root);
+    Box::new(move || {
+        let runtime = runtime.clone();
+        Box::pin(async move {
+            let found = runtime.sandboxes().await.map_err(|error| Chain(&error).to_string())?;
+            Ok(found.into_iter().map(|sandbox| sandbox.id).collect())
+        })
+    })
 }
 
 /// What is needed of the host beside its network.

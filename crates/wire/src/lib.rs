@@ -2,6 +2,8 @@
 
 #[cfg(feature = "cni")]
 pub mod cni;
+#[cfg(feature = "cri")]
+pub mod cri;
 #[cfg(feature = "socket")]
 pub mod socket;
 

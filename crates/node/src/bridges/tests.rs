@@ -69,8 +69,12 @@ fn bridge() -> Observed {
     }
 }
 
+fn facts() -> Facts {
+    Facts { name: "a".to_owned(), uid: "n".to_owned(), internal_ips: Vec::new() }
+}
+
 fn planned(bridges: &Bridges, observed: &Observed) -> rules::Plan {
-    let facts = Facts { name: "a".to_owned(), uid: "n".to_owned(), internal_ips: Vec::new() };
+    let facts = facts();
     let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::from(["u".to_owned()]));
     let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
     bridges.plan(around, observed, &BTreeSet::new())
@@ -104,7 +108,10 @@ async fn a_change_in_place_sends_no_pod_away() {
         let mut observed = bridge();
         observed.links[0].mtu = mtu;
         bridges.reports = planned(bridges, &observed).networks;
-        bridges.publish(&Labels::new(), &observed);
+        let facts = facts();
+        let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::new());
+        let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
+        bridges.publish(around, &observed);
         told.borrow_and_update().by_name["blue"].state.clone()
     };
     assert!(matches!(say(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING));

@@ -20,6 +20,8 @@ use tokio::runtime::Builder;
 
 use super::*;
 
+mod address;
+
 const MTU: u32 = 1400;
 
 /// A network namespace that goes when nobody holds it.
@@ -54,6 +56,7 @@ struct World {
     places: Places,
     networks: watch::Sender<Arc<Networks>>,
     metrics: Metrics,
+    ipam: Arc<Ipam>,
 }
 
 impl World {
@@ -64,7 +67,8 @@ impl World {
     fn set(&self, name: &str, state: State) {
         self.networks.send_modify(|networks| {
             let networks = Arc::make_mut(networks);
-            networks.by_name.insert(name.to_owned(), NetworkView { uid: format!("uid-{name}"), state });
+            let view = NetworkView { uid: format!("uid-{name}"), state, ipam: None };
+            networks.by_name.insert(name.to_owned(), view);
         });
     }
 
@@ -140,15 +144,17 @@ fn beside_server(name: &str, before: impl FnOnce(&World) + Send, test: impl Asyn
         state_dir: root.join("state"),
         proc_root: PathBuf::from("/proc"),
     };
-    let networks = watch::Sender::new(Arc::new(Networks { synced: true, by_name: BTreeMap::new() }));
+    let networks = watch::Sender::new(Arc::new(Networks { synced: true, ..Networks::default() }));
     let inside = File::try_clone(&host.0).unwrap();
-    let world = World { host, bridge, places, networks, metrics: Metrics::default() };
+    let ipam = Arc::new(Ipam::open(&places.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
+    let world = World { host, bridge, places, networks, metrics: Metrics::default(), ipam };
     world.set("blue", world.ready());
     before(&world);
     let run = || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let server = Server::bind(&world.places, world.networks.subscribe(), world.metrics.clone());
+            let (networks, ipam) = (world.networks.subscribe(), Arc::clone(&world.ipam));
+            let server = Server::bind(&world.places, networks, ipam, world.metrics.clone());
             tokio::select! {
                 ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
                 done = timeout(Duration::from_secs(60), test(&world)) => done.unwrap(),
@@ -237,6 +243,7 @@ fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
             world.set("blue", state);
             let shared = Shared {
                 networks: world.networks.subscribe(),
+                ipam: Arc::clone(&world.ipam),
                 tombstones: PathBuf::new(),
                 proc_root: PathBuf::new(),
                 locks: Vec::new(),

@@ -272,8 +272,8 @@ mod tests {
         let dir = Dir::new("damage");
         filled(&dir);
         let mut whole = fs::read(dir.file()).unwrap();
-        let second = whole.iter().position(|byte| *byte == b'\n').unwrap() + 30;
-        whole[second] ^= 1;
+        let ends: Vec<usize> = (0..whole.len()).filter(|place| whole[*place] == b'\n').collect();
+        whole[ends[1] + 30] ^= 1;
         fs::write(dir.file(), whole).unwrap();
         let (_, ledger) = Journal::open(&dir.0).unwrap();
         assert_eq!(ledger.leases().len(), 1);
@@ -289,6 +289,7 @@ mod tests {
             journal.append(&vec![Record::Freed(Place { container: "x".into(), interface: "y".into() }); 100], &ledger).unwrap();
         }
         assert!(fs::metadata(dir.file()).unwrap().len() < 80 * (SPARE_LINES as u64 + 200));
+        drop(journal);
         assert_eq!(Journal::open(&dir.0).unwrap().1, ledger);
     }
 }

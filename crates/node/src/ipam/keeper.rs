@@ -518,7 +518,7 @@ impl Keeper {
     }
 
     /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
-    async fn adopt(&self, found: &IPBlock) -> Result<IPBlock, Failure> {
+    async fn adopt(&mut self, found: &IPBlock) -> Result<IPBlock, Failure> {
         let mut labels = found.metadata.labels.clone().unwrap_or_default();
         labels.remove(&format!("{NODE_LABEL_PREFIX}{}", found.spec.holder.uid));
         labels.insert(format!("{NODE_LABEL_PREFIX}{}", self.me.uid), HOLDS.to_owned());

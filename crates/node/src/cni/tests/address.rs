@@ -1,0 +1,184 @@
+//! Addresses through the socket: of `patchbay-bridge`, and of `patchbay-ipam` for any other plugin.
+
+use api::ipam::Ipam as Spec;
+use plan::ipam::Rules;
+
+use super::*;
+
+fn spec(text: Value) -> Spec {
+    serde_json::from_value(text).unwrap()
+}
+
+impl World {
+    /// The network says this about addresses.
+    fn say(&self, ipam: &Spec) {
+        let rules = Rules::new("blue", ipam, |family| family.block_length(ipam), true);
+        self.networks.send_modify(|networks| {
+            Arc::make_mut(networks).by_name.get_mut("blue").unwrap().ipam = Some(Arc::new(rules));
+        });
+    }
+}
+
+fn dual() -> Value {
+    json!({
+        "subnets": ["10.1.0.0/24", "fd01::/64"], "gateways": ["10.1.0.1", "fd01::1"],
+        "routes": [{"dst": "10.9.0.0/16"}, {"dst": "fd09::/64", "gw": "fd01::9"}],
+    })
+}
+
+/// A call of the address plugin by some other plugin.
+fn delegated(command: &str, id: &str, changes: Value) -> Request {
+    let mut config = json!({
+        "cniVersion": "1.1.0", "name": "theirs", "type": "macvlan",
+        "ipam": {"type": "patchbay-ipam", "network": "blue"},
+    });
+    for (key, value) in changes.as_object().into_iter().flatten() {
+        config[key] = value.clone();
+    }
+    let (plugin, stdin) = ("patchbay-ipam".to_owned(), config.to_string().into_bytes());
+    Request { plugin, stdin, ..request(command, id, json!({})) }
+}
+
+const OURS: &str = r#"{"ipam": {"type": "patchbay-ipam"}}"#;
+
+fn ours() -> Value {
+    serde_json::from_str(OURS).unwrap()
+}
+
+#[test]
+fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
+    on_server("addresses", async |world| {
+        world.say(&spec(dual()));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        let made = world.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(
+            made["ips"],
+            json!([
+                {"address": "10.1.0.2/24", "gateway": "10.1.0.1", "interface": 1},
+                {"address": "fd01::2/64", "gateway": "fd01::1", "interface": 1},
+            ])
+        );
+        assert_eq!(
+            made["routes"],
+            json!([{"dst": "10.9.0.0/16", "gw": "10.1.0.1"}, {"dst": "fd09::/64", "gw": "fd01::9"}])
+        );
+        let shown = pod.ip("addr show net1").unwrap();
+        assert!(shown.contains("10.1.0.2/24") && shown.contains("fd01::2/64"), "{shown}");
+        assert!(pod.ip("route").unwrap().contains("10.9.0.0/16 via 10.1.0.1"));
+        assert!(pod.ip("-6 route").unwrap().contains("fd09::/64 via fd01::9"));
+        // Asked again, it is the same; and a check agrees.
+        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+        let mut check = ours();
+        check["prevResult"] = made.clone();
+        world.done("CHECK", "c1", &pod, check.clone()).await;
+        pod.ip("addr del 10.1.0.2/24 dev net1").unwrap();
+        assert_eq!(world.refused("CHECK", "c1", &pod, check).await.0, 100);
+
+        let other = Namespace::new();
+        let second = world.done("ADD", "c2", &other, ours()).await;
+        assert_eq!(second["ips"][0]["address"], "10.1.0.3/24");
+        for _ in 0..2 {
+            world.done("DEL", "c1", &pod, ours()).await;
+        }
+        assert_eq!(world.ipam.lease(&place("c1")), None);
+        assert!(world.ipam.lease(&place("c2")).is_some());
+    });
+}
+
+fn place(id: &str) -> plan::ipam::Place {
+    plan::ipam::Place { container: id.to_owned(), interface: "net1".to_owned() }
+}
+
+#[test]
+fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
+    on_server("delegated", async |world| {
+        world.say(&spec(dual()));
+        // The bridge need not be here.
+        world.set("red", State::NotSelected);
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        for (number, version) in wire::CNI_VERSIONS.iter().enumerate() {
+            let id = format!("c{number}");
+            let add = delegated("ADD", &id, json!({"cniVersion": version}));
+            let (exit, made) = world.call(&add, None).await;
+            assert_eq!((exit, &made["cniVersion"]), (0, &json!(version)), "{made}");
+            let four = format!("10.1.0.{}/24", number + 2);
+            let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
+            assert_eq!(said, &json!(four), "{made}");
+            assert!(made.get("interfaces").is_none());
+            let lease = world.ipam.lease(&place(&id)).unwrap();
+            assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
+        }
+        let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
+        let check = delegated("CHECK", "c6", json!({"prevResult": made}));
+        assert_eq!(world.call(&check, None).await, (0, Value::Null));
+        let check = delegated("CHECK", "c99", json!({"prevResult": made}));
+        assert_eq!(world.call(&check, None).await.1["code"], 100);
+        let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
+        assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
+        let left = (0..7).filter(|number| world.ipam.lease(&place(&format!("c{number}"))).is_some());
+        assert_eq!(left.collect::<Vec<_>>(), [3]);
+        assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
+        assert_eq!(world.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
+        assert_eq!(world.ipam.lease(&place("c3")), None);
+    });
+}
+
+#[test]
+fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
+    on_server("requested", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        let asked = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
+        let add = |id: &str, changes: Value| delegated("ADD", id, changes);
+        let (_, made) = world.call(&add("c1", asked(json!(["10.1.0.5/24"]))), None).await;
+        assert_eq!(made["ips"][0]["address"], "10.1.0.5/24", "{made}");
+        let by_args = json!({"args": {"cni": {"ips": ["10.1.0.6"]}}});
+        assert_eq!(world.call(&add("c2", by_args), None).await.1["ips"][0]["address"], "10.1.0.6/24");
+        let mut third = add("c3", json!({}));
+        third.args.push_str(";IP=10.1.0.7");
+        assert_eq!(world.call(&third, None).await.1["ips"][0]["address"], "10.1.0.7/24");
+        for (ips, code, word) in [
+            (json!(["10.1.0.5"]), 11, "in use by pod default/pod"),
+            (json!(["10.1.0.9"]), 7, "excluded"),
+            (json!(["10.2.0.9"]), 7, "in no subnet"),
+            (json!(["10.1.0.3", "10.1.0.4"]), 7, "two addresses of one family"),
+            (json!(["tea"]), 7, "no address"),
+        ] {
+            let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
+            assert_eq!(answer["code"], code, "{answer}");
+            assert!(answer["msg"].as_str().unwrap().contains(word), "{answer}");
+        }
+    });
+}
+
+#[test]
+fn who_cannot_have_an_address_is_told_why() {
+    on_server("no-address", async |world| {
+        let pod = Namespace::new();
+        let why = async |changes: Value, id: &str| world.refused("ADD", id, &pod, changes).await;
+        let (code, msg) = why(ours(), "c1").await;
+        assert!(code == 11 && msg.contains("set spec.ipam"), "{msg}");
+        world.say(&spec(dual()));
+        let (code, msg) = why(ours(), "c1").await;
+        assert!(code == 11 && msg.contains("has not yet read its address blocks"), "{msg}");
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        world.done("ADD", "c1", &pod, ours()).await;
+        world.ipam.lose(Duration::from_secs(100));
+        let second = Namespace::new();
+        world.done("ADD", "c2", &second, ours()).await;
+        world.ipam.lose(Duration::from_secs(300));
+        let third = Namespace::new();
+        let (code, msg) = world.refused("ADD", "c3", &third, ours()).await;
+        assert!(code == 11 && msg.contains("no new address"), "{msg}");
+        assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await.1["code"], 50);
+        // Who has one keeps it, and can give it back.
+        world.done("ADD", "c1", &pod, ours()).await;
+        world.done("DEL", "c1", &pod, ours()).await;
+        assert_eq!(world.ipam.lease(&place("c1")), None);
+        assert_eq!((third.links(), world.ipam.lease(&place("c3"))), (1, None));
+    });
+}
