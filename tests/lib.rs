@@ -14,6 +14,7 @@ use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Shape};
 
 pub mod bridge;
+pub mod fleet;
 pub mod patchbay;
 pub mod replica;
 

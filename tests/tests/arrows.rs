@@ -18,7 +18,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("node", &["api", "plan", "link", "wire"]),
     ("patchbay", &["api", "controller", "node"]),
     ("lab", &[]),
-    ("e2e", &["api", "lab"]),
+    ("e2e", &["api", "plan", "wire", "node", "lab"]),
 ];
 
 fn metadata() -> Value {

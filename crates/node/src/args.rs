@@ -50,6 +50,11 @@ pub struct Args {
     /// Host of the API server: a link that leads to it is never taken as an uplink.
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "HOST")]
     pub api_server: Option<String>,
+
+    /// Socket of the container runtime on the host; the first of the usual ones if it is not given. It is asked which
+    /// sandboxes there are, so that addresses of those that are gone are freed.
+    #[arg(long, env = "PATCHBAY_RUNTIME_SOCKET", value_name = "FILE")]
+    pub runtime_socket: Option<PathBuf>,
 }
 
 /// Flags of `patchbay probe`.

@@ -16,17 +16,19 @@ use std::{
 };
 
 use api::Chain;
-use plan::ipam::{Ask, Family, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep};
+use plan::ipam::{
+    Ask, Block, Family, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
+};
 use tokio::sync::Notify;
 use tracing::{info, warn};
 use wire::cni::{Code, Error};
 
+use self::journal::Journal;
 pub use self::{
     journal::Error as JournalError,
     keeper::{Keeper, Pace, Sandboxes},
     metrics::Metrics,
 };
-use self::journal::Journal;
 
 /// How long a node goes on with what it holds after it has lost the API server. A watch can have been dead for a minute
 /// and a half before that is noticed, and after five minutes nothing new may be handed out.
@@ -101,7 +103,10 @@ impl Ipam {
         let mut state = ipam.lock();
         let dead: Vec<Record> = state.ledger.of_other_boots(boot).into_iter().map(Record::Freed).collect();
         if !dead.is_empty() {
-            info!(count = dead.len(), "the node was started anew: addresses of its former sandboxes are free");
+            info!(
+                count = dead.len(),
+                "the node was started anew: addresses of its former sandboxes are free"
+            );
             state.keep(&dead)?;
         }
         ipam.count(&state);
@@ -132,7 +137,9 @@ impl Ipam {
             let known = state.ledger.leases().contains_key(&lease.place);
             let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, requested };
             let lack = match state.ledger.offer(ask) {
-                Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => break Ok(offer),
+                Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => {
+                    break Ok(offer);
+                }
                 Ok(_) if !state.contact.is_fresh() => break Err(cut_off(state.contact)),
                 Ok(offer) => {
                     break match state.keep(&[Record::Leased(offer.clone())]) {
@@ -182,6 +189,16 @@ impl Ipam {
     /// What an interface has.
     pub fn lease(&self, place: &Place) -> Option<Lease> {
         self.lock().ledger.leases().get(place).cloned()
+    }
+
+    /// All that interfaces have.
+    pub fn leases(&self) -> Vec<Lease> {
+        self.lock().ledger.leases().values().cloned().collect()
+    }
+
+    /// The blocks and single addresses that are held, or asked for.
+    pub fn blocks(&self) -> Vec<Block> {
+        self.lock().ledger.holdings().keys().cloned().collect()
     }
 
     /// Frees what a configuration has given to others than these.

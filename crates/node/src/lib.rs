@@ -43,14 +43,17 @@ use crate::{
     cri::Runtime,
     daemon::{Daemon, Settings},
     event::Events,
-    ipam::{Ipam, Keeper, Pace},
     health::{Health, News, Part},
+    ipam::{Ipam, Keeper, Pace},
     metrics::Metrics,
     record::Records,
 };
 
 /// How often the CNI plugin is looked at.
 const PLUGIN: Duration = Duration::from_secs(20);
+
+/// What the name of this daemon's own pod begins with.
+const OWN_POD: &str = "patchbay-node";
 
 /// How long the API server's name may take to be found.
 const LOOKUP: Duration = Duration::from_secs(3);
@@ -85,8 +88,17 @@ pub enum Error {
 
 /// Runs a daemon in this network namespace until `stop`.
 pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
-    let Args { node_name, ignore_interfaces, state_dir, run_dir, host_root, cni_bin_dir, shim, api_server } =
-        args;
+    let Args {
+        node_name,
+        ignore_interfaces,
+        state_dir,
+        run_dir,
+        host_root,
+        cni_bin_dir,
+        shim,
+        api_server,
+        runtime_socket,
+    } = args;
     info!(
         node = node_name,
         ignore_interfaces = %ignore_interfaces,
@@ -124,7 +136,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         client.clone(),
         networks.clone(),
         tell_of,
-        sandboxes(&host_root),
+        sandboxes(&host_root, runtime_socket),
         Pace::default(),
     );
     let cni = cni::Server::bind(&places, networks, ipam, calls)?;
@@ -155,12 +167,19 @@ async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) 
 }
 
 /// Asks the runtime of the host which sandboxes it has.
-fn sandboxes(host_root: &Path) -> ipam::Sandboxes {
-    let runtime = Runtime::below(host_root);
+fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
+    let runtime = match socket {
+        Some(socket) => Runtime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))]),
+        None => Runtime::below(host_root),
+    };
     Box::new(move || {
         let runtime = runtime.clone();
         Box::pin(async move {
             let found = runtime.sandboxes().await.map_err(|error| Chain(&error).to_string())?;
+            // A node can have a second runtime, which truly says that it has none of the sandboxes here.
+            if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
+                return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
+            }
             Ok(found.into_iter().map(|sandbox| sandbox.id).collect())
         })
     })

@@ -9,6 +9,6 @@ mod space;
 #[cfg(test)]
 mod tests;
 
-pub use keep::{Object, Rules, Step, View, Wants, candidate, keep, network_status, spare};
+pub use keep::{Object, Rules, Step, View, Wants, abandoned, candidate, keep, network_status, spare};
 pub use ledger::{Ask, Block, Holding, Lack, Lease, Ledger, Place, Pod, Record, Refusal, Stage};
 pub use space::{Family, Space};

@@ -44,7 +44,8 @@ impl Shared {
                 let host = call::whose(request)?.host;
                 let _lock = self.lock(&host);
                 tombstone::forget(&self.tombstones, request).map_err(|error| {
-                    Error::new(Code::Io, "remove the tombstone of earlier addresses").details(error.to_string())
+                    Error::new(Code::Io, "remove the tombstone of earlier addresses")
+                        .details(error.to_string())
                 })?;
                 let given = self.lease(&self.view(), network, request, config, &args, &asked)?;
                 let made = Success { ips: given.ips, routes: given.routes, ..Success::default() };
@@ -106,8 +107,11 @@ impl Shared {
             return differs("the interface has no address of patchbay-ipam any more".to_owned());
         };
         let said = answered(config);
-        if let Some(missing) = lease.addresses.iter().find(|one| !said.iter().any(|net| net.addr() == **one)) {
-            return differs(format!("the interface has address {missing}, which its result does not tell of"));
+        if let Some(missing) = lease.addresses.iter().find(|one| !said.iter().any(|net| net.addr() == **one))
+        {
+            return differs(format!(
+                "the interface has address {missing}, which its result does not tell of"
+            ));
         }
         Ok(said.into_iter().filter(|net| lease.addresses.contains(&net.addr())).collect())
     }
@@ -154,9 +158,7 @@ fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Err
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
     let Some(network) = view.by_name.get(name) else {
         call::read(view, Code::TryAgainLater)?;
-        return later(format!(
-            "there is no BridgeNetwork {name:?}: create it, or correct the configuration"
-        ));
+        return later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration"));
     };
     if network.state == State::Removing {
         return later(format!(
@@ -165,9 +167,9 @@ fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Err
     }
     match &network.ipam {
         None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
-        Some(rules) if rules.spaces.is_empty() => {
-            later(format!("network {name:?} has no address blocks yet: the patchbay controller decides their length"))
-        }
+        Some(rules) if rules.spaces.is_empty() => later(format!(
+            "network {name:?} has no address blocks yet: the patchbay controller decides their length"
+        )),
         Some(rules) => Ok((&network.uid, rules)),
     }
 }

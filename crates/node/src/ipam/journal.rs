@@ -119,7 +119,8 @@ fn write(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
         lines += 1;
     }
     let write = || {
-        let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
+        let mut file =
+            File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
         file.write_all(&text)?;
         file.sync_all()?;
         fs::rename(&temporary, &path)?;
@@ -232,7 +233,8 @@ mod tests {
 
     fn filled(dir: &Dir) -> Ledger {
         let (mut journal, mut ledger) = Journal::open(&dir.0).unwrap();
-        for records in [took("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]] {
+        for records in [took("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]]
+        {
             journal.append(&records, &ledger).unwrap();
             records.iter().for_each(|record| ledger.apply(record));
         }
@@ -286,7 +288,12 @@ mod tests {
         let dir = Dir::new("grow");
         let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
         for _ in 0..3 * SPARE_LINES / 100 {
-            journal.append(&vec![Record::Freed(Place { container: "x".into(), interface: "y".into() }); 100], &ledger).unwrap();
+            journal
+                .append(
+                    &vec![Record::Freed(Place { container: "x".into(), interface: "y".into() }); 100],
+                    &ledger,
+                )
+                .unwrap();
         }
         assert!(fs::metadata(dir.file()).unwrap().len() < 80 * (SPARE_LINES as u64 + 200));
         drop(journal);

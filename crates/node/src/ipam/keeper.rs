@@ -307,7 +307,8 @@ impl Keeper {
                 Want::Any(network, _) | Want::Address(network, _) => self.rules.get(network),
             };
             let name = network.map_or("", |rules| &rules.name);
-            self.ipam.answer(want, format!("no address block of network {name:?} can be taken now: {problem}"));
+            self.ipam
+                .answer(want, format!("no address block of network {name:?} can be taken now: {problem}"));
         }
     }
 
@@ -491,7 +492,9 @@ impl Keeper {
 
     /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
     async fn find(&mut self, block: Block) -> Result<(), Failure> {
-        let Some(holding) = self.ipam.look(|ledger| ledger.holdings().get(&block).cloned()) else { return Ok(()) };
+        let Some(holding) = self.ipam.look(|ledger| ledger.holdings().get(&block).cloned()) else {
+            return Ok(());
+        };
         let name = ipblock::name(&holding.network, block.range);
         let found = call(self.api.get_opt(&name)).await?;
         let Some(found) = found else {
@@ -503,7 +506,10 @@ impl Keeper {
             warn!(block = name, "somebody deleted an address block that is in use: it is made again");
             self.ipam.note(Record::Lost { block: block.clone() })?;
             if let Created::Exists = self.create(&block, &holding.network, None).await? {
-                warn!(block = name, "the block is somebody else's by now, and its addresses are given out twice");
+                warn!(
+                    block = name,
+                    "the block is somebody else's by now, and its addresses are given out twice"
+                );
             }
             return Ok(());
         };
@@ -531,7 +537,8 @@ impl Keeper {
     }
 
     async fn delete(&mut self, block: Block, object: &str) -> Result<(), Failure> {
-        let Some(network) = self.ipam.look(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
+        let Some(network) =
+            self.ipam.look(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
         else {
             return Ok(());
         };
@@ -761,12 +768,15 @@ impl Keeper {
             return Ok(true);
         }
         let single = Block { network: network.to_owned(), range: address.into() };
-        let holder = call(self.api.get_opt(&ipblock::name(&rules.name, range))).await?.map(|one| one.spec.holder);
+        let holder =
+            call(self.api.get_opt(&ipblock::name(&rules.name, range))).await?.map(|one| one.spec.holder);
         let in_vain = self.refused.contains_key(&(network.to_owned(), address));
         let want = Want::Address(network.to_owned(), address);
         if single == block || in_vain || whole {
-            let node = holder.map_or_else(|| "another node".to_owned(), |holder| format!("node {}", holder.node));
-            self.ipam.answer(want, format!("address {address} of network {:?} belongs to {node}", rules.name));
+            let node =
+                holder.map_or_else(|| "another node".to_owned(), |holder| format!("node {}", holder.node));
+            self.ipam
+                .answer(want, format!("address {address} of network {:?} belongs to {node}", rules.name));
             return Ok(false);
         }
         // It has just gone: looked at again.

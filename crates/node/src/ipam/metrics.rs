@@ -23,8 +23,16 @@ impl Metrics {
         registry.register("ipam_interfaces", "Interfaces with addresses", self.addresses.clone());
         registry.register("ipam_blocks", "Address blocks and single addresses held", self.blocks.clone());
         registry.register("ipam_blocks_taken", "Address blocks taken", self.taken.clone());
-        registry.register("ipam_addresses_borrowed", "Single addresses asked of others", self.borrowed.clone());
-        registry.register("ipam_blocks_given_back", "Blocks and addresses given back", self.given_back.clone());
+        registry.register(
+            "ipam_addresses_borrowed",
+            "Single addresses asked of others",
+            self.borrowed.clone(),
+        );
+        registry.register(
+            "ipam_blocks_given_back",
+            "Blocks and addresses given back",
+            self.given_back.clone(),
+        );
         let help = "Times that a network had no address left";
         registry.register("ipam_exhausted", help, self.exhausted.clone());
         let help = "Interfaces whose addresses were freed because their sandbox was gone";

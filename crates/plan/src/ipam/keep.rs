@@ -6,13 +6,13 @@ use std::{
     sync::Arc,
 };
 
+use super::{Block, Family, Holding, Ledger, Record, Space, Stage};
+use crate::bridge::Uid;
 use api::{
     IPBlockSpec, IPBlockStatus,
     ipam::{FamilyStatus, Ipam},
     ipblock::{self, Holder, Lent, MAX_DRAINING, MAX_LISTED, MAX_SPARE},
 };
-use super::{Block, Family, Holding, Ledger, Record, Space, Stage};
-use crate::bridge::Uid;
 
 /// An IPBlock, as last seen.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,7 +120,8 @@ fn object<'a>(view: View<'a>, block: &Block, holding: &Holding) -> Option<&'a Ob
 
 fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Option<Step> {
     let found = object(view, block, holding);
-    let took = |object: &Object| Step::Note(Record::Took { block: block.clone(), object: object.uid.clone() });
+    let took =
+        |object: &Object| Step::Note(Record::Took { block: block.clone(), object: object.uid.clone() });
     match (holding.stage, found) {
         (Stage::Asked, Some(object)) => match answer(view, block, object) {
             Answer::Yes => Some(took(object)),
@@ -206,9 +207,9 @@ fn lend(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
     let mut steps = Vec::new();
     for (block, holding) in ledger.holdings() {
         let back = holding.lent.iter().filter(|(_, object)| !present.contains(object));
-        steps.extend(back.map(|(address, _)| {
-            Step::Note(Record::Returned { block: block.clone(), address: *address })
-        }));
+        steps.extend(
+            back.map(|(address, _)| Step::Note(Record::Returned { block: block.clone(), address: *address })),
+        );
     }
     if !steps.is_empty() {
         return steps;
@@ -275,7 +276,8 @@ fn take(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules) -> Vec<St
         let all = || ledger.of_network(network).filter(|(block, _)| is_of(block, space));
         let free: usize = all().map(|(block, _)| ledger.free(block, space)).sum();
         let asked = all().filter(|(_, one)| one.stage == Stage::Asked);
-        let coming: usize = asked.map(|(block, _)| if block.is_single() { 1 } else { space.block_size() }).sum();
+        let coming: usize =
+            asked.map(|(block, _)| if block.is_single() { 1 } else { space.block_size() }).sum();
         let full = view.full.contains(&key);
         // Nothing is borrowed for later.
         let wanted = waiting + if full { 0 } else { reserve(ledger, network, space) };
@@ -380,11 +382,30 @@ pub fn candidate(
     let mut all: Vec<(IpAddr, &Object)> = Vec::new();
     for object in others.filter(|object| Family::of(object.spec.cidr.addr()) == space.family()) {
         let free = spare(object, space);
-        let open = free.into_iter().filter(|address| !singles.contains(address) && !refused.contains(address));
+        let open =
+            free.into_iter().filter(|address| !singles.contains(address) && !refused.contains(address));
         all.extend(open.map(|address| (address, object)));
     }
     let place = usize::try_from(seed % u64::try_from(all.len()).ok().filter(|count| *count > 0)?).ok()?;
     all.get(place).map(|(address, object)| (*address, (*object).clone()))
+}
+
+/// The blocks of nodes that are gone for good, but for those that others have addresses of: these stay until they give
+/// them back.
+pub fn abandoned<'a>(
+    objects: impl IntoIterator<Item = &'a Object> + Clone,
+    gone: impl Fn(&Holder) -> bool,
+) -> Vec<&'a Object> {
+    let mut holders: BTreeMap<&Uid, &Holder> = BTreeMap::new();
+    for object in objects.clone() {
+        holders.insert(&object.uid, &object.spec.holder);
+    }
+    let used = |object: &Object| {
+        let lent = object.status.lent.iter();
+        // A borrower that is gone too gives nothing back.
+        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !gone(holder))
+    };
+    objects.into_iter().filter(|object| gone(&object.spec.holder) && !used(object)).collect()
 }
 
 /// How many addresses of a family a network has, out of the blocks that there are.
@@ -401,5 +422,11 @@ pub fn network_status<'a>(
         }
     }
     let addresses = i64::try_from(space.addresses()).unwrap_or(i64::MAX);
-    FamilyStatus { block_length: length, addresses, used, free: addresses.saturating_sub(used).max(0), blocks: count }
+    FamilyStatus {
+        block_length: length,
+        addresses,
+        used,
+        free: addresses.saturating_sub(used).max(0),
+        blocks: count,
+    }
 }

@@ -94,21 +94,47 @@ pub struct Holding {
 #[serde(rename_all = "camelCase")]
 pub enum Record {
     /// The object of a block is about to be created.
-    Asked { block: Block, network: String },
+    Asked {
+        block: Block,
+        network: String,
+    },
     /// The block is held, and this is its object.
-    Took { block: Block, object: Uid },
+    Took {
+        block: Block,
+        object: Uid,
+    },
     /// The same, but nobody knows which of its addresses are in use.
-    Doubted { block: Block, network: String, object: Uid },
-    Closing { block: Block },
-    Lost { block: Block },
+    Doubted {
+        block: Block,
+        network: String,
+        object: Uid,
+    },
+    Closing {
+        block: Block,
+    },
+    Lost {
+        block: Block,
+    },
     /// It is held no more.
-    Dropped { block: Block },
-    Lent { block: Block, address: IpAddr, object: Uid },
-    Returned { block: Block, address: IpAddr },
+    Dropped {
+        block: Block,
+    },
+    Lent {
+        block: Block,
+        address: IpAddr,
+        object: Uid,
+    },
+    Returned {
+        block: Block,
+        address: IpAddr,
+    },
     Leased(Lease),
     Freed(Place),
     /// A holding as it stood when the journal was written anew.
-    Holding { block: Block, holding: Holding },
+    Holding {
+        block: Block,
+        holding: Holding,
+    },
 }
 
 /// What a pod asks for.
@@ -136,7 +162,9 @@ pub enum Lack {
 pub enum Refusal {
     #[error("address {0} is in no subnet of the network: ask for one that is, or for none")]
     Outside(IpAddr),
-    #[error("address {0} is not given to pods: it is excluded, a gateway, or the first or last one of its subnet")]
+    #[error(
+        "address {0} is not given to pods: it is excluded, a gateway, or the first or last one of its subnet"
+    )]
     Reserved(IpAddr),
     #[error("two addresses of one family are asked for, {0} and {1}: a pod gets one of each")]
     Two(IpAddr, IpAddr),
@@ -186,9 +214,12 @@ impl Ledger {
     pub fn holding_of(&self, network: &str, address: IpAddr) -> Option<(&Block, &Holding)> {
         let mut all = self.of_network(network).filter(|(block, _)| block.range.contains(&address));
         let first = all.next()?;
-        Some(all.fold(first, |best, one| {
-            if one.0.range.prefix_len() > best.0.range.prefix_len() { one } else { best }
-        }))
+        Some(all.fold(
+            first,
+            |best, one| {
+                if one.0.range.prefix_len() > best.0.range.prefix_len() { one } else { best }
+            },
+        ))
     }
 
     /// The holdings of a network.
@@ -316,7 +347,8 @@ impl Ledger {
     }
 
     fn set(&mut self, block: &Block, network: &str, stage: Stage, object: Option<Uid>) {
-        let holding = Holding { network: network.to_owned(), stage, object, next: None, lent: BTreeMap::new() };
+        let holding =
+            Holding { network: network.to_owned(), stage, object, next: None, lent: BTreeMap::new() };
         // What was lent stays lent, whatever becomes of the object.
         let lent = self.holdings.remove(block).map(|old| old.lent).unwrap_or_default();
         self.holdings.insert(block.clone(), Holding { lent, ..holding });
@@ -366,8 +398,9 @@ impl Ledger {
     pub fn records(&self) -> impl Iterator<Item = Record> {
         // Leases first: each of them moves the place where the next search begins.
         let leases = self.leases.values().cloned().map(Record::Leased);
-        let holding = |(block, holding): (&Block, &Holding)| {
-            Record::Holding { block: block.clone(), holding: holding.clone() }
+        let holding = |(block, holding): (&Block, &Holding)| Record::Holding {
+            block: block.clone(),
+            holding: holding.clone(),
         };
         leases.chain(self.holdings.iter().map(holding))
     }

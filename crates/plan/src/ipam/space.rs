@@ -30,7 +30,9 @@ impl Family {
     /// The address of a number; one that is too large for the family is cut off.
     fn address(self, number: u128) -> IpAddr {
         match self {
-            Self::V4 => IpAddr::V4(Ipv4Addr::from_bits(u32::try_from(number & 0xffff_ffff).unwrap_or(u32::MAX))),
+            Self::V4 => {
+                IpAddr::V4(Ipv4Addr::from_bits(u32::try_from(number & 0xffff_ffff).unwrap_or(u32::MAX)))
+            }
             Self::V6 => IpAddr::V6(Ipv6Addr::from_bits(number)),
         }
     }
@@ -94,7 +96,8 @@ impl Space {
         }
         let spans = merged(spans);
         let shift = family.bits() - length;
-        let cells = merged(spans.iter().map(|&(first, last)| (above(first, shift), above(last, shift))).collect());
+        let cells =
+            merged(spans.iter().map(|&(first, last)| (above(first, shift), above(last, shift))).collect());
         Some(Self { family, length, spans, cells, subnets, gateway })
     }
 
@@ -149,7 +152,12 @@ impl Space {
 
     /// The first address of a range, from a place on and around its end, that is not taken. Looks at no more addresses
     /// than are taken.
-    pub fn free_in(&self, range: IpNet, from: Option<IpAddr>, taken: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
+    pub fn free_in(
+        &self,
+        range: IpNet,
+        from: Option<IpAddr>,
+        taken: impl Fn(IpAddr) -> bool,
+    ) -> Option<IpAddr> {
         let (first, last) = whole(&range);
         let middle = from.map_or(first, number).clamp(first, last);
         let before = if middle > first { self.within(first, middle - 1) } else { Vec::new() };

@@ -405,7 +405,11 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
         around(me(), lent("five")),
         around(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
     ] {
-        let mut refused = Node { ledger: node.ledger.clone(), objects: node.objects.clone(), ..Node::new(&["10.0.0.0/24"]) };
+        let mut refused = Node {
+            ledger: node.ledger.clone(),
+            objects: node.objects.clone(),
+            ..Node::new(&["10.0.0.0/24"])
+        };
         refused.lenders.insert(single.clone(), no);
         assert!(matches!(refused.settle()[..], [Step::Delete { .. }]));
     }
@@ -444,7 +448,8 @@ fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
     assert!(node.ask("q", &[]).is_err());
     assert_eq!(node.lease("p"), [ip("10.1.0.1")]);
     let steps = node.settle();
-    let told = steps.iter().find_map(|step| if let Step::Tell { status, .. } = step { Some(status) } else { None });
+    let told =
+        steps.iter().find_map(|step| if let Step::Tell { status, .. } = step { Some(status) } else { None });
     assert_eq!(told.unwrap().draining, ["ns/p 10.1.0.1"]);
 }
 

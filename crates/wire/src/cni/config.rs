@@ -87,7 +87,8 @@ impl Config {
         let written: Written = serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
         let version = written.cni_version.unwrap_or_default().parse()?;
         let ipam = written.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
-        let ipam = ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| unreadable(&error))?;
+        let ipam =
+            ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| unreadable(&error))?;
         let mtu = written.mtu.filter(|&mtu| mtu != 0);
         if let Some(mtu) = mtu.filter(|mtu| !(SMALLEST_MTU..=LARGEST_MTU).contains(mtu)) {
             let msg = format!("mtu {mtu} is not between {SMALLEST_MTU} and {LARGEST_MTU}");

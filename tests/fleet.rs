@@ -1,0 +1,277 @@
+//! Many nodes that hand out addresses, in one process: each with a journal and a keeper of its own, against a real API
+//! server. Their pods are names.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    net::IpAddr,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use api::{IPBlock, ipam::Ipam as Spec, ipblock::Holder};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, ListParams, Preconditions},
+};
+use lab::wait;
+use node::{
+    cni::{NetworkView, Networks, State},
+    event::Events,
+    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes},
+};
+use plan::ipam::{Lease, Object, Place, Pod, Rules, abandoned};
+use tokio::{
+    sync::watch,
+    task::{JoinSet, spawn_blocking},
+};
+use tokio_util::sync::CancellationToken;
+use wire::cni::Error as Refused;
+
+/// The nodes of one network.
+pub struct Fleet {
+    pub network: String,
+    pub rules: Arc<Rules>,
+    pub machines: Vec<Machine>,
+    pub pace: Pace,
+    clients: Vec<Client>,
+    dir: PathBuf,
+}
+
+/// One node.
+pub struct Machine {
+    pub holder: Holder,
+    dir: PathBuf,
+    boot: u64,
+    ipam: Option<Arc<Ipam>>,
+    tell: watch::Sender<Arc<Networks>>,
+    keeper: JoinSet<()>,
+    sandboxes: Arc<Mutex<BTreeSet<String>>>,
+}
+
+/// Nodes hurry here: what takes minutes outside takes a moment.
+pub const HURRY: Pace = Pace {
+    idle: Duration::from_millis(100),
+    idle_address: Duration::from_millis(50),
+    tell: Duration::from_millis(200),
+    sweep: Duration::from_millis(200),
+    young: Duration::ZERO,
+};
+
+impl Fleet {
+    /// Makes so many nodes that are off.
+    pub fn new(clients: Vec<Client>, network: &str, spec: &Spec, count: usize, pace: Pace) -> Result<Self> {
+        let dir = std::env::temp_dir().join(format!("patchbay-fleet-{}-{network}", std::process::id()));
+        let rules = Arc::new(Rules::new(network, spec, |family| family.block_length(spec), true));
+        let mut fleet = Self { network: network.to_owned(), rules, machines: Vec::new(), pace, clients, dir };
+        for number in 0..count {
+            fleet.join(number);
+        }
+        Ok(fleet)
+    }
+
+    fn join(&mut self, number: usize) {
+        let holder = Holder { node: format!("sim-{number}"), uid: format!("{}-{number}", self.network) };
+        let view =
+            NetworkView { uid: self.uid(), state: State::NotSelected, ipam: Some(Arc::clone(&self.rules)) };
+        let by_name = BTreeMap::from([(self.network.clone(), view)]);
+        let networks = Networks { synced: true, node: Some(holder.clone()), by_name };
+        self.machines.push(Machine {
+            dir: self.dir.join(number.to_string()),
+            holder,
+            boot: 0,
+            ipam: None,
+            tell: watch::Sender::new(Arc::new(networks)),
+            keeper: JoinSet::new(),
+            sandboxes: Arc::default(),
+        });
+    }
+
+    pub fn uid(&self) -> String {
+        format!("uid-{}", self.network)
+    }
+
+    fn api(&self) -> Api<IPBlock> {
+        Api::all(self.clients[0].clone())
+    }
+
+    /// Starts the daemon of a node, if it is not running.
+    pub fn start(&mut self, number: usize) -> Result<()> {
+        let client = self.clients[number % self.clients.len()].clone();
+        let pace = self.pace;
+        let machine = &mut self.machines[number];
+        if machine.ipam.is_some() {
+            return Ok(());
+        }
+        let boot = machine.boot.to_string();
+        let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
+        let (events, _) = Events::new(client.clone(), &machine.holder.node);
+        let live = Arc::clone(&machine.sandboxes);
+        let sandboxes: Sandboxes = Box::new(move || {
+            let live = live.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            Box::pin(async move { Ok(live) })
+        });
+        let networks = machine.tell.subscribe();
+        let keeper = Keeper::new(Arc::clone(&ipam), client, networks, events, sandboxes, pace);
+        machine.ipam = Some(ipam);
+        machine.keeper.spawn(async move {
+            let _ = keeper.run(CancellationToken::new()).await;
+        });
+        Ok(())
+    }
+
+    pub fn start_all(&mut self) -> Result<()> {
+        (0..self.machines.len()).try_for_each(|number| self.start(number))
+    }
+
+    /// Ends the daemon of a node wherever it is just now.
+    pub async fn crash(&mut self, number: usize) {
+        let machine = &mut self.machines[number];
+        machine.keeper.shutdown().await;
+        machine.ipam = None;
+    }
+
+    /// Crashes a node together with all its sandboxes, and forgets which boot it was.
+    pub async fn power_off(&mut self, number: usize) {
+        self.crash(number).await;
+        let machine = &mut self.machines[number];
+        machine.boot += 1;
+        machine.live().clear();
+    }
+
+    /// The Node of a machine is deleted and made anew.
+    pub fn rename(&mut self, number: usize, uid: &str) {
+        let machine = &mut self.machines[number];
+        uid.clone_into(&mut machine.holder.uid);
+        let holder = machine.holder.clone();
+        machine.tell.send_modify(|networks| Arc::make_mut(networks).node = Some(holder));
+    }
+
+    pub fn is_up(&self, number: usize) -> bool {
+        self.machines[number].ipam.is_some()
+    }
+
+    /// A call of ADD for a sandbox.
+    pub fn add(
+        &self,
+        number: usize,
+        container: &str,
+        requested: Vec<IpAddr>,
+        patience: Duration,
+    ) -> impl Future<Output = Result<Result<Vec<IpAddr>, Refused>>> + use<> {
+        let machine = &self.machines[number];
+        let ipam = machine.ipam.clone();
+        machine.live().insert(container.to_owned());
+        let lease = Lease {
+            place: place(container),
+            pod: Pod { namespace: "sim".to_owned(), name: container.to_owned(), uid: container.to_owned() },
+            network: self.uid(),
+            config: self.network.clone(),
+            boot: machine.boot.to_string(),
+            since: 0,
+            addresses: Vec::new(),
+        };
+        let rules = Arc::clone(&self.rules);
+        async move {
+            let ipam = ipam.context("the node is off")?;
+            let until = Instant::now() + patience;
+            let added = spawn_blocking(move || ipam.add(&rules, lease, &requested, until)).await?;
+            Ok(added.map(|lease| lease.addresses))
+        }
+    }
+
+    /// A call of DEL.
+    pub fn delete(&self, number: usize, container: &str) -> Result<()> {
+        let machine = &self.machines[number];
+        machine.live().remove(container);
+        let ipam = machine.ipam.as_ref().context("the node is off")?;
+        ipam.delete(&place(container)).map(drop).map_err(anyhow::Error::from)
+    }
+
+    /// A sandbox goes and nobody says so.
+    pub fn vanish(&self, number: usize, container: &str) {
+        self.machines[number].live().remove(container);
+    }
+
+    /// What every node that is up says its sandboxes have.
+    pub fn held(&self) -> Vec<(usize, Lease)> {
+        let up = self.machines.iter().enumerate();
+        up.filter_map(|(number, one)| Some((number, one.ipam.as_ref()?)))
+            .flat_map(|(number, ipam)| ipam.leases().into_iter().map(move |lease| (number, lease)))
+            .collect()
+    }
+
+    /// Fails if any address has two owners.
+    pub fn no_duplicate(&self) -> Result<usize> {
+        let mut owners: BTreeMap<IpAddr, (usize, Place)> = BTreeMap::new();
+        for (number, lease) in self.held() {
+            for address in &lease.addresses {
+                if let Some((other, place)) = owners.insert(*address, (number, lease.place.clone())) {
+                    bail!("{address} belongs to {place:?} on {other} and to {:?} on {number}", lease.place);
+                }
+            }
+        }
+        Ok(owners.len())
+    }
+
+    /// The IPBlocks of the network.
+    pub async fn objects(&self) -> Result<Vec<IPBlock>> {
+        let params = ListParams::default().labels(&format!("patchbay.dev/network={}", self.network));
+        Ok(self.api().list(&params).await?.items)
+    }
+
+    /// Does what the controller does about nodes that are gone.
+    pub async fn release(&self, gone: &BTreeSet<String>) -> Result<usize> {
+        let all = self.objects().await?;
+        let read = |block: &IPBlock| {
+            let (spec, status) = (block.spec.clone(), block.status.clone().unwrap_or_default());
+            Object { uid: block.uid().unwrap_or_default(), spec, status }
+        };
+        let objects: Vec<Object> = all.iter().map(read).collect();
+        let left = abandoned(&objects, |holder| gone.contains(&holder.uid));
+        let count = left.len();
+        for object in left {
+            let found = all.iter().find(|block| block.uid().as_ref() == Some(&object.uid)).context("it")?;
+            let only = Preconditions { uid: found.uid(), resource_version: found.resource_version() };
+            let params = DeleteParams::default().preconditions(only);
+            match self.api().delete(&found.name_any(), &params).await {
+                Ok(_) => {}
+                Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(count)
+    }
+
+    /// Waits until no block is left: every node has given back what nobody has.
+    pub async fn at_rest(&self, within: Duration) -> Result<()> {
+        ensure!(self.held().is_empty(), "somebody still has {:?}", self.held());
+        wait::until(within, "every block to be given back", || async {
+            let left = self.objects().await?;
+            let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();
+            ensure!(names.is_empty(), "{names:?}");
+            Ok(Some(()))
+        })
+        .await
+    }
+
+    /// Ends all nodes, and removes what they kept.
+    pub async fn end(mut self) {
+        for number in 0..self.machines.len() {
+            self.crash(number).await;
+        }
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+impl Machine {
+    fn live(&self) -> std::sync::MutexGuard<'_, BTreeSet<String>> {
+        self.sandboxes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn place(container: &str) -> Place {
+    Place { container: container.to_owned(), interface: "net1".to_owned() }
+}
