@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
     fs,
     net::IpAddr,
     path::PathBuf,
@@ -214,6 +215,20 @@ impl Fleet {
             }
         }
         Ok(owners.len())
+    }
+
+    /// What every node that is up holds.
+    pub fn describe(&self) -> String {
+        let mut text = String::new();
+        for machine in &self.machines {
+            let Some(ipam) = &machine.ipam else { continue };
+            for (block, one) in ipam.holdings() {
+                let used: Vec<IpAddr> = ipam.leases().into_iter().flat_map(|lease| lease.addresses).collect();
+                let (node, range) = (&machine.holder.node, block.range);
+                let _ = writeln!(text, "{node}: {range} {:?} lent {:?} (uses {used:?})", one.stage, one.lent);
+            }
+        }
+        text
     }
 
     /// The IPBlocks of the network.

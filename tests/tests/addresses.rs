@@ -129,7 +129,8 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
         wait::until(SOON, "the freed address", || async {
             Ok(fleet.add(1, "late", Vec::new(), SOON).await?.ok())
         })
-        .await?;
+        .await
+        .with_context(|| fleet.describe())?;
         println!("{subnet}: {count} addresses, one moved to another node after {:?}", begun.elapsed());
         fleet.no_duplicate()?;
         for number in 0..3 {
@@ -175,7 +176,8 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
     wait::until(SOON, "the address to come back", || async {
         Ok(fleet.add(0, "next", vec![wanted], SOON).await?.ok())
     })
-    .await?;
+    .await
+    .with_context(|| fleet.describe())?;
     for (number, name) in [(0, "first"), (0, "next"), (0, "thief"), (1, "thief"), (1, "other")] {
         fleet.delete(number, name)?;
     }
@@ -422,10 +424,12 @@ async fn history(
         fleet.release(&gone).await?;
         ensure!(fleet.held().is_empty(), "{:?}", fleet.held());
         let left = fleet.objects().await?;
-        ensure!(left.is_empty(), "{:?}", left.iter().map(|one| (&one.spec, &one.status)).collect::<Vec<_>>());
+        let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();
+        ensure!(left.is_empty(), "{names:?}");
         Ok(Some(()))
     })
-    .await?;
+    .await
+    .with_context(|| fleet.describe())?;
     fleet.end().await;
     Ok(())
 }

@@ -17,7 +17,7 @@ use std::{
 
 use api::Chain;
 use plan::ipam::{
-    Ask, Block, Family, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
+    Ask, Block, Family, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
 };
 use tokio::sync::Notify;
 use tracing::{info, warn};
@@ -140,7 +140,15 @@ impl Ipam {
                 Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => {
                     break Ok(offer);
                 }
-                Ok(_) if !state.contact.is_fresh() => break Err(cut_off(state.contact)),
+                // A daemon that has just been started hears of the API server in a moment.
+                Ok(_) if !state.contact.is_fresh() => {
+                    let rest = deadline.checked_duration_since(Instant::now());
+                    let Some(rest) = rest.filter(|_| matches!(state.contact, Contact::Never)) else {
+                        break Err(cut_off(state.contact));
+                    };
+                    state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+                    continue;
+                }
                 Ok(offer) => {
                     break match state.keep(&[Record::Leased(offer.clone())]) {
                         Ok(()) => Ok(offer),
@@ -197,8 +205,8 @@ impl Ipam {
     }
 
     /// The blocks and single addresses that are held, or asked for.
-    pub fn blocks(&self) -> Vec<Block> {
-        self.lock().ledger.holdings().keys().cloned().collect()
+    pub fn holdings(&self) -> Vec<(Block, Holding)> {
+        self.lock().ledger.holdings().iter().map(|(block, one)| (block.clone(), one.clone())).collect()
     }
 
     /// Frees what a configuration has given to others than these.
@@ -251,6 +259,8 @@ impl Ipam {
             (Contact::Never, Contact::LostAt(_)) => Contact::Never,
             (_, new) => new,
         };
+        drop(state);
+        self.changed.notify_all();
     }
 
     /// Keeps the records that the rules ask for, and says what else is to be done.

@@ -48,8 +48,10 @@ const BURST: Duration = Duration::from_millis(50);
 const TRIES: usize = 64;
 /// How long the holder of a block may take to answer whether it lends an address.
 const SILENT: Duration = Duration::from_secs(3);
-/// How long it is believed that no block is left, or that an address cannot be borrowed.
+/// How long it is believed that no block is left.
 const BELIEVED: Duration = Duration::from_secs(30);
+/// How long an address is not asked for again that was not lent. The status of its block tells when it is free.
+const IN_VAIN: Duration = Duration::from_millis(500);
 /// How long after a block was taken it is first told how much of it is used.
 const FIRST_WORD: Duration = Duration::from_secs(2);
 /// How often it is looked whether a doubtful block can go.
@@ -466,7 +468,8 @@ impl Keeper {
                     is it up? If it is gone for good, delete its Node"
                 )
             };
-            self.refused.insert((block.network.clone(), address), now + BELIEVED);
+            let believed = if refused { IN_VAIN } else { SILENT };
+            self.refused.insert((block.network.clone(), address), now + believed);
             self.ipam.answer(Want::Address(block.network.clone(), address), why.clone());
             if silent {
                 self.ipam.answer(Want::Any(block.network.clone(), Family::of(address)), why);
@@ -600,6 +603,11 @@ impl Keeper {
         network: &str,
         lender: Option<Holder>,
     ) -> Result<Created, Failure> {
+        // What is held is not asked for: the answer would be that somebody has it.
+        let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));
+        if !self.ipam.look(|ledger| free(ledger.holdings().get(block).map(|one| one.stage))) {
+            return Ok(Created::Exists);
+        }
         self.ipam.note(Record::Asked { block: block.clone(), network: network.to_owned() })?;
         let name = ipblock::name(network, block.range);
         let spec = IPBlockSpec {
@@ -720,7 +728,7 @@ impl Keeper {
             let Some((address, around)) = candidate(&listed, space, &self.me, &refused, seed) else { break };
             let block = Block { network: network.to_owned(), range: address.into() };
             // Tried once only, whatever comes of it: what the list says of it is old by then.
-            self.refused.insert((network.to_owned(), address), Instant::now() + SILENT);
+            self.refused.insert((network.to_owned(), address), Instant::now() + IN_VAIN);
             if let Created::Ours = self.create(&block, &rules.name, Some(around.spec.holder)).await? {
                 self.ipam.metrics.borrowed.inc();
                 self.asked.insert(block, Instant::now());

@@ -288,8 +288,8 @@ fn take(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules) -> Vec<St
     }
     let addresses = view.wants.addresses.iter().filter(|(uid, _)| uid == network);
     for (_, address) in addresses.filter(|_| rules.live) {
-        let asked = |(_, one): &(&Block, &Holding)| one.stage == Stage::Asked;
-        if !ledger.holding_of(network, *address).is_some_and(|found| asked(&found)) {
+        // One that is held already is at hand in a moment, or gone.
+        if ledger.holding_of(network, *address).is_none() {
             steps.push(Step::TakeAddress { network: network.to_owned(), address: *address });
         }
     }
