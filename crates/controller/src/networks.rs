@@ -166,6 +166,7 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
+                self.cluster.world().confirmed(&outcome.confirmed);
                 for step in &turn.steps {
                     self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));
                 }

@@ -113,6 +113,17 @@ pub struct World {
     pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
     /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
     pub in_place: BTreeMap<Reference, u64>,
+    /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
+    pub withdrawn: BTreeMap<Reference, Withdrawn>,
+}
+
+/// An attachment that we took away.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Withdrawn {
+    /// The UID of its network.
+    pub network: String,
+    /// Its own.
+    pub uid: String,
 }
 
 impl World {
@@ -128,6 +139,31 @@ impl World {
             }
         }
         self.in_place = in_place;
+        self.remember_withdrawn(plan);
+    }
+
+    /// Noted before it is done: an answer that is lost does not undo a deletion.
+    fn remember_withdrawn(&mut self, plan: &Plan) {
+        for turn in &plan.turns {
+            let deletions = turn.steps.iter().filter_map(|step| match step {
+                Step::Delete(all) => Some(all),
+                _ => None,
+            });
+            for (at, one) in deletions.flatten() {
+                let withdrawn = Withdrawn { network: turn.uid.clone(), uid: one.uid.clone() };
+                self.withdrawn.insert(at.clone(), withdrawn);
+            }
+        }
+        let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
+        let there = |at: &Reference| self.attachments.as_ref().and_then(|all| all.get(at));
+        self.withdrawn.retain(|at, it| {
+            live.contains(it.network.as_str()) && there(at).is_none_or(|found| found.uid == it.uid)
+        });
+    }
+
+    /// The API server itself has said that nobody uses these.
+    pub fn confirmed(&mut self, attachments: &BTreeSet<Reference>) {
+        self.withdrawn.retain(|at, _| !attachments.contains(at));
     }
 
     /// Notes what we wrote, before it is seen: whoever changes it at once has changed it all the same. What was removed by
@@ -170,7 +206,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// The attachments that it writes.
+    /// The attachments that its steps are about, one by one.
     pub fn places(&self) -> impl Iterator<Item = &Reference> {
         self.steps.iter().flat_map(Step::places)
     }
@@ -196,6 +232,9 @@ pub enum Step {
     },
     /// Deletes attachments of ours, if the API server itself knows of no user of any of them.
     Delete(Vec<(Reference, Attachment)>),
+    /// Asks the API server itself whether anybody began to use these, which are gone, before they went: then they have to
+    /// come back.
+    Confirm(BTreeSet<Reference>),
     /// Lets the nodes undo, if the API server itself knows of no attachment of the network and of no user of these.
     Release {
         attachments: BTreeSet<Reference>,
@@ -208,11 +247,12 @@ pub enum Step {
 }
 
 impl Step {
-    /// The attachments that it writes.
+    /// The attachments that it is about, one by one.
     pub fn places(&self) -> Vec<&Reference> {
         match self {
             Self::Create { at, .. } | Self::Apply { at, .. } => vec![at],
             Self::Delete(all) => all.iter().map(|(at, _)| at).collect(),
+            Self::Confirm(all) => all.iter().collect(),
             Self::Finalizers(_) | Self::Release { .. } | Self::Finish { .. } => Vec::new(),
         }
     }

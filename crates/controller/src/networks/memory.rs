@@ -176,6 +176,10 @@ impl Memory {
                 all.retain(|(at, _)| !rests(at, ""));
                 !all.is_empty()
             }
+            Step::Confirm(all) => {
+                all.retain(|at| !rests(at, ""));
+                !all.is_empty()
+            }
             Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => true,
         });
         first

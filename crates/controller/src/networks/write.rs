@@ -80,6 +80,8 @@ pub struct Outcome {
     pub beaten: bool,
     /// Attachments that the API server did not let be written, with its words.
     pub refused: Vec<(Reference, String)>,
+    /// Attachments that are gone, and nobody had begun to use them.
+    pub confirmed: BTreeSet<Reference>,
 }
 
 impl Outcome {
@@ -182,6 +184,12 @@ impl Writer {
                 Ok(())
             }
             Step::Delete(attachments) => self.delete(turn, attachments, outcome).await,
+            Step::Confirm(attachments) => {
+                if self.unused(turn, attachments, outcome).await {
+                    outcome.confirmed.extend(attachments.iter().cloned());
+                }
+                Ok(())
+            }
             Step::Release { attachments, finalizers } => {
                 self.release(turn, attachments, finalizers, outcome).await
             }
@@ -243,17 +251,8 @@ impl Writer {
         outcome: &mut Outcome,
     ) -> Result<(), Error> {
         let names: BTreeSet<Reference> = attachments.iter().map(|(at, _)| at.clone()).collect();
-        match self.used(turn, &names).await {
-            Ok(false) => {}
-            Ok(true) => {
-                outcome.blocked = true;
-                return Ok(());
-            }
-            Err(error) => {
-                let why = api::Chain(&error).to_string();
-                outcome.refused.extend(names.into_iter().map(|at| (at, why.clone())));
-                return Ok(());
-            }
+        if !self.unused(turn, &names, outcome).await {
+            return Ok(());
         }
         for (at, one) in attachments {
             let removed = self.remove(at, one).await;
@@ -264,6 +263,21 @@ impl Writer {
             info!(network = turn.name, attachment = %at, "removed an attachment");
         }
         Ok(())
+    }
+
+    /// Whether nobody uses any of these; that nobody can say stands in the way of these alone.
+    async fn unused(&self, turn: &Turn, attachments: &BTreeSet<Reference>, outcome: &mut Outcome) -> bool {
+        match self.used(turn, attachments).await {
+            Ok(used) => {
+                outcome.blocked |= used;
+                !used
+            }
+            Err(error) => {
+                let why = api::Chain(&error).to_string();
+                outcome.refused.extend(attachments.iter().map(|at| (at.clone(), why.clone())));
+                false
+            }
+        }
     }
 
     async fn used(&self, turn: &Turn, attachments: &BTreeSet<Reference>) -> Result<bool, Error> {

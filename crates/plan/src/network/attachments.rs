@@ -58,6 +58,7 @@ impl<'a> Attachments<'a> {
         let marked = self.marked.get(network.uid.as_str()).into_iter().flatten();
         let joining = self.joining.get(network.name.as_str()).into_iter().flatten();
         let mut all: BTreeSet<Reference> = marked.chain(joining).map(|it| (*it).clone()).collect();
+        all.extend(withdrawn(world, network).cloned());
         // Whoever names one that is not there yet waits for it.
         let Ok(spec) = &network.spec else { return all };
         let name = spec.attachment_name(&network.name);
@@ -116,9 +117,37 @@ impl<'a> Attachments<'a> {
         if !unwanted.is_empty() {
             kept.steps.push(Step::Delete(unwanted));
         }
+        Self::bring_back(scene, &wanted, mtu, &mut kept);
         kept.refused = scene.refused(&kept.steps);
         kept
     }
+
+    /// Somebody may have begun to use an attachment just before it was taken off: then it is made again, and stays until
+    /// they go.
+    fn bring_back(scene: &Scene<'_>, wanted: &BTreeSet<Reference>, mtu: Option<i32>, kept: &mut Kept) {
+        let mut unsure = BTreeSet::new();
+        for at in withdrawn(scene.world, scene.network).filter(|at| !wanted.contains(at)) {
+            if scene.world.users.summary([at], 1).count == 0 {
+                unsure.insert(at.clone());
+                continue;
+            }
+            let active = scene.world.namespaces.get(&at.namespace) == Some(&Namespace::Active);
+            if let Some(mtu) = mtu.filter(|_| active) {
+                keep_one(scene, at, None, mtu, kept);
+                kept.used.push(at.clone());
+            }
+        }
+        if !unsure.is_empty() {
+            kept.steps.push(Step::Confirm(unsure));
+        }
+    }
+}
+
+/// What was taken away of a network, and nobody knows yet whether that was right.
+fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'a Reference> {
+    let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
+    let ours = world.withdrawn.iter().filter(|(_, it)| it.network == network.uid);
+    ours.map(|(at, _)| at).filter(move |at| !there(at))
 }
 
 /// The UID of the network that wants an attachment just here, if a part of the mark was taken off it and the rest still

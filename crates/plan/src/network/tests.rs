@@ -59,6 +59,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         users: Index::default(),
         refused: BTreeMap::new(),
         in_place: BTreeMap::new(),
+        withdrawn: BTreeMap::new(),
     }
 }
 
@@ -165,6 +166,13 @@ fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
                 assert!(attachments.remove(at).is_some());
             }
             format!("delete {}", names.join(" "))
+        }
+        Step::Confirm(all) => {
+            let used = world.users.summary(all, 1).count > 0;
+            if !used {
+                world.confirmed(all);
+            }
+            format!("confirm, used: {used}")
         }
         Step::Release { finalizers: all, .. } => {
             finalizers(world, all);
@@ -462,7 +470,48 @@ fn an_attachment_outside_the_list_goes_once_nobody_uses_it() {
     world.networks.get_mut("blue").unwrap().spec = Ok(BridgeNetworkSpec::default());
     assert_eq!(settle_down(&mut world, at(1)), ["status blue"]);
     world.users.delete(Kind::Pod, "ns", "pod");
-    assert_eq!(settle_down(&mut world, at(2)), ["delete ns/blue", "status blue"]);
+    let done = settle_down(&mut world, at(2));
+    assert_eq!(done, ["delete ns/blue", "status blue", "confirm, used: false"]);
+    uses(&mut world, "late", "blue");
+    assert_eq!(settle_down(&mut world, at(3)), [""; 0], "who names what is not there has a long wait");
+}
+
+#[test]
+fn an_attachment_that_was_taken_off_the_list_comes_back_for_a_user_that_slipped_in() {
+    let here = Reference::new("ns", "blue");
+    let unlisted = || {
+        let mut world = world([network("blue")]);
+        settle_down(&mut world, at(0));
+        world.networks.get_mut("blue").unwrap().spec = Ok(BridgeNetworkSpec::default());
+        let first = plan(&world, at(1));
+        (world, first)
+    };
+    let (mut world, first) = unlisted();
+    apply(&mut world, &first);
+    uses(&mut world, "pod", "blue");
+    assert_eq!(settle_down(&mut world, at(1)), ["create ns/blue", "status blue"]);
+    let ready = plan(&world, at(1));
+    assert_eq!(ready, Plan::default(), "and it stays");
+    world.users.delete(Kind::Pod, "ns", "pod");
+    let done = settle_down(&mut world, at(2));
+    assert_eq!(done, ["delete ns/blue", "status blue", "confirm, used: false"]);
+    // The answer to the deletion was lost, and the cache is behind when the user is seen.
+    let (mut world, first) = unlisted();
+    world.remember(&first);
+    uses(&mut world, "pod", "blue");
+    let behind = plan(&world, at(1));
+    world.remember(&behind);
+    world.attachments.as_mut().unwrap().remove(&here);
+    assert_eq!(settle_down(&mut world, at(1))[0], "create ns/blue");
+    // The network goes in the meantime: its nodes wait for the user all the same.
+    let (mut world, first) = unlisted();
+    apply(&mut world, &first);
+    delete(&mut world, "blue", 1);
+    let turn = plan(&world, at(9)).turns.remove(0);
+    assert!(matches!(&turn.steps[..], [Step::Release { attachments, .. }] if attachments.contains(&here)));
+    uses(&mut world, "pod", "blue");
+    assert_eq!(settle_down(&mut world, at(9)), ["create ns/blue", "status blue"]);
+    assert_eq!(told(&world, "blue", "Ready").1, "DeletionBlocked");
 }
 
 #[test]
