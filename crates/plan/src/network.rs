@@ -210,6 +210,14 @@ impl Turn {
     pub fn places(&self) -> impl Iterator<Item = &Reference> {
         self.steps.iter().flat_map(Step::places)
     }
+
+    /// Whether the API server itself has to be asked before it is done.
+    pub fn asks(&self) -> bool {
+        self.steps.iter().any(|step| match step {
+            Step::Delete(_) | Step::Confirm(_) | Step::Release { .. } | Step::Finish { .. } => true,
+            Step::Finalizers(_) | Step::Create { .. } | Step::Apply { .. } => false,
+        })
+    }
 }
 
 /// One change.

@@ -21,7 +21,7 @@ use tracing::{debug, info};
 use crate::{
     call::{self, Line},
     cluster::Cluster,
-    direct::Direct,
+    direct::{Answers, Direct, Question},
     metrics::{Call, Metrics},
     object,
     tenure::Tenure,
@@ -30,11 +30,11 @@ use crate::{
 /// Why something was not written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("ask the API server for users of network {name}")]
+    #[error("ask the API server about network {name}")]
     Ask {
         name: String,
         #[source]
-        source: call::Error,
+        source: Arc<call::Error>,
     },
     #[error("write network {name}")]
     Network {
@@ -137,11 +137,25 @@ impl Writer {
         }
     }
 
+    /// Asks the API server itself what these turns, and what is done about orphans, must not be decided without. What makes
+    /// them due has to hold before this is called.
+    pub async fn ask(&self, turns: &[Turn], orphans: &[(Reference, Attachment)]) -> Answers {
+        let mut question = Question::default();
+        for turn in turns {
+            turn.steps.iter().for_each(|step| put(&mut question, &turn.uid, step));
+        }
+        for (at, one) in orphans {
+            question.attachments.insert(at.clone());
+            question.lost.extend(one.network_uid.clone());
+        }
+        self.direct.ask(question, |name| self.cluster.world().nodes.contains_key(name)).await
+    }
+
     /// Does what a turn asks for, as far as the API server agrees.
-    pub async fn turn(&self, turn: &Turn) -> Result<Outcome, Error> {
+    pub async fn turn(&self, turn: &Turn, answers: &Answers) -> Result<Outcome, Error> {
         let mut outcome = Outcome::default();
         for step in &turn.steps {
-            self.step(turn, step, &mut outcome).await?;
+            self.step(turn, step, answers, &mut outcome).await?;
         }
         // It is made anew once the refusals are known; until then it would say that all is well.
         let whole = !outcome.network && !outcome.beaten && outcome.refused.is_empty();
@@ -160,7 +174,13 @@ impl Writer {
         Ok(outcome)
     }
 
-    async fn step(&self, turn: &Turn, step: &Step, outcome: &mut Outcome) -> Result<(), Error> {
+    async fn step(
+        &self,
+        turn: &Turn,
+        step: &Step,
+        answers: &Answers,
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
         match step {
             Step::Finalizers(finalizers) => self.finalizers(turn, finalizers, outcome).await,
             Step::Create { at, config, repair } => {
@@ -183,20 +203,25 @@ impl Writer {
                 info!(network = turn.name, attachment = %at, repair, "put an attachment right");
                 Ok(())
             }
-            Step::Delete(attachments) => self.delete(turn, attachments, outcome).await,
+            Step::Delete(attachments) => self.delete(turn, attachments, answers, outcome).await,
             Step::Confirm(attachments) => {
-                if self.unused(turn, attachments, outcome).await {
+                if unused(turn, attachments, answers, outcome) {
                     outcome.confirmed.extend(attachments.iter().cloned());
                 }
                 Ok(())
             }
             Step::Release { attachments, finalizers } => {
-                self.release(turn, attachments, finalizers, outcome).await
+                let left = answers.is_left(&turn.uid).map_err(|source| ask(turn, source))?;
+                if left || used(turn, attachments, answers)? {
+                    outcome.blocked = true;
+                    return Ok(());
+                }
+                self.finalizers(turn, finalizers, outcome).await?;
+                info!(network = turn.name, "nobody uses the network, the nodes may undo it");
+                Ok(())
             }
             Step::Finish { finalizers } => {
-                let exists = |name: &str| self.cluster.world().nodes.contains_key(name);
-                let node = self.direct.node(&turn.uid, exists).await;
-                if let Some(node) = node.map_err(|source| ask(turn, source))? {
+                if let Some(node) = answers.node(&turn.uid).map_err(|source| ask(turn, source))? {
                     debug!(network = turn.name, node, "a node has just listed the network");
                     outcome.blocked = true;
                     return Ok(());
@@ -226,32 +251,15 @@ impl Writer {
         Ok(())
     }
 
-    /// Once nobody can join any more and nobody has, the nodes may undo.
-    async fn release(
-        &self,
-        turn: &Turn,
-        attachments: &BTreeSet<Reference>,
-        finalizers: &[String],
-        outcome: &mut Outcome,
-    ) -> Result<(), Error> {
-        let left = self.direct.attachment(&turn.name, &turn.uid).await.map_err(|source| ask(turn, source))?;
-        if left.is_some() || self.used(turn, attachments).await? {
-            outcome.blocked = true;
-            return Ok(());
-        }
-        self.finalizers(turn, finalizers, outcome).await?;
-        info!(network = turn.name, "nobody uses the network, the nodes may undo it");
-        Ok(())
-    }
-
     async fn delete(
         &self,
         turn: &Turn,
         attachments: &[(Reference, Attachment)],
+        answers: &Answers,
         outcome: &mut Outcome,
     ) -> Result<(), Error> {
         let names: BTreeSet<Reference> = attachments.iter().map(|(at, _)| at.clone()).collect();
-        if !self.unused(turn, &names, outcome).await {
+        if !unused(turn, &names, answers, outcome) {
             return Ok(());
         }
         for (at, one) in attachments {
@@ -265,29 +273,6 @@ impl Writer {
         Ok(())
     }
 
-    /// Whether nobody uses any of these; that nobody can say stands in the way of these alone.
-    async fn unused(&self, turn: &Turn, attachments: &BTreeSet<Reference>, outcome: &mut Outcome) -> bool {
-        match self.used(turn, attachments).await {
-            Ok(used) => {
-                outcome.blocked |= used;
-                !used
-            }
-            Err(error) => {
-                let why = api::Chain(&error).to_string();
-                outcome.refused.extend(attachments.iter().map(|at| (at.clone(), why.clone())));
-                false
-            }
-        }
-    }
-
-    async fn used(&self, turn: &Turn, attachments: &BTreeSet<Reference>) -> Result<bool, Error> {
-        let user = self.direct.user(attachments).await.map_err(|source| ask(turn, source))?;
-        if let Some(user) = &user {
-            debug!(network = turn.name, user, "somebody has just begun to use the network");
-        }
-        Ok(user.is_some())
-    }
-
     async fn remove(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
         let only = Preconditions { uid: Some(one.uid.clone()), resource_version: Some(one.version.clone()) };
         let params = DeleteParams::default().preconditions(only);
@@ -297,11 +282,11 @@ impl Writer {
     }
 
     /// Removes what a network left that is no more, if that is so and nobody names it.
-    pub async fn sweep(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
+    pub async fn sweep(&self, at: &Reference, one: &Attachment, answers: &Answers) -> Result<(), Error> {
         let turn = Turn { name: one.network.clone().unwrap_or_default(), ..Turn::default() };
         let uid = one.network_uid.as_deref().unwrap_or_default();
-        let lives = self.direct.network(uid).await.map_err(|source| ask(&turn, source))?;
-        if lives || self.used(&turn, &BTreeSet::from([at.clone()])).await? {
+        let lives = answers.lives(uid).map_err(|source| ask(&turn, source))?;
+        if lives || used(&turn, &BTreeSet::from([at.clone()]), answers)? {
             return Ok(());
         }
         self.remove(at, one).await?;
@@ -396,8 +381,45 @@ impl Writer {
     }
 }
 
-fn ask(turn: &Turn, source: call::Error) -> Error {
+fn ask(turn: &Turn, source: Arc<call::Error>) -> Error {
     Error::Ask { name: turn.name.clone(), source }
+}
+
+/// Adds what has to be known before a step is done.
+fn put(question: &mut Question, uid: &str, step: &Step) {
+    match step {
+        Step::Delete(all) => question.attachments.extend(all.iter().map(|(at, _)| at.clone())),
+        Step::Confirm(all) => question.attachments.extend(all.iter().cloned()),
+        Step::Release { attachments, .. } => {
+            question.emptied.insert(uid.to_owned());
+            question.attachments.extend(attachments.iter().cloned());
+        }
+        Step::Finish { .. } => _ = question.undone.insert(uid.to_owned()),
+        Step::Finalizers(_) | Step::Create { .. } | Step::Apply { .. } => {}
+    }
+}
+
+/// Whether nobody uses any of these; that nobody can say stands in the way of these alone.
+fn unused(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers, outcome: &mut Outcome) -> bool {
+    match used(turn, attachments, answers) {
+        Ok(used) => {
+            outcome.blocked |= used;
+            !used
+        }
+        Err(error) => {
+            let why = api::Chain(&error).to_string();
+            outcome.refused.extend(attachments.iter().map(|at| (at.clone(), why.clone())));
+            false
+        }
+    }
+}
+
+fn used(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers) -> Result<bool, Error> {
+    let user = answers.user(attachments).map_err(|source| ask(turn, source))?;
+    if let Some(user) = user {
+        debug!(network = turn.name, user, "somebody has just begun to use the network");
+    }
+    Ok(user.is_some())
 }
 
 fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> Value {

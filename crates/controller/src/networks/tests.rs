@@ -1,0 +1,129 @@
+use std::{
+    convert::Infallible,
+    sync::{Mutex, PoisonError},
+};
+
+use api::{
+    BridgeNetworkSpec, BridgeNetworkStatus,
+    bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS},
+};
+use axum::http;
+use kube::{client::Body, core::Status};
+use plan::network::Network;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::tenure::tests::tenure;
+
+/// An API server that has little and agrees to almost everything.
+#[derive(Default)]
+struct Server {
+    /// What it was asked: method, address and body.
+    asked: Mutex<Vec<(String, String, String)>>,
+    /// What lists hold whose address ends so.
+    lists: Mutex<Vec<(&'static str, Value)>>,
+    /// What is refused: a method, the end of the address, and the words.
+    refusals: Mutex<Vec<(&'static str, &'static str, String)>>,
+}
+
+impl Server {
+    fn answer(&self, method: &str, path: &str, body: String) -> http::Response<Body> {
+        self.asked.lock().unwrap().push((method.to_owned(), path.to_owned(), body));
+        let refusals = self.refusals.lock().unwrap();
+        if let Some((_, _, why)) = refusals.iter().find(|(m, end, _)| *m == method && path.ends_with(end)) {
+            let status = serde_json::to_vec(&Status::failure(why, "InternalError").with_code(500)).unwrap();
+            return http::Response::builder().status(500).body(Body::from(status)).unwrap();
+        }
+        let answer = if method == "GET" {
+            let lists = self.lists.lock().unwrap();
+            let items = lists.iter().find(|(end, _)| path.ends_with(end));
+            let items = items.map_or_else(|| json!([]), |(_, items)| items.clone());
+            json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items})
+        } else {
+            json!({"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any"}})
+        };
+        http::Response::new(Body::from(answer.to_string().into_bytes()))
+    }
+
+    /// The addresses that were asked by this method, one after the other.
+    fn asked(&self, method: &str) -> Vec<String> {
+        let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.iter().filter(|(how, ..)| how == method).map(|(_, path, _)| path.clone()).collect()
+    }
+
+    /// What was last written to the status of a network.
+    fn status(&self, name: &str) -> Option<String> {
+        let asked = self.asked.lock().unwrap();
+        let end = format!("bridgenetworks/{name}/status");
+        asked
+            .iter()
+            .rev()
+            .find(|(how, path, _)| how == "PATCH" && path.ends_with(&end))
+            .map(|it| it.2.clone())
+    }
+}
+
+fn steward() -> (Steward, Arc<Server>) {
+    let server = Arc::new(Server::default());
+    let shared = server.clone();
+    let service = tower::service_fn(move |request: http::Request<Body>| {
+        let server = shared.clone();
+        async move {
+            let (parts, body) = request.into_parts();
+            let body = String::from_utf8(body.collect_bytes().await.unwrap().to_vec()).unwrap();
+            Ok::<_, Infallible>(server.answer(parts.method.as_str(), parts.uri.path(), body))
+        }
+    });
+    let client = Client::new(service, "ns");
+    let cluster = Cluster::new();
+    cluster.world().attachments = Some([].into());
+    let tenure = tenure(Duration::from_hours(1));
+    (Steward::new(client, cluster, Arc::default(), tenure), server)
+}
+
+/// A network whose deletion began long ago.
+fn going(name: &str, finalizers: &[&str]) -> Network {
+    let spec = json!({"attachment": {"namespaces": ["ns"]}});
+    Network {
+        name: name.to_owned(),
+        uid: format!("uid-{name}"),
+        version: "1".to_owned(),
+        generation: 2,
+        created: Timestamp::UNIX_EPOCH,
+        deleting: Some(Timestamp::UNIX_EPOCH),
+        finalizers: finalizers.iter().map(|one| (*one).to_owned()).collect(),
+        spec: serde_json::from_value::<BridgeNetworkSpec>(spec).map_err(|error| error.to_string()),
+        status: BridgeNetworkStatus::default(),
+    }
+}
+
+fn put(steward: &Steward, network: Network) {
+    steward.cluster.world().networks.insert(network.name.clone(), network);
+}
+
+#[tokio::test(start_paused = true)]
+async fn however_many_networks_go_everything_is_listed_once() {
+    let (mut steward, server) = steward();
+    for number in 0..20 {
+        put(&steward, going(&format!("a{number}"), &[FINALIZER_USERS, FINALIZER_NODES]));
+        put(&steward, going(&format!("b{number}"), &[FINALIZER_NODES]));
+    }
+    let pod = json!({"metadata": {
+        "namespace": "ns", "name": "late", "annotations": {"k8s.v1.cni.cncf.io/networks": "a7"},
+    }});
+    let node = json!({"metadata": {"name": "n"}, "status": {"networks": []}});
+    *server.lists.lock().unwrap() = vec![("/pods", json!([pod])), ("/nodenetworks", json!([node]))];
+    steward.round().await;
+    let lists = server.asked("GET");
+    let times = |end: &str| lists.iter().filter(|path| path.ends_with(end)).count();
+    let kinds =
+        ["/pods", "/cronjobs", "/virtualmachines", "/nodenetworks", "/network-attachment-definitions"];
+    assert_eq!(kinds.map(times), [1; 5], "{lists:?}");
+    assert!(
+        lists[0].ends_with("/network-attachment-definitions"),
+        "users are looked for when those are gone"
+    );
+    let released = server.asked("PATCH");
+    assert_eq!(released.len(), 39, "{released:?}");
+    assert!(!released.iter().any(|path| path.ends_with("/a7")), "somebody has just begun to use it");
+}
