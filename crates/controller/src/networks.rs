@@ -166,14 +166,33 @@ impl Steward {
         });
     }
 
+    /// Makes known to the next plan that a network was asked about in vain, or that there was an answer.
+    fn answered(&mut self, turn: &Turn, unanswered: Option<&String>) -> Duration {
+        let Some(why) = unanswered else {
+            if turn.lets_go() {
+                self.memory.answered(&turn.uid);
+                self.cluster.world().unanswered.remove(&turn.uid);
+            }
+            return LONG;
+        };
+        let wait = self.memory.unanswered(&turn.uid, now());
+        warn!(network = turn.name, error = why, ?wait, "the API server was asked in vain, asked again");
+        self.cluster
+            .change(|world| world.unanswered.insert(turn.uid.clone(), why.clone()).as_ref() != Some(why));
+        wait
+    }
+
     /// What is not asked for any more is refused no more.
     fn settle_refusals(&mut self, turns: &[Turn]) {
         let asked: HashMap<&str, HashSet<&Reference>> =
             turns.iter().map(|turn| (turn.uid.as_str(), turn.places().collect())).collect();
         let still = |uid: &str, at: &Reference| asked.get(uid).is_some_and(|all| all.contains(at));
         self.memory.keep_refusals(still);
+        let going: HashSet<&str> =
+            turns.iter().filter(|turn| turn.lets_go()).map(|turn| turn.uid.as_str()).collect();
         // No plan asks about those that go: nobody has to be woken.
         let mut world = self.cluster.world();
+        world.unanswered.retain(|uid, _| going.contains(uid.as_str()));
         world.refused.retain(|uid, all| {
             all.retain(|at, _| still(uid, at));
             !all.is_empty()
@@ -186,12 +205,14 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
+                let wait = self.answered(turn, outcome.unanswered.as_ref());
                 self.cluster.world().confirmed(&outcome.confirmed);
                 for step in &turn.steps {
                     self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));
                 }
                 self.memory.written(turn, outcome, now());
-                if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
+                let next = if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN };
+                next.min(wait)
             }
             Err(error) if error.is_conflict() => {
                 debug!(network = turn.name, "another writer was quicker, looking again");

@@ -111,6 +111,8 @@ pub struct World {
     pub users: Index,
     /// The attachments that the API server refused to write, with its words, by the UID of the network.
     pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
+    /// What the API server said instead of an answer when it was asked whether a network may go, by the network's UID.
+    pub unanswered: BTreeMap<String, String>,
     /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
     pub in_place: BTreeMap<Reference, u64>,
     /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
@@ -209,6 +211,11 @@ impl Turn {
     /// The attachments that its steps are about, one by one.
     pub fn places(&self) -> impl Iterator<Item = &Reference> {
         self.steps.iter().flat_map(Step::places)
+    }
+
+    /// Whether it lets the nodes go, or the network itself.
+    pub fn lets_go(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step, Step::Release { .. } | Step::Finish { .. }))
     }
 
     /// Whether the API server itself has to be asked before it is done.
@@ -399,7 +406,8 @@ impl<'a> Scene<'a> {
                 kept.refused = self.refused(&kept.steps);
             }
             turn.steps.clone_from(&kept.steps);
-            if !matches!(turn.steps.first(), Some(Step::Release { .. })) {
+            let last = matches!(turn.steps.first(), Some(Step::Release { .. }));
+            if !last || self.unanswered().is_some() {
                 status::write(self, &fit, &kept, &mut turn);
             }
             return turn;
@@ -407,7 +415,9 @@ impl<'a> Scene<'a> {
         turn.steps.extend(deletable(self.attachments.marked(self.network)));
         if self.has(FINALIZER_NODES) && self.listing().next().is_none() {
             turn.steps.push(Step::Finish { finalizers: self.without(FINALIZER_NODES) });
-            return turn;
+            if self.unanswered().is_none() {
+                return turn;
+            }
         }
         let refused = self.refused(&turn.steps);
         let kept = attachments::Kept { refused, ..attachments::Kept::default() };
@@ -420,6 +430,11 @@ impl<'a> Scene<'a> {
         let Some(refused) = self.world.refused.get(&self.network.uid) else { return Vec::new() };
         let places = steps.iter().flat_map(Step::places);
         places.filter_map(|at| Some((at.clone(), refused.get(at)?.clone()))).collect()
+    }
+
+    /// Why nobody knows whether it may go, in the API server's words.
+    fn unanswered(&self) -> Option<&'a str> {
+        self.world.unanswered.get(&self.network.uid).map(String::as_str)
     }
 
     /// Nobody uses it, as far as is known: attachments go first, and once they have gone the nodes are let loose.

@@ -34,6 +34,8 @@ pub struct Memory {
     swept: HashMap<String, Instant>,
     /// Attachments that the API server refused, by the network's UID and where they are.
     refused: HashMap<(String, Reference), Refusal>,
+    /// Networks, by UID, about which the API server was asked in vain.
+    unanswered: HashMap<String, Refusal>,
     writes: HashMap<Reference, Writes>,
     /// When the last event about an attachment was sent.
     told: HashMap<Reference, Instant>,
@@ -50,6 +52,18 @@ struct Writes {
 struct Refusal {
     not_before: Instant,
     retry: Duration,
+}
+
+impl Refusal {
+    /// The next one after this, later each time.
+    fn after(last: Option<&Self>, now: Instant) -> Self {
+        let retry = last.map_or(FIRST_RETRY, |last| (last.retry * 2).min(LAST_RETRY));
+        Self { not_before: now + retry, retry }
+    }
+
+    fn rest(&self, now: Instant) -> Option<Duration> {
+        Some(self.not_before.saturating_duration_since(now)).filter(|rest| !rest.is_zero())
+    }
 }
 
 #[derive(Default)]
@@ -69,6 +83,7 @@ impl Memory {
         self.told.retain(|_, last| !past(last, EVENT_PAUSE));
         let live: HashSet<&String> = world.networks.values().map(|network| &network.uid).collect();
         self.networks.retain(|uid, _| live.contains(uid));
+        self.unanswered.retain(|uid, _| live.contains(uid));
     }
 
     /// How long this turn has to wait, if it has to.
@@ -153,20 +168,32 @@ impl Memory {
     /// The API server refused to write this attachment.
     pub fn refused(&mut self, uid: &str, at: &Reference, now: Instant) {
         let key = (uid.to_owned(), at.clone());
-        let retry = self.refused.get(&key).map_or(FIRST_RETRY, |last| (last.retry * 2).min(LAST_RETRY));
-        self.refused.insert(key, Refusal { not_before: now + retry, retry });
+        let again = Refusal::after(self.refused.get(&key), now);
+        self.refused.insert(key, again);
+    }
+
+    /// The API server did not say whether this network may go.
+    pub fn unanswered(&mut self, uid: &str, now: Instant) -> Duration {
+        let again = Refusal::after(self.unanswered.get(uid), now);
+        let wait = again.retry;
+        self.unanswered.insert(uid.to_owned(), again);
+        wait
+    }
+
+    pub fn answered(&mut self, uid: &str) {
+        self.unanswered.remove(uid);
     }
 
     /// Takes out of a turn what was refused a moment ago or is written too often, and says when to try that again; and
     /// events that were told a moment ago.
     pub fn put_off(&mut self, turn: &mut Turn, now: Instant) -> Option<Duration> {
-        let mut first = None;
+        let unanswered = self.unanswered.get(&turn.uid).and_then(|it| it.rest(now));
+        let mut first = unanswered.filter(|_| turn.lets_go());
         turn.events.retain(|event| event.about.as_ref().is_none_or(|at| !self.told.contains_key(at)));
         let mut rests = |at: &Reference, config: &str| {
             let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));
-            let rest = refusal.map(|it| it.not_before.saturating_duration_since(now));
-            let rest = rest.max(self.contested(at, config, now));
-            let rest = rest.filter(|rest| !rest.is_zero());
+            let contest = self.contested(at, config, now).filter(|rest| !rest.is_zero());
+            let rest = refusal.and_then(|it| it.rest(now)).max(contest);
             first = [first, rest].into_iter().flatten().min();
             rest.is_some()
         };
@@ -180,7 +207,8 @@ impl Memory {
                 all.retain(|at| !rests(at, ""));
                 !all.is_empty()
             }
-            Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => true,
+            Step::Release { .. } | Step::Finish { .. } => unanswered.is_none(),
+            Step::Finalizers(_) => true,
         });
         first
     }

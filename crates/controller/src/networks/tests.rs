@@ -127,3 +127,32 @@ async fn however_many_networks_go_everything_is_listed_once() {
     assert_eq!(released.len(), 39, "{released:?}");
     assert!(!released.iter().any(|path| path.ends_with("/a7")), "somebody has just begun to use it");
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_list_that_fails_is_told_in_the_status_and_asked_for_again() {
+    let rows =
+        [("/pods", [FINALIZER_USERS, FINALIZER_NODES].as_slice()), ("/nodenetworks", &[FINALIZER_NODES])];
+    for (list, finalizers) in rows {
+        let (mut steward, server) = steward();
+        put(&steward, going("blue", finalizers));
+        server.refusals.lock().unwrap().push(("GET", list, "etcd is away".to_owned()));
+        steward.round().await;
+        assert_eq!(server.asked("PATCH"), [""; 0]);
+        steward.round().await;
+        let told = server.status("blue").unwrap();
+        assert!(told.contains("deletion is under way") && told.contains("etcd is away"), "{told}");
+        let asked = server.asked("GET").len();
+        // The status is seen, as written.
+        let written = steward.plan().turns.remove(0).status.unwrap();
+        steward.cluster.world().networks.get_mut("blue").unwrap().status = *written;
+        let pause = steward.round().await;
+        assert_eq!(server.asked("GET").len(), asked, "not at once");
+        assert!(pause <= memory::FIRST_RETRY, "{pause:?}");
+        server.refusals.lock().unwrap().clear();
+        tokio::time::advance(memory::FIRST_RETRY * 2).await;
+        steward.round().await;
+        let patches = server.asked("PATCH");
+        assert!(patches.last().unwrap().ends_with("/bridgenetworks/blue"), "{patches:?}");
+        assert!(steward.cluster.world().unanswered.is_empty());
+    }
+}

@@ -80,6 +80,8 @@ pub struct Outcome {
     pub beaten: bool,
     /// Attachments that the API server did not let be written, with its words.
     pub refused: Vec<(Reference, String)>,
+    /// What the API server said instead of an answer.
+    pub unanswered: Option<String>,
     /// Attachments that are gone, and nobody had begun to use them.
     pub confirmed: BTreeSet<Reference>,
 }
@@ -155,7 +157,14 @@ impl Writer {
     pub async fn turn(&self, turn: &Turn, answers: &Answers) -> Result<Outcome, Error> {
         let mut outcome = Outcome::default();
         for step in &turn.steps {
-            self.step(turn, step, answers, &mut outcome).await?;
+            match self.step(turn, step, answers, &mut outcome).await {
+                // It is asked again, and told.
+                Err(Error::Ask { source, .. }) => {
+                    outcome.unanswered = Some(api::Chain(&*source).to_string());
+                    break;
+                }
+                done => done?,
+            }
         }
         // It is made anew once the refusals are known; until then it would say that all is well.
         let whole = !outcome.network && !outcome.beaten && outcome.refused.is_empty();

@@ -279,6 +279,11 @@ fn refused(kept: &Kept) -> Option<String> {
     Some(format!("the API server does not let NetworkAttachmentDefinition {at} be written: {why}{more}"))
 }
 
+fn unanswered(scene: &Scene<'_>) -> Option<String> {
+    let why: String = scene.unanswered()?.chars().take(LONGEST_REFUSAL).collect();
+    Some(format!("the API server, asked whether that is so, gives no answer, and is asked again: {why}"))
+}
+
 /// What the deletion waits for.
 fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
     let no = |reason, message| Said { kind: READY, holds: false, reason, message };
@@ -286,7 +291,8 @@ fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
         if scene.users.count > 0 {
             return no(DELETION_BLOCKED, format!("deletion waits for its users: {}", users(scene)));
         }
-        let stuck = refused(kept).map_or_else(String::new, |text| format!(", but {text}"));
+        let stuck = refused(kept).or_else(|| unanswered(scene));
+        let stuck = stuck.map_or_else(String::new, |text| format!(", but {text}"));
         return no(DELETING, format!("deletion is under way: nobody uses the network{stuck}"));
     }
     let waits: Vec<String> = scene
@@ -296,6 +302,9 @@ fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
             None => format!("{name} ({})", entry.reason),
         })
         .collect();
+    if let Some(text) = unanswered(scene).filter(|_| waits.is_empty()) {
+        return no(DELETING, format!("deletion is under way: no node has links of the network, but {text}"));
+    }
     no(DELETING, cut(&format!("deletion waits for nodes to remove their links: {}", list(&waits))))
 }
 

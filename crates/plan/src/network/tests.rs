@@ -58,6 +58,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
         users: Index::default(),
         refused: BTreeMap::new(),
+        unanswered: BTreeMap::new(),
         in_place: BTreeMap::new(),
         withdrawn: BTreeMap::new(),
     }
@@ -602,6 +603,32 @@ fn a_network_goes_in_order() {
     world.reports.get_mut("b").unwrap().networks.clear();
     let label = format!("label b {NODE_LABEL_PREFIX}blue None");
     assert_eq!(settle_down(&mut world, at(12)), ["finish".to_owned(), label]);
+    assert!(world.networks.is_empty());
+}
+
+#[test]
+fn a_question_without_an_answer_is_told_for_as_long_as_it_is_asked() {
+    let mut world = world([network("blue")]);
+    settle_down(&mut world, at(0));
+    delete(&mut world, "blue", 1);
+    let mut delete_first = plan(&world, at(9));
+    delete_first.turns[0].status = None;
+    apply(&mut world, &delete_first);
+    let asked = |world: &World| {
+        let turn = plan(world, at(9)).turns.remove(0);
+        let ready = turn.status.map(|status| status.conditions[0].message.clone());
+        (turn.steps.len(), ready.unwrap_or_default())
+    };
+    for answered in ["nobody uses", "no node has links"] {
+        assert_eq!(asked(&world), (1, String::new()));
+        world.unanswered.insert("uid-blue".to_owned(), "etcd is away ".repeat(1000));
+        let (steps, told) = asked(&world);
+        assert_eq!(steps, 1, "it is asked again");
+        assert!(told.contains(answered) && told.contains("etcd is away") && told.len() < 1000, "{told}");
+        world.unanswered.clear();
+        let next = plan(&world, at(9));
+        apply(&mut world, &next);
+    }
     assert!(world.networks.is_empty());
 }
 
