@@ -26,8 +26,8 @@ const INVALID_SPEC: &str = "InvalidSpec";
 const NO_NODES: &str = "NoNodes";
 const NO_VTEP: &str = "WaitingForVtep";
 const MTU_TOO_SMALL: &str = "MtuTooSmall";
-const NODES_NOT_READY: &str = "NodesNotReady";
 const ATTACHMENTS: &str = "AttachmentsMissing";
+const NODES_NOT_READY: &str = "NodesNotReady";
 const WORKS: &str = "Works";
 
 /// Reasons of events beside those that are also reasons of conditions.
@@ -226,19 +226,12 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
         }
         _ => {}
     }
-    if let Some(first) = not_ready.first() {
-        let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
-            0 | 1 => String::new(),
-            count => format!(", and so it is on {} more", count - 1),
-        };
-        let message = format!(
-            "{} nodes are ready; node {}: {}: {}{rest}",
-            nodes.summary, first.node, first.reason, first.message
-        );
-        return no(NODES_NOT_READY, message);
-    }
-    if let Some(message) = unattached(kept) {
-        return no(ATTACHMENTS, message);
+    // In a large cluster some node is always away; an attachment is missing until somebody does something about it.
+    match (unattached(kept), out_of_order(nodes, not_ready)) {
+        (Some(message), None) => return no(ATTACHMENTS, message),
+        (Some(message), Some(more)) => return no(ATTACHMENTS, format!("{message}; {more}")),
+        (None, Some(message)) => return no(NODES_NOT_READY, message),
+        (None, None) => {}
     }
     let mut message = format!("works on {} of {} nodes", nodes.ready, nodes.desired);
     if spec.overlay.is_none() && spec.uplink.is_none() {
@@ -252,6 +245,16 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
         );
     }
     Said { kind: READY, holds: true, reason: WORKS, message }
+}
+
+/// On how many nodes it works, and why not on the first of the others.
+fn out_of_order(nodes: &Nodes, not_ready: &[NotReady]) -> Option<String> {
+    let NotReady { node, reason, message } = not_ready.first()?;
+    let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
+        0 | 1 => String::new(),
+        count => format!(", and so it is on {} more", count - 1),
+    };
+    Some(format!("{} nodes are ready; node {node}: {reason}: {message}{rest}", nodes.summary))
 }
 
 fn unattached(kept: &Kept) -> Option<String> {

@@ -441,6 +441,27 @@ fn a_namespace_that_is_missing_or_going_is_told_and_waited_for() {
 }
 
 #[test]
+fn what_is_wrong_with_attachments_is_told_beside_what_is_wrong_with_nodes() {
+    let mut world = world([network("blue")]);
+    list(&mut world, "a", "blue", true);
+    list(&mut world, "b", "blue", false);
+    let ready = |world: &mut World| {
+        settle_down(world, at(0));
+        let (_, reason, message) = told(world, "blue", "Ready");
+        (reason.to_owned(), message.to_owned())
+    };
+    let nodes = "1/2 nodes are ready; node b: Broken: so says the node";
+    assert_eq!(ready(&mut world), ("NodesNotReady".to_owned(), nodes.to_owned()));
+    world.namespaces.clear();
+    world.attachments = Some(BTreeMap::new());
+    let both = format!("there is no namespace ns, or it is about to go; {nodes}");
+    assert_eq!(ready(&mut world), ("AttachmentsMissing".to_owned(), both));
+    list(&mut world, "b", "blue", true);
+    let one = "there is no namespace ns, or it is about to go".to_owned();
+    assert_eq!(ready(&mut world), ("AttachmentsMissing".to_owned(), one));
+}
+
+#[test]
 fn a_refusal_is_told_for_as_long_as_it_stands_in_the_way() {
     let mut world = world([network("blue")]);
     for node in ["a", "b"] {
