@@ -359,6 +359,20 @@ fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {
         ),
         _ => String::new(),
     };
+    if let (Some((most, nodes)), Some(mtu)) = (&fit.unheard, fit.mtu) {
+        let (who, whose) = match nodes.len() {
+            1 => ("node", "its NodeNetwork"),
+            _ => ("nodes", "their NodeNetworks"),
+        };
+        let message = format!(
+            "{mtu} stays in force because {who} {} may carry no more: it becomes {most} once that is known, see the \
+             condition VtepFound of {whose}",
+            list(nodes)
+        );
+        // Only what somebody asked for is reduced.
+        let holds = wanted.is_some_and(|wanted| wanted > mtu);
+        return Said { kind: MTU_REDUCED, holds, reason: "NodeUnknown", message };
+    }
     match (&fit.limit, wanted) {
         (Some((node, limit)), Some(wanted)) if wanted > *limit => {
             let held = if held.is_empty() { held } else { format!("; {held}") };

@@ -320,6 +320,42 @@ fn an_overlay_grows_only_once_every_node_has_said_what_it_carries() {
 }
 
 #[test]
+fn why_a_larger_mtu_waits_for_a_node_is_told() {
+    let mut world = world([overlay("blue", r#"{"mtu": 1400}"#)]);
+    settle_down(&mut world, at(0));
+    let mtu = |world: &mut World, mtu: Option<i32>| {
+        world.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = mtu;
+        settle_down(world, at(1));
+        let (status, reason, message) = told(world, "blue", "MtuReduced");
+        (world.networks["blue"].status.mtu.unwrap(), status, reason.to_owned(), message.to_owned())
+    };
+    let report = world.reports.remove("b").unwrap();
+    let (now, status, reason, message) = mtu(&mut world, Some(1420));
+    assert_eq!((now, status, reason.as_str()), (1400, ConditionStatus::True, "NodeUnknown"));
+    assert!(message.starts_with("1400 stays in force because node b may carry no more: it becomes 1420"));
+    assert_eq!(mtu(&mut world, None).1, ConditionStatus::False, "nobody asked for more");
+    assert_eq!(mtu(&mut world, Some(1300)).2, "Fits", "what is smaller holds at once");
+    world.reports.get_mut("a").unwrap().vtep = None;
+    assert_eq!(mtu(&mut world, Some(1300)).2, "Fits");
+    let (now, _, reason, message) = mtu(&mut world, Some(1310));
+    assert_eq!((now, reason.as_str()), (1300, "NodeUnknown"));
+    assert!(message.contains("nodes a, b may"), "{message}");
+    assert_eq!(mtu(&mut world, Some(1280)).0, 1280);
+    world.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1500));
+    for name in ["c", "d", "e", "f"] {
+        let node = Node { uid: name.to_owned(), labels: BTreeMap::new(), silent: None };
+        world.nodes.insert(name.to_owned(), node);
+    }
+    let message = mtu(&mut world, Some(9000)).3;
+    assert!(message.contains("nodes b, c, d and 2 more"), "{message}");
+    for name in ["b", "c", "d", "e", "f"] {
+        world.reports.insert(name.to_owned(), report.clone());
+    }
+    let (now, _, reason, _) = mtu(&mut world, Some(9000));
+    assert_eq!((now, reason.as_str()), (1450, "NodeLimit"));
+}
+
+#[test]
 fn a_used_network_is_never_lowered_and_always_raised() {
     let mut world = world([Network {
         spec: Ok(spec(r#"{"mtu": 1400, "attachment": {"namespaces": ["ns"]}}"#)),
