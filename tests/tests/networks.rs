@@ -48,7 +48,7 @@ use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
 use keeping::{
     a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
-    namespaces_join_and_leave_the_list,
+    namespaces_join_and_leave_the_list, what_others_write_into_the_status_goes_and_all_is_quiet_again,
 };
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
@@ -77,6 +77,7 @@ fn main() -> ExitCode {
             every_repair_of_an_attachment_is_counted_once,
             namespaces_join_and_leave_the_list,
             a_network_that_cannot_be_read_can_go,
+            what_others_write_into_the_status_goes_and_all_is_quiet_again,
             every_kind_of_user_blocks_deletion_until_it_goes,
             while_a_network_goes_no_kind_begins_to_use_it,
             what_a_user_makes_is_let_in,

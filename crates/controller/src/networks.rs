@@ -205,7 +205,14 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
-                let wait = self.answered(turn, outcome.unanswered.as_ref());
+                let mut wait = self.answered(turn, outcome.unanswered.as_ref());
+                if let Some(error) = &outcome.unsaid {
+                    wait = wait.min(self.memory.unsaid(turn, now()));
+                    warn!(
+                        network = turn.name,
+                        error, "the status of a network could not be written, tried again"
+                    );
+                }
                 self.cluster.world().confirmed(&outcome.confirmed);
                 for step in &turn.steps {
                     self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));

@@ -71,6 +71,8 @@ struct Known {
     /// The version that was written over, and until when it may still be seen.
     stale: Option<(String, Instant)>,
     status_written: Option<Instant>,
+    /// The generation of which nothing could be said, and when that is tried again.
+    unsaid: Option<(Option<i64>, Refusal)>,
     not_before: Option<Instant>,
     retry: Option<Duration>,
 }
@@ -115,8 +117,9 @@ impl Memory {
         known.retry = None;
         known.not_before = outcome.blocked.then(|| now + FIRST_RETRY / 5);
         known.stale = outcome.network.then(|| (turn.version.clone(), now + SEEN_AGAIN));
-        if turn.status.is_some() {
+        if turn.status.is_some() && outcome.network {
             known.status_written = Some(now);
+            known.unsaid = None;
         }
         for step in &turn.steps {
             self.wrote(step, &outcome, now);
@@ -180,6 +183,17 @@ impl Memory {
         wait
     }
 
+    /// The status could not be written.
+    pub fn unsaid(&mut self, turn: &Turn, now: Instant) -> Duration {
+        let known = self.networks.entry(turn.uid.clone()).or_default();
+        let generation = turn.status.as_ref().and_then(|status| status.observed_generation);
+        let last = known.unsaid.take().filter(|(old, _)| *old == generation).map(|(_, last)| last);
+        let again = Refusal::after(last.as_ref(), now);
+        let wait = again.retry;
+        known.unsaid = Some((generation, again));
+        wait
+    }
+
     pub fn answered(&mut self, uid: &str) {
         self.unanswered.remove(uid);
     }
@@ -189,6 +203,14 @@ impl Memory {
     pub fn put_off(&mut self, turn: &mut Turn, now: Instant) -> Option<Duration> {
         let unanswered = self.unanswered.get(&turn.uid).and_then(|it| it.rest(now));
         let mut first = unanswered.filter(|_| turn.lets_go());
+        let unsaid = self.networks.get(&turn.uid).and_then(|known| known.unsaid.as_ref());
+        if let (Some(status), Some((generation, again))) = (&turn.status, unsaid)
+            && status.observed_generation == *generation
+            && let Some(rest) = again.rest(now)
+        {
+            turn.status = None;
+            first = Some(first.map_or(rest, |first: Duration| first.min(rest)));
+        }
         turn.events.retain(|event| event.about.as_ref().is_none_or(|at| !self.told.contains_key(at)));
         let mut rests = |at: &Reference, config: &str| {
             let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));

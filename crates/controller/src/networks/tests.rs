@@ -156,3 +156,35 @@ async fn a_list_that_fails_is_told_in_the_status_and_asked_for_again() {
         assert!(steward.cluster.world().unanswered.is_empty());
     }
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_status_that_cannot_be_written_delays_no_deletion() {
+    let (mut steward, server) = steward();
+    let finalizers = [FINALIZER_USERS, FINALIZER_NODES];
+    put(
+        &steward,
+        Network { deleting: None, spec: Err("mtu: lots".to_owned()), ..going("blue", &finalizers) },
+    );
+    server.refusals.lock().unwrap().push(("PATCH", "/status", "type mismatch".to_owned()));
+    for _ in 0..10 {
+        tokio::time::advance(memory::FIRST_RETRY).await;
+        steward.round().await;
+    }
+    let told = server.asked("PATCH");
+    assert_eq!(told.len(), 4, "at 1, 2, 4 and 8 seconds: {told:?}");
+    put(&steward, going("blue", &finalizers));
+    steward.round().await;
+    let last = server.asked("PATCH").pop().unwrap();
+    assert!(last.ends_with("/bridgenetworks/blue"), "{last}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_status_takes_the_place_of_all_that_was_read() {
+    let (mut steward, server) = steward();
+    put(&steward, Network { deleting: None, ..going("blue", &[FINALIZER_USERS, FINALIZER_NODES]) });
+    steward.round().await;
+    let patch: Value = serde_json::from_str(&server.status("blue").unwrap()).unwrap();
+    assert_eq!(patch[0], json!({"op": "replace", "path": "/metadata/resourceVersion", "value": "1"}));
+    assert_eq!((&patch[1]["op"], &patch[1]["path"]), (&json!("add"), &json!("/status")));
+    assert_eq!(patch[1]["value"]["conditions"][0]["type"], "Ready");
+}

@@ -80,6 +80,8 @@ pub struct Outcome {
     pub beaten: bool,
     /// Attachments that the API server did not let be written, with its words.
     pub refused: Vec<(Reference, String)>,
+    /// Why the status was not written.
+    pub unsaid: Option<String>,
     /// What the API server said instead of an answer.
     pub unanswered: Option<String>,
     /// Attachments that are gone, and nobody had begun to use them.
@@ -169,8 +171,12 @@ impl Writer {
         // It is made anew once the refusals are known; until then it would say that all is well.
         let whole = !outcome.network && !outcome.beaten && outcome.refused.is_empty();
         if let Some(status) = turn.status.as_deref().filter(|_| whole) {
-            self.status(turn, status).await?;
-            outcome.network = true;
+            match self.status(turn, status).await {
+                Ok(()) => outcome.network = true,
+                Err(error) if error.is_conflict() => outcome.beaten = true,
+                // Nothing that is done waits for what is said.
+                Err(error) => outcome.unsaid = Some(api::Chain(&error).to_string()),
+            }
         }
         // What was not written is planned again, and told then.
         let done = |event: &&Event| match &event.about {
@@ -326,18 +332,19 @@ impl Writer {
         applied.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
     }
 
+    /// Puts this in place of the whole status that was read. An apply could not take away what others have added, and is
+    /// refused where anything in the spec has another type than the schema says.
     async fn status(&self, turn: &Turn, status: &BridgeNetworkStatus) -> Result<(), Error> {
-        let resource = object::networks();
-        let object = json!({
-            "apiVersion": resource.api_version,
-            "kind": resource.kind,
-            "metadata": {"name": turn.name, "uid": turn.uid, "resourceVersion": turn.version},
-            "status": status,
-        });
-        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
+        let patch = json!([
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": turn.version},
+            {"op": "add", "path": "/status", "value": status},
+        ]);
+        let patch = serde_json::from_value(patch).map_err(kube::Error::SerdeError);
+        let params =
+            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
         let api = self.networks();
-        let patched =
-            self.network.change(api.patch_status(&turn.name, &params, &Patch::Apply(&object))).await;
+        let write = async { api.patch_status(&turn.name, &params, &Patch::Json::<()>(patch?)).await };
+        let patched = self.network.change(write).await;
         patched.map(drop).map_err(|source| Error::Network { name: turn.name.clone(), source })
     }
 

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
     BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
-    bridgenetwork::{MAX_NAMED, Nodes, NotReady, Users},
+    bridgenetwork::{MAX_CONDITIONS, MAX_NAMED, Nodes, NotReady, Users},
     nodenetwork::MAX_MESSAGE,
 };
 
@@ -18,6 +18,10 @@ const READY: &str = "Ready";
 const IN_USE: &str = "InUse";
 const CONFLICT: &str = "Conflict";
 const MTU_REDUCED: &str = "MtuReduced";
+
+/// The conditions that are decided here, and how many more an object may have.
+const OURS: [&str; 4] = [READY, IN_USE, CONFLICT, MTU_REDUCED];
+const MAX_FOREIGN: usize = MAX_CONDITIONS - OURS.len();
 
 /// Reasons of Ready, in the order in which they count.
 const DELETION_BLOCKED: &str = "DeletionBlocked";
@@ -70,7 +74,7 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     let conditions = said.into_iter().map(|said| condition(scene, said)).collect();
     let old_mtu: i32 =
         scene.listing().map(|(_, _, entry)| entry.pods_with_old_mtu).fold(0, i32::saturating_add);
-    let new = BridgeNetworkStatus {
+    let mut new = BridgeNetworkStatus {
         observed_generation: Some(scene.network.generation),
         bridge: match &scene.network.spec {
             Ok(spec) => Some(spec.bridge_name(&scene.network.name).to_string()),
@@ -90,15 +94,20 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
         return;
     }
     turn.patient = turn.steps.is_empty() && only_users_differ(&new, old);
+    new.conditions.extend(foreign(&scene.network.status).take(MAX_FOREIGN).cloned());
     turn.status = Some(Box::new(new));
 }
 
-/// The status as far as it is written here: others may add conditions of their own, which stay.
+/// The status as far as it is decided here: others may add conditions of their own, which stay. All else is ours, whoever
+/// wrote it.
 fn ours(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
     let of_kind = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
-    let kinds = [READY, IN_USE, CONFLICT, MTU_REDUCED];
-    let conditions = kinds.into_iter().filter_map(of_kind).cloned().collect();
+    let conditions = OURS.into_iter().filter_map(of_kind).cloned().collect();
     BridgeNetworkStatus { conditions, ..status.clone() }
+}
+
+fn foreign(status: &BridgeNetworkStatus) -> impl Iterator<Item = &Condition> {
+    status.conditions.iter().filter(|condition| !OURS.contains(&condition.r#type.as_str()))
 }
 
 fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bool {

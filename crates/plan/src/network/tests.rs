@@ -1,6 +1,6 @@
 use api::{
     ConditionStatus,
-    bridgenetwork::{NODE_LABEL_PREFIX, Overlay},
+    bridgenetwork::{MAX_CONDITIONS, NODE_LABEL_PREFIX, NotReady, Overlay},
 };
 use proptest::prelude::*;
 
@@ -805,10 +805,30 @@ fn a_condition_of_somebody_else_is_no_news_and_times_have_whole_seconds() {
     assert_eq!(plan(&world, at(1)), Plan::default());
     uses(&mut world, "one", "blue");
     settle_down(&mut world, at(1));
+    assert_eq!(told(&world, "blue", "Backup").1, told(&world, "blue", "Ready").1, "it stays");
     let conditions = &mut world.networks.get_mut("blue").unwrap().status.conditions;
     conditions.reverse();
     uses(&mut world, "two", "blue");
     assert!(plan(&world, at(1)).turns[0].patient);
+}
+
+#[test]
+fn what_others_write_into_our_part_of_the_status_goes() {
+    let mut world = world([network("blue")]);
+    settle_down(&mut world, at(0));
+    let good = world.networks["blue"].status.clone();
+    let status = &mut world.networks.get_mut("blue").unwrap().status;
+    let theirs = NotReady { node: "theirs".to_owned(), ..status.not_ready[0].clone() };
+    status.not_ready.push(theirs);
+    status.pods_with_old_mtu = Some(7);
+    let first = status.conditions[0].clone();
+    let many = (0..20).map(|n| Condition { r#type: format!("Their{n}"), ..first.clone() });
+    status.conditions.splice(0..0, many);
+    assert_eq!(settle_down(&mut world, at(1)), ["status blue"]);
+    let status = &world.networks["blue"].status;
+    assert_eq!((&status.not_ready, status.pods_with_old_mtu), (&good.not_ready, None));
+    assert_eq!(status.conditions.len(), MAX_CONDITIONS, "or nothing could be written");
+    assert_eq!(status.conditions[..4], good.conditions);
 }
 
 proptest! {
