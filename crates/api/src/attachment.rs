@@ -53,6 +53,13 @@ pub fn same_config(text: Option<&str>, config: &Value) -> bool {
     text.and_then(|text| serde_json::from_str::<Value>(text).ok()).as_ref() == Some(config)
 }
 
+/// Whether this text is the config of an attachment to this network as it is written here, whatever its MTU.
+pub fn is_config(text: &str, attachment: &str, network: &str) -> bool {
+    let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
+    let mtu = value["mtu"].as_i64().and_then(|mtu| i32::try_from(mtu).ok());
+    mtu.is_some_and(|mtu| value == config(attachment, network, mtu))
+}
+
 /// The network of ours that a config joins pods to, whoever wrote it: a single plugin or a list of them.
 pub fn network_of(config: &str) -> Option<String> {
     let config: Value = serde_json::from_str(config).ok()?;
@@ -94,5 +101,13 @@ mod tests {
         assert!(same_config(Some(&spread), &ours) && same_config(Some(&ours.to_string()), &ours));
         assert!(!same_config(Some(&spread), &config("nad", "blue", 1400)));
         assert!(!same_config(Some("junk"), &ours) && !same_config(None, &ours));
+        assert!(is_config(&spread, "nad", "blue") && is_config(&ours.to_string(), "nad", "blue"));
+        assert!(!is_config(&spread, "nad", "red") && !is_config(&spread, "copy", "blue"));
+        for (key, value) in [("mtu", json!("1450")), ("ipam", json!({})), ("type", json!("bridge"))] {
+            let mut edited = ours.clone();
+            edited[key] = value;
+            assert!(!is_config(&edited.to_string(), "nad", "blue"), "{edited}");
+        }
+        assert!(!is_config("junk", "nad", "blue") && !is_config("7", "nad", "blue"));
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
-    attachment::{config, place, same_config},
+    attachment::{config, is_config, place, same_config},
     digest::digest,
     selection::Reference,
 };
@@ -74,15 +74,14 @@ impl<'a> Attachments<'a> {
         references.filter_map(|at| Some(((*at).clone(), self.all?.get(at)?.clone()))).collect()
     }
 
-    /// Those that bear the mark of a network that is no more, and that nobody names.
+    /// Those that a network made which is no more, and that nobody names. What somebody has changed since is theirs.
     pub fn orphans(&self, world: &World) -> Vec<(Reference, Attachment)> {
         let live: BTreeSet<&str> = world.networks.values().map(|network| network.uid.as_str()).collect();
         let left = self.marked.iter().filter(|(uid, _)| !live.contains(*uid)).flat_map(|(_, at)| at);
         let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
         orphans
             .filter(|(at, one)| {
-                let ours = one.network.is_some() && one.network == one.joins;
-                ours && !one.deleting && world.users.summary([*at], 1).count == 0
+                untouched(at, one) && !one.deleting && world.users.summary([*at], 1).count == 0
             })
             .map(|(at, one)| (at.clone(), one.clone()))
             .collect()
@@ -148,6 +147,12 @@ fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'
     let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
     let ours = world.withdrawn.iter().filter(|(_, it)| it.network == network.uid);
     ours.map(|(at, _)| at).filter(move |at| !there(at))
+}
+
+/// Whether it says what we wrote when we made it just here, and nothing else.
+fn untouched(at: &Reference, one: &Attachment) -> bool {
+    let (Some(network), Some(config)) = (&one.network, &one.config) else { return false };
+    one.made_by(at).is_some() && is_config(config, &at.name, network)
 }
 
 /// The UID of the network that wants an attachment just here, if a part of the mark was taken off it and the rest still

@@ -733,6 +733,24 @@ fn what_a_network_left_that_is_no_more_is_swept_once_nobody_names_it() {
     uses(&mut world, "pod", "blue");
     assert_eq!(settle_down(&mut world, at(1)), [""; 0]);
     world.users.delete(Kind::Pod, "ns", "pod");
+    let edits: [fn(&mut Attachment); 6] = [
+        |one| one.config = None,
+        |one| one.config = one.config.as_ref().map(|text| text.replace("1500", "1500,\"ipam\":{}")),
+        |one| one.config = one.config.as_ref().map(|text| text.replace("blue", "red")),
+        |one| one.network = Some("red".to_owned()),
+        |one| one.network = None,
+        |one| one.place = Some("elsewhere".to_owned()),
+    ];
+    let here = Reference::new("ns", "blue");
+    let good = world.attachments.as_ref().unwrap()[&here].clone();
+    for edit in edits {
+        let mut edited = good.clone();
+        edit(&mut edited);
+        assert_ne!(edited, good);
+        world.attachments.as_mut().unwrap().insert(here.clone(), edited);
+        assert_eq!(plan(&world, at(1)).orphans, [], "somebody has changed it since");
+    }
+    world.attachments.as_mut().unwrap().insert(here, good);
     assert_eq!(settle_down(&mut world, at(1)), ["sweep ns/blue"]);
 }
 
@@ -757,7 +775,7 @@ fn a_copy_of_an_attachment_is_somebody_elses() {
     assert!(world.networks.is_empty(), "nor does it hold up a deletion");
     assert_eq!(world.attachments.as_ref().unwrap().len(), 2);
     // Nor is it swept; nor is one of ours that somebody has written something else into.
-    let theirs = Attachment { place: Some(place("uid-blue", &here)), joins: None, ..copy };
+    let theirs = Attachment { place: Some(place("uid-blue", &here)), config: None, joins: None, ..copy };
     world.attachments.as_mut().unwrap().insert(here, theirs);
     assert_eq!(plan(&world, at(9)).orphans, []);
 }
