@@ -41,6 +41,7 @@ use counting::{
     what_a_counted_object_makes_is_not_counted_again,
 };
 use crashes::{
+    a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
     another_replica_ends_what_the_leader_began, kill_9_between_two_steps_of_a_deletion_loses_nothing,
     kinds_that_vanish_hold_nothing_up,
 };
@@ -96,6 +97,7 @@ fn main() -> ExitCode {
             kill_9_at_every_step_loses_nothing,
             kill_9_between_two_steps_of_a_deletion_loses_nothing,
             another_replica_ends_what_the_leader_began,
+            a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
             kinds_that_vanish_hold_nothing_up,
             pods_that_nobody_refuses_hold_what_they_name,
             no_pod_is_stranded_whatever_comes_first,
