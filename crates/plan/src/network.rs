@@ -316,15 +316,10 @@ pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<Reference> {
     Attachments::new(world).of(world, network)
 }
 
-/// The networks whose deletion has begun, each with what [`attachments_of`] says, for the price of one look at all
-/// attachments.
-pub fn going(world: &World) -> Vec<(&Network, BTreeSet<Reference>)> {
-    let mut networks = world.networks.values().filter(|network| network.deleting.is_some()).peekable();
-    if networks.peek().is_none() {
-        return Vec::new();
-    }
-    let attachments = Attachments::new(world);
-    networks.map(|network| (network, attachments.of(world, network))).collect()
+/// The networks of which [`attachments_of`] names this one, for the price of one look at it and at each network.
+pub fn networks_of<'a>(world: &'a World, at: &'a Reference) -> impl Iterator<Item = &'a Network> {
+    let concern = attachments::Concern::new(world, at);
+    world.networks.values().filter(move |network| concern.is_of(network))
 }
 
 fn settled(network: &Network, now: Timestamp) -> bool {

@@ -231,11 +231,11 @@ impl Index {
         Summary { count, first: heads.into_iter().take(first).cloned().collect() }
     }
 
-    /// Whether this object, as last seen, names any of these attachments; it need not count as a user itself.
-    pub fn names(&self, kind: Kind, namespace: &str, name: &str, attachments: &BTreeSet<Reference>) -> bool {
+    /// What this object, as last seen, names; it need not count as a user itself.
+    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &Reference> {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         let entry = self.objects.get(&user);
-        entry.is_some_and(|entry| entry.references.iter().any(|one| attachments.contains(&**one)))
+        entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
     }
 
     /// How many objects name a network at all.

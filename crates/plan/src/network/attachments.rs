@@ -142,6 +142,36 @@ impl<'a> Attachments<'a> {
     }
 }
 
+/// Whom one attachment concerns, there or not. Says the same as [`Attachments::of`].
+pub struct Concern<'a> {
+    at: &'a Reference,
+    there: bool,
+    /// The UID of the network that keeps it, or kept it.
+    keeper: Option<&'a str>,
+    /// The name of the network that it joins pods to.
+    joins: Option<&'a str>,
+}
+
+impl<'a> Concern<'a> {
+    pub fn new(world: &'a World, at: &'a Reference) -> Self {
+        let found = world.attachments.as_ref().and_then(|all| all.get(at));
+        let keeper = match found {
+            Some(one) => one.made_by(at).or_else(|| unsigned(world, at, one)),
+            None => world.withdrawn.get(at).map(|it| it.network.as_str()),
+        };
+        Self { at, there: found.is_some(), keeper, joins: found.and_then(|one| one.joins.as_deref()) }
+    }
+
+    pub fn is_of(&self, network: &Network) -> bool {
+        let expected = || {
+            let Ok(spec) = &network.spec else { return false };
+            self.at.name == spec.attachment_name(&network.name)
+                && spec.namespaces().contains(&self.at.namespace)
+        };
+        self.keeper == Some(&network.uid) || self.joins == Some(&network.name) || !self.there && expected()
+    }
+}
+
 /// What was taken away of a network, and nobody knows yet whether that was right.
 fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'a Reference> {
     let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));

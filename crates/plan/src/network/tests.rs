@@ -781,6 +781,38 @@ fn a_copy_of_an_attachment_is_somebody_elses() {
 }
 
 #[test]
+fn whose_an_attachment_is_can_be_asked_from_either_side() {
+    let text = r#"{"attachment": {"namespaces": ["ns", "other", "bare"]}}"#;
+    let mut world = world([Network { spec: Ok(spec(text)), ..network("blue") }, network("red")]);
+    world.namespaces.insert("other".to_owned(), Namespace::Active);
+    settle_down(&mut world, at(0));
+    let [here, other, bare, by_hand, copy, gone] = [
+        Reference::new("ns", "blue"),
+        Reference::new("other", "blue"),
+        Reference::new("bare", "blue"),
+        Reference::new("ns", "hand"),
+        Reference::new("ns", "copy"),
+        Reference::new("gone", "blue"),
+    ];
+    let all = world.attachments.as_mut().unwrap();
+    let good = all[&here].clone();
+    all.get_mut(&other).unwrap().place = None;
+    all.insert(copy.clone(), Attachment { joins: None, ..good.clone() });
+    all.insert(by_hand.clone(), Attachment { network: None, network_uid: None, place: None, ..good });
+    let withdrawn = Withdrawn { network: "uid-red".to_owned(), uid: "x".to_owned() };
+    world.withdrawn.insert(gone.clone(), withdrawn);
+    let mut met = 0;
+    let rest = [Reference::new("ns", "red"), Reference::new("ns", "none")];
+    for at in [here, other, bare, by_hand, copy, gone].iter().chain(&rest) {
+        let whose: Vec<&str> = networks_of(&world, at).map(|network| network.name.as_str()).collect();
+        let of = world.networks.values().filter(|network| attachments_of(&world, network).contains(at));
+        assert_eq!(whose, of.map(|network| network.name.as_str()).collect::<Vec<_>>(), "{at}");
+        met += whose.len();
+    }
+    assert_eq!(met, 6, "all but the copy and what is not there");
+}
+
+#[test]
 fn users_of_attachments_that_others_wrote_for_the_network_count() {
     let mut world = world([network("blue")]);
     settle_down(&mut world, at(0));

@@ -143,9 +143,8 @@ fn an_owner_is_known_as_such_even_if_it_does_not_count() {
     let mut index = Index::default();
     let set = Facts { owner: Some((Kind::Deployment, "d".to_owned())), ..annotated("set", "blue") };
     index.apply(Kind::ReplicaSet, &set);
-    let attachments = BTreeSet::from([blue()]);
-    assert!(index.names(Kind::ReplicaSet, "home", "set", &attachments));
-    assert!(!index.names(Kind::ReplicaSet, "other", "set", &attachments));
+    assert_eq!(index.named(Kind::ReplicaSet, "home", "set").collect::<Vec<_>>(), [&blue()]);
+    assert_eq!(index.named(Kind::ReplicaSet, "other", "set").count(), 0);
     assert_eq!(told(&index, &[blue()]).0, 0);
 }
 
