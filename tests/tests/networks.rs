@@ -53,7 +53,10 @@ use keeping::{
 };
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
-use races::{no_pod_is_stranded_whatever_comes_first, pods_that_nobody_refuses_hold_what_they_name};
+use races::{
+    no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
+    pods_that_nobody_refuses_hold_what_they_name,
+};
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -101,6 +104,7 @@ fn main() -> ExitCode {
             kinds_that_vanish_hold_nothing_up,
             pods_that_nobody_refuses_hold_what_they_name,
             no_pod_is_stranded_whatever_comes_first,
+            no_pod_is_stranded_by_a_namespace_that_leaves_the_list,
             a_controller_among_thousands_of_users_stays_small_and_quick,
         ],
     }
