@@ -570,9 +570,12 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
     let (cluster, replica) = start(&lab, "crowd").await?;
     let outcome = async {
         cluster.create("crowd", spec(&cluster)).await?;
-        cluster.create("quiet", spec(&cluster)).await?;
         cluster.nad("crowd", "crowd").await?;
-        cluster.nad("crowd", "quiet").await?;
+        let quiet: Vec<String> = (0..10).map(|number| format!("quiet-{number}")).collect();
+        for name in &quiet {
+            cluster.create(name, spec(&cluster)).await?;
+            cluster.nad("crowd", name).await?;
+        }
         crowd(machines, async |n| {
             cluster.user(users::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
         })
@@ -587,11 +590,16 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
         cluster.delete("crowd").await?;
         cluster.reason("crowd", "Ready", "DeletionBlocked").await?;
         let listed = replica.memory()?;
-        cluster.delete("quiet").await?;
         let begun = Instant::now();
-        cluster.gone("quiet", if e2e::soak() { SOON * 6 } else { GONE }).await?;
+        let within = if e2e::soak() { SOON * 6 } else { SOON };
+        let go = quiet.iter().map(async |name| {
+            cluster.delete(name).await?;
+            cluster.gone(name, within).await
+        });
+        futures::future::try_join_all(go).await?;
         println!(
-            "{count} users: {grown} MiB grown, {listed} MiB listed; an unused network went in {:?}",
+            "{count} users: {grown} MiB grown, {listed} MiB listed; {} unused networks went in {:?}",
+            quiet.len(),
             begun.elapsed()
         );
         ensure!(grown.max(listed) <= 150, "too large: {grown} MiB grown, {listed} MiB after a list");
