@@ -41,6 +41,7 @@ use counting::{
     what_a_counted_object_makes_is_not_counted_again,
 };
 use crashes::{
+    a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
     another_replica_ends_what_the_leader_began, kill_9_between_two_steps_of_a_deletion_loses_nothing,
     kinds_that_vanish_hold_nothing_up,
 };
@@ -48,11 +49,14 @@ use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
 use keeping::{
     a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
-    namespaces_join_and_leave_the_list,
+    namespaces_join_and_leave_the_list, what_others_write_into_the_status_goes_and_all_is_quiet_again,
 };
 use kube::api::DeleteParams;
 use lab::{Lab, Shape, wait};
-use races::{no_pod_is_stranded_whatever_comes_first, pods_that_nobody_refuses_hold_what_they_name};
+use races::{
+    no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
+    pods_that_nobody_refuses_hold_what_they_name,
+};
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -77,6 +81,7 @@ fn main() -> ExitCode {
             every_repair_of_an_attachment_is_counted_once,
             namespaces_join_and_leave_the_list,
             a_network_that_cannot_be_read_can_go,
+            what_others_write_into_the_status_goes_and_all_is_quiet_again,
             every_kind_of_user_blocks_deletion_until_it_goes,
             while_a_network_goes_no_kind_begins_to_use_it,
             what_a_user_makes_is_let_in,
@@ -95,9 +100,11 @@ fn main() -> ExitCode {
             kill_9_at_every_step_loses_nothing,
             kill_9_between_two_steps_of_a_deletion_loses_nothing,
             another_replica_ends_what_the_leader_began,
+            a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
             kinds_that_vanish_hold_nothing_up,
             pods_that_nobody_refuses_hold_what_they_name,
             no_pod_is_stranded_whatever_comes_first,
+            no_pod_is_stranded_by_a_namespace_that_leaves_the_list,
             a_controller_among_thousands_of_users_stays_small_and_quick,
         ],
     }
@@ -563,9 +570,12 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
     let (cluster, replica) = start(&lab, "crowd").await?;
     let outcome = async {
         cluster.create("crowd", spec(&cluster)).await?;
-        cluster.create("quiet", spec(&cluster)).await?;
         cluster.nad("crowd", "crowd").await?;
-        cluster.nad("crowd", "quiet").await?;
+        let quiet: Vec<String> = (0..10).map(|number| format!("quiet-{number}")).collect();
+        for name in &quiet {
+            cluster.create(name, spec(&cluster)).await?;
+            cluster.nad("crowd", name).await?;
+        }
         crowd(machines, async |n| {
             cluster.user(users::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
         })
@@ -580,11 +590,16 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
         cluster.delete("crowd").await?;
         cluster.reason("crowd", "Ready", "DeletionBlocked").await?;
         let listed = replica.memory()?;
-        cluster.delete("quiet").await?;
         let begun = Instant::now();
-        cluster.gone("quiet", if e2e::soak() { SOON * 6 } else { GONE }).await?;
+        let within = if e2e::soak() { SOON * 6 } else { SOON };
+        let go = quiet.iter().map(async |name| {
+            cluster.delete(name).await?;
+            cluster.gone(name, within).await
+        });
+        futures::future::try_join_all(go).await?;
         println!(
-            "{count} users: {grown} MiB grown, {listed} MiB listed; an unused network went in {:?}",
+            "{count} users: {grown} MiB grown, {listed} MiB listed; {} unused networks went in {:?}",
+            quiet.len(),
             begun.elapsed()
         );
         ensure!(grown.max(listed) <= 150, "too large: {grown} MiB grown, {listed} MiB after a list");

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::{bridgenetwork::BRIDGE_PLUGIN, digest::digest, selection::Reference};
+use crate::{bridgenetwork::BRIDGE_PLUGIN, digest::digest, ipam::IPAM_PLUGIN, selection::Reference};
 
 /// The API group of the kind.
 pub const ATTACHMENT_GROUP: &str = "k8s.cni.cncf.io";
@@ -32,15 +32,20 @@ pub struct NetworkAttachmentDefinitionSpec {
 }
 
 /// The config of an attachment to a network of ours.
-pub fn config(attachment: &str, network: &str, mtu: i32) -> Value {
-    json!({
+pub fn config(attachment: &str, network: &str, mtu: i32, addresses: bool) -> Value {
+    let mut config = json!({
         "cniVersion": "1.0.0",
         "name": attachment,
         "type": BRIDGE_PLUGIN,
         "network": network,
         "mtu": mtu,
         "capabilities": {"mac": true},
-    })
+    });
+    if addresses {
+        config["ipam"] = json!({"type": IPAM_PLUGIN, "network": network});
+        config["capabilities"]["ips"] = json!(true);
+    }
+    config
 }
 
 /// What the mark of an attachment says about where it was made for a network.
@@ -53,11 +58,21 @@ pub fn same_config(text: Option<&str>, config: &Value) -> bool {
     text.and_then(|text| serde_json::from_str::<Value>(text).ok()).as_ref() == Some(config)
 }
 
+/// Whether this text is the config of an attachment to this network as it is written here, whatever its MTU.
+pub fn is_config(text: &str, attachment: &str, network: &str) -> bool {
+    let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
+    let mtu = value["mtu"].as_i64().and_then(|mtu| i32::try_from(mtu).ok());
+    mtu.is_some_and(|mtu| [true, false].iter().any(|ipam| value == config(attachment, network, mtu, *ipam)))
+}
+
 /// The network of ours that a config joins pods to, whoever wrote it: a single plugin or a list of them.
 pub fn network_of(config: &str) -> Option<String> {
     let config: Value = serde_json::from_str(config).ok()?;
+    // A plugin of somebody else's that has its addresses from us is one of ours in that.
     let joins = |plugin: &Value| {
-        (plugin["type"] == BRIDGE_PLUGIN).then(|| plugin["network"].as_str().map(str::to_owned)).flatten()
+        let ours = [plugin, &plugin["ipam"]].into_iter().zip([BRIDGE_PLUGIN, IPAM_PLUGIN]);
+        let mut named = ours.filter(|(part, name)| part["type"] == *name);
+        named.find_map(|(part, _)| part["network"].as_str().map(str::to_owned))
     };
     joins(&config).or_else(|| config["plugins"].as_array()?.iter().find_map(joins))
 }
@@ -68,10 +83,14 @@ mod tests {
 
     #[test]
     fn the_network_is_read_out_of_any_config() {
-        let ours = config("nad", "blue", 1450).to_string();
+        let ours = config("nad", "blue", 1450, true).to_string();
         for (text, wanted) in [
             (ours.as_str(), Some("blue")),
             (r#"{"type": "bridge", "network": "blue"}"#, None),
+            (r#"{"type": "macvlan", "ipam": {"type": "patchbay-ipam", "network": "blue"}}"#, Some("blue")),
+            (r#"{"type": "macvlan", "ipam": {"type": "host-local", "network": "blue"}}"#, None),
+            (r#"{"type": "macvlan", "ipam": "patchbay-ipam"}"#, None),
+            (r#"{"plugins": [{"type": "a", "ipam": {"type": "patchbay-ipam", "network": "red"}}]}"#, Some("red")),
             (
                 r#"{"plugins": [{"type": "tuning"}, {"type": "patchbay-bridge", "network": "red"}]}"#,
                 Some("red"),
@@ -89,10 +108,21 @@ mod tests {
 
     #[test]
     fn a_config_is_compared_by_what_it_says() {
-        let ours = config("nad", "blue", 1450);
+        let ours = config("nad", "blue", 1450, false);
+        let addresses = config("nad", "blue", 1450, true);
+        assert!(!same_config(Some(&ours.to_string()), &addresses));
+        assert!(is_config(&addresses.to_string(), "nad", "blue"));
         let spread = serde_json::to_string_pretty(&ours).unwrap();
         assert!(same_config(Some(&spread), &ours) && same_config(Some(&ours.to_string()), &ours));
-        assert!(!same_config(Some(&spread), &config("nad", "blue", 1400)));
+        assert!(!same_config(Some(&spread), &config("nad", "blue", 1400, false)));
         assert!(!same_config(Some("junk"), &ours) && !same_config(None, &ours));
+        assert!(is_config(&spread, "nad", "blue") && is_config(&ours.to_string(), "nad", "blue"));
+        assert!(!is_config(&spread, "nad", "red") && !is_config(&spread, "copy", "blue"));
+        for (key, value) in [("mtu", json!("1450")), ("ipam", json!({})), ("type", json!("bridge"))] {
+            let mut edited = ours.clone();
+            edited[key] = value;
+            assert!(!is_config(&edited.to_string(), "nad", "blue"), "{edited}");
+        }
+        assert!(!is_config("junk", "nad", "blue") && !is_config("7", "nad", "blue"));
     }
 }

@@ -12,6 +12,8 @@ use crate::{
 pub const MAX_NETWORK_NAME: usize = 50;
 /// The users and the nodes that are named at most.
 pub const MAX_NAMED: usize = 10;
+/// The conditions that a network may have, ours and those of others.
+pub const MAX_CONDITIONS: usize = 16;
 /// The namespaces that a network may keep an attachment in.
 pub const MAX_NAMESPACES: usize = 256;
 /// The MTU of a network that says nothing and has nothing to fit into.

@@ -16,6 +16,7 @@ pub enum Source {
     Reports,
     Namespaces,
     Attachments,
+    Blocks,
     Users(plan::users::Kind),
 }
 
@@ -33,8 +34,14 @@ struct Inner {
 impl Cluster {
     pub fn new() -> Self {
         let users = plan::users::Kind::ALL.into_iter().map(Source::Users);
-        let missing =
-            [Source::Networks, Source::Nodes, Source::Reports, Source::Namespaces, Source::Attachments];
+        let missing = [
+            Source::Networks,
+            Source::Nodes,
+            Source::Reports,
+            Source::Namespaces,
+            Source::Attachments,
+            Source::Blocks,
+        ];
         Self(Arc::new(Inner {
             world: Mutex::default(),
             changes: watch::Sender::new(0),

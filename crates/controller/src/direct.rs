@@ -1,18 +1,21 @@
 //! Questions to the API server itself, for what must not be decided on a cache: pages of lists that are as new as can be.
+//!
+//! They are asked together, once for all that has to be decided: however many networks go, everything is listed once.
 
-use std::{collections::BTreeSet, fmt::Debug, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Debug,
+    sync::Arc,
+};
 
-use api::{bridgenetwork::NAD_NETWORK_LABEL, selection::Reference};
+use api::selection::Reference;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
     api::ListParams,
     core::{ApiResource, PartialObjectMeta},
 };
-use plan::{
-    network::{self, Attachment},
-    users::{Facts, Kind},
-};
+use plan::users::{Facts, Kind};
 use serde::de::DeserializeOwned;
 
 use crate::{
@@ -26,6 +29,76 @@ use crate::{
 const PAGE: u32 = 2000;
 /// NodeNetworks are larger than other objects.
 const SMALL_PAGE: u32 = 50;
+/// Who uses what was not asked for: nothing is taken away from them.
+const NOBODY_KNOWS: &str = "somebody who was not looked for";
+
+/// What has to be known.
+#[derive(Debug, Default)]
+pub struct Question {
+    /// The networks, by UID, whose attachments have to be gone before anybody looks for users.
+    pub emptied: BTreeSet<String>,
+    /// The attachments whose users are looked for.
+    pub attachments: BTreeSet<Reference>,
+    /// The networks, by UID, that nodes may list.
+    pub undone: BTreeSet<String>,
+    /// The networks, by UID, that may be no more.
+    pub lost: BTreeSet<String>,
+}
+
+type Answer<T> = Result<T, Arc<call::Error>>;
+
+/// What the API server said. What was not asked is answered so that nothing is taken away.
+#[derive(Debug)]
+pub struct Answers {
+    question: Question,
+    left: Answer<BTreeSet<String>>,
+    users: Answer<BTreeMap<Reference, String>>,
+    nodes: Answer<BTreeMap<String, String>>,
+    networks: Answer<BTreeSet<String>>,
+}
+
+impl Answers {
+    /// To no question at all.
+    pub fn none() -> Self {
+        Self {
+            question: Question::default(),
+            left: Ok(BTreeSet::new()),
+            users: Ok(BTreeMap::new()),
+            nodes: Ok(BTreeMap::new()),
+            networks: Ok(BTreeSet::new()),
+        }
+    }
+
+    /// Whether there is an attachment that bears the mark of this network.
+    pub fn is_left(&self, uid: &str) -> Answer<bool> {
+        let left = self.left.as_ref().map_err(Arc::clone)?;
+        Ok(!self.question.emptied.contains(uid) || left.contains(uid))
+    }
+
+    /// One that uses any of these attachments, if there is one.
+    pub fn user(&self, attachments: &BTreeSet<Reference>) -> Answer<Option<&str>> {
+        let users = self.users.as_ref().map_err(Arc::clone)?;
+        if !attachments.is_subset(&self.question.attachments) {
+            return Ok(Some(NOBODY_KNOWS));
+        }
+        Ok(attachments.iter().find_map(|at| users.get(at)).map(String::as_str))
+    }
+
+    /// A node that lists the network, if there is one.
+    pub fn node(&self, uid: &str) -> Answer<Option<&str>> {
+        let nodes = self.nodes.as_ref().map_err(Arc::clone)?;
+        if !self.question.undone.contains(uid) {
+            return Ok(Some(NOBODY_KNOWS));
+        }
+        Ok(nodes.get(uid).map(String::as_str))
+    }
+
+    /// Whether there is a network of this UID.
+    pub fn lives(&self, uid: &str) -> Answer<bool> {
+        let networks = self.networks.as_ref().map_err(Arc::clone)?;
+        Ok(!self.question.lost.contains(uid) || networks.contains(uid))
+    }
+}
 
 /// The API server, asked directly.
 pub struct Direct {
@@ -38,93 +111,138 @@ impl Direct {
         Self { client, line: Line::new(metrics, Call::List, call::DEADLINE) }
     }
 
-    /// One that uses any of these attachments, if there is one.
-    pub async fn user(&self, attachments: &BTreeSet<Reference>) -> Result<Option<String>, call::Error> {
-        let kinds = Kind::ALL.map(|kind| self.user_of(kind, attachments));
-        let found = futures::future::try_join_all(kinds).await?;
-        Ok(found.into_iter().flatten().next())
+    /// Asks for all of it; of the nodes, only for those that exist. Users are looked for only when it is known which
+    /// attachments are left: a user that is not found then came when they had gone.
+    pub async fn ask(&self, question: Question, exists: impl Fn(&str) -> bool) -> Answers {
+        let left = self.attached(&question.emptied).await.map_err(Arc::new);
+        let (users, nodes, networks) = futures::join!(
+            self.users(&question.attachments),
+            self.nodes(&question.undone, exists),
+            self.networks(&question.lost),
+        );
+        Answers {
+            left,
+            users: users.map_err(Arc::new),
+            nodes: nodes.map_err(Arc::new),
+            networks: networks.map_err(Arc::new),
+            question,
+        }
     }
 
-    async fn user_of(
+    /// Those of these networks that have attachments.
+    async fn attached(&self, networks: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
+        let mut left = BTreeSet::new();
+        if networks.is_empty() {
+            return Ok(left);
+        }
+        let api = self.all::<AttachmentObject>(&object::attachments());
+        let look = |it| {
+            if let Some((at, one)) = object::attachment(it)
+                && let Some(uid) = one.made_by(&at).filter(|uid| networks.contains(*uid))
+            {
+                left.insert(uid.to_owned());
+            }
+        };
+        self.each(api, ListParams::default().limit(PAGE), look).await?;
+        Ok(left)
+    }
+
+    /// Those of these attachments that are used, each with one who does.
+    async fn users(
+        &self,
+        attachments: &BTreeSet<Reference>,
+    ) -> Result<BTreeMap<Reference, String>, call::Error> {
+        if attachments.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let kinds = Kind::ALL.map(|kind| self.users_of(kind, attachments));
+        let found = futures::future::try_join_all(kinds).await?;
+        Ok(found.into_iter().flatten().collect())
+    }
+
+    async fn users_of(
         &self,
         kind: Kind,
         attachments: &BTreeSet<Reference>,
-    ) -> Result<Option<String>, call::Error> {
+    ) -> Result<BTreeMap<Reference, String>, call::Error> {
+        let mut used = BTreeMap::new();
+        let params = ListParams::default().limit(PAGE);
         if kind == Kind::Pod {
             let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
-            let params = ListParams::default().fields(LIVE_PODS).limit(PAGE);
-            return self.find(api, params, |pod| user(kind, &object::pod(&pod.metadata), attachments)).await;
+            let look = |pod: PartialObjectMeta<Pod>| {
+                used.extend(uses(kind, &object::pod(&pod.metadata), attachments));
+            };
+            self.each(api, params.fields(LIVE_PODS), look).await?;
+        } else {
+            let api = self.all::<WorkloadObject>(&object::workloads(kind));
+            self.each(api, params, |it| used.extend(uses(kind, &object::workload(kind, it), attachments)))
+                .await?;
         }
-        let api = self.all::<WorkloadObject>(&object::workloads(kind));
-        let params = ListParams::default().limit(PAGE);
-        self.find(api, params, |it| user(kind, &object::workload(kind, it), attachments)).await
+        Ok(used)
     }
 
-    /// An attachment that bears the mark of this network, if there is one.
-    pub async fn attachment(&self, network: &str, uid: &str) -> Result<Option<Reference>, call::Error> {
-        let params = ListParams::default().labels(&format!("{NAD_NETWORK_LABEL}={network}")).limit(PAGE);
-        let ours = |at: &Reference, one: &Attachment| one.made_by(at) == Some(uid);
-        let api = self.all::<AttachmentObject>(&object::attachments());
-        self.find(api, params, |it| {
-            object::attachment(it).filter(|(at, one)| ours(at, one)).map(|(at, _)| at)
-        })
-        .await
-    }
-
-    /// A node of these that lists the network, if there is one.
-    pub async fn node(
+    /// Those of these networks that a node lists, each with one that does.
+    async fn nodes(
         &self,
-        uid: &str,
+        networks: &BTreeSet<String>,
         exists: impl Fn(&str) -> bool,
-    ) -> Result<Option<String>, call::Error> {
-        let lists = |(name, report): (String, network::Report)| {
-            (report.networks.contains_key(uid) && exists(&name)).then_some(name)
-        };
+    ) -> Result<BTreeMap<String, String>, call::Error> {
+        let mut listed = BTreeMap::new();
+        if networks.is_empty() {
+            return Ok(listed);
+        }
         let api = self.all::<ReportObject>(&object::reports());
-        let params = ListParams::default().limit(SMALL_PAGE);
-        self.find(api, params, |it| object::report(it).and_then(lists)).await
+        let look = |it| {
+            let Some((node, report)) = object::report(it).filter(|(node, _)| exists(node)) else { return };
+            let uids = report.networks.into_keys().filter(|uid| networks.contains(uid));
+            listed.extend(uids.map(|uid| (uid, node.clone())));
+        };
+        self.each(api, ListParams::default().limit(SMALL_PAGE), look).await?;
+        Ok(listed)
     }
 
-    /// Whether there is a network of this UID.
-    pub async fn network(&self, uid: &str) -> Result<bool, call::Error> {
+    /// Those of these networks that there are.
+    async fn networks(&self, wanted: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
+        let mut live = BTreeSet::new();
+        if wanted.is_empty() {
+            return Ok(live);
+        }
         let api = self.all::<NetworkObject>(&object::networks());
-        let params = ListParams::default().limit(PAGE);
-        let found =
-            self.find(api, params, |it| (it.metadata.uid.as_deref() == Some(uid)).then_some(())).await?;
-        Ok(found.is_some())
+        let look = |it: NetworkObject| live.extend(it.metadata.uid.filter(|uid| wanted.contains(uid)));
+        self.each(api, ListParams::default().limit(PAGE), look).await?;
+        Ok(live)
     }
 
     fn all<K: Resource<DynamicType = ApiResource>>(&self, resource: &ApiResource) -> Api<K> {
         Api::all_with(self.client.clone(), resource)
     }
 
-    /// The first that is looked for. A kind that does not exist has no objects.
-    async fn find<K: Clone + Debug + DeserializeOwned, T>(
+    /// Looks at every object, page by page. A kind that does not exist has none.
+    async fn each<K: Clone + Debug + DeserializeOwned>(
         &self,
         api: Api<K>,
         mut params: ListParams,
-        look: impl Fn(K) -> Option<T>,
-    ) -> Result<Option<T>, call::Error> {
+        mut look: impl FnMut(K),
+    ) -> Result<(), call::Error> {
         loop {
             let list = match self.line.read(api.list(&params)).await {
-                Err(call::Error::Refused(kube::Error::Api(status))) if status.code == 404 => {
-                    return Ok(None);
-                }
+                Err(call::Error::Refused(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
                 list => list?,
             };
-            if let Some(found) = list.items.into_iter().find_map(&look) {
-                return Ok(Some(found));
-            }
+            list.items.into_iter().for_each(&mut look);
             match list.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => params = params.continue_token(&token),
-                None => return Ok(None),
+                None => return Ok(()),
             }
         }
     }
 }
 
-/// The object by its name, if it counts as a user: judged by the same rule as the index.
-fn user(kind: Kind, facts: &Facts, attachments: &BTreeSet<Reference>) -> Option<String> {
-    let uses = facts.counts(kind) && facts.references().iter().any(|one| attachments.contains(one));
-    uses.then(|| format!("{} {}/{}", kind.name(), facts.namespace, facts.name))
+/// What the object uses of these, if it counts as a user: judged by the same rule as the index.
+fn uses(kind: Kind, facts: &Facts, attachments: &BTreeSet<Reference>) -> Vec<(Reference, String)> {
+    if !facts.counts(kind) {
+        return Vec::new();
+    }
+    let named = facts.references().into_iter().filter(|one| attachments.contains(one));
+    named.map(|one| (one, format!("{} {}/{}", kind.name(), facts.namespace, facts.name))).collect()
 }

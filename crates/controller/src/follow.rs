@@ -62,6 +62,7 @@ impl Follower {
     pub async fn follow(self) {
         let (networks, nodes, reports, namespaces) =
             (self.networks(), self.nodes(), self.reports(), self.namespaces());
+        let blocks = self.blocks();
         let workloads = [
             Kind::CronJob,
             Kind::DaemonSet,
@@ -78,6 +79,7 @@ impl Follower {
             nodes,
             reports,
             namespaces,
+            blocks,
             self.pods(),
             workloads,
             machines,
@@ -114,6 +116,11 @@ impl Follower {
         let stream = self.all(&object::reports(), Call::WatchNodeNetworks);
         self.keep(Source::Reports, stream, |world| Some(&mut world.reports), |_, it| object::report(it))
             .await;
+    }
+
+    async fn blocks(&self) {
+        let stream = self.all(&object::blocks(), Call::WatchBlocks);
+        self.keep(Source::Blocks, stream, |world| Some(&mut world.blocks), |_, it| object::block(it)).await;
     }
 
     async fn namespaces(&self) {
@@ -163,7 +170,13 @@ impl Follower {
             _ => "virtualmachineinstances.kubevirt.io",
         };
         let clear = |world: &mut World| world.users.clear(kind);
-        self.optional(name, Source::Users(kind), || self.workloads(kind), clear).await;
+        let follow = || async move {
+            loop {
+                self.workloads(kind).await;
+                info!(kind = name, "the kind is not served any more, asked for again");
+            }
+        };
+        self.optional(name, Source::Users(kind), follow, clear).await;
     }
 
     /// Keeps one map of the world equal to what a watch shows.
@@ -215,11 +228,15 @@ impl Follower {
         }
     }
 
-    /// Keeps the index of users equal to what a watch of one kind shows.
+    /// Keeps the index of users equal to what a watch of one kind shows. Ends when a kind that was listed is served no
+    /// more: nobody can use anything by it, and a watch that went on later would not tell of those that are there.
     async fn index<K>(&self, kind: Kind, stream: impl Stream<Item = News<K>>, read: impl Fn(K) -> Facts) {
         let mut stream = pin!(stream);
+        let mut listed = false;
         while let Some(news) = stream.next().await {
             let complete = Source::Users(kind).is_complete(&news);
+            let lost = matches!(news, News::Unserved) && complete && listed;
+            listed |= matches!(news, News::End);
             // Read before the lock is taken: an annotation can be long.
             let news = match news {
                 News::Begin => News::Begin,
@@ -229,7 +246,7 @@ impl Follower {
                 News::Unserved => News::Unserved,
             };
             self.cluster.change(|world| match news {
-                News::Unserved => false,
+                News::Unserved => complete && world.users.clear(kind),
                 News::Begin => {
                     world.users.begin(kind);
                     false
@@ -240,6 +257,9 @@ impl Follower {
             });
             if complete {
                 self.cluster.listed(Source::Users(kind));
+            }
+            if lost {
+                return;
             }
         }
     }
@@ -310,9 +330,10 @@ fn news<K: Resource + Clone + Debug + Send + 'static>(
             Ok(Event::InitApply(object) | Event::Apply(object)) => News::Here(object),
             Ok(Event::Delete(object)) => News::Gone(object),
             Ok(Event::InitDone) => News::End,
-            Err(watcher::Error::InitialListFailed(kube::Error::Api(status))) if status.code == 404 => {
-                News::Unserved
-            }
+            Err(
+                watcher::Error::InitialListFailed(kube::Error::Api(status))
+                | watcher::Error::WatchStartFailed(kube::Error::Api(status)),
+            ) if status.code == 404 => News::Unserved,
             Err(_) => return None,
         })
     })
@@ -320,7 +341,7 @@ fn news<K: Resource + Clone + Debug + Send + 'static>(
 
 impl Source {
     /// Whether all there is has been listed. A kind of others that has a definition and is not served has no objects
-    /// that could be waited for; it is asked for again, and what was known of it is kept.
+    /// that could be waited for; it is asked for again.
     fn is_complete<K>(self, news: &News<K>) -> bool {
         use Kind::{VirtualMachine, VirtualMachineInstance};
         let of_others =
@@ -353,6 +374,43 @@ mod tests {
         }
         for source in [Source::Nodes, Source::Users(Kind::Pod)] {
             assert_eq!(complete(source), [false, false, true, false]);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn users_of_a_kind_that_is_served_no_more_are_forgotten_and_those_of_others_kept() {
+        let missing = || {
+            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+            kube::Error::Api(Box::new(status))
+        };
+        let user = || {
+            let object = serde_json::json!({"metadata": {
+                "namespace": "ns", "name": "x", "annotations": {"k8s.v1.cni.cncf.io/networks": "blue"},
+            }});
+            serde_json::from_value::<PartialObjectMeta<Pod>>(object).unwrap()
+        };
+        let failures = [watcher::Error::InitialListFailed, watcher::Error::WatchStartFailed];
+        for (kind, left) in [(Kind::VirtualMachine, 0), (Kind::VirtualMachineInstance, 0), (Kind::Pod, 1)] {
+            for failure in failures {
+                let client = Client::new(
+                    tower::service_fn(async |_: axum::http::Request<kube::client::Body>| {
+                        std::future::pending::<Result<axum::http::Response<kube::client::Body>, kube::Error>>(
+                        )
+                        .await
+                    }),
+                    "ns",
+                );
+                let follower = Follower { client, cluster: Cluster::new(), metrics: Arc::default() };
+                let begin = [Err(failure(missing())), Ok(Event::Init)];
+                let end = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
+                let events = futures::stream::iter(begin.into_iter().chain(end));
+                let stream = events.chain(futures::stream::pending()).boxed();
+                let stream = news(stream, Arc::default(), Call::WatchUsers);
+                let index = follower.index(kind, stream, |it| object::pod(&it.metadata));
+                let ended = tokio::time::timeout(std::time::Duration::from_mins(1), index).await;
+                assert_eq!(ended.is_ok(), left == 0, "{kind:?}: it is listed anew");
+                assert_eq!(follower.cluster.world().users.len(), left, "{kind:?}");
+            }
         }
     }
 }

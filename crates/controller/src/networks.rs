@@ -1,6 +1,8 @@
 //! The leader's loop for bridge networks: looks at the cluster, asks `plan::network` what to write next, and writes it.
 
 mod memory;
+#[cfg(test)]
+mod tests;
 mod write;
 
 use std::{
@@ -13,7 +15,7 @@ use api::{Chain, selection::Reference};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
-use plan::network::{self, Plan, Turn};
+use plan::network::{self, Plan, Relabel, Turn};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
@@ -23,6 +25,7 @@ use self::{
 };
 use crate::{
     cluster::Cluster,
+    direct::Answers,
     metrics::Metrics,
     tenure::{Tenure, now},
 };
@@ -87,15 +90,34 @@ impl Steward {
                 None => due.push(turn),
             }
         }
-        let writer = &self.writer;
-        let written = stream::iter(due).map(async |turn| {
-            let outcome = writer.turn(&turn).await;
-            (turn, outcome)
-        });
-        let written: Vec<(Turn, Result<Outcome, Error>)> = written.buffer_unordered(AT_ONCE).collect().await;
-        for (turn, outcome) in written {
+        let (orphans, rest): (Vec<_>, Vec<_>) =
+            orphans.into_iter().partition(|(_, one)| !self.memory.swept(&one.uid, now()));
+        if !rest.is_empty() {
+            pause = pause.min(memory::SEEN_AGAIN);
+        }
+        // The plan is made: what is listed from now on is newer than all that it was made of.
+        let (asking, plain): (Vec<Turn>, Vec<Turn>) = due.into_iter().partition(Turn::asks);
+        let none = Answers::none();
+        let ask = async {
+            let answers = self.writer.ask(&asking, &orphans).await;
+            (self.write(asking, &answers).await, answers)
+        };
+        let (written, (decided, answers)) = futures::join!(self.write(plain, &none), ask);
+        for (turn, outcome) in written.into_iter().chain(decided) {
             pause = pause.min(self.remember(&turn, outcome));
         }
+        pause = pause.min(self.relabel(labels).await);
+        for (at, one) in orphans {
+            self.memory.sweep(one.uid.clone(), now());
+            if let Err(error) = self.writer.sweep(&at, &one, &answers).await {
+                pause = pause.min(failed(&error, "an attachment without a network could not be removed"));
+            }
+        }
+        pause
+    }
+
+    async fn relabel(&mut self, labels: Vec<Relabel>) -> Duration {
+        let mut pause = LONG;
         for relabel in labels {
             if self.memory.labelled(&relabel, now()) {
                 pause = pause.min(memory::SEEN_AGAIN);
@@ -106,17 +128,15 @@ impl Steward {
                 Err(error) => pause = pause.min(failed(&error, "the labels of a node could not be set")),
             }
         }
-        for (at, one) in orphans {
-            if self.memory.swept(&one.uid, now()) {
-                pause = pause.min(memory::SEEN_AGAIN);
-                continue;
-            }
-            self.memory.sweep(one.uid.clone(), now());
-            if let Err(error) = self.writer.sweep(&at, &one).await {
-                pause = pause.min(failed(&error, "an attachment without a network could not be removed"));
-            }
-        }
         pause
+    }
+
+    async fn write(&self, turns: Vec<Turn>, answers: &Answers) -> Vec<(Turn, Result<Outcome, Error>)> {
+        let written = stream::iter(turns).map(async |turn| {
+            let outcome = self.writer.turn(&turn, answers).await;
+            (turn, outcome)
+        });
+        written.buffer_unordered(AT_ONCE).collect().await
     }
 
     fn plan(&self) -> Plan {
@@ -146,14 +166,33 @@ impl Steward {
         });
     }
 
+    /// Makes known to the next plan that a network was asked about in vain, or that there was an answer.
+    fn answered(&mut self, turn: &Turn, unanswered: Option<&String>) -> Duration {
+        let Some(why) = unanswered else {
+            if turn.lets_go() {
+                self.memory.answered(&turn.uid);
+                self.cluster.world().unanswered.remove(&turn.uid);
+            }
+            return LONG;
+        };
+        let wait = self.memory.unanswered(&turn.uid, now());
+        warn!(network = turn.name, error = why, ?wait, "the API server was asked in vain, asked again");
+        self.cluster
+            .change(|world| world.unanswered.insert(turn.uid.clone(), why.clone()).as_ref() != Some(why));
+        wait
+    }
+
     /// What is not asked for any more is refused no more.
     fn settle_refusals(&mut self, turns: &[Turn]) {
         let asked: HashMap<&str, HashSet<&Reference>> =
             turns.iter().map(|turn| (turn.uid.as_str(), turn.places().collect())).collect();
         let still = |uid: &str, at: &Reference| asked.get(uid).is_some_and(|all| all.contains(at));
         self.memory.keep_refusals(still);
+        let going: HashSet<&str> =
+            turns.iter().filter(|turn| turn.lets_go()).map(|turn| turn.uid.as_str()).collect();
         // No plan asks about those that go: nobody has to be woken.
         let mut world = self.cluster.world();
+        world.unanswered.retain(|uid, _| going.contains(uid.as_str()));
         world.refused.retain(|uid, all| {
             all.retain(|at, _| still(uid, at));
             !all.is_empty()
@@ -166,11 +205,21 @@ impl Steward {
                 let Outcome { beaten, refused, .. } = &outcome;
                 let beaten = *beaten;
                 self.refuse(turn, refused);
+                let mut wait = self.answered(turn, outcome.unanswered.as_ref());
+                if let Some(error) = &outcome.unsaid {
+                    wait = wait.min(self.memory.unsaid(turn, now()));
+                    warn!(
+                        network = turn.name,
+                        error, "the status of a network could not be written, tried again"
+                    );
+                }
+                self.cluster.world().confirmed(&outcome.confirmed);
                 for step in &turn.steps {
                     self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));
                 }
                 self.memory.written(turn, outcome, now());
-                if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN }
+                let next = if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN };
+                next.min(wait)
             }
             Err(error) if error.is_conflict() => {
                 debug!(network = turn.name, "another writer was quicker, looking again");

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use api::{
-    BridgeNetworkSpec, BridgeNetworkStatus, NetworkOnNode, Vtep,
+    BridgeNetworkSpec, BridgeNetworkStatus, IPBlockSpec, IPBlockStatus, NetworkOnNode, Vtep,
     attachment::{NetworkAttachmentDefinitionSpec, network_of},
     bridgenetwork::{NAD_NETWORK_LABEL, NAD_PLACE_ANNOTATION, NAD_UID_ANNOTATION},
     selection::{DEFAULT_NETWORK, NETWORKS},
@@ -15,7 +15,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::{ApiResource, GroupVersionKind, Object};
 use plan::{
-    network::{Attachment, Network, Node, Report},
+    network::{Attachment, Block, Network, Node, Report},
     users::{Facts, Kind},
 };
 use serde::{
@@ -61,6 +61,8 @@ impl<'de> Deserialize<'de> for Skipped {
 pub type NetworkObject = Object<Part<BridgeNetworkSpec>, Part<BridgeNetworkStatus>>;
 pub type NodeObject = Object<Skipped, Part<NodeStatus>>;
 pub type ReportObject = Object<Skipped, Part<ReportStatus>>;
+/// One that cannot be read is nobody's to free.
+pub type BlockObject = Object<Part<Option<IPBlockSpec>>, Part<IPBlockStatus>>;
 pub type AttachmentObject = Object<Part<NetworkAttachmentDefinitionSpec>, Skipped>;
 pub type WorkloadObject = Object<Part<WorkloadSpec>, Part<WorkloadStatus>>;
 
@@ -153,6 +155,10 @@ pub fn reports() -> ApiResource {
     resource(api::GROUP, api::VERSION, "NodeNetwork", "nodenetworks")
 }
 
+pub fn blocks() -> ApiResource {
+    resource(api::GROUP, api::VERSION, "IPBlock", "ipblocks")
+}
+
 pub fn nodes() -> ApiResource {
     resource("", "v1", "Node", "nodes")
 }
@@ -206,6 +212,13 @@ pub fn report(object: ReportObject) -> Option<(String, Report)> {
     let status = object.status.map(Part::or_default).unwrap_or_default();
     let networks = status.networks.into_iter().map(|network| (network.uid.clone(), network)).collect();
     Some((object.metadata.name?, Report { vtep: status.vtep, networks }))
+}
+
+pub fn block(object: BlockObject) -> Option<(String, Block)> {
+    let Object { metadata, spec, status, .. } = object;
+    let status = status.map(Part::or_default).unwrap_or_default();
+    let object = plan::ipam::Object { uid: metadata.uid?, spec: spec.or_default()?, status };
+    Some((metadata.name?, Block { version: metadata.resource_version?, object }))
 }
 
 pub fn attachment(object: AttachmentObject) -> Option<(api::selection::Reference, Attachment)> {

@@ -3,6 +3,7 @@
 //! [`plan`] looks at everything there is and says what to write next. Nothing is remembered between two looks: whatever
 //! was written, by this leader or the one before, is seen the next time.
 
+mod addresses;
 mod attachments;
 mod mtu;
 mod selected;
@@ -26,6 +27,7 @@ use jiff::{SignedDuration, Timestamp};
 
 use self::{attachments::Attachments, selected::Selected};
 pub use self::{
+    addresses::{Block, Discard, GONE},
     mtu::wanted as wanted_mtu,
     selected::{clash_with, same_attachment},
 };
@@ -111,8 +113,24 @@ pub struct World {
     pub users: Index,
     /// The attachments that the API server refused to write, with its words, by the UID of the network.
     pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
+    /// What the API server said instead of an answer when it was asked whether a network may go, by the network's UID.
+    pub unanswered: BTreeMap<String, String>,
     /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
     pub in_place: BTreeMap<Reference, u64>,
+    pub blocks: BTreeMap<String, Block>,
+    /// Since when nodes that hold blocks are gone, by their UID: see [`World::notice`].
+    pub gone: BTreeMap<String, Timestamp>,
+    /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
+    pub withdrawn: BTreeMap<Reference, Withdrawn>,
+}
+
+/// An attachment that we took away.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Withdrawn {
+    /// The UID of its network.
+    pub network: String,
+    /// Its own.
+    pub uid: String,
 }
 
 impl World {
@@ -128,6 +146,31 @@ impl World {
             }
         }
         self.in_place = in_place;
+        self.remember_withdrawn(plan);
+    }
+
+    /// Noted before it is done: an answer that is lost does not undo a deletion.
+    fn remember_withdrawn(&mut self, plan: &Plan) {
+        for turn in &plan.turns {
+            let deletions = turn.steps.iter().filter_map(|step| match step {
+                Step::Delete(all) => Some(all),
+                _ => None,
+            });
+            for (at, one) in deletions.flatten() {
+                let withdrawn = Withdrawn { network: turn.uid.clone(), uid: one.uid.clone() };
+                self.withdrawn.insert(at.clone(), withdrawn);
+            }
+        }
+        let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
+        let there = |at: &Reference| self.attachments.as_ref().and_then(|all| all.get(at));
+        self.withdrawn.retain(|at, it| {
+            live.contains(it.network.as_str()) && there(at).is_none_or(|found| found.uid == it.uid)
+        });
+    }
+
+    /// The API server itself has said that nobody uses these.
+    pub fn confirmed(&mut self, attachments: &BTreeSet<Reference>) {
+        self.withdrawn.retain(|at, _| !attachments.contains(at));
     }
 
     /// Notes what we wrote, before it is seen: whoever changes it at once has changed it all the same. What was removed by
@@ -151,6 +194,8 @@ pub struct Plan {
     /// Attachments that a network left which is no more.
     pub orphans: Vec<(Reference, Attachment)>,
     pub labels: Vec<Relabel>,
+    /// Address blocks that nobody holds any more.
+    pub discarded: Vec<Discard>,
     /// When to look again although nothing has happened.
     pub look: Option<Duration>,
 }
@@ -170,9 +215,22 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// The attachments that it writes.
+    /// The attachments that its steps are about, one by one.
     pub fn places(&self) -> impl Iterator<Item = &Reference> {
         self.steps.iter().flat_map(Step::places)
+    }
+
+    /// Whether it lets the nodes go, or the network itself.
+    pub fn lets_go(&self) -> bool {
+        self.steps.iter().any(|step| matches!(step, Step::Release { .. } | Step::Finish { .. }))
+    }
+
+    /// Whether the API server itself has to be asked before it is done.
+    pub fn asks(&self) -> bool {
+        self.steps.iter().any(|step| match step {
+            Step::Delete(_) | Step::Confirm(_) | Step::Release { .. } | Step::Finish { .. } => true,
+            Step::Finalizers(_) | Step::Create { .. } | Step::Apply { .. } => false,
+        })
     }
 }
 
@@ -196,6 +254,9 @@ pub enum Step {
     },
     /// Deletes attachments of ours, if the API server itself knows of no user of any of them.
     Delete(Vec<(Reference, Attachment)>),
+    /// Asks the API server itself whether anybody began to use these, which are gone, before they went: then they have to
+    /// come back.
+    Confirm(BTreeSet<Reference>),
     /// Lets the nodes undo, if the API server itself knows of no attachment of the network and of no user of these.
     Release {
         attachments: BTreeSet<Reference>,
@@ -208,11 +269,12 @@ pub enum Step {
 }
 
 impl Step {
-    /// The attachments that it writes.
+    /// The attachments that it is about, one by one.
     pub fn places(&self) -> Vec<&Reference> {
         match self {
             Self::Create { at, .. } | Self::Apply { at, .. } => vec![at],
             Self::Delete(all) => all.iter().map(|(at, _)| at).collect(),
+            Self::Confirm(all) => all.iter().collect(),
             Self::Finalizers(_) | Self::Release { .. } | Self::Finish { .. } => Vec::new(),
         }
     }
@@ -240,9 +302,11 @@ pub struct Event {
 pub fn plan(world: &World, now: Timestamp) -> Plan {
     let attachments = Attachments::new(world);
     let selected = selected::all(world);
+    let blocks = addresses::by_network(world);
     let mut plan = Plan::default();
     for network in world.networks.values() {
-        let scene = Scene::new(world, network, &attachments, &selected, now);
+        let blocks = blocks.get(network.uid.as_str()).map_or(&[][..], Vec::as_slice);
+        let scene = Scene { blocks, ..Scene::new(world, network, &attachments, &selected, now) };
         let turn = scene.turn();
         if network.deleting.is_some() && !settled(network, now) {
             plan.look = Some(SETTLE);
@@ -253,6 +317,10 @@ pub fn plan(world: &World, now: Timestamp) -> Plan {
     }
     plan.orphans = attachments.orphans(world);
     plan.labels = relabel(world);
+    plan.discarded = addresses::discarded(world, now);
+    if let Some(rest) = world.next_gone(now).and_then(|rest| Duration::try_from(rest).ok()) {
+        plan.look = Some(plan.look.map_or(rest, |look| look.min(rest)));
+    }
     plan
 }
 
@@ -261,15 +329,10 @@ pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<Reference> {
     Attachments::new(world).of(world, network)
 }
 
-/// The networks whose deletion has begun, each with what [`attachments_of`] says, for the price of one look at all
-/// attachments.
-pub fn going(world: &World) -> Vec<(&Network, BTreeSet<Reference>)> {
-    let mut networks = world.networks.values().filter(|network| network.deleting.is_some()).peekable();
-    if networks.peek().is_none() {
-        return Vec::new();
-    }
-    let attachments = Attachments::new(world);
-    networks.map(|network| (network, attachments.of(world, network))).collect()
+/// The networks of which [`attachments_of`] names this one, for the price of one look at it and at each network.
+pub fn networks_of<'a>(world: &'a World, at: &'a Reference) -> impl Iterator<Item = &'a Network> {
+    let concern = attachments::Concern::new(world, at);
+    world.networks.values().filter(move |network| concern.is_of(network))
 }
 
 fn settled(network: &Network, now: Timestamp) -> bool {
@@ -291,6 +354,7 @@ struct Scene<'a> {
     references: BTreeSet<Reference>,
     users: Summary,
     selected: Option<&'a Selected<'a>>,
+    blocks: &'a [(&'a str, &'a Block)],
 }
 
 impl<'a> Scene<'a> {
@@ -311,6 +375,7 @@ impl<'a> Scene<'a> {
             references,
             users,
             selected: selected.get(network.name.as_str()),
+            blocks: &[],
         }
     }
 
@@ -351,15 +416,19 @@ impl<'a> Scene<'a> {
                 kept.refused = self.refused(&kept.steps);
             }
             turn.steps.clone_from(&kept.steps);
-            if !matches!(turn.steps.first(), Some(Step::Release { .. })) {
+            let last = matches!(turn.steps.first(), Some(Step::Release { .. }));
+            if !last || self.unanswered().is_some() {
                 status::write(self, &fit, &kept, &mut turn);
             }
             return turn;
         }
         turn.steps.extend(deletable(self.attachments.marked(self.network)));
-        if self.has(FINALIZER_NODES) && self.listing().next().is_none() {
+        // Its addresses are free before its name is.
+        if self.has(FINALIZER_NODES) && self.listing().next().is_none() && self.blocks.is_empty() {
             turn.steps.push(Step::Finish { finalizers: self.without(FINALIZER_NODES) });
-            return turn;
+            if self.unanswered().is_none() {
+                return turn;
+            }
         }
         let refused = self.refused(&turn.steps);
         let kept = attachments::Kept { refused, ..attachments::Kept::default() };
@@ -372,6 +441,11 @@ impl<'a> Scene<'a> {
         let Some(refused) = self.world.refused.get(&self.network.uid) else { return Vec::new() };
         let places = steps.iter().flat_map(Step::places);
         places.filter_map(|at| Some((at.clone(), refused.get(at)?.clone()))).collect()
+    }
+
+    /// Why nobody knows whether it may go, in the API server's words.
+    fn unanswered(&self) -> Option<&'a str> {
+        self.world.unanswered.get(&self.network.uid).map(String::as_str)
     }
 
     /// Nobody uses it, as far as is known: attachments go first, and once they have gone the nodes are let loose.

@@ -7,7 +7,7 @@
 mod tests;
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet, hash_map},
     fmt,
     sync::Arc,
 };
@@ -130,7 +130,7 @@ pub struct Summary {
 /// The index.
 #[derive(Debug, Default)]
 pub struct Index {
-    objects: HashMap<User, Entry>,
+    objects: HashMap<Arc<User>, Entry>,
     attachments: HashMap<Arc<Reference>, Users>,
     namespaces: HashSet<Arc<str>>,
     /// How often each kind was listed anew.
@@ -145,11 +145,78 @@ struct Entry {
     listing: u32,
 }
 
+/// Those who use one attachment. Anybody can make up names, and each has one user then: that one takes no set.
+#[derive(Debug)]
+enum Users {
+    One { user: Arc<User>, several: bool },
+    Many(Box<Crowd>),
+}
+
 #[derive(Debug, Default)]
-struct Users {
-    all: BTreeSet<User>,
+struct Crowd {
+    all: BTreeSet<Arc<User>>,
     /// Those that name another attachment too, and so may be met twice.
-    several: BTreeSet<User>,
+    several: BTreeSet<Arc<User>>,
+}
+
+impl Users {
+    /// One more, who is not there yet.
+    fn add(&mut self, user: Arc<User>, several: bool) {
+        let crowd = match self {
+            Self::Many(crowd) => crowd,
+            Self::One { user: first, several: also } => {
+                let mut crowd = Box::<Crowd>::default();
+                crowd.add(first.clone(), *also);
+                *self = Self::Many(crowd);
+                return self.add(user, several);
+            }
+        };
+        crowd.add(user, several);
+    }
+
+    /// One less; says whether nobody is left.
+    fn remove(&mut self, user: &User) -> bool {
+        match self {
+            Self::One { user: only, .. } => **only == *user,
+            Self::Many(crowd) => {
+                crowd.all.remove(user);
+                crowd.several.remove(user);
+                crowd.all.is_empty()
+            }
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::One { .. } => 1,
+            Self::Many(crowd) => crowd.all.len(),
+        }
+    }
+
+    fn first(&self, count: usize) -> impl Iterator<Item = &User> {
+        let (one, many) = match self {
+            Self::One { user, .. } => (Some(user), None),
+            Self::Many(crowd) => (None, Some(&crowd.all)),
+        };
+        one.into_iter().chain(many.into_iter().flatten()).take(count).map(|user| &**user)
+    }
+
+    fn several(&self) -> impl Iterator<Item = &User> {
+        let (one, many) = match self {
+            Self::One { user, several } => (several.then_some(user), None),
+            Self::Many(crowd) => (None, Some(&crowd.several)),
+        };
+        one.into_iter().chain(many.into_iter().flatten()).map(|user| &**user)
+    }
+}
+
+impl Crowd {
+    fn add(&mut self, user: Arc<User>, several: bool) {
+        if several {
+            self.several.insert(user.clone());
+        }
+        self.all.insert(user);
+    }
 }
 
 impl Index {
@@ -172,11 +239,12 @@ impl Index {
         self.remove(&user);
         let references: Box<[_]> = references.into_iter().map(|one| self.reference(one)).collect();
         if counts {
+            let several = references.len() > 1;
             for reference in &references {
-                let users = self.attachments.entry(reference.clone()).or_default();
-                users.all.insert(user.clone());
-                if references.len() > 1 {
-                    users.several.insert(user.clone());
+                let user = user.clone();
+                match self.attachments.entry(reference.clone()) {
+                    hash_map::Entry::Occupied(mut users) => users.get_mut().add(user, several),
+                    hash_map::Entry::Vacant(empty) => _ = empty.insert(Users::One { user, several }),
                 }
             }
         }
@@ -198,10 +266,10 @@ impl Index {
     /// The list is complete; says whether anything has gone.
     pub fn end(&mut self, kind: Kind) -> bool {
         let listing = self.listings.get(&kind).copied().unwrap_or_default();
-        let gone = |(user, entry): (&User, &Entry)| {
+        let gone = |(user, entry): (&Arc<User>, &Entry)| {
             (user.kind == kind && entry.listing != listing).then(|| user.clone())
         };
-        let gone: Vec<User> = self.objects.iter().filter_map(gone).collect();
+        let gone: Vec<Arc<User>> = self.objects.iter().filter_map(gone).collect();
         for user in &gone {
             self.remove(user);
         }
@@ -218,24 +286,24 @@ impl Index {
     pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a Reference>, first: usize) -> Summary {
         let found: Vec<&Users> = attachments.into_iter().filter_map(|it| self.attachments.get(it)).collect();
         if let [only] = found[..] {
-            return Summary { count: only.all.len(), first: only.all.iter().take(first).cloned().collect() };
+            return Summary { count: only.len(), first: only.first(first).cloned().collect() };
         }
         let mut met = HashSet::new();
         let mut count = 0;
         let mut heads = BTreeSet::new();
         for users in found {
-            let again = users.several.iter().filter(|user| !met.insert(*user)).count();
-            count += users.all.len() - again;
-            heads.extend(users.all.iter().take(first));
+            let again = users.several().filter(|user| !met.insert(*user)).count();
+            count += users.len() - again;
+            heads.extend(users.first(first));
         }
         Summary { count, first: heads.into_iter().take(first).cloned().collect() }
     }
 
-    /// Whether this object, as last seen, names any of these attachments; it need not count as a user itself.
-    pub fn names(&self, kind: Kind, namespace: &str, name: &str, attachments: &BTreeSet<Reference>) -> bool {
+    /// What this object, as last seen, names; it need not count as a user itself.
+    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &Reference> {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         let entry = self.objects.get(&user);
-        entry.is_some_and(|entry| entry.references.iter().any(|one| attachments.contains(&**one)))
+        entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
     }
 
     /// How many objects name a network at all.
@@ -252,9 +320,7 @@ impl Index {
         let Some(entry) = self.objects.remove(user) else { return false };
         for reference in entry.references.iter().filter(|_| entry.counts) {
             let Some(users) = self.attachments.get_mut(reference) else { continue };
-            users.all.remove(user);
-            users.several.remove(user);
-            if users.all.is_empty() {
+            if users.remove(user) {
                 self.attachments.remove(reference);
             }
         }
@@ -262,14 +328,14 @@ impl Index {
     }
 
     /// Namespaces are few and named often: each is kept once.
-    fn user(&mut self, kind: Kind, namespace: &str, name: &str) -> User {
+    fn user(&mut self, kind: Kind, namespace: &str, name: &str) -> Arc<User> {
         let known = self.namespaces.get(namespace).cloned();
         let namespace = known.unwrap_or_else(|| {
             let namespace: Arc<str> = namespace.into();
             self.namespaces.insert(namespace.clone());
             namespace
         });
-        User { kind, namespace, name: name.into() }
+        Arc::new(User { kind, namespace, name: name.into() })
     }
 
     fn reference(&self, reference: Reference) -> Arc<Reference> {

@@ -2,14 +2,14 @@
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::replica::{self, Replica};
-use kube::api::DeleteParams;
+use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::{Lab, wait};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
     GONE, SOON,
-    cluster::{self, Cluster},
+    cluster::{self, Cluster, condition},
     history::{Fate, History, Kind},
     spec, start, users,
 };
@@ -125,6 +125,47 @@ async fn uninstall(cluster: &Cluster, kind: &str) -> Result<()> {
         Ok(api.get_opt(kind).await?.is_none().then_some(()))
     })
     .await
+}
+
+async fn serve_machines(cluster: &Cluster, served: bool) -> Result<()> {
+    let patch = json!([{"op": "replace", "path": "/spec/versions/0/served", "value": served}]);
+    let patch = Patch::Json::<()>(serde_json::from_value(patch)?);
+    let api = cluster.api(&cluster::definitions(), None);
+    let patched = api.patch("virtualmachines.kubevirt.io", &PatchParams::default(), &patch).await;
+    patched.map(drop).context("change what is served")
+}
+
+pub async fn a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again(
+    lab: Lab,
+) -> Result<()> {
+    let (cluster, replica) = start(&lab, "unserved").await?;
+    let outcome = async {
+        cluster.node("unserved-a", 1500).await?;
+        for name in ["unserved", "served"] {
+            cluster.create(name, spec(&cluster)).await?;
+            cluster.nad("unserved", name).await?;
+            cluster.user(users::virtual_machine(name, name)).await?;
+            cluster.condition(name, "InUse", "True").await?;
+        }
+        cluster.delete("unserved").await?;
+        cluster.reason("unserved", "Ready", "DeletionBlocked").await?;
+        serve_machines(&cluster, false).await?;
+        let gone = cluster.gone("unserved", SOON * 2).await;
+        let unused = cluster.condition("served", "InUse", "False").await;
+        serve_machines(&cluster, true).await?;
+        gone.and(unused.map(drop))?;
+        // Nobody has touched the machine since it was listed: only a new list tells of it.
+        wait::until(SOON * 6, "the machine to count again", || async {
+            let network = cluster.network("served").await?.context("the network")?;
+            let used = condition(&network, "InUse").is_some_and(|it| it["status"] == "True");
+            Ok(used.then_some(()))
+        })
+        .await?;
+        cluster.sweep_users().await?;
+        cluster.delete("served").await?;
+        cluster.gone("served", GONE).await
+    };
+    outcome.await.with_context(|| replica.tail())
 }
 
 pub async fn kinds_that_vanish_hold_nothing_up(lab: Lab) -> Result<()> {

@@ -202,3 +202,70 @@ pub async fn pods_that_nobody_refuses_hold_what_they_name(lab: Lab) -> Result<()
     ensure!(tally.back > 0 || !e2e::soak(), "no attachment had to come back: that shows too little");
     Ok(())
 }
+
+/// One network whose namespace leaves the list while a pod there begins to use it; says what became of its attachment. A
+/// pod that was there before the attachment went must have it back.
+async fn leave(cluster: &Cluster, history: &History, number: u64) -> Result<&'static str> {
+    let mut roll = dice(1234 + number * 7919);
+    let name = format!("leave-{number}");
+    cluster.create(&name, spec(cluster)).await?;
+    cluster.nad(&cluster.namespace, &name).await?;
+    let begin = async {
+        match number % 3 {
+            0 => {
+                history.saw(Kind::Attachment, &name, Fate::Gone).await?;
+                tokio::time::sleep(roll(12)).await;
+            }
+            _ => tokio::time::sleep(roll(500)).await,
+        }
+        cluster.pod(&name, &name).await
+    };
+    let unlist = cluster.edit(&name, json!({"attachment": {"namespaces": null}}));
+    let (pod, ()) = tokio::try_join!(begin, unlist)?;
+    let made = history.saw(Kind::Pod, &name, Fate::Made).await?;
+    let last = |fate| history.versions(Kind::Attachment, &name, fate).into_iter().max().unwrap_or_default();
+    let fate =
+        wait::until(SOON, &format!("{name} to have its attachment or never to have had it"), || async {
+            let network = cluster.network(&name).await?.context("the network")?;
+            let (came, went) = (last(Fate::Made), last(Fate::Gone));
+            let known = network["status"]["users"]["count"] == 1
+                && network["status"]["observedGeneration"] == network["metadata"]["generation"];
+            if came > went {
+                return Ok(known.then_some(if went > 0 { "back" } else { "kept" }));
+            }
+            Ok((made > went).then_some("late"))
+        })
+        .await?;
+    cluster.remove(&pod).await?;
+    wait::until(SOON, &format!("no attachment of {name}"), || async {
+        Ok(cluster.find_nad(&cluster.namespace, &name).await?.is_none().then_some(()))
+    })
+    .await?;
+    cluster.delete(&name).await?;
+    cluster.gone(&name, GONE).await?;
+    Ok(fate)
+}
+
+pub async fn no_pod_is_stranded_by_a_namespace_that_leaves_the_list(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start(&lab, "leave").await?;
+    let history = History::begin(&cluster).await?;
+    let rounds = if e2e::soak() { 504 } else { AT_ONCE * 2 };
+    let all = async {
+        let mut fates = std::collections::BTreeMap::<&str, usize>::new();
+        for first in (0..rounds).step_by(usize::try_from(AT_ONCE)?) {
+            let batch = (first..first + AT_ONCE).map(|number| leave(&cluster, &history, number));
+            for fate in futures::future::try_join_all(batch).await? {
+                *fates.entry(fate).or_default() += 1;
+            }
+        }
+        Ok(fates)
+    };
+    let fates = history.beside(all).await.with_context(|| replica.tail())?;
+    println!("{rounds} rounds: {fates:?}");
+    ensure!(fates.len() > 1, "one outcome only shows too little");
+    ensure!(
+        fates.contains_key("back") || !e2e::soak(),
+        "no attachment had to come back: that shows too little"
+    );
+    Ok(())
+}

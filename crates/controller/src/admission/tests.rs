@@ -181,7 +181,7 @@ fn an_object_that_cannot_be_read_names_nothing() {
 }
 
 #[test]
-fn a_judgement_looks_at_all_attachments_once_however_many_networks_go() {
+fn a_judgement_costs_no_more_however_many_attachments_there_are() {
     let mut world = world();
     for number in 0..1000 {
         let name = format!("going-{number}");
@@ -203,9 +203,14 @@ fn a_judgement_looks_at_all_attachments_once_however_many_networks_go() {
             all.insert(at, plan::network::Attachment { place, ..marked.clone() });
         }
     }
-    let begun = std::time::Instant::now();
-    assert_eq!(judge_user(&world, Kind::Pod, &pod("blue"), &nobody()), Verdict::Allow);
-    // A thousand looks at ten thousand attachments take seconds.
-    assert!(begun.elapsed().as_millis() < 500, "{:?}", begun.elapsed());
+    let named = pod("blue");
+    // The best of several: what is measured is the judgement, not this machine's other work.
+    let best = (0..20).map(|_| {
+        let begun = std::time::Instant::now();
+        assert_eq!(judge_user(&world, Kind::Pod, &named, &nobody()), Verdict::Allow);
+        begun.elapsed()
+    });
+    let best = best.min().unwrap();
+    assert!(best.as_micros() < 2000, "{best:?}");
     refuses(&judge_user(&world, Kind::Pod, &pod("n7/going-7"), &nobody()), "going-7");
 }

@@ -35,13 +35,11 @@ pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
 
 /// Refuses new references to a network that is going, unless whatever controls the object has had one all along.
 pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<Reference>) -> Verdict {
-    if added.is_empty() {
-        return Verdict::Allow;
-    }
-    for (network, attachments) in network::going(world) {
-        let Some(attachment) = added.intersection(&attachments).next() else { continue };
-        let owner = new.owner.as_ref();
-        if owner.is_some_and(|(kind, name)| world.users.names(*kind, &new.namespace, name, &attachments)) {
+    let going = |at| network::networks_of(world, at).filter(|network| network.deleting.is_some());
+    let asked = added.iter().flat_map(|at| going(at).map(move |network| (at, network)));
+    for (attachment, network) in asked {
+        let owned = new.owner.iter().flat_map(|(kind, name)| world.users.named(*kind, &new.namespace, name));
+        if owned.flat_map(going).any(|had| had.uid == network.uid) {
             continue;
         }
         return Verdict::Deny(format!(

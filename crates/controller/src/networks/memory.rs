@@ -34,6 +34,8 @@ pub struct Memory {
     swept: HashMap<String, Instant>,
     /// Attachments that the API server refused, by the network's UID and where they are.
     refused: HashMap<(String, Reference), Refusal>,
+    /// Networks, by UID, about which the API server was asked in vain.
+    unanswered: HashMap<String, Refusal>,
     writes: HashMap<Reference, Writes>,
     /// When the last event about an attachment was sent.
     told: HashMap<Reference, Instant>,
@@ -52,11 +54,25 @@ struct Refusal {
     retry: Duration,
 }
 
+impl Refusal {
+    /// The next one after this, later each time.
+    fn after(last: Option<&Self>, now: Instant) -> Self {
+        let retry = last.map_or(FIRST_RETRY, |last| (last.retry * 2).min(LAST_RETRY));
+        Self { not_before: now + retry, retry }
+    }
+
+    fn rest(&self, now: Instant) -> Option<Duration> {
+        Some(self.not_before.saturating_duration_since(now)).filter(|rest| !rest.is_zero())
+    }
+}
+
 #[derive(Default)]
 struct Known {
     /// The version that was written over, and until when it may still be seen.
     stale: Option<(String, Instant)>,
     status_written: Option<Instant>,
+    /// The generation of which nothing could be said, and when that is tried again.
+    unsaid: Option<(Option<i64>, Refusal)>,
     not_before: Option<Instant>,
     retry: Option<Duration>,
 }
@@ -69,6 +85,7 @@ impl Memory {
         self.told.retain(|_, last| !past(last, EVENT_PAUSE));
         let live: HashSet<&String> = world.networks.values().map(|network| &network.uid).collect();
         self.networks.retain(|uid, _| live.contains(uid));
+        self.unanswered.retain(|uid, _| live.contains(uid));
     }
 
     /// How long this turn has to wait, if it has to.
@@ -100,8 +117,9 @@ impl Memory {
         known.retry = None;
         known.not_before = outcome.blocked.then(|| now + FIRST_RETRY / 5);
         known.stale = outcome.network.then(|| (turn.version.clone(), now + SEEN_AGAIN));
-        if turn.status.is_some() {
+        if turn.status.is_some() && outcome.network {
             known.status_written = Some(now);
+            known.unsaid = None;
         }
         for step in &turn.steps {
             self.wrote(step, &outcome, now);
@@ -153,20 +171,51 @@ impl Memory {
     /// The API server refused to write this attachment.
     pub fn refused(&mut self, uid: &str, at: &Reference, now: Instant) {
         let key = (uid.to_owned(), at.clone());
-        let retry = self.refused.get(&key).map_or(FIRST_RETRY, |last| (last.retry * 2).min(LAST_RETRY));
-        self.refused.insert(key, Refusal { not_before: now + retry, retry });
+        let again = Refusal::after(self.refused.get(&key), now);
+        self.refused.insert(key, again);
+    }
+
+    /// The API server did not say whether this network may go.
+    pub fn unanswered(&mut self, uid: &str, now: Instant) -> Duration {
+        let again = Refusal::after(self.unanswered.get(uid), now);
+        let wait = again.retry;
+        self.unanswered.insert(uid.to_owned(), again);
+        wait
+    }
+
+    /// The status could not be written.
+    pub fn unsaid(&mut self, turn: &Turn, now: Instant) -> Duration {
+        let known = self.networks.entry(turn.uid.clone()).or_default();
+        let generation = turn.status.as_ref().and_then(|status| status.observed_generation);
+        let last = known.unsaid.take().filter(|(old, _)| *old == generation).map(|(_, last)| last);
+        let again = Refusal::after(last.as_ref(), now);
+        let wait = again.retry;
+        known.unsaid = Some((generation, again));
+        wait
+    }
+
+    pub fn answered(&mut self, uid: &str) {
+        self.unanswered.remove(uid);
     }
 
     /// Takes out of a turn what was refused a moment ago or is written too often, and says when to try that again; and
     /// events that were told a moment ago.
     pub fn put_off(&mut self, turn: &mut Turn, now: Instant) -> Option<Duration> {
-        let mut first = None;
+        let unanswered = self.unanswered.get(&turn.uid).and_then(|it| it.rest(now));
+        let mut first = unanswered.filter(|_| turn.lets_go());
+        let unsaid = self.networks.get(&turn.uid).and_then(|known| known.unsaid.as_ref());
+        if let (Some(status), Some((generation, again))) = (&turn.status, unsaid)
+            && status.observed_generation == *generation
+            && let Some(rest) = again.rest(now)
+        {
+            turn.status = None;
+            first = Some(first.map_or(rest, |first: Duration| first.min(rest)));
+        }
         turn.events.retain(|event| event.about.as_ref().is_none_or(|at| !self.told.contains_key(at)));
         let mut rests = |at: &Reference, config: &str| {
             let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));
-            let rest = refusal.map(|it| it.not_before.saturating_duration_since(now));
-            let rest = rest.max(self.contested(at, config, now));
-            let rest = rest.filter(|rest| !rest.is_zero());
+            let contest = self.contested(at, config, now).filter(|rest| !rest.is_zero());
+            let rest = refusal.and_then(|it| it.rest(now)).max(contest);
             first = [first, rest].into_iter().flatten().min();
             rest.is_some()
         };
@@ -176,7 +225,12 @@ impl Memory {
                 all.retain(|(at, _)| !rests(at, ""));
                 !all.is_empty()
             }
-            Step::Finalizers(_) | Step::Release { .. } | Step::Finish { .. } => true,
+            Step::Confirm(all) => {
+                all.retain(|at| !rests(at, ""));
+                !all.is_empty()
+            }
+            Step::Release { .. } | Step::Finish { .. } => unanswered.is_none(),
+            Step::Finalizers(_) => true,
         });
         first
     }

@@ -21,7 +21,7 @@ use tracing::{debug, info};
 use crate::{
     call::{self, Line},
     cluster::Cluster,
-    direct::Direct,
+    direct::{Answers, Direct, Question},
     metrics::{Call, Metrics},
     object,
     tenure::Tenure,
@@ -30,11 +30,11 @@ use crate::{
 /// Why something was not written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("ask the API server for users of network {name}")]
+    #[error("ask the API server about network {name}")]
     Ask {
         name: String,
         #[source]
-        source: call::Error,
+        source: Arc<call::Error>,
     },
     #[error("write network {name}")]
     Network {
@@ -80,6 +80,12 @@ pub struct Outcome {
     pub beaten: bool,
     /// Attachments that the API server did not let be written, with its words.
     pub refused: Vec<(Reference, String)>,
+    /// Why the status was not written.
+    pub unsaid: Option<String>,
+    /// What the API server said instead of an answer.
+    pub unanswered: Option<String>,
+    /// Attachments that are gone, and nobody had begun to use them.
+    pub confirmed: BTreeSet<Reference>,
 }
 
 impl Outcome {
@@ -135,17 +141,42 @@ impl Writer {
         }
     }
 
+    /// Asks the API server itself what these turns, and what is done about orphans, must not be decided without. What makes
+    /// them due has to hold before this is called.
+    pub async fn ask(&self, turns: &[Turn], orphans: &[(Reference, Attachment)]) -> Answers {
+        let mut question = Question::default();
+        for turn in turns {
+            turn.steps.iter().for_each(|step| put(&mut question, &turn.uid, step));
+        }
+        for (at, one) in orphans {
+            question.attachments.insert(at.clone());
+            question.lost.extend(one.network_uid.clone());
+        }
+        self.direct.ask(question, |name| self.cluster.world().nodes.contains_key(name)).await
+    }
+
     /// Does what a turn asks for, as far as the API server agrees.
-    pub async fn turn(&self, turn: &Turn) -> Result<Outcome, Error> {
+    pub async fn turn(&self, turn: &Turn, answers: &Answers) -> Result<Outcome, Error> {
         let mut outcome = Outcome::default();
         for step in &turn.steps {
-            self.step(turn, step, &mut outcome).await?;
+            match self.step(turn, step, answers, &mut outcome).await {
+                // It is asked again, and told.
+                Err(Error::Ask { source, .. }) => {
+                    outcome.unanswered = Some(api::Chain(&*source).to_string());
+                    break;
+                }
+                done => done?,
+            }
         }
         // It is made anew once the refusals are known; until then it would say that all is well.
         let whole = !outcome.network && !outcome.beaten && outcome.refused.is_empty();
         if let Some(status) = turn.status.as_deref().filter(|_| whole) {
-            self.status(turn, status).await?;
-            outcome.network = true;
+            match self.status(turn, status).await {
+                Ok(()) => outcome.network = true,
+                Err(error) if error.is_conflict() => outcome.beaten = true,
+                // Nothing that is done waits for what is said.
+                Err(error) => outcome.unsaid = Some(api::Chain(&error).to_string()),
+            }
         }
         // What was not written is planned again, and told then.
         let done = |event: &&Event| match &event.about {
@@ -158,7 +189,13 @@ impl Writer {
         Ok(outcome)
     }
 
-    async fn step(&self, turn: &Turn, step: &Step, outcome: &mut Outcome) -> Result<(), Error> {
+    async fn step(
+        &self,
+        turn: &Turn,
+        step: &Step,
+        answers: &Answers,
+        outcome: &mut Outcome,
+    ) -> Result<(), Error> {
         match step {
             Step::Finalizers(finalizers) => self.finalizers(turn, finalizers, outcome).await,
             Step::Create { at, config, repair } => {
@@ -181,14 +218,25 @@ impl Writer {
                 info!(network = turn.name, attachment = %at, repair, "put an attachment right");
                 Ok(())
             }
-            Step::Delete(attachments) => self.delete(turn, attachments, outcome).await,
+            Step::Delete(attachments) => self.delete(turn, attachments, answers, outcome).await,
+            Step::Confirm(attachments) => {
+                if unused(turn, attachments, answers, outcome) {
+                    outcome.confirmed.extend(attachments.iter().cloned());
+                }
+                Ok(())
+            }
             Step::Release { attachments, finalizers } => {
-                self.release(turn, attachments, finalizers, outcome).await
+                let left = answers.is_left(&turn.uid).map_err(|source| ask(turn, source))?;
+                if left || used(turn, attachments, answers)? {
+                    outcome.blocked = true;
+                    return Ok(());
+                }
+                self.finalizers(turn, finalizers, outcome).await?;
+                info!(network = turn.name, "nobody uses the network, the nodes may undo it");
+                Ok(())
             }
             Step::Finish { finalizers } => {
-                let exists = |name: &str| self.cluster.world().nodes.contains_key(name);
-                let node = self.direct.node(&turn.uid, exists).await;
-                if let Some(node) = node.map_err(|source| ask(turn, source))? {
+                if let Some(node) = answers.node(&turn.uid).map_err(|source| ask(turn, source))? {
                     debug!(network = turn.name, node, "a node has just listed the network");
                     outcome.blocked = true;
                     return Ok(());
@@ -218,42 +266,16 @@ impl Writer {
         Ok(())
     }
 
-    /// Once nobody can join any more and nobody has, the nodes may undo.
-    async fn release(
-        &self,
-        turn: &Turn,
-        attachments: &BTreeSet<Reference>,
-        finalizers: &[String],
-        outcome: &mut Outcome,
-    ) -> Result<(), Error> {
-        let left = self.direct.attachment(&turn.name, &turn.uid).await.map_err(|source| ask(turn, source))?;
-        if left.is_some() || self.used(turn, attachments).await? {
-            outcome.blocked = true;
-            return Ok(());
-        }
-        self.finalizers(turn, finalizers, outcome).await?;
-        info!(network = turn.name, "nobody uses the network, the nodes may undo it");
-        Ok(())
-    }
-
     async fn delete(
         &self,
         turn: &Turn,
         attachments: &[(Reference, Attachment)],
+        answers: &Answers,
         outcome: &mut Outcome,
     ) -> Result<(), Error> {
         let names: BTreeSet<Reference> = attachments.iter().map(|(at, _)| at.clone()).collect();
-        match self.used(turn, &names).await {
-            Ok(false) => {}
-            Ok(true) => {
-                outcome.blocked = true;
-                return Ok(());
-            }
-            Err(error) => {
-                let why = api::Chain(&error).to_string();
-                outcome.refused.extend(names.into_iter().map(|at| (at, why.clone())));
-                return Ok(());
-            }
+        if !unused(turn, &names, answers, outcome) {
+            return Ok(());
         }
         for (at, one) in attachments {
             let removed = self.remove(at, one).await;
@@ -266,14 +288,6 @@ impl Writer {
         Ok(())
     }
 
-    async fn used(&self, turn: &Turn, attachments: &BTreeSet<Reference>) -> Result<bool, Error> {
-        let user = self.direct.user(attachments).await.map_err(|source| ask(turn, source))?;
-        if let Some(user) = &user {
-            debug!(network = turn.name, user, "somebody has just begun to use the network");
-        }
-        Ok(user.is_some())
-    }
-
     async fn remove(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
         let only = Preconditions { uid: Some(one.uid.clone()), resource_version: Some(one.version.clone()) };
         let params = DeleteParams::default().preconditions(only);
@@ -283,11 +297,11 @@ impl Writer {
     }
 
     /// Removes what a network left that is no more, if that is so and nobody names it.
-    pub async fn sweep(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
+    pub async fn sweep(&self, at: &Reference, one: &Attachment, answers: &Answers) -> Result<(), Error> {
         let turn = Turn { name: one.network.clone().unwrap_or_default(), ..Turn::default() };
         let uid = one.network_uid.as_deref().unwrap_or_default();
-        let lives = self.direct.network(uid).await.map_err(|source| ask(&turn, source))?;
-        if lives || self.used(&turn, &BTreeSet::from([at.clone()])).await? {
+        let lives = answers.lives(uid).map_err(|source| ask(&turn, source))?;
+        if lives || used(&turn, &BTreeSet::from([at.clone()]), answers)? {
             return Ok(());
         }
         self.remove(at, one).await?;
@@ -318,18 +332,19 @@ impl Writer {
         applied.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
     }
 
+    /// Puts this in place of the whole status that was read. An apply could not take away what others have added, and is
+    /// refused where anything in the spec has another type than the schema says.
     async fn status(&self, turn: &Turn, status: &BridgeNetworkStatus) -> Result<(), Error> {
-        let resource = object::networks();
-        let object = json!({
-            "apiVersion": resource.api_version,
-            "kind": resource.kind,
-            "metadata": {"name": turn.name, "uid": turn.uid, "resourceVersion": turn.version},
-            "status": status,
-        });
-        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
+        let patch = json!([
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": turn.version},
+            {"op": "add", "path": "/status", "value": status},
+        ]);
+        let patch = serde_json::from_value(patch).map_err(kube::Error::SerdeError);
+        let params =
+            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
         let api = self.networks();
-        let patched =
-            self.network.change(api.patch_status(&turn.name, &params, &Patch::Apply(&object))).await;
+        let write = async { api.patch_status(&turn.name, &params, &Patch::Json::<()>(patch?)).await };
+        let patched = self.network.change(write).await;
         patched.map(drop).map_err(|source| Error::Network { name: turn.name.clone(), source })
     }
 
@@ -382,8 +397,45 @@ impl Writer {
     }
 }
 
-fn ask(turn: &Turn, source: call::Error) -> Error {
+fn ask(turn: &Turn, source: Arc<call::Error>) -> Error {
     Error::Ask { name: turn.name.clone(), source }
+}
+
+/// Adds what has to be known before a step is done.
+fn put(question: &mut Question, uid: &str, step: &Step) {
+    match step {
+        Step::Delete(all) => question.attachments.extend(all.iter().map(|(at, _)| at.clone())),
+        Step::Confirm(all) => question.attachments.extend(all.iter().cloned()),
+        Step::Release { attachments, .. } => {
+            question.emptied.insert(uid.to_owned());
+            question.attachments.extend(attachments.iter().cloned());
+        }
+        Step::Finish { .. } => _ = question.undone.insert(uid.to_owned()),
+        Step::Finalizers(_) | Step::Create { .. } | Step::Apply { .. } => {}
+    }
+}
+
+/// Whether nobody uses any of these; that nobody can say stands in the way of these alone.
+fn unused(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers, outcome: &mut Outcome) -> bool {
+    match used(turn, attachments, answers) {
+        Ok(used) => {
+            outcome.blocked |= used;
+            !used
+        }
+        Err(error) => {
+            let why = api::Chain(&error).to_string();
+            outcome.refused.extend(attachments.iter().map(|at| (at.clone(), why.clone())));
+            false
+        }
+    }
+}
+
+fn used(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers) -> Result<bool, Error> {
+    let user = answers.user(attachments).map_err(|source| ask(turn, source))?;
+    if let Some(user) = user {
+        debug!(network = turn.name, user, "somebody has just begun to use the network");
+    }
+    Ok(user.is_some())
 }
 
 fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> Value {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
-    attachment::{config, place, same_config},
+    attachment::{config, is_config, place, same_config},
     digest::digest,
     selection::Reference,
 };
@@ -58,6 +58,7 @@ impl<'a> Attachments<'a> {
         let marked = self.marked.get(network.uid.as_str()).into_iter().flatten();
         let joining = self.joining.get(network.name.as_str()).into_iter().flatten();
         let mut all: BTreeSet<Reference> = marked.chain(joining).map(|it| (*it).clone()).collect();
+        all.extend(withdrawn(world, network).cloned());
         // Whoever names one that is not there yet waits for it.
         let Ok(spec) = &network.spec else { return all };
         let name = spec.attachment_name(&network.name);
@@ -73,15 +74,14 @@ impl<'a> Attachments<'a> {
         references.filter_map(|at| Some(((*at).clone(), self.all?.get(at)?.clone()))).collect()
     }
 
-    /// Those that bear the mark of a network that is no more, and that nobody names.
+    /// Those that a network made which is no more, and that nobody names. What somebody has changed since is theirs.
     pub fn orphans(&self, world: &World) -> Vec<(Reference, Attachment)> {
         let live: BTreeSet<&str> = world.networks.values().map(|network| network.uid.as_str()).collect();
         let left = self.marked.iter().filter(|(uid, _)| !live.contains(*uid)).flat_map(|(_, at)| at);
         let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
         orphans
             .filter(|(at, one)| {
-                let ours = one.network.is_some() && one.network == one.joins;
-                ours && !one.deleting && world.users.summary([*at], 1).count == 0
+                untouched(at, one) && !one.deleting && world.users.summary([*at], 1).count == 0
             })
             .map(|(at, one)| (at.clone(), one.clone()))
             .collect()
@@ -116,9 +116,73 @@ impl<'a> Attachments<'a> {
         if !unwanted.is_empty() {
             kept.steps.push(Step::Delete(unwanted));
         }
+        Self::bring_back(scene, &wanted, mtu, &mut kept);
         kept.refused = scene.refused(&kept.steps);
         kept
     }
+
+    /// Somebody may have begun to use an attachment just before it was taken off: then it is made again, and stays until
+    /// they go.
+    fn bring_back(scene: &Scene<'_>, wanted: &BTreeSet<Reference>, mtu: Option<i32>, kept: &mut Kept) {
+        let mut unsure = BTreeSet::new();
+        for at in withdrawn(scene.world, scene.network).filter(|at| !wanted.contains(at)) {
+            if scene.world.users.summary([at], 1).count == 0 {
+                unsure.insert(at.clone());
+                continue;
+            }
+            let active = scene.world.namespaces.get(&at.namespace) == Some(&Namespace::Active);
+            if let Some(mtu) = mtu.filter(|_| active) {
+                keep_one(scene, at, None, mtu, kept);
+                kept.used.push(at.clone());
+            }
+        }
+        if !unsure.is_empty() {
+            kept.steps.push(Step::Confirm(unsure));
+        }
+    }
+}
+
+/// Whom one attachment concerns, there or not. Says the same as [`Attachments::of`].
+pub struct Concern<'a> {
+    at: &'a Reference,
+    there: bool,
+    /// The UID of the network that keeps it, or kept it.
+    keeper: Option<&'a str>,
+    /// The name of the network that it joins pods to.
+    joins: Option<&'a str>,
+}
+
+impl<'a> Concern<'a> {
+    pub fn new(world: &'a World, at: &'a Reference) -> Self {
+        let found = world.attachments.as_ref().and_then(|all| all.get(at));
+        let keeper = match found {
+            Some(one) => one.made_by(at).or_else(|| unsigned(world, at, one)),
+            None => world.withdrawn.get(at).map(|it| it.network.as_str()),
+        };
+        Self { at, there: found.is_some(), keeper, joins: found.and_then(|one| one.joins.as_deref()) }
+    }
+
+    pub fn is_of(&self, network: &Network) -> bool {
+        let expected = || {
+            let Ok(spec) = &network.spec else { return false };
+            self.at.name == spec.attachment_name(&network.name)
+                && spec.namespaces().contains(&self.at.namespace)
+        };
+        self.keeper == Some(&network.uid) || self.joins == Some(&network.name) || !self.there && expected()
+    }
+}
+
+/// What was taken away of a network, and nobody knows yet whether that was right.
+fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'a Reference> {
+    let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
+    let ours = world.withdrawn.iter().filter(|(_, it)| it.network == network.uid);
+    ours.map(|(at, _)| at).filter(move |at| !there(at))
+}
+
+/// Whether it says what we wrote when we made it just here, and nothing else.
+fn untouched(at: &Reference, one: &Attachment) -> bool {
+    let (Some(network), Some(config)) = (&one.network, &one.config) else { return false };
+    one.made_by(at).is_some() && is_config(config, &at.name, network)
 }
 
 /// The UID of the network that wants an attachment just here, if a part of the mark was taken off it and the rest still
@@ -141,7 +205,8 @@ fn unsigned<'a>(world: &'a World, at: &Reference, one: &Attachment) -> Option<&'
 
 fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
     let network = scene.network;
-    let config = config(&at.name, &network.name, mtu);
+    let addresses = network.spec.as_ref().is_ok_and(|spec| spec.ipam.is_some());
+    let config = config(&at.name, &network.name, mtu, addresses);
     // It was seen in place, just as it should be: then somebody else took it away or changed it.
     let seen = scene.world.in_place.get(at);
     let repair = seen == Some(&digest([network.uid.as_str(), &config.to_string()]));

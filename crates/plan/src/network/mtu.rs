@@ -21,6 +21,8 @@ pub struct Fit {
     pub limit: Option<(String, i32)>,
     /// What would hold if nobody used the network.
     pub held: Option<i32>,
+    /// What would hold but for nodes that have not said what their link takes, and which these are.
+    pub unheard: Option<(i32, Vec<String>)>,
 }
 
 /// What a spec alone asks for; an overlay that says nothing takes what there is.
@@ -35,30 +37,31 @@ pub fn fit(scene: &Scene<'_>) -> Fit {
     let wanted = match (&spec.overlay, &limit) {
         (None, _) => wanted(spec),
         (Some(_), Some((_, most))) => Some(wanted(spec).unwrap_or(*most).min(*most)),
-        (Some(_), None) => None,
-    };
-    // A node that says nothing may have the smallest link of all: what fitted it the last time goes on to hold.
-    let wanted = match (wanted, old) {
-        (Some(wanted), Some(old)) if spec.overlay.is_some() && somebody_is_silent(scene) => {
-            Some(wanted.min(old))
-        }
-        _ => wanted,
+        // What was fitted once can be made smaller without asking anybody; more than that has to wait.
+        (Some(_), None) => old.and(wanted(spec)).filter(|_| !unheard(scene).is_empty()),
     };
     let Some(wanted) = wanted.filter(|mtu| *mtu >= SMALLEST) else {
-        return Fit { mtu: old, limit, held: None };
+        return Fit { mtu: old, limit, ..Fit::default() };
     };
+    let fit = Fit { mtu: Some(wanted), limit, ..Fit::default() };
     match old {
         Some(old) if wanted < old && scene.users.count > 0 => {
-            Fit { mtu: Some(old), limit, held: Some(wanted) }
+            Fit { mtu: Some(old), held: Some(wanted), ..fit }
         }
-        _ => Fit { mtu: Some(wanted), limit, held: None },
+        // A node that says nothing may have the smallest link of all: what fitted it the last time goes on to hold.
+        Some(old) if wanted > old && spec.overlay.is_some() => match unheard(scene) {
+            nodes if nodes.is_empty() => fit,
+            nodes => Fit { mtu: Some(old), unheard: Some((wanted, nodes)), ..fit },
+        },
+        _ => fit,
     }
 }
 
-/// Whether a selected node has not said what its link between the nodes takes.
-fn somebody_is_silent(scene: &Scene<'_>) -> bool {
-    let mut nodes = scene.selected.iter().flat_map(|selected| &selected.nodes);
-    nodes.any(|name| scene.world.reports.get(*name).is_none_or(|report| report.vtep.is_none()))
+/// The selected nodes that have not said what their link between the nodes takes.
+fn unheard(scene: &Scene<'_>) -> Vec<String> {
+    let nodes = scene.selected.iter().flat_map(|selected| &selected.nodes);
+    let silent = |name: &&&str| scene.world.reports.get(**name).is_none_or(|report| report.vtep.is_none());
+    nodes.filter(silent).map(|name| (*name).to_owned()).collect()
 }
 
 /// The selected node whose link between the nodes takes least. Nodes that have not said what they have do not count yet.

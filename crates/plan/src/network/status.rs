@@ -4,7 +4,8 @@ use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
     BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
-    bridgenetwork::{MAX_NAMED, Nodes, NotReady, Users},
+    bridgenetwork::{MAX_CONDITIONS, MAX_NAMED, Nodes, NotReady, Users},
+    ipam::{FamilyStatus, IpamStatus},
     nodenetwork::MAX_MESSAGE,
 };
 
@@ -12,12 +13,17 @@ use jiff::Timestamp;
 
 use crate::bridge;
 
-use super::{Event, Scene, Turn, attachments::Kept, mtu, mtu::Fit};
+use super::{Event, Scene, Turn, addresses, attachments::Kept, mtu, mtu::Fit};
 
 const READY: &str = "Ready";
 const IN_USE: &str = "InUse";
 const CONFLICT: &str = "Conflict";
 const MTU_REDUCED: &str = "MtuReduced";
+
+/// The conditions that are decided here, and how many more an object may have.
+const OURS: [&str; 6] =
+    [READY, IN_USE, CONFLICT, MTU_REDUCED, addresses::CONDITIONS[0], addresses::CONDITIONS[1]];
+const MAX_FOREIGN: usize = MAX_CONDITIONS - OURS.len();
 
 /// Reasons of Ready, in the order in which they count.
 const DELETION_BLOCKED: &str = "DeletionBlocked";
@@ -26,8 +32,8 @@ const INVALID_SPEC: &str = "InvalidSpec";
 const NO_NODES: &str = "NoNodes";
 const NO_VTEP: &str = "WaitingForVtep";
 const MTU_TOO_SMALL: &str = "MtuTooSmall";
-const NODES_NOT_READY: &str = "NodesNotReady";
 const ATTACHMENTS: &str = "AttachmentsMissing";
+const NODES_NOT_READY: &str = "NodesNotReady";
 const WORKS: &str = "Works";
 
 /// Reasons of events beside those that are also reasons of conditions.
@@ -48,30 +54,32 @@ const LONGEST_REFUSAL: usize = 300;
 const FEW: usize = 3;
 
 /// A condition without its times.
-struct Said {
-    kind: &'static str,
-    holds: bool,
-    reason: &'static str,
-    message: String,
+pub struct Said {
+    pub kind: &'static str,
+    pub holds: bool,
+    pub reason: &'static str,
+    pub message: String,
 }
 
 /// Puts the new status into the turn, unless it is the old one, and what is told about the change.
 pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     let old = &ours(&scene.network.status);
     let (nodes, not_ready) = nodes(scene);
-    let said = [
+    let ipam = addresses::status(scene);
+    let mut said = vec![
         ready(scene, fit, kept, &nodes, &not_ready),
         in_use(scene),
         conflict(scene, kept),
         reduced(scene, fit),
     ];
+    said.extend(addresses::said(scene, ipam.as_ref()));
     turn.events.extend(kept.events.iter().cloned());
     turn.events.extend(said.iter().filter_map(|said| told(scene, said)));
     let conditions = said.into_iter().map(|said| condition(scene, said)).collect();
     let old_mtu: i32 =
         scene.listing().map(|(_, _, entry)| entry.pods_with_old_mtu).fold(0, i32::saturating_add);
-    let new = BridgeNetworkStatus {
-        ipam: old.ipam.clone(),
+    let mut new = BridgeNetworkStatus {
+        ipam,
         observed_generation: Some(scene.network.generation),
         bridge: match &scene.network.spec {
             Ok(spec) => Some(spec.bridge_name(&scene.network.name).to_string()),
@@ -91,15 +99,20 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
         return;
     }
     turn.patient = turn.steps.is_empty() && only_users_differ(&new, old);
+    new.conditions.extend(foreign(&scene.network.status).take(MAX_FOREIGN).cloned());
     turn.status = Some(Box::new(new));
 }
 
-/// The status as far as it is written here: others may add conditions of their own, which stay.
+/// The status as far as it is decided here: others may add conditions of their own, which stay. All else is ours, whoever
+/// wrote it.
 fn ours(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
     let of_kind = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
-    let kinds = [READY, IN_USE, CONFLICT, MTU_REDUCED];
-    let conditions = kinds.into_iter().filter_map(of_kind).cloned().collect();
+    let conditions = OURS.into_iter().filter_map(of_kind).cloned().collect();
     BridgeNetworkStatus { conditions, ..status.clone() }
+}
+
+fn foreign(status: &BridgeNetworkStatus) -> impl Iterator<Item = &Condition> {
+    status.conditions.iter().filter(|condition| !OURS.contains(&condition.r#type.as_str()))
 }
 
 fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bool {
@@ -109,9 +122,19 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
     let rest = |status: &BridgeNetworkStatus| BridgeNetworkStatus {
         users: None,
         conditions: Vec::new(),
+        ipam: status.ipam.as_ref().map(lengths),
         ..status.clone()
     };
     outlines(new) == outlines(old) && rest(new) == rest(old)
+}
+
+/// What nodes wait for, without the counts.
+fn lengths(ipam: &IpamStatus) -> IpamStatus {
+    let length = |family: &Option<FamilyStatus>| {
+        let block_length = family.as_ref()?.block_length;
+        Some(FamilyStatus { block_length, ..FamilyStatus::default() })
+    };
+    IpamStatus { ipv4: length(&ipam.ipv4), ipv6: length(&ipam.ipv6) }
 }
 
 /// The time moves only when the status does.
@@ -227,19 +250,12 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
         }
         _ => {}
     }
-    if let Some(first) = not_ready.first() {
-        let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
-            0 | 1 => String::new(),
-            count => format!(", and so it is on {} more", count - 1),
-        };
-        let message = format!(
-            "{} nodes are ready; node {}: {}: {}{rest}",
-            nodes.summary, first.node, first.reason, first.message
-        );
-        return no(NODES_NOT_READY, message);
-    }
-    if let Some(message) = unattached(kept) {
-        return no(ATTACHMENTS, message);
+    // In a large cluster some node is always away; an attachment is missing until somebody does something about it.
+    match (unattached(kept), out_of_order(nodes, not_ready)) {
+        (Some(message), None) => return no(ATTACHMENTS, message),
+        (Some(message), Some(more)) => return no(ATTACHMENTS, format!("{message}; {more}")),
+        (None, Some(message)) => return no(NODES_NOT_READY, message),
+        (None, None) => {}
     }
     let mut message = format!("works on {} of {} nodes", nodes.ready, nodes.desired);
     if spec.overlay.is_none() && spec.uplink.is_none() {
@@ -253,6 +269,16 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
         );
     }
     Said { kind: READY, holds: true, reason: WORKS, message }
+}
+
+/// On how many nodes it works, and why not on the first of the others.
+fn out_of_order(nodes: &Nodes, not_ready: &[NotReady]) -> Option<String> {
+    let NotReady { node, reason, message } = not_ready.first()?;
+    let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
+        0 | 1 => String::new(),
+        count => format!(", and so it is on {} more", count - 1),
+    };
+    Some(format!("{} nodes are ready; node {node}: {reason}: {message}{rest}", nodes.summary))
 }
 
 fn unattached(kept: &Kept) -> Option<String> {
@@ -280,6 +306,11 @@ fn refused(kept: &Kept) -> Option<String> {
     Some(format!("the API server does not let NetworkAttachmentDefinition {at} be written: {why}{more}"))
 }
 
+fn unanswered(scene: &Scene<'_>) -> Option<String> {
+    let why: String = scene.unanswered()?.chars().take(LONGEST_REFUSAL).collect();
+    Some(format!("the API server, asked whether that is so, gives no answer, and is asked again: {why}"))
+}
+
 /// What the deletion waits for.
 fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
     let no = |reason, message| Said { kind: READY, holds: false, reason, message };
@@ -287,7 +318,8 @@ fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
         if scene.users.count > 0 {
             return no(DELETION_BLOCKED, format!("deletion waits for its users: {}", users(scene)));
         }
-        let stuck = refused(kept).map_or_else(String::new, |text| format!(", but {text}"));
+        let stuck = refused(kept).or_else(|| unanswered(scene));
+        let stuck = stuck.map_or_else(String::new, |text| format!(", but {text}"));
         return no(DELETING, format!("deletion is under way: nobody uses the network{stuck}"));
     }
     let waits: Vec<String> = scene
@@ -297,6 +329,9 @@ fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
             None => format!("{name} ({})", entry.reason),
         })
         .collect();
+    if let Some(text) = unanswered(scene).filter(|_| waits.is_empty()) {
+        return no(DELETING, format!("deletion is under way: no node has links of the network, but {text}"));
+    }
     no(DELETING, cut(&format!("deletion waits for nodes to remove their links: {}", list(&waits))))
 }
 
@@ -348,6 +383,20 @@ fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {
         ),
         _ => String::new(),
     };
+    if let (Some((most, nodes)), Some(mtu)) = (&fit.unheard, fit.mtu) {
+        let (who, whose) = match nodes.len() {
+            1 => ("node", "its NodeNetwork"),
+            _ => ("nodes", "their NodeNetworks"),
+        };
+        let message = format!(
+            "{mtu} stays in force because {who} {} may carry no more: it becomes {most} once that is known, see the \
+             condition VtepFound of {whose}",
+            list(nodes)
+        );
+        // Only what somebody asked for is reduced.
+        let holds = wanted.is_some_and(|wanted| wanted > mtu);
+        return Said { kind: MTU_REDUCED, holds, reason: "NodeUnknown", message };
+    }
     match (&fit.limit, wanted) {
         (Some((node, limit)), Some(wanted)) if wanted > *limit => {
             let held = if held.is_empty() { held } else { format!("; {held}") };
@@ -361,7 +410,7 @@ fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {
     }
 }
 
-fn list(all: &[impl ToString]) -> String {
+pub fn list(all: &[impl ToString]) -> String {
     let few: Vec<String> = all.iter().take(FEW).map(ToString::to_string).collect();
     match all.len().saturating_sub(FEW) {
         0 => few.join(", "),

@@ -1,4 +1,9 @@
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use proptest::prelude::*;
 
 use super::*;
 
@@ -143,9 +148,8 @@ fn an_owner_is_known_as_such_even_if_it_does_not_count() {
     let mut index = Index::default();
     let set = Facts { owner: Some((Kind::Deployment, "d".to_owned())), ..annotated("set", "blue") };
     index.apply(Kind::ReplicaSet, &set);
-    let attachments = BTreeSet::from([blue()]);
-    assert!(index.names(Kind::ReplicaSet, "home", "set", &attachments));
-    assert!(!index.names(Kind::ReplicaSet, "other", "set", &attachments));
+    assert_eq!(index.named(Kind::ReplicaSet, "home", "set").collect::<Vec<_>>(), [&blue()]);
+    assert_eq!(index.named(Kind::ReplicaSet, "other", "set").count(), 0);
     assert_eq!(told(&index, &[blue()]).0, 0);
 }
 
@@ -193,4 +197,32 @@ fn hostile_objects_take_a_bounded_room() {
         index.delete(Kind::Deployment, "home", &format!("x{object}"));
     }
     assert!(index.is_empty() && index.attachments.is_empty());
+}
+
+proptest! {
+    #[test]
+    fn the_index_counts_as_somebody_would_who_looks_at_every_object(
+        changes in proptest::collection::vec((0..4_u8, proptest::collection::btree_set(0..3_u8, 0..3)), 1..40),
+    ) {
+        let mut index = Index::default();
+        let mut model: BTreeMap<String, BTreeSet<u8>> = BTreeMap::new();
+        for (object, named) in changes {
+            let name = format!("x{object}");
+            let networks: Vec<String> = named.iter().map(|net| format!("net-{net}")).collect();
+            index.apply(Kind::Pod, &annotated(&name, &networks.join(",")));
+            model.insert(name, named);
+            for asked in [vec![0], vec![0, 1], vec![0, 1, 2]] {
+                let uses = |all: &BTreeSet<u8>| asked.iter().any(|net| all.contains(net));
+                let users = model.iter().filter(|(_, all)| uses(all)).map(|(name, _)| format!("Pod home/{name}"));
+                let users: Vec<String> = users.collect();
+                let asked: Vec<Reference> =
+                    asked.iter().map(|net| Reference::new("home", format!("net-{net}"))).collect();
+                prop_assert_eq!(told(&index, &asked), (users.len(), users));
+            }
+        }
+        for name in model.keys() {
+            index.delete(Kind::Pod, "home", name);
+        }
+        prop_assert!(index.is_empty() && index.attachments.is_empty());
+    }
 }

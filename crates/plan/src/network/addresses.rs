@@ -1,0 +1,163 @@
+//! The addresses of a network: how many there are, what is wrong with them, and which blocks nobody holds any more.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::ipam::{FamilyStatus, IpamStatus};
+use jiff::{SignedDuration, Timestamp};
+
+use super::{
+    Scene, World,
+    status::{Said, list},
+};
+use crate::ipam::{self, Family, Object, Space};
+
+/// How long a Node has been gone before its blocks are free. Its daemon hands out nothing new after five minutes without
+/// the API server.
+pub const GONE: SignedDuration = SignedDuration::from_mins(10);
+
+const EXHAUSTED: &str = "AddressesExhausted";
+const DRAINING: &str = "SubnetsDraining";
+/// The conditions of networks with addresses.
+pub const CONDITIONS: [&str; 2] = [EXHAUSTED, DRAINING];
+
+/// An IPBlock, as last seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Block {
+    pub version: String,
+    pub object: Object,
+}
+
+/// An IPBlock to delete, if it still is as it was seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Discard {
+    pub name: String,
+    pub uid: String,
+    pub version: String,
+    /// The node that is gone, if that is why.
+    pub node: Option<String>,
+    /// The UID of its network.
+    pub network: String,
+}
+
+impl World {
+    /// Notes since when nodes that hold blocks are gone.
+    pub fn notice(&mut self, now: Timestamp) {
+        let live: BTreeSet<&String> = self.nodes.values().map(|node| &node.uid).collect();
+        let holders: BTreeSet<&String> =
+            self.blocks.values().map(|block| &block.object.spec.holder.uid).collect();
+        self.gone.retain(|uid, _| holders.contains(uid) && !live.contains(uid));
+        for uid in holders.difference(&live) {
+            self.gone.entry((**uid).clone()).or_insert(now);
+        }
+    }
+
+    /// When the next node has been gone for long enough.
+    pub fn next_gone(&self, now: Timestamp) -> Option<SignedDuration> {
+        let rest = self.gone.values().map(|since| GONE - now.duration_since(*since));
+        rest.filter(|rest| rest.is_positive()).min()
+    }
+}
+
+/// The blocks by the UID of their network.
+pub fn by_network(world: &World) -> BTreeMap<&str, Vec<(&str, &Block)>> {
+    let mut all: BTreeMap<&str, Vec<(&str, &Block)>> = BTreeMap::new();
+    for (name, block) in &world.blocks {
+        all.entry(&block.object.spec.network_uid).or_default().push((name, block));
+    }
+    all
+}
+
+fn discard(name: &str, block: &Block, node: Option<String>) -> Discard {
+    let (uid, version) = (block.object.uid.clone(), block.version.clone());
+    Discard { name: name.to_owned(), uid, version, node, network: block.object.spec.network_uid.clone() }
+}
+
+/// The blocks of networks that are no more, of networks that nobody can join any more, and of nodes that are gone.
+pub fn discarded(world: &World, now: Timestamp) -> Vec<Discard> {
+    let live: BTreeMap<&str, bool> = world
+        .networks
+        .values()
+        .map(|network| {
+            let undone = network.deleting.is_some()
+                && !network.finalizers.iter().any(|one| one == api::bridgenetwork::FINALIZER_USERS);
+            (network.uid.as_str(), undone)
+        })
+        .collect();
+    let over = |since: &Timestamp| now.duration_since(*since) >= GONE;
+    let gone = |holder: &api::ipblock::Holder| world.gone.get(&holder.uid).is_some_and(over);
+    let mut all = Vec::new();
+    for (uid, blocks) in by_network(world) {
+        if live.get(uid).is_none_or(|undone| *undone) {
+            all.extend(blocks.iter().map(|(name, block)| discard(name, block, None)));
+            continue;
+        }
+        let objects: Vec<&Object> = blocks.iter().map(|(_, block)| &block.object).collect();
+        let abandoned: BTreeSet<&str> =
+            ipam::abandoned(objects, gone).into_iter().map(|object| object.uid.as_str()).collect();
+        let left = blocks.iter().filter(|(_, block)| abandoned.contains(block.object.uid.as_str()));
+        all.extend(left.map(|(name, block)| {
+            discard(name, block, Some(block.object.spec.holder.node.clone()))
+        }));
+    }
+    all
+}
+
+/// How many addresses a network has. The length of its blocks stays what it once was.
+pub fn status(scene: &Scene<'_>) -> Option<IpamStatus> {
+    let old = scene.network.status.ipam.clone().unwrap_or_default();
+    let new = IpamStatus {
+        ipv4: family(scene, Family::V4, old.ipv4),
+        ipv6: family(scene, Family::V6, old.ipv6),
+    };
+    (new != IpamStatus::default()).then_some(new)
+}
+
+fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Option<FamilyStatus> {
+    let Ok(spec) = &scene.network.spec else { return old };
+    let said = spec.ipam.as_ref();
+    let length = old.map(|old| old.block_length).or_else(|| family.block_length(said?))?;
+    let blocks = scene.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
+    match said.and_then(|said| Space::new(said, family, length)) {
+        Some(space) => Some(ipam::network_status(&space, length, blocks)),
+        None => {
+            let ours = blocks.filter(|(spec, _)| Family::of(spec.cidr.addr()) == family);
+            let (mut used, mut count) = (0_i64, 0_i32);
+            for (_, status) in ours {
+                (used, count) = (used.saturating_add(status.used.into()), count.saturating_add(1));
+            }
+            Some(FamilyStatus { block_length: length, addresses: 0, used, free: 0, blocks: count })
+        }
+    }
+}
+
+/// What is wrong with the addresses of a network that has any.
+pub fn said(scene: &Scene<'_>, status: Option<&IpamStatus>) -> Vec<Said> {
+    let Some(status) = status else { return Vec::new() };
+    let full = |family: &Option<FamilyStatus>| {
+        family.as_ref().is_some_and(|family| family.addresses > 0 && family.free == 0)
+    };
+    let mut which = Vec::new();
+    which.extend(full(&status.ipv4).then_some("IPv4"));
+    which.extend(full(&status.ipv6).then_some("IPv6"));
+    let exhausted = if which.is_empty() {
+        Said { kind: EXHAUSTED, holds: false, reason: "Enough", message: String::new() }
+    } else {
+        let message = format!(
+            "no {} address is left: add a subnet to spec.ipam.subnets, or delete pods that use the network",
+            which.join(" and no ")
+        );
+        Said { kind: EXHAUSTED, holds: true, reason: "NoneLeft", message }
+    };
+    let pods: Vec<&String> =
+        scene.blocks.iter().flat_map(|(_, block)| &block.object.status.draining).collect();
+    let draining = if pods.is_empty() {
+        Said { kind: DRAINING, holds: false, reason: "None", message: String::new() }
+    } else {
+        let message = format!(
+            "pods have addresses that spec.ipam does not name any more, and keep them until they go: {}",
+            list(&pods)
+        );
+        Said { kind: DRAINING, holds: true, reason: "InUse", message }
+    };
+    vec![exhausted, draining]
+}
