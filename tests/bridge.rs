@@ -101,6 +101,21 @@ pub fn member(name: &str, node: &str, attachments: &str) -> PodSpec {
     pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", attachments).capability("NET_ADMIN")
 }
 
+/// The attachment of a network for the pods of a scene.
+pub fn in_namespace(scene: &Scene) -> Value {
+    json!({"namespaces": [scene.namespace]})
+}
+
+/// Waits until the events of a scene have these words, and returns all of them.
+pub async fn told(scene: &Scene, words: &str, within: Duration) -> Result<String> {
+    let arguments = ["-n", &scene.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
+    wait::until(within, &format!("an event that says {words:?}"), || async {
+        let events = scene.lab.kubectl(&arguments)?;
+        Ok(events.contains(words).then_some(events))
+    })
+    .await
+}
+
 /// Starts a pod on one network, as `net1`, with an address.
 pub async fn join(scene: &Scene, name: &str, node: &str, attachment: &str, address: &str) -> Result<Pod> {
     let pod = scene.start(member(name, node, attachment)).await?;
