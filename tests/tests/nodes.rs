@@ -22,8 +22,7 @@ use std::process::ExitCode;
 
 use deletion::{
     a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_user,
-    a_node_that_is_gone_holds_up_nothing, a_partitioned_node_holds_up_a_deletion_until_it_is_back,
-    a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes,
+    a_node_that_is_gone_holds_up_nothing, a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes,
 };
 use drift::{
     a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone,
@@ -41,10 +40,10 @@ use nics::{
     what_people_do_to_a_nodenetwork_is_repaired,
 };
 use outages::{
-    a_leader_pod_that_is_deleted_is_followed_within_15_s, a_node_that_reboots_joins_or_leaves_is_followed,
-    a_silent_api_server_is_survived, kubernetes_can_be_left_without_patchbay_and_get_it_back,
-    pods_come_and_go_while_the_daemon_is_away, pods_come_back_after_a_reboot_of_their_node,
-    what_happens_during_a_partition_is_published_after_it,
+    a_leader_pod_that_is_deleted_is_followed_within_15_s, a_node_that_joins_or_leaves_is_followed,
+    a_silent_api_server_is_survived, after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,
+    kubernetes_can_be_left_without_patchbay_and_get_it_back, pods_come_and_go_while_the_daemon_is_away,
+    what_a_node_misses_during_a_partition_is_made_up_for_after_it,
 };
 use rest::{
     nothing_is_written_while_nothing_changes,
@@ -93,16 +92,15 @@ fn main() -> ExitCode {
             edits_converge_in_place_and_lose_no_packet,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
-            pods_come_back_after_a_reboot_of_their_node,
-            a_partitioned_node_holds_up_a_deletion_until_it_is_back,
+            after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,
+            what_a_node_misses_during_a_partition_is_made_up_for_after_it,
             a_node_that_is_gone_holds_up_nothing,
             each_capability_of_the_daemon_is_needed,
             // Of everything until here. A program whose pod was deleted under it, or its role, is refused rightly.
             both_programs_run_under_the_installed_roles_without_one_refusal,
             a_leader_pod_that_is_deleted_is_followed_within_15_s,
             a_silent_api_server_is_survived,
-            what_happens_during_a_partition_is_published_after_it,
-            a_node_that_reboots_joins_or_leaves_is_followed,
+            a_node_that_joins_or_leaves_is_followed,
             random_histories_end_as_the_model_says,
             a_pod_and_a_deletion_at_the_same_time_strand_nothing,
             kubernetes_can_be_left_without_patchbay_and_get_it_back,

@@ -103,26 +103,6 @@ pub async fn a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_use
     .await
 }
 
-pub async fn a_partitioned_node_holds_up_a_deletion_until_it_is_back(lab: Lab) -> Result<()> {
-    let client = lab.client().await?;
-    start(&client, "part", json!({})).await?;
-    lab.partition("node-2")?;
-    delete(&client, "part").await?;
-    // The leader may be on that node: another one follows after ten seconds.
-    let object = wait::until(Duration::from_secs(25), "node-2 to be waited for", || async {
-        let object = networks(&client).get("part").await?;
-        let (_, _, message) = condition(&object, "Ready");
-        Ok((message.contains("node-2") && link(&lab, "node-1", "br-part").is_none()).then_some(object))
-    })
-    .await?;
-    println!("{}", condition(&object, "Ready").2);
-    ensure!(link(&lab, "node-2", "br-part").is_some(), "the partitioned node knows nothing of it");
-    lab.heal("node-2")?;
-    gone(&client, "part", Duration::from_secs(90)).await?;
-    ensure!(link(&lab, "node-2", "br-part").is_none(), "the link stays");
-    Ok(())
-}
-
 pub async fn a_node_that_is_gone_holds_up_nothing(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     start(&client, "lost", json!({})).await?;
