@@ -5,8 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use api::{BridgeNetwork, NodeNetwork};
+use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, ResourceExt as _,
@@ -121,6 +122,15 @@ pub async fn join(scene: &Scene, name: &str, node: &str, attachment: &str, addre
     let pod = scene.start(member(name, node, attachment)).await?;
     address_of(scene, name, "net1", address)?;
     Ok(pod)
+}
+
+/// The same for several pods, all at the same time.
+pub async fn join_all<const N: usize>(
+    scene: &Scene,
+    pods: [(&str, &str, &str, &str); N],
+) -> Result<[Pod; N]> {
+    let all = pods.map(|(name, node, attachment, address)| join(scene, name, node, attachment, address));
+    try_join_all(all).await?.try_into().map_err(|_| anyhow!("as many pods as were asked for"))
 }
 
 /// Gives a pod's interface an address.

@@ -80,15 +80,15 @@ fn main() -> ExitCode {
             a_node_daemon_can_write_only_its_own_nodes_objects,
             no_container_is_privileged_and_the_image_tells_its_commit,
             a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reach_each_other,
-            pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its_mtu,
             an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it_was,
-            a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes,
             what_people_do_to_links_is_repaired_within_1_s,
             a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_user,
             an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere,
             links_and_attachments_of_others_are_left_alone,
-            a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone,
-            a_network_of_small_packets_has_pods_too,
+            pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its_mtu
+                + a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes
+                + a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone
+                + a_network_of_small_packets_has_pods_too,
             edits_converge_in_place_and_lose_no_packet,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,

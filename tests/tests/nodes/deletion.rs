@@ -5,8 +5,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
     bridge::{
-        SOON, condition, create, delete, gone, in_namespace, join, link, member, networks, on_node, reaches,
-        ready, start, told,
+        SOON, condition, create, delete, gone, in_namespace, join_all, link, member, networks, on_node,
+        reaches, ready, start, told,
     },
     patchbay,
 };
@@ -57,8 +57,8 @@ pub async fn a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_use
     Scene::play(&lab, "used", async |scene: &Scene| {
         let client = &scene.client;
         start(client, "used", json!({"attachment": in_namespace(scene)})).await?;
-        join(scene, "a", "node-1", "used", "10.5.0.1/24").await?;
-        join(scene, "b", "node-1", "used", "10.5.0.2/24").await?;
+        join_all(scene, [("a", "node-1", "used", "10.5.0.1/24"), ("b", "node-1", "used", "10.5.0.2/24")])
+            .await?;
         lab.kubectl(&["delete", "bnet", "used", "--wait=false", "--cascade=foreground"])?;
         let waits = wait::until(Duration::from_secs(3), "the condition InUse", || async {
             let object = networks(client).get("used").await?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        SOON, condition, create, delete, gone, host_state, in_namespace, join, link, networks, on_node,
+        SOON, condition, create, delete, gone, host_state, in_namespace, join_all, link, networks, on_node,
         reaches, ready, start,
     },
     patchbay,
@@ -29,8 +29,8 @@ pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<
     let client = lab.client().await?;
     Scene::play(&lab, "drift", async |scene: &Scene| {
         start(&client, "drift", json!({"overlay": {"vni": 99}, "attachment": in_namespace(scene)})).await?;
-        join(scene, "a", "node-1", "drift", "10.6.0.1/24").await?;
-        join(scene, "b", "node-2", "drift", "10.6.0.2/24").await?;
+        join_all(scene, [("a", "node-1", "drift", "10.6.0.1/24"), ("b", "node-2", "drift", "10.6.0.2/24")])
+            .await?;
         reaches(scene, "a", "10.6.0.2").await?;
         let bridge =
             |key: &'static str| link(&lab, "node-1", "br-drift").map(|l| l[key].clone()).unwrap_or_default();

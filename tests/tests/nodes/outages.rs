@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        address_of, condition, delete, gone, in_namespace, join, link, member, networks, reaches, start, told,
+        address_of, condition, delete, gone, in_namespace, join, join_all, link, member, networks, reaches,
+        start, told,
     },
     patchbay::{self, NAMESPACE},
 };
@@ -156,8 +157,8 @@ pub async fn pods_come_and_go_while_the_daemon_is_away(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     Scene::play(&lab, "away", async |scene: &Scene| {
         start(&client, "away", json!({"attachment": in_namespace(scene)})).await?;
-        join(scene, "a", "node-1", "away", "10.3.0.1/24").await?;
-        join(scene, "b", "node-1", "away", "10.3.0.2/24").await?;
+        join_all(scene, [("a", "node-1", "away", "10.3.0.1/24"), ("b", "node-1", "away", "10.3.0.2/24")])
+            .await?;
         // Nobody puts it back on this node.
         lab.kubectl(&["label", "node", "node-2", "lab/daemon=wanted"])?;
         patchbay::change_daemons(&client, json!({"nodeSelector": {"lab/daemon": "wanted"}})).await?;
@@ -187,10 +188,11 @@ pub async fn after_a_reboot_pods_come_back_and_nics_that_went_are_not_published(
     let client = lab.client().await?;
     Scene::play(&lab, "reboot", async |scene: &Scene| {
         start(&client, "boot", json!({"overlay": {"vni": 31}, "attachment": in_namespace(scene)})).await?;
-        join(scene, "a", "node-1", "boot", "10.2.0.1/24").await?;
-        for name in ["b", "c"] {
-            scene.start(member(name, "node-2", "boot")).await?;
-        }
+        tokio::try_join!(
+            join(scene, "a", "node-1", "boot", "10.2.0.1/24"),
+            scene.start(member("b", "node-2", "boot")),
+            scene.start(member("c", "node-2", "boot")),
+        )?;
         let restarts = |pod: &Pod| {
             let statuses = pod.status.iter().flat_map(|s| s.container_statuses.iter().flatten());
             statuses.map(|s| s.restart_count).sum::<i32>()

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::bridge::{
-    SOON, address_of, condition, create, delete, gone, host_state, in_namespace, in_pod, join, link, lost,
-    member, networks, reaches, ready, start,
+    SOON, address_of, condition, create, delete, gone, host_state, in_namespace, in_pod, join, join_all,
+    link, lost, member, networks, reaches, ready, start,
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -94,9 +94,15 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
             "jsonpath={.spec.config}",
         ])?;
         ensure!(serde_json::from_str::<Value>(&config)?["mtu"] == 1450, "{config}");
-        let a = join(scene, "a", "node-1", "over", "10.8.0.1/24").await?;
-        join(scene, "b", "node-2", "over", "10.8.0.2/24").await?;
-        join(scene, "c", "node-2", "over2", "10.8.0.3/24").await?;
+        let [a, ..] = join_all(
+            scene,
+            [
+                ("a", "node-1", "over", "10.8.0.1/24"),
+                ("b", "node-2", "over", "10.8.0.2/24"),
+                ("c", "node-2", "over2", "10.8.0.3/24"),
+            ],
+        )
+        .await?;
         for (pod, address) in [("a", "fd00:8::1/64"), ("b", "fd00:8::2/64")] {
             address_of(scene, pod, "net1", address)?;
         }
@@ -153,8 +159,7 @@ pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it
         start(&client, "up", json!({"uplink": "eth1", "attachment": in_namespace(scene)})).await?;
         let eth1 = link(&lab, "node-1", "eth1").context("the uplink")?;
         ensure!(eth1["master"] == "br-up" && eth1["mtu"] == 1500, "{eth1}");
-        join(scene, "a", "node-1", "up", "10.7.0.1/24").await?;
-        join(scene, "b", "node-2", "up", "10.7.0.2/24").await?;
+        join_all(scene, [("a", "node-1", "up", "10.7.0.1/24"), ("b", "node-2", "up", "10.7.0.2/24")]).await?;
         reaches(scene, "a", "10.7.0.2").await
     })
     .await?;
@@ -170,8 +175,8 @@ pub async fn a_network_of_small_packets_has_pods_too(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     Scene::play(&lab, "small", async |scene: &Scene| {
         start(&client, "small", json!({"mtu": 600, "attachment": in_namespace(scene)})).await?;
-        join(scene, "a", "node-1", "small", "10.12.0.1/24").await?;
-        join(scene, "b", "node-1", "small", "10.12.0.2/24").await?;
+        join_all(scene, [("a", "node-1", "small", "10.12.0.1/24"), ("b", "node-1", "small", "10.12.0.2/24")])
+            .await?;
         reaches(scene, "a", "10.12.0.2").await?;
         let mtu = scene.exec("a", &["cat", "/sys/class/net/net1/mtu"])?;
         ensure!(mtu.trim() == "600", "{mtu}");
@@ -186,8 +191,9 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
     let client = lab.client().await?;
     Scene::play(&lab, "edits", async |scene: &Scene| {
         start(&client, "edit", json!({"mtu": 1400, "attachment": in_namespace(scene)})).await?;
-        let a = join(scene, "a", "node-1", "edit", "10.4.0.1/24").await?;
-        join(scene, "b", "node-1", "edit", "10.4.0.2/24").await?;
+        let [a, ..] =
+            join_all(scene, [("a", "node-1", "edit", "10.4.0.1/24"), ("b", "node-1", "edit", "10.4.0.2/24")])
+                .await?;
         reaches(scene, "a", "10.4.0.2").await?;
         let index = |l: &Option<Value>| l.as_ref().map(|l| l["ifindex"].clone());
         let before = index(&link(&lab, "node-1", "br-edit"));
