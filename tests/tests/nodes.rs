@@ -88,7 +88,8 @@ fn main() -> ExitCode {
             pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its_mtu
                 + a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes
                 + a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone
-                + a_network_of_small_packets_has_pods_too,
+                + a_network_of_small_packets_has_pods_too
+                + a_pod_and_a_deletion_at_the_same_time_strand_nothing,
             edits_converge_in_place_and_lose_no_packet,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
@@ -102,7 +103,6 @@ fn main() -> ExitCode {
             a_silent_api_server_is_survived,
             a_node_that_joins_or_leaves_is_followed,
             random_histories_end_as_the_model_says,
-            a_pod_and_a_deletion_at_the_same_time_strand_nothing,
             kubernetes_can_be_left_without_patchbay_and_get_it_back,
         ],
     }

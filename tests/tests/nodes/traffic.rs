@@ -41,8 +41,12 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
         }
         let table = lab.kubectl(&["get", "bnet", "local"])?;
         ensure!(table.contains("br-local") && table.contains("1500") && table.contains("2/2"), "{table}");
-        join(scene, "a", "node-1", "local", "10.9.0.1/24").await?;
-        join(scene, "b", "node-1", "local@lan", "10.9.0.9/24").await.err().context("net1 is named lan")?;
+        let (joined, named) = tokio::join!(
+            join(scene, "a", "node-1", "local", "10.9.0.1/24"),
+            join(scene, "b", "node-1", "local@lan", "10.9.0.9/24"),
+        );
+        joined?;
+        named.err().context("net1 is named lan")?;
         address_of(scene, "b", "lan", "10.9.0.2/24")?;
         reaches(scene, "a", "10.9.0.2").await?;
         let object = networks(client).get("local").await?;
