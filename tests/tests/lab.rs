@@ -138,7 +138,9 @@ fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
             }
         });
         // Down when nothing comes up any more: the kernel gives the numbers of dead namespaces to new ones.
-        labs.iter().for_each(|(_, guard)| down_and_out(&guard.0));
+        for (_, guard) in &labs {
+            down_and_out(&guard.0);
+        }
         same(&before);
     }
 }
