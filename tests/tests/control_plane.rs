@@ -256,6 +256,11 @@ async fn rival<T>(
             .patch("patchbay-controller", &PatchParams::default(), &Patch::Merge(&spec))
             .await
             .context("the rival's renewal")?;
+        wait::until(TERM * 3 / 10, "the rival to keep the Lease", || async {
+            ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
+            Ok(Some(()))
+        })
+        .await?;
         tokio::time::sleep(TERM / 10).await;
         ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
         Ok(())
