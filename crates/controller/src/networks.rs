@@ -139,9 +139,10 @@ impl Steward {
         written.buffer_unordered(AT_ONCE).collect().await
     }
 
-    fn plan(&self) -> Plan {
+    fn plan(&mut self) -> Plan {
         let begun = now();
         let mut world = self.cluster.world();
+        self.memory.seen(&std::mem::take(&mut world.stirred));
         let plan = network::plan(&world, Timestamp::now());
         world.remember(&plan);
         self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());

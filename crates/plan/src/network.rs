@@ -115,6 +115,8 @@ pub struct World {
     pub unanswered: BTreeMap<String, String>,
     /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
     pub in_place: BTreeMap<Reference, u64>,
+    /// The attachments that came, changed or went since the last plan.
+    pub stirred: BTreeSet<Reference>,
     /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
     pub withdrawn: BTreeMap<Reference, Withdrawn>,
 }

@@ -65,6 +65,7 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         refused: BTreeMap::new(),
         unanswered: BTreeMap::new(),
         in_place: BTreeMap::new(),
+        stirred: BTreeSet::new(),
         withdrawn: BTreeMap::new(),
     }
 }
