@@ -5,8 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use api::{BridgeNetwork, NodeNetwork};
+use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, ResourceExt as _,
@@ -101,11 +102,35 @@ pub fn member(name: &str, node: &str, attachments: &str) -> PodSpec {
     pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", attachments).capability("NET_ADMIN")
 }
 
+/// The attachment of a network for the pods of a scene.
+pub fn in_namespace(scene: &Scene) -> Value {
+    json!({"namespaces": [scene.namespace]})
+}
+
+/// Waits until the events of a scene have these words, and returns all of them.
+pub async fn told(scene: &Scene, words: &str, within: Duration) -> Result<String> {
+    let arguments = ["-n", &scene.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
+    wait::until(within, &format!("an event that says {words:?}"), || async {
+        let events = scene.lab.kubectl(&arguments)?;
+        Ok(events.contains(words).then_some(events))
+    })
+    .await
+}
+
 /// Starts a pod on one network, as `net1`, with an address.
 pub async fn join(scene: &Scene, name: &str, node: &str, attachment: &str, address: &str) -> Result<Pod> {
     let pod = scene.start(member(name, node, attachment)).await?;
     address_of(scene, name, "net1", address)?;
     Ok(pod)
+}
+
+/// The same for several pods, all at the same time.
+pub async fn join_all<const N: usize>(
+    scene: &Scene,
+    pods: [(&str, &str, &str, &str); N],
+) -> Result<[Pod; N]> {
+    let all = pods.map(|(name, node, attachment, address)| join(scene, name, node, attachment, address));
+    try_join_all(all).await?.try_into().map_err(|_| anyhow!("as many pods as were asked for"))
 }
 
 /// Gives a pod's interface an address.

@@ -1,4 +1,5 @@
-//! Support for end-to-end tests: a suite brings one lab up, runs its tests in it one after another, and takes it down.
+//! Support for end-to-end tests: a suite brings one lab up, runs its tests in it one after another or side by side, and
+//! takes it down.
 #![allow(clippy::print_stdout, reason = "a test runner prints what it ran")]
 
 use std::{
@@ -6,10 +7,11 @@ use std::{
     panic::AssertUnwindSafe,
     path::PathBuf,
     process::ExitCode,
+    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
 use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Shape};
 
@@ -21,11 +23,17 @@ pub mod replica;
 /// A test: a sentence and what shows it.
 pub type Test = (&'static str, fn(Lab) -> BoxFuture<'static, Result<()>>);
 
-/// Lists async functions as tests, each under its own name.
+/// Tests that run at the same time: they touch different things, and none of them measures what another disturbs.
+pub type Group = &'static [Test];
+
+/// Lists async functions as tests, each under its own name. Those joined by `+` run beside each other.
 #[macro_export]
 macro_rules! tests {
-    ($($test:ident),* $(,)?) => {
-        &[$((stringify!($test), |lab| Box::pin($test(lab)))),*]
+    ($($first:ident $(+ $beside:ident)*),* $(,)?) => {
+        &[$(&[
+            (stringify!($first), |lab| Box::pin($first(lab))),
+            $((stringify!($beside), |lab| Box::pin($beside(lab)))),*
+        ]),*]
     };
 }
 
@@ -36,91 +44,88 @@ pub struct Suite {
     pub shape: Shape,
     /// Runs once, before the first test.
     pub set_up: fn(Lab) -> BoxFuture<'static, Result<()>>,
-    pub tests: &'static [Test],
+    pub tests: &'static [Group],
 }
+
+/// Why a test failed, and with what in the lab.
+type Failure = (&'static str, anyhow::Error);
 
 impl Suite {
     /// The whole of a test program without the standard harness; prints as that does.
     pub fn run(&self) -> ExitCode {
         let words: Vec<String> = env::args().skip(1).collect();
+        let all = self.tests.iter().map(|group| group.len()).sum::<usize>();
         if words.iter().any(|w| w == "--list") {
-            self.tests.iter().for_each(|(name, _)| println!("{name}: test"));
+            self.tests.iter().copied().flatten().for_each(|(name, _)| println!("{name}: test"));
             return ExitCode::SUCCESS;
         }
         let filters: Vec<&String> = words.iter().filter(|w| !w.starts_with('-')).collect();
         let wanted = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
-        let tests: Vec<&Test> = self.tests.iter().filter(|(name, _)| wanted(name)).collect();
-        println!("\nrunning {} tests", tests.len());
-        if tests.is_empty() {
-            println!(
-                "\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {} filtered out",
-                self.tests.len()
-            );
+        let groups = self.tests.iter().map(|group| group.iter().filter(|(name, _)| wanted(name)).collect());
+        let groups: Vec<Vec<&Test>> = groups.collect();
+        let count = groups.iter().map(Vec::len).sum::<usize>();
+        println!("\nrunning {count} tests");
+        if count == 0 {
+            println!("\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {all} filtered out");
             return ExitCode::SUCCESS;
         }
-        match self.play(&tests) {
-            Ok(0) => ExitCode::SUCCESS,
-            Ok(_) => ExitCode::FAILURE,
-            Err(e) => {
-                println!("test result: FAILED. 0 passed; {} failed; set-up: {e:#}", tests.len());
-                ExitCode::FAILURE
-            }
-        }
-    }
-
-    fn play(&self, tests: &[&Test]) -> Result<usize> {
         let start = Instant::now();
-        let lab = Lab::new(self.name.parse()?);
-        // What a killed run may have left.
-        lab.down()?;
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-        let begun = runtime.block_on(async {
-            lab.up(self.shape).await.context("bring the lab up")?;
-            (self.set_up)(lab.clone()).await.context("set the suite up")
-        });
-        if let Err(e) = begun {
-            self.leave(&lab)?;
-            return Err(e);
-        }
-        let mut failures = Vec::new();
-        let limit = Duration::from_secs(if soak() { 1800 } else { 240 });
-        for (name, test) in tests {
-            let begun = Instant::now();
-            let outcome = runtime.block_on(async {
-                let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
-                let ended = tokio::time::timeout(limit, test)
-                    .await
-                    .with_context(|| format!("no end after {limit:?}"))?;
-                ended.unwrap_or_else(|_| bail!("the test panicked"))
-            });
-            let spent = begun.elapsed().as_secs_f64();
-            match outcome {
-                Ok(()) => println!("test {name} ... ok ({spent:.1} s)"),
-                Err(e) => {
-                    println!("test {name} ... FAILED ({spent:.1} s)");
-                    failures.push((name, e.context(patchbay::dump(&lab))));
-                    // What it left cut or paused must not fail the next one.
-                    for node in lab.nodes() {
-                        lab.heal(&node)?;
-                    }
-                    runtime.block_on(lab.up(self.shape))?;
-                }
+        let failures = match self.play(&groups) {
+            Ok(failures) => failures,
+            Err(e) => {
+                println!("test result: FAILED. 0 passed; {count} failed; set-up: {e:#}");
+                return ExitCode::FAILURE;
             }
-        }
-        runtime.shutdown_timeout(Duration::from_secs(5));
-        self.leave(&lab)?;
+        };
         for (name, e) in &failures {
             println!("\n---- {name} ----\n{e:?}");
         }
-        let (verdict, passed) =
-            (if failures.is_empty() { "ok" } else { "FAILED" }, tests.len() - failures.len());
         println!(
-            "\ntest result: {verdict}. {passed} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
+            "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
+            if failures.is_empty() { "ok" } else { "FAILED" },
+            count - failures.len(),
             failures.len(),
-            self.tests.len() - tests.len(),
+            all - count,
             start.elapsed().as_secs_f64(),
         );
-        Ok(failures.len())
+        if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+
+    fn play(&self, groups: &[Vec<&Test>]) -> Result<Vec<Failure>> {
+        let lab = Lab::new(self.name.parse()?);
+        // What a killed run may have left.
+        lab.down()?;
+        let begun = Instant::now();
+        let ready = block(async {
+            lab.up(self.shape).await.context("bring the lab up")?;
+            (self.set_up)(lab.clone()).await.context("set the suite up")
+        });
+        if let Err(e) = ready {
+            self.leave(&lab)?;
+            return Err(e);
+        }
+        println!("set up in {:.1} s", begun.elapsed().as_secs_f64());
+        let mut failures = Vec::new();
+        for group in groups {
+            // A thread and a runtime for each: what one waits for holds up no other.
+            let ended: Vec<Option<Failure>> = thread::scope(|scope| {
+                let running: Vec<_> = group.iter().map(|test| scope.spawn(|| play(&lab, test))).collect();
+                let outcomes = running.into_iter().zip(group).map(|(thread, (name, _))| {
+                    thread.join().unwrap_or_else(|_| Some((*name, anyhow!("the test's thread panicked"))))
+                });
+                outcomes.collect()
+            });
+            if ended.iter().any(Option::is_some) {
+                // What was left cut or paused must not fail the next ones.
+                for node in lab.nodes() {
+                    lab.heal(&node)?;
+                }
+                block(lab.up(self.shape))?;
+            }
+            failures.extend(ended.into_iter().flatten());
+        }
+        self.leave(&lab)?;
+        Ok(failures)
     }
 
     /// Takes the lab down, unless a person wants to look at it.
@@ -131,6 +136,36 @@ impl Suite {
         }
         lab.down()
     }
+}
+
+/// Runs one test to its end and says how it went.
+fn play(lab: &Lab, (name, test): &Test) -> Option<Failure> {
+    let begun = Instant::now();
+    let limit = Duration::from_secs(if soak() { 1800 } else { 240 });
+    let outcome = block(async {
+        let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
+        let ended =
+            tokio::time::timeout(limit, test).await.with_context(|| format!("no end after {limit:?}"))?;
+        ended.unwrap_or_else(|_| bail!("the test panicked"))
+    });
+    let spent = begun.elapsed().as_secs_f64();
+    match outcome {
+        Ok(()) => {
+            println!("test {name} ... ok ({spent:.1} s)");
+            None
+        }
+        Err(e) => {
+            println!("test {name} ... FAILED ({spent:.1} s)");
+            Some((name, e.context(patchbay::dump(lab))))
+        }
+    }
+}
+
+fn block<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let outcome = runtime.block_on(work);
+    runtime.shutdown_timeout(Duration::from_secs(5));
+    outcome
 }
 
 /// Whether the long counts are wanted: `make soak`.

@@ -3,9 +3,13 @@
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, Client, ResourceExt, api::ListParams};
+use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{ListParams, Patch, PatchParams},
+};
 use lab::{Lab, wait};
+use serde_json::{Value, json};
 
 use crate::repository;
 
@@ -44,6 +48,16 @@ pub async fn ready(lab: &Lab) -> Result<()> {
         Ok(nodes.iter().all(|n| names.contains(n.as_str())).then_some(()))
     })
     .await
+}
+
+/// Changes the pods of the node daemons, all at the same time, and does not wait for them.
+pub async fn change_daemons(client: &Client, pods: Value) -> Result<()> {
+    let daemons: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
+    let at_once = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}});
+    let patch = json!({"spec": {"updateStrategy": at_once, "template": {"spec": pods}}});
+    let patch = Patch::Strategic(&patch);
+    daemons.patch("patchbay-node", &PatchParams::default(), &patch).await.context("change the DaemonSet")?;
+    Ok(())
 }
 
 /// The pod of a node's daemon.

@@ -66,9 +66,7 @@ pub fn run(length: Length) -> Result<()> {
     counted("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])?;
     counted("controller", &["-p", "e2e", "--test", "control_plane"])?;
     counted("networks", &["-p", "e2e", "--test", "networks"])?;
-    counted("end to end", &["-p", "e2e", "--test", "cluster"])?;
-    counted("bridges", &["-p", "e2e", "--test", "bridges"])?;
-    counted("histories", &["-p", "e2e", "--test", "histories"])?;
+    counted("nodes", &["-p", "e2e", "--test", "nodes"])?;
     summary(&lines)
 }
 

@@ -90,7 +90,10 @@ mod tests {
             (r#"{"type": "macvlan", "ipam": {"type": "patchbay-ipam", "network": "blue"}}"#, Some("blue")),
             (r#"{"type": "macvlan", "ipam": {"type": "host-local", "network": "blue"}}"#, None),
             (r#"{"type": "macvlan", "ipam": "patchbay-ipam"}"#, None),
-            (r#"{"plugins": [{"type": "a", "ipam": {"type": "patchbay-ipam", "network": "red"}}]}"#, Some("red")),
+            (
+                r#"{"plugins": [{"type": "a", "ipam": {"type": "patchbay-ipam", "network": "red"}}]}"#,
+                Some("red"),
+            ),
             (
                 r#"{"plugins": [{"type": "tuning"}, {"type": "patchbay-bridge", "network": "red"}]}"#,
                 Some("red"),

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use api::selection::Reference;
+use api::{bridgenetwork::FINALIZER_USERS, selection::Reference};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
@@ -22,7 +22,7 @@ use crate::{
     call::{self, Line},
     follow::LIVE_PODS,
     metrics::{Call, Metrics},
-    object::{self, AttachmentObject, NetworkObject, ReportObject, WorkloadObject},
+    object::{self, AttachmentObject, NetworkObject, NodeObject, ReportObject, WorkloadObject},
 };
 
 /// Large enough that most lists are one answer, small enough that none is a burden.
@@ -211,6 +211,28 @@ impl Direct {
         let look = |it: NetworkObject| live.extend(it.metadata.uid.filter(|uid| wanted.contains(uid)));
         self.each(api, ListParams::default().limit(PAGE), look).await?;
         Ok(live)
+    }
+
+    /// Whether there is this Node.
+    pub async fn has_node(&self, name: &str, uid: &str) -> Result<bool, call::Error> {
+        let mut found = false;
+        let api = self.all::<NodeObject>(&object::nodes());
+        let params = ListParams::default().fields(&format!("metadata.name={name}"));
+        self.each(api, params, |it| found |= it.metadata.uid.as_deref() == Some(uid)).await?;
+        Ok(found)
+    }
+
+    /// Whether there is this network, and pods can join it.
+    pub async fn is_joined(&self, uid: &str) -> Result<bool, call::Error> {
+        let mut found = false;
+        let api = self.all::<NetworkObject>(&object::networks());
+        let look = |it: NetworkObject| {
+            let held = it.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_USERS);
+            let going = it.metadata.deletion_timestamp.is_some() && !held;
+            found |= it.metadata.uid.as_deref() == Some(uid) && !going;
+        };
+        self.each(api, ListParams::default().limit(PAGE), look).await?;
+        Ok(found)
     }
 
     fn all<K: Resource<DynamicType = ApiResource>>(&self, resource: &ApiResource) -> Api<K> {

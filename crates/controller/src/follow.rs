@@ -145,7 +145,11 @@ impl Follower {
             let stream = self.all(&object::attachments(), Call::WatchAttachments);
             let map: fn(&mut World) -> Option<&mut BTreeMap<Reference, network::Attachment>> =
                 |world| world.attachments.as_mut();
-            self.keep(Source::Attachments, stream, map, |_, it| object::attachment(it))
+            self.keep(Source::Attachments, stream, map, |world, it| {
+                let (at, one) = object::attachment(it)?;
+                world.stirred.insert(at.clone());
+                Some((at, one))
+            })
         };
         let clear = |world: &mut World| world.attachments.take().is_some();
         self.optional("network-attachment-definitions.k8s.cni.cncf.io", Source::Attachments, follow, clear)

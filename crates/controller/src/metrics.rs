@@ -34,6 +34,8 @@ pub enum Call {
     WatchNodeNetworks,
     WatchNamespaces,
     WatchAttachments,
+    WatchBlocks,
+    Block,
     WatchKinds,
     WatchUsers,
     WatchSecret,

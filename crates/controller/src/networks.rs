@@ -15,7 +15,7 @@ use api::{Chain, selection::Reference};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
-use plan::network::{self, Plan, Relabel, Turn};
+use plan::network::{self, Discard, Plan, Relabel, Turn};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
@@ -73,7 +73,7 @@ impl Steward {
 
     /// One look and all writes that it asks for; says for how long nothing more is due.
     async fn round(&mut self) -> Duration {
-        let Plan { turns, orphans, labels, look } = self.plan();
+        let Plan { turns, orphans, labels, discarded, look } = self.plan();
         self.memory.tidy(&self.cluster.world(), now());
         let mut pause = look.unwrap_or(LONG);
         self.settle_refusals(&turns);
@@ -107,10 +107,27 @@ impl Steward {
             pause = pause.min(self.remember(&turn, outcome));
         }
         pause = pause.min(self.relabel(labels).await);
+        pause = pause.min(self.discard(discarded).await);
         for (at, one) in orphans {
             self.memory.sweep(one.uid.clone(), now());
             if let Err(error) = self.writer.sweep(&at, &one, &answers).await {
                 pause = pause.min(failed(&error, "an attachment without a network could not be removed"));
+            }
+        }
+        pause
+    }
+
+    /// Frees address blocks that nobody holds any more.
+    async fn discard(&mut self, discarded: Vec<Discard>) -> Duration {
+        let mut pause = LONG;
+        for one in discarded {
+            if self.memory.swept(&one.uid, now()) {
+                pause = pause.min(memory::SEEN_AGAIN);
+                continue;
+            }
+            self.memory.sweep(one.uid.clone(), now());
+            if let Err(error) = self.writer.discard(&one).await {
+                pause = pause.min(failed(&error, "an address block that nobody holds could not be removed"));
             }
         }
         pause
@@ -139,9 +156,11 @@ impl Steward {
         written.buffer_unordered(AT_ONCE).collect().await
     }
 
-    fn plan(&self) -> Plan {
+    fn plan(&mut self) -> Plan {
         let begun = now();
         let mut world = self.cluster.world();
+        self.memory.seen(&std::mem::take(&mut world.stirred));
+        world.notice(Timestamp::now());
         let plan = network::plan(&world, Timestamp::now());
         world.remember(&plan);
         self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, PostParams},
+    api::{DeleteParams, ListParams, PostParams},
 };
 use serde_json::{Value, json};
 
@@ -105,6 +105,8 @@ impl Scene {
             Err(e) => Err(e.context(lab.dump())),
         };
         let gone = DeleteParams::background().grace_period(0);
+        // The pods first, and at once: a namespace that goes leaves each of them its full time to stop.
+        let _ = scene.pods().delete_collection(&gone, &ListParams::default()).await;
         let deleted = namespaces.delete(&scene.namespace, &gone).await.context("delete the namespace");
         // Why the test failed says more than why its namespace stays.
         outcome.and(deleted.map(|_| ()))

@@ -25,12 +25,12 @@ use api::{
 };
 use jiff::{SignedDuration, Timestamp};
 
-use self::{attachments::Attachments, selected::Selected};
 pub use self::{
     addresses::{Block, Discard, GONE},
     mtu::wanted as wanted_mtu,
     selected::{clash_with, same_attachment},
 };
+use self::{attachments::Attachments, selected::Selected};
 use crate::users::{Index, Summary};
 
 /// From the beginning of a deletion until anything is taken away: a pod that was admitted before anybody knew of the
@@ -120,6 +120,8 @@ pub struct World {
     pub blocks: BTreeMap<String, Block>,
     /// Since when nodes that hold blocks are gone, by their UID: see [`World::notice`].
     pub gone: BTreeMap<String, Timestamp>,
+    /// The attachments that came, changed or went since the last plan.
+    pub stirred: BTreeSet<Reference>,
     /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
     pub withdrawn: BTreeMap<Reference, Withdrawn>,
 }

@@ -1,7 +1,7 @@
 //! What the leader's loop remembers from one look to the next: only what spares writes. All of it may be lost.
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{BTreeSet, HashMap, HashSet, VecDeque},
     time::{Duration, Instant},
 };
 
@@ -86,6 +86,11 @@ impl Memory {
         let live: HashSet<&String> = world.networks.values().map(|network| &network.uid).collect();
         self.networks.retain(|uid, _| live.contains(uid));
         self.unanswered.retain(|uid, _| live.contains(uid));
+    }
+
+    /// An attachment that we made and that was seen since need not be waited for: if it is not there, it has gone again.
+    pub fn seen(&mut self, stirred: &BTreeSet<Reference>) {
+        self.attachments.retain(|at, (before, _)| before.is_some() || !stirred.contains(at));
     }
 
     /// How long this turn has to wait, if it has to.
@@ -286,6 +291,23 @@ mod tests {
         }
         memory.keep_refusals(|_, _| false);
         assert_eq!(memory.put_off(&mut asked.clone(), start), None);
+    }
+
+    #[test]
+    fn what_was_made_is_waited_for_until_it_was_seen() {
+        let mut memory = Memory::default();
+        let (start, at) = (Instant::now(), Reference::new("ns", "blue"));
+        let turn = Turn { uid: "u".to_owned(), steps: vec![create("blue")], ..Turn::default() };
+        let made = || Outcome { attachments: vec![(at.clone(), None)], ..Outcome::default() };
+        memory.written(&turn, made(), start);
+        assert_eq!(memory.wait(&World::default(), &turn, start), Some(SEEN_AGAIN));
+        memory.seen(&BTreeSet::from([Reference::new("ns", "other")]));
+        assert_eq!(memory.wait(&World::default(), &turn, start), Some(SEEN_AGAIN));
+        // It came and went again.
+        memory.seen(&BTreeSet::from([at.clone()]));
+        assert_eq!(memory.wait(&World::default(), &turn, start), None);
+        memory.written(&turn, made(), start);
+        assert_eq!(memory.wait(&World::default(), &turn, start + SEEN_AGAIN), None);
     }
 
     #[test]

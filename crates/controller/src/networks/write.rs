@@ -14,7 +14,7 @@ use kube::{
     api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
     runtime::events::{self, Recorder, Reporter},
 };
-use plan::network::{Attachment, Event, Relabel, Step, Turn};
+use plan::network::{Attachment, Discard, Event, Relabel, Step, Turn};
 use serde_json::{Value, json};
 use tracing::{debug, info};
 
@@ -48,6 +48,12 @@ pub enum Error {
         #[source]
         source: call::Error,
     },
+    #[error("remove the address block {name}")]
+    Block {
+        name: String,
+        #[source]
+        source: call::Error,
+    },
     #[error("write the labels of node {name}")]
     Node {
         name: String,
@@ -60,9 +66,10 @@ impl Error {
     pub fn is_conflict(&self) -> bool {
         match self {
             Self::Ask { .. } => false,
-            Self::Network { source, .. } | Self::Attachment { source, .. } | Self::Node { source, .. } => {
-                source.is_conflict()
-            }
+            Self::Network { source, .. }
+            | Self::Attachment { source, .. }
+            | Self::Block { source, .. }
+            | Self::Node { source, .. } => source.is_conflict(),
         }
     }
 }
@@ -121,6 +128,7 @@ pub struct Writer {
     network: Line,
     attachment: Line,
     node: Line,
+    block: Line,
     event: Line,
 }
 
@@ -134,6 +142,7 @@ impl Writer {
             network: line(Call::Network),
             attachment: line(Call::Attachment),
             node: line(Call::Node),
+            block: line(Call::Block),
             event: line(Call::Event),
             client,
             cluster,
@@ -309,6 +318,26 @@ impl Writer {
         let event = Event { about: None, warning: false, reason: "AttachmentRemoved", note };
         self.tell(&Turn { uid: uid.to_owned(), ..turn }, &event).await;
         info!(attachment = %at, "removed an attachment whose network is no more");
+        Ok(())
+    }
+
+    /// Removes an address block, if it still is as it was seen and its network and its node are still gone, as the API
+    /// server itself says.
+    pub async fn discard(&self, one: &Discard) -> Result<(), Error> {
+        let failed = |source| Error::Block { name: one.name.clone(), source };
+        let holds = match &one.node {
+            Some(node) => self.direct.has_node(node, &one.holder).await,
+            None => self.direct.is_joined(&one.network).await,
+        };
+        if holds.map_err(failed)? {
+            return Ok(());
+        }
+        let only = Preconditions { uid: Some(one.uid.clone()), resource_version: Some(one.version.clone()) };
+        let params = DeleteParams::default().preconditions(only);
+        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &object::blocks());
+        let deleted = self.block.change(api.delete(&one.name, &params)).await;
+        deleted.map_err(|source| Error::Block { name: one.name.clone(), source })?;
+        info!(block = one.name, node = one.node, "removed an address block that nobody holds");
         Ok(())
     }
 

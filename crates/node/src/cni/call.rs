@@ -319,7 +319,13 @@ fn no_namespace() -> Error {
 fn hands_out(config: &Config) -> Result<bool, Error> {
     match &config.ipam {
         None => Ok(false),
-        Some(ipam) if ipam.plugin == IPAM_PLUGIN => Ok(true),
+        Some(ipam) if ipam.plugin == IPAM_PLUGIN => match (&ipam.network, &config.network) {
+            (Some(one), Some(other)) if one != other => {
+                let msg = "ipam.network is another one than network: a pod has addresses of the network that it joins";
+                Err(Error::new(Code::InvalidConfig, msg))
+            }
+            _ => Ok(true),
+        },
         Some(ipam) => {
             let msg = format!(
                 "patchbay-bridge has its addresses from {IPAM_PLUGIN} and from no other plugin, such as {:?}: write \

@@ -35,6 +35,8 @@ pub struct Discard {
     pub version: String,
     /// The node that is gone, if that is why.
     pub node: Option<String>,
+    /// The UID of that node.
+    pub holder: String,
     /// The UID of its network.
     pub network: String,
 }
@@ -69,7 +71,9 @@ pub fn by_network(world: &World) -> BTreeMap<&str, Vec<(&str, &Block)>> {
 
 fn discard(name: &str, block: &Block, node: Option<String>) -> Discard {
     let (uid, version) = (block.object.uid.clone(), block.version.clone());
-    Discard { name: name.to_owned(), uid, version, node, network: block.object.spec.network_uid.clone() }
+    let spec = &block.object.spec;
+    let (network, holder) = (spec.network_uid.clone(), spec.holder.uid.clone());
+    Discard { name: name.to_owned(), uid, version, node, holder, network }
 }
 
 /// The blocks of networks that are no more, of networks that nobody can join any more, and of nodes that are gone.
@@ -95,9 +99,9 @@ pub fn discarded(world: &World, now: Timestamp) -> Vec<Discard> {
         let abandoned: BTreeSet<&str> =
             ipam::abandoned(objects, gone).into_iter().map(|object| object.uid.as_str()).collect();
         let left = blocks.iter().filter(|(_, block)| abandoned.contains(block.object.uid.as_str()));
-        all.extend(left.map(|(name, block)| {
-            discard(name, block, Some(block.object.spec.holder.node.clone()))
-        }));
+        all.extend(
+            left.map(|(name, block)| discard(name, block, Some(block.object.spec.holder.node.clone()))),
+        );
     }
     all
 }
@@ -105,10 +109,8 @@ pub fn discarded(world: &World, now: Timestamp) -> Vec<Discard> {
 /// How many addresses a network has. The length of its blocks stays what it once was.
 pub fn status(scene: &Scene<'_>) -> Option<IpamStatus> {
     let old = scene.network.status.ipam.clone().unwrap_or_default();
-    let new = IpamStatus {
-        ipv4: family(scene, Family::V4, old.ipv4),
-        ipv6: family(scene, Family::V6, old.ipv6),
-    };
+    let new =
+        IpamStatus { ipv4: family(scene, Family::V4, old.ipv4), ipv6: family(scene, Family::V6, old.ipv6) };
     (new != IpamStatus::default()).then_some(new)
 }
 

@@ -23,7 +23,6 @@ const MTU_REDUCED: &str = "MtuReduced";
 /// The conditions that are decided here, and how many more an object may have.
 const OURS: [&str; 6] =
     [READY, IN_USE, CONFLICT, MTU_REDUCED, addresses::CONDITIONS[0], addresses::CONDITIONS[1]];
-const MAX_FOREIGN: usize = MAX_CONDITIONS - OURS.len();
 
 /// Reasons of Ready, in the order in which they count.
 const DELETION_BLOCKED: &str = "DeletionBlocked";
@@ -99,7 +98,8 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
         return;
     }
     turn.patient = turn.steps.is_empty() && only_users_differ(&new, old);
-    new.conditions.extend(foreign(&scene.network.status).take(MAX_FOREIGN).cloned());
+    let room = MAX_CONDITIONS.saturating_sub(new.conditions.len());
+    new.conditions.extend(foreign(&scene.network.status).take(room).cloned());
     turn.status = Some(Box::new(new));
 }
 

@@ -1,3 +1,4 @@
+mod addresses;
 mod attachments;
 mod deletion;
 mod mtu;
@@ -65,6 +66,9 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         refused: BTreeMap::new(),
         unanswered: BTreeMap::new(),
         in_place: BTreeMap::new(),
+        stirred: BTreeSet::new(),
+        blocks: BTreeMap::new(),
+        gone: BTreeMap::new(),
         withdrawn: BTreeMap::new(),
     }
 }

@@ -1,47 +1,32 @@
 //! Random histories of bridge networks on two nodes: whatever is made, edited, deleted, damaged and killed, in the end
 //! links and objects are what the model says.
-#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write as _,
-    process::ExitCode,
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 use api::NodeNetwork;
 use e2e::{
-    Suite,
     bridge::{self, member, networks},
-    patchbay, tests,
+    patchbay,
 };
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
-use lab::{Lab, Shape, scene::Scene, wait};
+use lab::{Lab, scene::Scene, wait};
 use serde_json::{Value, json};
 
-const NODES: [&str; 2] = ["node-1", "node-2"];
+use crate::NODES;
+
 const NAMES: [&str; 3] = ["red", "green", "gold"];
 const STEPS: u64 = 6;
 /// Long enough for a controller that was killed to be followed.
 const CONVERGED: Duration = Duration::from_secs(60);
-
-fn main() -> ExitCode {
-    Suite {
-        name: "t-histories",
-        shape: Shape::Nodes(2),
-        set_up: |lab| Box::pin(async move { patchbay::install(&lab).await }),
-        tests: tests![
-            random_histories_end_as_the_model_says,
-            a_pod_and_a_deletion_at_the_same_time_strand_nothing,
-        ],
-    }
-    .run()
-}
 
 /// SplitMix64: the same histories for the same seed, everywhere.
 struct Dice(u64);
@@ -99,7 +84,7 @@ impl Wanted {
 
 type Model = BTreeMap<&'static str, Wanted>;
 
-async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
+pub async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let count = if e2e::soak() { 200 } else { 20 };
     let clean = state(&lab, &client).await?;
@@ -310,7 +295,7 @@ async fn state(lab: &Lab, client: &Client) -> Result<String> {
     Ok(text)
 }
 
-async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> Result<()> {
+pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> Result<()> {
     let rounds = if e2e::soak() { 60 } else { 6 };
     let (mut refused, mut ran) = (0, 0);
     Scene::play(&lab, "race", async |scene: &Scene| {

@@ -1,0 +1,182 @@
+//! What nodes publish of their NICs, how soon, and how little they write for it.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use api::NodeNetwork;
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, Patch, PatchParams},
+};
+use lab::{
+    Lab,
+    scene::{Scene, pod},
+    wait,
+};
+use serde_json::{Value, json};
+
+use crate::rest::{at_rest, writes};
+
+pub fn nodenetworks(client: &Client) -> Api<NodeNetwork> {
+    Api::all(client.clone())
+}
+
+/// The interfaces that a node publishes, by name.
+pub async fn interfaces(client: &Client, node: &str) -> Result<BTreeMap<String, Value>> {
+    let object = nodenetworks(client).get(node).await?;
+    let status = serde_json::to_value(object.status)?;
+    let list = status["interfaces"].as_array().cloned().unwrap_or_default();
+    Ok(list.into_iter().map(|i| (i["name"].as_str().unwrap_or_default().to_owned(), i)).collect())
+}
+
+pub async fn shows(
+    client: &Client,
+    node: &str,
+    nic: &str,
+    there: bool,
+    within: Duration,
+) -> Result<Duration> {
+    let start = Instant::now();
+    let what = format!("{nic} to {} NodeNetwork {node}", if there { "appear in" } else { "leave" });
+    wait::until(within, &what, || async {
+        Ok((interfaces(client, node).await?.contains_key(nic) == there).then_some(()))
+    })
+    .await?;
+    Ok(start.elapsed())
+}
+
+pub async fn every_node_publishes_its_nics_and_its_vtep_address(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    for (node, address) in [("node-1", "172.30.0.11"), ("node-2", "172.30.0.12")] {
+        let found = interfaces(&client, node).await?;
+        ensure!(found.keys().eq(["eth0", "eth1", "eth2"]), "{found:#?}");
+        let first = &found["eth0"];
+        ensure!(first["defaultRoute"] == true && first["state"] == "Up" && first["mtu"] == 1500, "{first}");
+        ensure!(first["addresses"][0] == format!("{address}/24"), "{first}");
+        ensure!(found["eth1"].get("defaultRoute").is_none_or(|v| v == false), "{}", found["eth1"]);
+        let mac = lab.node(node).output(&["cat", "/sys/class/net/eth1/address"])?;
+        ensure!(found["eth1"]["mac"] == mac.trim(), "{}", found["eth1"]);
+        let object = nodenetworks(&client).get(node).await?;
+        let status = serde_json::to_value(&object.status)?;
+        ensure!(status["vtep"]["address"] == address && status["vtep"]["interface"] == "eth0", "{status}");
+        let owners = object.metadata.owner_references.unwrap_or_default();
+        ensure!(owners.len() == 1 && owners[0].kind == "Node" && owners[0].name == node, "{owners:?}");
+    }
+    let table = lab.kubectl(&["get", "nnet"])?;
+    ensure!(table.contains("172.30.0.11") && table.contains("eth0"), "{table}");
+    Ok(())
+}
+
+pub async fn twenty_pods_starting_cause_no_write(lab: Lab) -> Result<()> {
+    let mark = lab.audit_mark()?;
+    Scene::play(&lab, "twenty", async |scene: &Scene| {
+        let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
+        for (number, name) in names.iter().enumerate() {
+            scene.create(pod(name).on(if number % 2 == 0 { "node-1" } else { "node-2" })).await?;
+        }
+        for name in &names {
+            scene.ready(name).await?;
+        }
+        let links = lab.node("node-1").output(&["ls", "/sys/class/net"])?;
+        ensure!(links.matches("veth").count() >= 10, "the pods have links: {links}");
+        Ok(())
+    })
+    .await?;
+    let found = writes(&lab, mark)?;
+    ensure!(found.is_empty(), "{found:?}");
+    Ok(())
+}
+
+pub async fn a_new_nic_shows_within_1_s_and_goes_as_fast(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let node = lab.node("node-2");
+    for round in 0..if e2e::soak() { 50 } else { 3 } {
+        // A second after the last write: the promise is for a node at rest, and at most one write a second.
+        let mark = at_rest(&lab).await?;
+        node.output(&[
+            "ip",
+            "link",
+            "add",
+            "nic9",
+            "up",
+            "mtu",
+            "1400",
+            "address",
+            "02:00:00:00:09:01",
+            "type",
+            "veth",
+            "peer",
+            "vethnic9",
+        ])?;
+        let came = shows(&client, "node-2", "nic9", true, Duration::from_secs(1)).await?;
+        let nic = interfaces(&client, "node-2").await?.remove("nic9").context("the NIC")?;
+        ensure!(nic["mac"] == "02:00:00:00:09:01" && nic["mtu"] == 1400 && nic["kind"] == "veth", "{nic}");
+        node.output(&["ip", "link", "del", "nic9"])?;
+        let went = shows(&client, "node-2", "nic9", false, Duration::from_millis(1500)).await?;
+        println!("round {round}: shown after {came:?}, gone after {went:?}");
+        ensure!(came <= Duration::from_secs(1), "{came:?}");
+        let found = writes(&lab, mark)?;
+        ensure!(found.len() <= 3, "{found:?}");
+    }
+    Ok(())
+}
+
+pub async fn a_flapping_nic_costs_at_most_one_write_a_second(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let node = lab.node("node-1");
+    let (mark, begun) = (lab.audit_mark()?, Instant::now());
+    while begun.elapsed() < Duration::from_secs(5) {
+        for state in ["down", "up"] {
+            node.output(&["ip", "link", "set", "eth2", state])?;
+        }
+    }
+    let seconds = begun.elapsed().as_secs();
+    wait::until(Duration::from_secs(3), "the last state to be published", || async {
+        Ok((interfaces(&client, "node-1").await?["eth2"]["state"] == "Up").then_some(()))
+    })
+    .await?;
+    let found = writes(&lab, mark)?;
+    println!("{} writes in {seconds} s of flapping", found.len());
+    ensure!(!found.is_empty() && found.len() as u64 <= seconds + 2, "{} writes in {seconds} s", found.len());
+    Ok(())
+}
+
+pub async fn what_people_do_to_a_nodenetwork_is_repaired(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    let api = nodenetworks(&client);
+    let before = api.get("node-1").await?;
+    let lie = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth9", "mtu": 1500}, "interfaces": []}});
+    api.patch_status("node-1", &PatchParams::default(), &Patch::Merge(&lie))
+        .await
+        .context("edit the status")?;
+    wait::until(Duration::from_secs(3), "the status to tell the truth", || async {
+        Ok((api.get("node-1").await?.status == before.status).then_some(()))
+    })
+    .await?;
+    let foreign = json!({"metadata": {"ownerReferences": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "name": "x", "uid": "00000000-0000-0000-0000-000000000000"},
+    ]}});
+    api.patch("node-1", &PatchParams::default(), &Patch::Merge(&foreign))
+        .await
+        .context("give it another owner")?;
+    wait::until(Duration::from_secs(5), "the owner to be its Node alone", || async {
+        let owners =
+            api.get_opt("node-1").await?.and_then(|n| n.metadata.owner_references).unwrap_or_default();
+        Ok((owners.len() == 1 && owners[0].kind == "Node").then_some(()))
+    })
+    .await?;
+    api.delete("node-1", &DeleteParams::default()).await.context("delete it")?;
+    wait::until(Duration::from_secs(3), "a new NodeNetwork", || async {
+        let now = api.get_opt("node-1").await?;
+        Ok(now
+            .filter(|n| {
+                n.uid() != before.uid()
+                    && serde_json::to_value(&n.status).is_ok_and(|s| s["vtep"]["address"] == "172.30.0.11")
+            })
+            .map(|_| ()))
+    })
+    .await
+}
