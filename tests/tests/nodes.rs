@@ -1,6 +1,8 @@
 //! Patchbay on two nodes, installed from its image and its manifests as a user would do it.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
+#[path = "nodes/addresses.rs"]
+mod addresses;
 #[path = "nodes/deletion.rs"]
 mod deletion;
 #[path = "nodes/drift.rs"]
@@ -20,6 +22,12 @@ mod traffic;
 
 use std::process::ExitCode;
 
+use addresses::{
+    a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile,
+    a_small_subnet_is_filled_to_its_last_address_from_both_nodes, address_blocks_are_their_holders,
+    other_plugins_and_requested_addresses_are_served,
+    pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
+};
 use deletion::{
     a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_user,
     a_node_that_is_gone_holds_up_nothing, a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes,
@@ -91,6 +99,11 @@ fn main() -> ExitCode {
                 + a_network_of_small_packets_has_pods_too
                 + a_pod_and_a_deletion_at_the_same_time_strand_nothing,
             edits_converge_in_place_and_lose_no_packet,
+            pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
+            a_small_subnet_is_filled_to_its_last_address_from_both_nodes
+                + other_plugins_and_requested_addresses_are_served
+                + address_blocks_are_their_holders,
+            a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
             after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,

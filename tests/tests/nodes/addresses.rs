@@ -1,0 +1,296 @@
+//! Addresses on two nodes: pods that have them by themselves, small subnets, other plugins, and daemons that die.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use api::IPBlock;
+use e2e::{
+    bridge::{condition, delete, gone, in_namespace, in_pod, member, networks, start, told},
+    patchbay,
+};
+use futures::future::try_join_all;
+use k8s_openapi::api::core::v1::Pod;
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{DeleteParams, ListParams, Patch, PatchParams},
+};
+use lab::{
+    Lab,
+    scene::{PodSpec, Scene, pod},
+    wait,
+};
+use serde_json::{Value, json};
+
+use crate::NODES;
+
+const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
+const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
+/// For what waits until a runtime tries again.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn on(name: &str, node: &str, attachment: &str) -> PodSpec {
+    pod(name).on(node).annotation(NETWORKS, attachment)
+}
+
+/// The addresses of `net1`, as the pod's annotation tells them.
+fn addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
+    let text = pod.annotations().get(STATUS).context("the status of the pod's networks")?;
+    let all: Vec<Value> = serde_json::from_str(text)?;
+    let net1 = all.iter().find(|one| one["interface"] == "net1").context("net1")?;
+    let ips = net1["ips"].as_array().cloned().unwrap_or_default();
+    ips.iter().filter_map(Value::as_str).map(|ip| Ok(ip.parse()?)).collect()
+}
+
+async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
+    let params = ListParams::default().labels(&format!("patchbay.dev/network={network}"));
+    Ok(Api::<IPBlock>::all(client.clone()).list(&params).await?.items)
+}
+
+/// Waits until the blocks of a network say that so many addresses are used.
+async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
+    wait::until(PATIENCE, &format!("{count} addresses of {network} to be used"), || async {
+        let all = blocks(client, network).await?;
+        let sum: i32 = all.iter().filter_map(|block| block.status.as_ref()).map(|status| status.used).sum();
+        ensure!(sum == count, "{sum}");
+        Ok(Some(()))
+    })
+    .await
+}
+
+/// Kills the daemon of a node. Its pod is deleted too: a kubelet backs off from one that dies again and again.
+async fn kill(lab: &Lab, client: &Client, node: &str) -> Result<()> {
+    let name = patchbay::daemon(client, node).await?;
+    lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &name, "--force", "--grace-period=0"]).map(drop)
+}
+
+/// What a pod does not reach of these.
+fn unreached(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
+    let list: Vec<String> = all.iter().map(ToString::to_string).collect();
+    let script = format!(
+        "for one in {}; do /usr/bin/ping -n -q -c 1 -W 3 $one >/dev/null || echo $one; done",
+        list.join(" ")
+    );
+    in_pod(lab, pod, &["sh", "-c", &script])
+}
+
+pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies(lab: Lab) -> Result<()> {
+    let count = if e2e::soak() { 100 } else { 24 };
+    Scene::play(&lab, "crowd", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec = json!({
+            "overlay": {"vni": 50}, "attachment": in_namespace(scene),
+            "ipam": {"subnets": ["10.50.0.0/22", "fd50::/64"], "gateways": ["10.50.0.1"], "routes": [{"dst": "10.51.0.0/16"}]},
+        });
+        start(client, "crowd", spec).await?;
+        let begun = Instant::now();
+        for number in 0..count {
+            scene.create(on(&format!("pod-{number}"), NODES[number % 2], "crowd")).await?;
+            if number == count / 2 {
+                kill(&lab, client, "node-1").await?;
+            }
+        }
+        let names: Vec<String> = (0..count).map(|number| format!("pod-{number}")).collect();
+        let pods = try_join_all(names.iter().map(|name| scene.ready(name))).await?;
+        println!("{count} pods with addresses after {:?}", begun.elapsed());
+        let mut owners: BTreeMap<IpAddr, String> = BTreeMap::new();
+        for pod in &pods {
+            let has = addresses(pod)?;
+            ensure!(has.len() == 2 && has[0].is_ipv4() && has[1].is_ipv6(), "{}: {has:?}", pod.name_any());
+            for address in has {
+                if let Some(other) = owners.insert(address, pod.name_any()) {
+                    bail!("{address} belongs to {other} and to {}", pod.name_any());
+                }
+            }
+        }
+        let route = in_pod(&lab, &pods[0], &["ip", "route", "show", "10.51.0.0/16"])?;
+        ensure!(route.contains("via 10.50.0.1 dev net1"), "{route}");
+        let all: Vec<IpAddr> = owners.keys().copied().collect();
+        let begun = Instant::now();
+        for pod in &pods {
+            let lost = unreached(&lab, pod, &all)?;
+            ensure!(lost.trim().is_empty(), "{} does not reach {lost}", pod.name_any());
+        }
+        println!("each of {count} reached all {} addresses, in {:?}", all.len(), begun.elapsed());
+        let table = lab.kubectl(&["get", "ipblocks"])?;
+        println!("{table}");
+        used(client, "crowd", i32::try_from(2 * count)?).await?;
+        let object = networks(client).get("crowd").await?;
+        let ipam = object.status.context("a status")?.ipam.context("addresses")?;
+        println!("{}", serde_json::to_string(&ipam)?);
+        // Everything is given back, the daemon's death notwithstanding.
+        for name in &names {
+            scene.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+        }
+        used(client, "crowd", 0).await?;
+        delete(client, "crowd").await?;
+        gone(client, "crowd", Duration::from_secs(10)).await?;
+        ensure!(blocks(client, "crowd").await?.is_empty(), "blocks are left");
+        Ok(())
+    })
+    .await
+}
+
+pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "few", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.52.0.0/28"]}});
+        start(client, "few", spec).await?;
+        let names: Vec<String> = (0..14).map(|number| format!("pod-{number}")).collect();
+        for (number, name) in names.iter().enumerate() {
+            scene.create(on(name, NODES[number % 2], "few")).await?;
+        }
+        let pods = try_join_all(names.iter().map(|name| scene.ready(name))).await?;
+        let found: BTreeSet<IpAddr> =
+            pods.iter().map(addresses).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        ensure!(found.len() == 14, "{found:?}");
+        scene.create(on("late", "node-1", "few")).await?;
+        told(scene, "has no free IPv4 address left", PATIENCE).await?;
+        wait::until(PATIENCE, "the network to say so", || async {
+            let object = networks(client).get("few").await?;
+            Ok((condition(&object, "AddressesExhausted").0 == "True").then_some(()))
+        })
+        .await?;
+        let events = lab.kubectl(&["get", "events", "-A", "-o", "jsonpath={.items[*].reason}"])?;
+        ensure!(events.contains("AddressesExhausted"), "{events}");
+        // A subnet more, and it starts by itself.
+        let patch = json!({"spec": {"ipam": {"subnets": ["10.52.0.0/28", "10.53.0.0/28"]}}});
+        networks(client).patch("few", &PatchParams::default(), &Patch::Merge(&patch)).await?;
+        let late = scene.ready("late").await?;
+        let has = addresses(&late)?;
+        ensure!(has.len() == 1 && has[0].to_string().starts_with("10.53.0."), "{has:?}");
+        // Taken away again: who has one of it keeps it, and it is said who that is.
+        let patch = json!({"spec": {"ipam": {"subnets": ["10.52.0.0/28"]}}});
+        networks(client).patch("few", &PatchParams::default(), &Patch::Merge(&patch)).await?;
+        wait::until(PATIENCE, "the network to say who drains", || async {
+            let object = networks(client).get("few").await?;
+            let (holds, _, message) = condition(&object, "SubnetsDraining");
+            Ok((holds == "True" && message.contains("/late 10.53.0.")).then_some(()))
+        })
+        .await
+    })
+    .await
+}
+
+pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "asked", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec =
+            json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.54.0.0/24", "fd54::/64"]}});
+        start(client, "asked", spec).await?;
+        // A hand-written attachment with another main plugin.
+        let config = json!({
+            "cniVersion": "1.0.0", "name": "mac", "type": "macvlan", "master": "eth1", "mode": "bridge",
+            "ipam": {"type": "patchbay-ipam", "network": "asked"},
+        });
+        let nad = json!({
+            "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
+            "metadata": {"name": "mac", "namespace": scene.namespace}, "spec": {"config": config.to_string()},
+        });
+        let file = lab.kubeconfig().with_file_name("mac.json");
+        std::fs::write(&file, nad.to_string())?;
+        lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?])?;
+        let asked = |name: &str, ip: &str| {
+            let attachment = json!([{"name": "asked", "interface": "net1", "ips": [ip]}]).to_string();
+            on(name, "node-1", &attachment)
+        };
+        scene.create(on("mac-1", "node-1", "mac")).await?;
+        scene.create(on("mac-2", "node-1", "mac")).await?;
+        scene.create(asked("wish", "10.54.0.200/24")).await?;
+        let [one, two, wish] =
+            [scene.ready("mac-1").await?, scene.ready("mac-2").await?, scene.ready("wish").await?];
+        ensure!(addresses(&wish)?.contains(&"10.54.0.200".parse()?), "{:?}", addresses(&wish)?);
+        let far = addresses(&two)?;
+        ensure!(far.len() == 2, "{far:?}");
+        let lost = unreached(&lab, &one, &far)?;
+        ensure!(lost.trim().is_empty(), "{lost}");
+        // The same address again, from the other node: it is said who has it.
+        scene.create(asked("greedy", "10.54.0.200").on("node-2")).await?;
+        let events = told(scene, "10.54.0.200", PATIENCE).await?;
+        ensure!(events.contains("in use on node node-1"), "{events}");
+        scene.create(asked("lost", "10.99.0.1")).await?;
+        told(scene, "10.99.0.1 is in no subnet", PATIENCE).await?;
+        // Pods of the other plugin hold the network too.
+        for name in ["greedy", "lost", "wish", "mac-2"] {
+            scene.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+        }
+        used(client, "asked", 2).await?;
+        delete(client, "asked").await?;
+        wait::until(PATIENCE, "the network to wait for mac-1", || async {
+            let object = networks(client).get("asked").await?;
+            Ok(condition(&object, "InUse").2.contains("/mac-1").then_some(()))
+        })
+        .await?;
+        scene.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
+        gone(client, "asked", Duration::from_secs(30)).await.map(drop)
+    })
+    .await
+}
+
+pub async fn a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "away", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.55.0.0/24"]}});
+        start(client, "away", spec).await?;
+        let stay = scene.start(on("stay", "node-2", "away")).await?;
+        scene.start(on("go", "node-2", "away")).await?;
+        let before = addresses(&stay)?;
+        used(client, "away", 2).await?;
+        patchbay::change_daemons(client, json!({"nodeSelector": {"nobody": "here"}})).await?;
+        wait::until(PATIENCE, "the daemon to go", || async {
+            Ok(patchbay::daemon(client, "node-2").await.is_err().then_some(()))
+        })
+        .await?;
+        scene.pods().delete("go", &DeleteParams::default().grace_period(0)).await?;
+        scene.create(on("come", "node-2", "away")).await?;
+        wait::until(PATIENCE, "the pod to go without the daemon", || async {
+            Ok(scene.pods().get_opt("go").await?.is_none().then_some(()))
+        })
+        .await?;
+        patchbay::change_daemons(client, json!({"nodeSelector": {"nobody": null}})).await?;
+        patchbay::ready(&lab).await?;
+        let come = scene.ready("come").await?;
+        used(client, "away", 2).await?;
+        ensure!(addresses(&come)? != before, "{before:?} was given twice");
+        ensure!(addresses(&scene.pods().get("stay").await?)? == before);
+        Ok(())
+    })
+    .await
+}
+
+pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "block", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.56.0.0/24"]}});
+        start(client, "block", spec).await?;
+        scene.start(member("pod", "node-1", "block")).await?;
+        let all = blocks(client, "block").await?;
+        let name = all.first().context("a block")?.name_any();
+        let refused = lab.kubectl(&["delete", "ipblock", &name]).err().context("it was deleted")?;
+        ensure!(format!("{refused:#}").contains("delete the Node"), "{refused:#}");
+        for (words, ipam) in [
+            ("overlap", json!({"subnets": ["10.0.0.0/8", "10.1.0.0/16"]})),
+            ("has bits behind its length", json!({"subnets": ["10.0.0.1/8"]})),
+            ("must be a range of addresses", json!({"subnets": ["ten"]})),
+            ("lies in none of the subnets", json!({"subnets": ["10.0.0.0/8"], "gateways": ["11.0.0.1"]})),
+            ("two of one family", json!({"subnets": ["10.0.0.0/8"], "gateways": ["10.0.0.1", "10.0.0.2"]})),
+            (
+                "different families",
+                json!({"subnets": ["10.0.0.0/8"], "routes": [{"dst": "fd00::/8", "gw": "10.0.0.1"}]}),
+            ),
+            ("subnets", json!({})),
+        ] {
+            let refused = e2e::bridge::create(client, "bad", json!({"ipam": ipam})).await;
+            let text = format!("{:#}", refused.err().with_context(|| format!("{ipam} was taken"))?);
+            ensure!(text.contains(words), "{text}");
+        }
+        let small = json!({"mtu": 1000, "ipam": {"subnets": ["fd00::/64"]}});
+        let refused = e2e::bridge::create(client, "bad", small).await.err().context("it was taken")?;
+        ensure!(format!("{refused:#}").contains("1280"), "{refused:#}");
+        Ok(())
+    })
+    .await
+}
