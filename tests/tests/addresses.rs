@@ -26,7 +26,7 @@ fn main() -> ExitCode {
     Suite {
         name: "t-addresses",
         shape: Shape::ControlPlaneOnly,
-        set_up: |lab| Box::pin(async move { install(&lab).await }),
+        set_up: |lab| Box::pin(async move { install(&lab) }),
         tests: tests![
             nodes_take_blocks_and_hand_out_every_address_once,
             a_small_subnet_is_usable_to_its_last_address_from_any_node,
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
 }
 
 /// Only the kinds: who may write is another suite's.
-async fn install(lab: &Lab) -> Result<()> {
+fn install(lab: &Lab) -> Result<()> {
     let path = patchbay::manifests().join("00-crds.yaml");
     lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
@@ -191,7 +191,7 @@ async fn a_holder_that_is_silent_is_named(lab: Lab) -> Result<()> {
     let first = add(&fleet, 0, "first").await?[0];
     let IpAddr::V4(first) = first else { anyhow::bail!("{first}") };
     let near = first.to_bits() ^ 1;
-    let wanted: IpAddr = Ipv4Addr::from(if near & 15 == 0 { near ^ 2 } else { near }).into();
+    let wanted: IpAddr = Ipv4Addr::from(if near.trailing_zeros() >= 4 { near ^ 2 } else { near }).into();
     fleet.crash(0).await;
     let asked = fleet.add(1, "borrower", vec![wanted], SOON).await?;
     let error = asked.err().context("it was given without its holder")?;

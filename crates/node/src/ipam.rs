@@ -329,7 +329,7 @@ impl Ipam {
 impl Ipam {
     /// Holds a block of a network as if the API server had given it.
     pub fn hold(&self, network: &str, range: &str) {
-        let block = plan::ipam::Block { network: network.to_owned(), range: range.parse().unwrap() };
+        let block = Block { network: network.to_owned(), range: range.parse().unwrap() };
         self.hear(Contact::Now);
         self.note(Record::Asked { block: block.clone(), network: "blue".to_owned() }).unwrap();
         self.note(Record::Took { block, object: range.to_owned() }).unwrap();
@@ -344,7 +344,9 @@ impl Ipam {
 impl State {
     fn keep(&mut self, records: &[Record]) -> Result<(), JournalError> {
         self.journal.append(records, &self.ledger)?;
-        records.iter().for_each(|record| self.ledger.apply(record));
+        for record in records {
+            self.ledger.apply(record);
+        }
         Ok(())
     }
 

@@ -176,7 +176,7 @@ pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: L
 }
 
 pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "asked", async |scene: &Scene| {
+    let play = Scene::play(&lab, "asked", async |scene: &Scene| {
         let client = &scene.client;
         let spec =
             json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.54.0.0/24", "fd54::/64"]}});
@@ -226,8 +226,8 @@ pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Resul
         .await?;
         scene.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
         gone(client, "asked", Duration::from_secs(30)).await.map(drop)
-    })
-    .await
+    });
+    Box::pin(play).await
 }
 
 pub async fn a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile(lab: Lab) -> Result<()> {

@@ -182,7 +182,9 @@ fn doubt(ledger: &mut Ledger) {
             object: one.object.clone().unwrap_or_default(),
         })
         .collect();
-    records.iter().for_each(|record| ledger.apply(record));
+    for record in &records {
+        ledger.apply(record);
+    }
 }
 
 #[cfg(test)]
@@ -236,7 +238,9 @@ mod tests {
         for records in [took("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]]
         {
             journal.append(&records, &ledger).unwrap();
-            records.iter().for_each(|record| ledger.apply(record));
+            for record in &records {
+                ledger.apply(record);
+            }
         }
         ledger
     }

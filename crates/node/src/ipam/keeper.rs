@@ -146,8 +146,10 @@ pub struct Keeper {
 
 struct Lender {
     watch: Watch<IPBlock>,
-    /// None until it has been read.
-    seen: Option<Option<Object>>,
+    /// Whether it has been read.
+    read: bool,
+    /// None if nobody holds it.
+    seen: Option<Object>,
 }
 
 impl Keeper {
@@ -262,14 +264,13 @@ impl Keeper {
 
     fn see_lender(&mut self, name: &str, seen: Seen<IPBlock>) {
         let Some(lender) = self.lenders.get_mut(name) else { return };
-        match seen {
-            Seen::Synced(all) => {
-                lender.seen = Some(all.into_iter().next().and_then(read).map(|(_, object)| object));
-            }
-            Seen::Changed(one) => lender.seen = Some(read(one).map(|(_, object)| object)),
-            Seen::Gone(_) => lender.seen = Some(None),
-            Seen::Failed(_) => {}
-        }
+        let now = match seen {
+            Seen::Synced(all) => all.into_iter().next(),
+            Seen::Changed(one) => Some(one),
+            Seen::Gone(_) => None,
+            Seen::Failed(_) => return,
+        };
+        (lender.read, lender.seen) = (true, now.and_then(read).map(|(_, object)| object));
     }
 
     /// Does what is due, and says when to come back unless something happens before.
@@ -361,8 +362,8 @@ impl Keeper {
             asked.map(|(block, one)| (block.clone(), one.network.clone())).collect::<Vec<_>>()
         });
         let around = asked.into_iter().filter_map(|(block, network)| {
-            let seen = self.lenders.get(&self.around(&block, &network)?)?.seen.clone()?;
-            Some((block, seen))
+            let lender = self.lenders.get(&self.around(&block, &network)?)?;
+            lender.read.then(|| (block, lender.seen.clone()))
         });
         let lenders = around.collect();
         let wants = Wants::default();
@@ -414,7 +415,7 @@ impl Keeper {
             asked.iter().filter_map(|(block, network)| self.around(block, network)).collect();
         self.lenders.retain(|name, _| names.contains(name));
         for name in names {
-            let watch = || Lender { watch: Watch::one(self.api.clone(), &name), seen: None };
+            let watch = || Lender { watch: Watch::one(self.api.clone(), &name), read: false, seen: None };
             self.lenders.entry(name.clone()).or_insert_with(watch);
         }
         self.judge(asked, now);
@@ -451,7 +452,7 @@ impl Keeper {
             };
             let since = *self.asked.entry(block.clone()).or_insert(now);
             let object = self.objects.as_ref().and_then(|all| all.get(&ipblock::name(&network, block.range)));
-            let (Some(object), Some(Some(around))) = (object, &lender.seen) else { continue };
+            let (Some(object), Some(around)) = (object, &lender.seen) else { continue };
             let address = block.range.addr();
             let granted = around.status.lent.iter().any(|lent| lent.block == object.uid);
             let refused = around.status.refused.contains(&object.uid);

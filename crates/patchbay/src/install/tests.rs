@@ -308,7 +308,7 @@ fn the_policy_covers_all_that_the_node_daemon_may_write() {
             let covers = |one: &&Value| {
                 rule["apiGroups"] == one["apiGroups"] && list(&one["resources"]).contains(resource)
             };
-            assert!(covered.iter().any(|one| covers(one)), "{rule}");
+            assert!(covered.iter().any(covers), "{rule}");
         }
     }
     for policy in &policies {

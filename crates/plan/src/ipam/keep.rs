@@ -189,7 +189,7 @@ fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
 }
 
 /// Those that ask this node for an address.
-fn requests<'a>(view: View<'a>) -> impl Iterator<Item = &'a Object> {
+fn requests(view: View<'_>) -> impl Iterator<Item = &Object> {
     view.objects.values().filter(|object| {
         let asks = object.spec.lender.as_ref().is_some_and(|lender| lender.uid == view.me.uid);
         asks && object.spec.cidr.prefix_len() == object.spec.cidr.max_prefix_len()
@@ -410,18 +410,19 @@ pub fn abandoned<'a>(
 
 /// How many addresses of a family a network has, out of the blocks that there are.
 pub fn network_status<'a>(
-    space: &Space,
+    family: Family,
+    space: Option<&Space>,
     length: u8,
     blocks: impl IntoIterator<Item = (&'a IPBlockSpec, &'a IPBlockStatus)>,
 ) -> FamilyStatus {
     let (mut used, mut count) = (0_i64, 0_i32);
     for (spec, status) in blocks {
-        if Family::of(spec.cidr.addr()) == space.family() {
+        if Family::of(spec.cidr.addr()) == family {
             used = used.saturating_add(status.used.into());
             count = count.saturating_add(1);
         }
     }
-    let addresses = i64::try_from(space.addresses()).unwrap_or(i64::MAX);
+    let addresses = space.map_or(0, |space| i64::try_from(space.addresses()).unwrap_or(i64::MAX));
     FamilyStatus {
         block_length: length,
         addresses,

@@ -504,8 +504,12 @@ proptest! {
             }
         }
         let (mut replayed, mut compacted) = (Ledger::default(), Ledger::default());
-        records.iter().for_each(|record| replayed.apply(record));
-        node.ledger.records().for_each(|record| compacted.apply(&record));
+        for record in &records {
+            replayed.apply(record);
+        }
+        for record in node.ledger.records() {
+            compacted.apply(&record);
+        }
         prop_assert_eq!(&replayed, &node.ledger);
         prop_assert_eq!(&compacted, &node.ledger);
     }

@@ -56,7 +56,7 @@ impl World {
     /// When the next node has been gone for long enough.
     pub fn next_gone(&self, now: Timestamp) -> Option<SignedDuration> {
         let rest = self.gone.values().map(|since| GONE - now.duration_since(*since));
-        rest.filter(|rest| rest.is_positive()).min()
+        rest.filter(SignedDuration::is_positive).min()
     }
 }
 
@@ -119,17 +119,8 @@ fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Optio
     let said = spec.ipam.as_ref();
     let length = old.map(|old| old.block_length).or_else(|| family.block_length(said?))?;
     let blocks = scene.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
-    match said.and_then(|said| Space::new(said, family, length)) {
-        Some(space) => Some(ipam::network_status(&space, length, blocks)),
-        None => {
-            let ours = blocks.filter(|(spec, _)| Family::of(spec.cidr.addr()) == family);
-            let (mut used, mut count) = (0_i64, 0_i32);
-            for (_, status) in ours {
-                (used, count) = (used.saturating_add(status.used.into()), count.saturating_add(1));
-            }
-            Some(FamilyStatus { block_length: length, addresses: 0, used, free: 0, blocks: count })
-        }
-    }
+    let space = said.and_then(|said| Space::new(said, family, length));
+    Some(ipam::network_status(family, space.as_ref(), length, blocks))
 }
 
 /// What is wrong with the addresses of a network that has any.
