@@ -23,7 +23,6 @@ mod traffic;
 use std::process::ExitCode;
 
 use addresses::{
-    a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile,
     a_small_subnet_is_filled_to_its_last_address_from_both_nodes, address_blocks_are_their_holders,
     other_plugins_and_requested_addresses_are_served,
     pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
@@ -103,7 +102,6 @@ fn main() -> ExitCode {
             a_small_subnet_is_filled_to_its_last_address_from_both_nodes
                 + other_plugins_and_requested_addresses_are_served
                 + address_blocks_are_their_holders,
-            a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
             after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,

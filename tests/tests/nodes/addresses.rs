@@ -37,7 +37,7 @@ fn on(name: &str, node: &str, attachment: &str) -> PodSpec {
 }
 
 /// The addresses of `net1`, as the pod's annotation tells them.
-fn addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
+pub fn addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
     let text = pod.annotations().get(STATUS).context("the status of the pod's networks")?;
     let all: Vec<Value> = serde_json::from_str(text)?;
     let net1 = all.iter().find(|one| one["interface"] == "net1").context("net1")?;
@@ -51,7 +51,7 @@ async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
 }
 
 /// Waits until the blocks of a network say that so many addresses are used.
-async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
+pub async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
     wait::until(PATIENCE, &format!("{count} addresses of {network} to be used"), || async {
         let all = blocks(client, network).await?;
         let sum: i32 = all.iter().filter_map(|block| block.status.as_ref()).map(|status| status.used).sum();
@@ -227,37 +227,6 @@ pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Resul
         gone(client, "asked", Duration::from_secs(30)).await.map(drop)
     });
     Box::pin(play).await
-}
-
-pub async fn a_daemon_that_is_away_loses_no_address_and_frees_what_went_meanwhile(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "away", async |scene: &Scene| {
-        let client = &scene.client;
-        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.55.0.0/24"]}});
-        start(client, "away", spec).await?;
-        let stay = scene.start(on("stay", "node-2", "away")).await?;
-        scene.start(on("go", "node-2", "away")).await?;
-        let before = addresses(&stay)?;
-        used(client, "away", 2).await?;
-        patchbay::change_daemons(client, json!({"nodeSelector": {"nobody": "here"}})).await?;
-        wait::until(PATIENCE, "the daemon to go", || async {
-            Ok(patchbay::daemon(client, "node-2").await.is_err().then_some(()))
-        })
-        .await?;
-        scene.pods().delete("go", &DeleteParams::default().grace_period(0)).await?;
-        scene.create(on("come", "node-2", "away")).await?;
-        wait::until(PATIENCE, "the pod to go without the daemon", || async {
-            Ok(scene.pods().get_opt("go").await?.is_none().then_some(()))
-        })
-        .await?;
-        patchbay::change_daemons(client, json!({"nodeSelector": {"nobody": null}})).await?;
-        patchbay::ready(&lab).await?;
-        let come = scene.ready("come").await?;
-        used(client, "away", 2).await?;
-        ensure!(addresses(&come)? != before, "{before:?} was given twice");
-        ensure!(addresses(&scene.pods().get("stay").await?)? == before);
-        Ok(())
-    })
-    .await
 }
 
 /// What the API server says to a network that cannot be.

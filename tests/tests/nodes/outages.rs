@@ -15,6 +15,7 @@ use lab::{Lab, Shape, scene::Scene, wait};
 use serde_json::json;
 
 use crate::{
+    addresses::{addresses, used},
     nics::{interfaces, nodenetworks, shows},
     rest::writes,
 };
@@ -157,8 +158,15 @@ pub async fn pods_come_and_go_while_the_daemon_is_away(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     Scene::play(&lab, "away", async |scene: &Scene| {
         start(&client, "away", json!({"attachment": in_namespace(scene)})).await?;
-        join_all(scene, [("a", "node-1", "away", "10.3.0.1/24"), ("b", "node-1", "away", "10.3.0.2/24")])
-            .await?;
+        let ipam = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.55.0.0/24"]}});
+        start(&client, "kept", ipam).await?;
+        let (_, stay, _) = tokio::try_join!(
+            join_all(scene, [("a", "node-1", "away", "10.3.0.1/24"), ("b", "node-1", "away", "10.3.0.2/24")]),
+            scene.start(member("stay", "node-1", "kept")),
+            scene.start(member("go", "node-1", "kept")),
+        )?;
+        let before = addresses(&stay)?;
+        used(&client, "kept", 2).await?;
         // Nobody puts it back on this node.
         lab.kubectl(&["label", "node", "node-2", "lab/daemon=wanted"])?;
         patchbay::change_daemons(&client, json!({"nodeSelector": {"lab/daemon": "wanted"}})).await?;
@@ -169,25 +177,36 @@ pub async fn pods_come_and_go_while_the_daemon_is_away(lab: Lab) -> Result<()> {
         reaches(scene, "a", "10.3.0.2").await?;
         scene.create(member("c", "node-1", "away")).await?;
         told(scene, "does not answer", Duration::from_secs(30)).await?;
-        lab.kubectl(&["-n", &scene.namespace, "delete", "pod", "b", "--now", "--timeout=30s"])?;
+        scene.create(member("come", "node-1", "kept")).await?;
+        lab.kubectl(&["-n", &scene.namespace, "delete", "pod", "b", "go", "--now", "--timeout=30s"])?;
         let tombstones = lab.node("node-1").output(&["ls", "/var/lib/patchbay/tombstones"])?;
         ensure!(!tombstones.trim().is_empty(), "no tombstone");
         patchbay::change_daemons(&client, json!({"nodeSelector": {"lab/daemon": null}})).await?;
         patchbay::ready(&lab).await?;
         scene.ready("c").await?;
+        // No address is lost, none is given twice, and what went meanwhile is free.
+        let come = scene.ready("come").await?;
+        used(&client, "kept", 2).await?;
+        ensure!(addresses(&come)? != before, "{before:?} was given twice");
+        ensure!(addresses(&scene.pods().get("stay").await?)? == before, "it has others than {before:?}");
         let tombstones = lab.node("node-1").output(&["ls", "/var/lib/patchbay/tombstones"])?;
         ensure!(tombstones.trim().is_empty(), "{tombstones}");
         lab.kubectl(&["label", "node", "node-2", "lab/daemon-"]).map(drop)
     })
     .await?;
-    delete(&client, "away").await?;
-    gone(&client, "away", Duration::from_secs(30)).await.map(drop)
+    for name in ["away", "kept"] {
+        delete(&client, name).await?;
+        gone(&client, name, Duration::from_secs(30)).await?;
+    }
+    Ok(())
 }
 
 pub async fn after_a_reboot_pods_come_back_and_nics_that_went_are_not_published(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     Scene::play(&lab, "reboot", async |scene: &Scene| {
-        start(&client, "boot", json!({"overlay": {"vni": 31}, "attachment": in_namespace(scene)})).await?;
+        let ipam = json!({"subnets": ["10.57.0.0/24"]});
+        let spec = json!({"overlay": {"vni": 31}, "attachment": in_namespace(scene), "ipam": ipam});
+        start(&client, "boot", spec).await?;
         tokio::try_join!(
             join(scene, "a", "node-1", "boot", "10.2.0.1/24"),
             scene.start(member("b", "node-2", "boot")),
@@ -216,7 +235,9 @@ pub async fn after_a_reboot_pods_come_back_and_nics_that_went_are_not_published(
             .await?;
         }
         address_of(scene, "b", "net1", "10.2.0.2/24")?;
-        reaches(scene, "a", "10.2.0.2").await
+        reaches(scene, "a", "10.2.0.2").await?;
+        // Their sandboxes are others, with other addresses; what the old ones had is free.
+        used(&client, "boot", 3).await
     })
     .await?;
     patchbay::ready(&lab).await?;
