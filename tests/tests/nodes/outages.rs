@@ -156,7 +156,7 @@ pub async fn kubernetes_can_be_left_without_patchbay_and_get_it_back(lab: Lab) -
 
 pub async fn pods_come_and_go_while_the_daemon_is_away(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    Scene::play(&lab, "away", async |scene: &Scene| {
+    let play = Scene::play(&lab, "away", async |scene: &Scene| {
         start(&client, "away", json!({"attachment": in_namespace(scene)})).await?;
         let ipam = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.55.0.0/24"]}});
         start(&client, "kept", ipam).await?;
@@ -192,8 +192,8 @@ pub async fn pods_come_and_go_while_the_daemon_is_away(lab: Lab) -> Result<()> {
         let tombstones = lab.node("node-1").output(&["ls", "/var/lib/patchbay/tombstones"])?;
         ensure!(tombstones.trim().is_empty(), "{tombstones}");
         lab.kubectl(&["label", "node", "node-2", "lab/daemon-"]).map(drop)
-    })
-    .await?;
+    });
+    Box::pin(play).await?;
     for name in ["away", "kept"] {
         delete(&client, name).await?;
         gone(&client, name, Duration::from_secs(30)).await?;
