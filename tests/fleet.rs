@@ -240,6 +240,7 @@ impl Fleet {
             for (block, one) in ipam.holdings() {
                 let kind = if block.is_single() { "single" } else { "block" };
                 *counts.entry(format!("{kind} {:?}", one.stage)).or_default() += 1;
+                *counts.entry("lent".to_owned()).or_default() += one.lent.len();
             }
             let _ = writeln!(text, "{}: {counts:?}, {} pods", machine.holder.node, ipam.leases().len());
         }

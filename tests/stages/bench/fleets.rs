@@ -46,7 +46,9 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
             let outcome = play(lab, &mut fleet, nodes).await;
             let measured = outcome.with_context(|| fleet.summary());
             fleet.end().await;
-            rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured?));
+            let measured = measured?;
+            say(&measured);
+            rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
         }
     }
     Ok(())
