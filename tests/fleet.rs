@@ -231,6 +231,22 @@ impl Fleet {
         text
     }
 
+    /// How many blocks and addresses every node that is up holds, by their stage, and how many pods it has.
+    pub fn summary(&self) -> String {
+        let mut text = String::new();
+        for machine in &self.machines {
+            let Some(ipam) = &machine.ipam else { continue };
+            let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+            for (block, one) in ipam.holdings() {
+                let kind = if block.is_single() { "single" } else { "block" };
+                *counts.entry(format!("{kind} {:?}", one.stage)).or_default() += 1;
+                *counts.entry("lent".to_owned()).or_default() += one.lent.len();
+            }
+            let _ = writeln!(text, "{}: {counts:?}, {} pods", machine.holder.node, ipam.leases().len());
+        }
+        text
+    }
+
     /// The IPBlocks of the network.
     pub async fn objects(&self) -> Result<Vec<IPBlock>> {
         let params = ListParams::default().labels(&format!("patchbay.dev/network={}", self.network));

@@ -9,7 +9,9 @@ use std::{
 use anyhow::{Context as _, Result};
 use lab::{Lab, Shape, say, wait};
 
+mod addresses;
 mod bridges;
+mod fleets;
 pub mod plugin;
 
 use crate::{
@@ -37,14 +39,41 @@ fn shares(mut values: Vec<u64>) -> (u64, u64) {
     (at(50), at(99))
 }
 
-/// Measures everything there is, and takes the lab down.
-pub fn run() -> Result<()> {
+/// Ours next to somebody else's, in microseconds: both, and what share of it ours takes.
+fn beside(ours: Vec<u64>, other: Vec<u64>) -> String {
+    let (a, b) = (shares(ours), shares(other));
+    let ms = |micros: u64| format!("{:.1} ms", micros as f64 / 1000.0);
+    format!(
+        "{} / {} next to {} / {}: {:.2} / {:.2} of it",
+        ms(a.0),
+        ms(a.1),
+        ms(b.0),
+        ms(b.1),
+        a.0 as f64 / b.0 as f64,
+        a.1 as f64 / b.1 as f64
+    )
+}
+
+/// A part of the numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// The lab itself, and NICs.
+    Nodes,
+    Bridges,
+    /// Addresses on real nodes.
+    Addresses,
+    /// Addresses on many simulated nodes.
+    Fleets,
+}
+
+/// Measures everything there is, or a part of it, and takes the lab down.
+pub fn run(only: Option<Part>) -> Result<()> {
     packages::prepare()?;
     show(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
     let tar = image::build()?;
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
-    let rows = measure(&lab, &tar);
+    let rows = measure(&lab, &tar, |part| only.is_none_or(|only| only == part));
     lab.down()?;
     println!("| what | measured |\n|---|---|");
     for Row(what, measured) in rows? {
@@ -53,13 +82,24 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-fn measure(lab: &Lab, tar: &std::path::Path) -> Result<Vec<Row>> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+fn measure(lab: &Lab, tar: &std::path::Path, wanted: impl Fn(Part) -> bool) -> Result<Vec<Row>> {
+    // Every pod of a fleet that waits for its address has a thread.
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let runtime = runtime.worker_threads(2).max_blocking_threads(2048).enable_all().build()?;
     let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
-    let begun = Instant::now();
-    runtime.block_on(lab.up(Shape::ControlPlaneOnly))?;
-    let mut rows = vec![Row::new("lab: control plane ready", seconds(begun.elapsed()))];
-    lab.down()?;
+    let mut rows = Vec::new();
+    if wanted(Part::Nodes) || wanted(Part::Fleets) {
+        let begun = Instant::now();
+        runtime.block_on(lab.up(Shape::ControlPlaneOnly))?;
+        rows.push(Row::new("lab: control plane ready", seconds(begun.elapsed())));
+        if wanted(Part::Fleets) {
+            runtime.block_on(fleets::measure(lab, &mut rows))?;
+        }
+        lab.down()?;
+    }
+    if ![Part::Nodes, Part::Bridges, Part::Addresses].into_iter().any(&wanted) {
+        return Ok(rows);
+    }
     let begun = Instant::now();
     runtime.block_on(lab.up(Shape::Nodes(2)))?;
     rows.push(Row::new("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
@@ -71,8 +111,15 @@ fn measure(lab: &Lab, tar: &std::path::Path) -> Result<Vec<Row>> {
     let begun = Instant::now();
     runtime.block_on(e2e::patchbay::install(lab))?;
     rows.push(Row::new("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
-    runtime.block_on(nics(lab, &mut rows))?;
-    runtime.block_on(bridges::measure(lab, &mut rows))?;
+    if wanted(Part::Nodes) {
+        runtime.block_on(nics(lab, &mut rows))?;
+    }
+    if wanted(Part::Bridges) {
+        runtime.block_on(bridges::measure(lab, &mut rows))?;
+    }
+    if wanted(Part::Addresses) {
+        runtime.block_on(addresses::measure(lab, &mut rows))?;
+    }
     for (what, program) in
         [("controller: memory (largest replica)", "controller"), ("node daemon: memory (largest)", "node")]
     {
@@ -136,14 +183,16 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 
 /// The resident memory in KiB of the largest process of a program on any node.
 fn memory(lab: &Lab, program: &str) -> Result<u64> {
+    let sizes = lab.nodes().into_iter().filter_map(|node| memory_on(lab, &node, program).ok());
+    sizes.max().with_context(|| format!("no {program} runs"))
+}
+
+/// The same on one node.
+fn memory_on(lab: &Lab, node: &str, program: &str) -> Result<u64> {
     let script = format!(
         "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {program} ' && grep VmRSS $p/status; done; true"
     );
-    let mut largest = 0;
-    for node in lab.nodes() {
-        let text = lab.node(&node).output(&["sh", "-c", &script])?;
-        let sizes = text.lines().filter_map(|l| l.split_whitespace().nth(1)?.parse::<u64>().ok());
-        largest = largest.max(sizes.max().unwrap_or(0));
-    }
-    (largest > 0).then_some(largest).with_context(|| format!("no {program} runs"))
+    let text = lab.node(node).output(&["sh", "-c", &script])?;
+    let sizes = text.lines().filter_map(|l| l.split_whitespace().nth(1)?.parse::<u64>().ok());
+    sizes.max().with_context(|| format!("no {program} runs on {node}"))
 }

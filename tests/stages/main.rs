@@ -21,8 +21,8 @@ enum Stage {
     Test,
     /// The same tests with long counts.
     Soak,
-    /// The numbers.
-    Bench,
+    /// The numbers, or a part of them.
+    Bench { part: Option<bench::Part> },
     /// The product's image.
     Image,
     /// A walk through what Patchbay does.
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
         Stage::Prepare => packages::prepare(),
         Stage::Test => check::run(check::Length::Short),
         Stage::Soak => check::run(check::Length::Long),
-        Stage::Bench => bench::run(),
+        Stage::Bench { part } => bench::run(part),
         Stage::Image => image::build().map(|_| ()),
         Stage::Demo => demo::run(),
         Stage::Plugin(calls) => bench::plugin::run(&calls),

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, ensure};
 use e2e::bridge;
 use kube::Client;
 use lab::{Lab, say, wait};
 use serde_json::json;
 
-use super::{Row, memory, shares};
+use super::{Row, beside, memory, plugin::Stopwatch, shares};
 
 const CALLS: usize = 200;
 const ROUNDS: usize = 20;
@@ -29,22 +29,10 @@ async fn plugins(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> 
     bridge::start(client, "bench", json!({})).await?;
     let ours = json!({"cniVersion": "1.0.0", "name": "bench", "type": "patchbay-bridge", "network": "bench"});
     let reference = json!({"cniVersion": "1.0.0", "name": "ref", "type": "bridge", "bridge": "br-ref"});
-    // This very program, where a node can run it.
-    let init = lab.node("node-1").init().context("node-1 runs")?;
-    let program = "/run/bench-stages";
-    std::fs::copy(std::env::current_exe()?, format!("/proc/{init}/root{program}"))
-        .context("copy this program")?;
-    let call = |plugin: &str, config: &serde_json::Value, count: usize| -> Result<(Vec<u64>, Vec<u64>)> {
-        let path = format!("/opt/cni/bin/{plugin}");
-        let (config, count) = (config.to_string(), count.to_string());
-        let words = [program, "plugin", "--plugin", &path, "--config", &config, "--count", &count];
-        let text = lab.node("node-1").output(&words)?;
-        let pairs: Vec<(u64, u64)> = text
-            .lines()
-            .filter_map(|line| line.split_once(' '))
-            .filter_map(|(add, del)| Some((add.parse().ok()?, del.parse().ok()?)))
-            .collect();
-        Ok(pairs.into_iter().unzip())
+    let stopwatch = Stopwatch::new(lab)?;
+    let call = |plugin: &str, config: &serde_json::Value, count: usize| {
+        let [add, del] = stopwatch.times(plugin, config, &["--count", &count.to_string()])?;
+        anyhow::Ok((add, del))
     };
     // Once, so that both have their bridge and their pages.
     call("patchbay-bridge", &ours, 5)?;
@@ -63,20 +51,9 @@ async fn plugins(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> 
     let [ours, reference] = all;
     for (what, ours, reference) in [("ADD", ours.0, reference.0), ("DEL", ours.1, reference.1)] {
         ensure!(ours.len() == CALLS && reference.len() == CALLS, "{} calls", ours.len());
-        let (a, b) = (shares(ours), shares(reference));
-        let ms = |micros: u64| format!("{:.1} ms", micros as f64 / 1000.0);
-        rows.push(Row(
-            format!("{what} of patchbay-bridge next to the reference bridge plugin, p50 / p99 of {CALLS}"),
-            format!(
-                "{} / {} next to {} / {}: {:.2} / {:.2} of it",
-                ms(a.0),
-                ms(a.1),
-                ms(b.0),
-                ms(b.1),
-                a.0 as f64 / b.0 as f64,
-                a.1 as f64 / b.1 as f64
-            ),
-        ));
+        let what =
+            format!("{what} of patchbay-bridge next to the reference bridge plugin, p50 / p99 of {CALLS}");
+        rows.push(Row(what, beside(ours, reference)));
     }
     bridge::delete(client, "bench").await?;
     bridge::gone(client, "bench", Duration::from_secs(10)).await.map(drop)

@@ -7,7 +7,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use lab::{Lab, machine::Machine};
+use serde_json::Value;
 
 /// What to call, and how often.
 #[derive(Debug, clap::Args)]
@@ -24,50 +26,97 @@ pub struct Calls {
     /// How many at once.
     #[arg(long, default_value_t = 1)]
     at_once: usize,
+    /// What to ask for each interface, one after the other.
+    #[arg(long, value_delimiter = ',', default_value = "ADD,DEL")]
+    verbs: Vec<String>,
+    /// Whether the plugin only hands out addresses: then one namespace does for all.
+    #[arg(long)]
+    addresses: bool,
 }
 
-/// Calls the plugin for one network namespace after another, and prints the microseconds of each call.
+/// Calls the plugin for one interface after another, and prints the microseconds of each call.
 pub fn run(calls: &Calls) -> Result<()> {
-    let lanes: Vec<_> = (0..calls.at_once)
-        .map(|lane| {
-            let (plugin, config) = (calls.plugin.clone(), calls.config.clone());
-            let count = calls.count / calls.at_once;
-            thread::spawn(move || -> Result<Vec<(Duration, Duration)>> {
-                (0..count).map(|round| once(&plugin, &config, &format!("bench-{lane}-{round}"))).collect()
-            })
-        })
-        .collect();
-    for lane in lanes {
-        for (add, del) in lane.join().map_err(|_| anyhow::anyhow!("a lane panicked"))?? {
-            println!("{} {}", add.as_micros(), del.as_micros());
-        }
+    let times = thread::scope(|scope| {
+        let lane = |lane| scope.spawn(move || calls.lane(lane));
+        let lanes: Vec<_> = (0..calls.at_once).map(lane).collect();
+        let joined = lanes.into_iter().map(|lane| lane.join().map_err(|_| anyhow!("a lane panicked"))?);
+        joined.collect::<Result<Vec<_>>>()
+    })?;
+    for spent in times.into_iter().flatten() {
+        let words: Vec<String> = spent.iter().map(|one| one.as_micros().to_string()).collect();
+        println!("{}", words.join(" "));
     }
     Ok(())
 }
 
-fn once(plugin: &str, config: &str, id: &str) -> Result<(Duration, Duration)> {
-    let netns = format!("/var/run/netns/{id}");
-    let ip = |words: &[&str]| Command::new("ip").args(words).status();
-    ensure!(ip(&["netns", "add", id])?.success(), "make a namespace");
-    let call = |verb: &str| -> Result<Duration> {
+impl Calls {
+    fn lane(&self, lane: usize) -> Result<Vec<Vec<Duration>>> {
+        (0..self.count / self.at_once).map(|round| self.interface(lane, round)).collect()
+    }
+
+    fn interface(&self, lane: usize, round: usize) -> Result<Vec<Duration>> {
+        let id = format!("bench-{lane}-{round}");
+        let asked = |netns: &str| self.verbs.iter().map(|verb| self.call(verb, &id, netns)).collect();
+        if self.addresses {
+            return asked("/proc/self/ns/net");
+        }
+        let ip = |words: &[&str]| Command::new("ip").args(words).status();
+        ensure!(ip(&["netns", "add", &id])?.success(), "make a namespace");
+        let times = asked(&format!("/var/run/netns/{id}"));
+        ensure!(ip(&["netns", "del", &id])?.success(), "remove a namespace");
+        times
+    }
+
+    fn call(&self, verb: &str, id: &str, netns: &str) -> Result<Duration> {
         let begun = Instant::now();
-        let mut child = Command::new(plugin)
+        let mut child = Command::new(&self.plugin)
             .env("CNI_COMMAND", verb)
             .env("CNI_CONTAINERID", id)
-            .env("CNI_NETNS", &netns)
+            .env("CNI_NETNS", netns)
             .env("CNI_IFNAME", "net1")
             .env("CNI_PATH", "/opt/cni/bin")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .with_context(|| format!("run {plugin}"))?;
-        child.stdin.take().context("no input")?.write_all(config.as_bytes())?;
+            .with_context(|| format!("run {}", self.plugin))?;
+        child.stdin.take().context("no input")?.write_all(self.config.as_bytes())?;
         let output = child.wait_with_output()?;
         let spent = begun.elapsed();
         ensure!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output.stdout));
         Ok(spent)
-    };
-    let times = call("ADD").and_then(|add| Ok((add, call("DEL")?)));
-    ensure!(ip(&["netns", "del", id])?.success(), "remove a namespace");
-    times
+    }
+}
+
+/// This very program, where a node can run it.
+pub struct Stopwatch(Machine);
+
+impl Stopwatch {
+    const PROGRAM: &str = "/run/bench-stages";
+
+    pub fn new(lab: &Lab) -> Result<Self> {
+        let node = lab.node("node-1");
+        let init = node.init().context("node-1 runs")?;
+        std::fs::copy(std::env::current_exe()?, format!("/proc/{init}/root{}", Self::PROGRAM))
+            .context("copy this program")?;
+        Ok(Self(node))
+    }
+
+    /// Calls a plugin as these words say: the microseconds of every call, by verb.
+    pub fn times<const N: usize>(
+        &self,
+        plugin: &str,
+        config: &Value,
+        words: &[&str],
+    ) -> Result<[Vec<u64>; N]> {
+        let (path, config) = (format!("/opt/cni/bin/{plugin}"), config.to_string());
+        let call = [Self::PROGRAM, "plugin", "--plugin", &path, "--config", &config];
+        let text = self.0.output(&[&call, words].concat())?;
+        let mut times = [const { Vec::new() }; N];
+        for line in text.lines() {
+            let numbers = line.split(' ').map(str::parse).collect::<Result<Vec<u64>, _>>()?;
+            ensure!(numbers.len() == N, "{N} numbers in {line:?}");
+            times.iter_mut().zip(numbers).for_each(|(all, one)| all.push(one));
+        }
+        Ok(times)
+    }
 }

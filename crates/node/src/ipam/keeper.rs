@@ -46,6 +46,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const BURST: Duration = Duration::from_millis(50);
 /// How often a block or an address is asked for before the rest is left to the next turn.
 const TRIES: usize = 64;
+/// How many changes are taken in at once.
+const AT_ONCE: usize = 1024;
 /// How long the holder of a block may take to answer whether it lends an address.
 const SILENT: Duration = Duration::from_secs(3);
 /// How long it is believed that no block is left.
@@ -215,6 +217,21 @@ impl Keeper {
                 () = ipam.wake.notified() => if !ipam.is_wanted() { sleep(BURST).await },
                 () = sleep_until(wake) => {}
             }
+            self.catch_up(blocks.as_mut());
+        }
+    }
+
+    /// Takes in what else has been seen by now, so that all who ask are answered with one word.
+    fn catch_up(&mut self, blocks: Option<&mut Watch<IPBlock>>) {
+        if let Some(watch) = blocks {
+            for _ in 0..AT_ONCE {
+                let Some(seen) = watch.next().now_or_never() else { break };
+                self.see(seen);
+            }
+        }
+        for _ in 0..AT_ONCE {
+            let Some((name, seen)) = answers(&mut self.lenders).now_or_never() else { break };
+            self.see_lender(&name, seen);
         }
     }
 
