@@ -44,6 +44,8 @@ pub struct Fleet {
 /// One node.
 pub struct Machine {
     pub holder: Holder,
+    /// The UIDs that its Node had before.
+    pub former: Vec<String>,
     dir: PathBuf,
     boot: u64,
     ipam: Option<Arc<Ipam>>,
@@ -82,6 +84,7 @@ impl Fleet {
         self.machines.push(Machine {
             dir: self.dir.join(number.to_string()),
             holder,
+            former: Vec::new(),
             boot: 0,
             ipam: None,
             tell: watch::Sender::new(Arc::new(networks)),
@@ -142,10 +145,16 @@ impl Fleet {
         machine.live().clear();
     }
 
+    /// A crash after which nothing is left on the disk; the sandboxes go on.
+    pub async fn forget(&mut self, number: usize) {
+        self.crash(number).await;
+        let _ = fs::remove_dir_all(&self.machines[number].dir);
+    }
+
     /// The Node of a machine is deleted and made anew.
     pub fn rename(&mut self, number: usize, uid: &str) {
         let machine = &mut self.machines[number];
-        uid.clone_into(&mut machine.holder.uid);
+        machine.former.push(std::mem::replace(&mut machine.holder.uid, uid.to_owned()));
         let holder = machine.holder.clone();
         machine.tell.send_modify(|networks| Arc::make_mut(networks).node = Some(holder));
     }
@@ -171,7 +180,7 @@ impl Fleet {
             network: self.uid(),
             config: self.network.clone(),
             boot: machine.boot.to_string(),
-            since: 0,
+            since: -1,
             addresses: Vec::new(),
         };
         let rules = Arc::clone(&self.rules);

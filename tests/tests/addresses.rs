@@ -333,6 +333,8 @@ async fn history(
     let count = 3 + dice.roll(6);
     let mut fleet = fleet(lab, &name, json!({"subnets": subnets}), count).await?;
     let mut live: Vec<(usize, String)> = Vec::new();
+    // What sandboxes really have, whatever a daemon has forgotten.
+    let mut truth: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
     let mut gone: BTreeSet<String> = BTreeSet::new();
     for step in 0..steps {
         let number = dice.roll(fleet.machines.len());
@@ -359,7 +361,16 @@ async fn history(
                 });
                 for ((number, container, _), outcome) in adds.iter().zip(join_all(calls).await) {
                     match outcome? {
-                        Ok(_) => live.push((*number, container.clone())),
+                        Ok(addresses) => {
+                            let twice =
+                                truth.iter().find(|(_, has)| has.iter().any(|one| addresses.contains(one)));
+                            ensure!(
+                                twice.is_none(),
+                                "step {step}: {addresses:?} for {container}, but {twice:?}"
+                            );
+                            truth.insert(container.clone(), addresses);
+                            live.push((*number, container.clone()));
+                        }
                         // The runtime cleans up after a call that failed.
                         Err(_) => fleet.delete(*number, container)?,
                     }
@@ -382,16 +393,32 @@ async fn history(
                 fleet.vanish(number, &container);
                 "vanish"
             }
-            84..90 => {
+            84..88 => {
                 fleet.crash(number).await;
                 "crash"
+            }
+            88 if !is_gone => {
+                fleet.forget(number).await;
+                "forget"
+            }
+            89 if !is_gone => {
+                let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
+                fleet.rename(number, &uid);
+                "rename"
             }
             90..92 => {
                 fleet.power_off(number).await;
                 live.retain(|(holder, _)| *holder != number);
                 "reboot"
             }
-            92..94 if gone.len() + 3 < fleet.machines.len() && !is_gone => {
+            92 if is_gone => {
+                // Back with what it had on its disk, under a new Node.
+                let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
+                fleet.rename(number, &uid);
+                fleet.start(number)?;
+                "return"
+            }
+            92..94 if gone.len() < 6 && !is_gone => {
                 fleet.power_off(number).await;
                 live.retain(|(holder, _)| *holder != number);
                 gone.insert(fleet.machines[number].holder.uid.clone());
@@ -409,6 +436,7 @@ async fn history(
             }
         };
         *totals.entry(what).or_default() += 1;
+        truth.retain(|container, _| live.iter().any(|(_, one)| one == container));
         fleet.no_duplicate().with_context(|| format!("step {step}: {what}"))?;
     }
     for number in 0..fleet.machines.len() {
@@ -418,6 +446,10 @@ async fn history(
     }
     for (number, container) in live {
         fleet.delete(number, &container)?;
+    }
+    // Those that were lost stay lost, with all that an earlier Node of theirs may have held.
+    for machine in &fleet.machines {
+        gone.extend(machine.former.iter().cloned());
     }
     wait::until(SOON * 2, "nothing to be left", || async {
         fleet.no_duplicate()?;

@@ -128,6 +128,9 @@ pub struct IPBlockStatus {
         schemars(with = "Vec<Uid>", length(max = 1024), extend("x-kubernetes-list-type" = "atomic"))
     )]
     pub refused: Vec<String>,
+    /// Nothing of it is lent: its holder does not know which addresses are in use.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub closed: bool,
     /// The first ten pods that have an address which the network does not give any more, as namespace/name address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(

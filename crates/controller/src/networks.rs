@@ -160,7 +160,7 @@ impl Steward {
         let begun = now();
         let mut world = self.cluster.world();
         self.memory.seen(&std::mem::take(&mut world.stirred));
-        world.notice(Timestamp::now());
+        world.notice(begun);
         let plan = network::plan(&world, Timestamp::now());
         world.remember(&plan);
         self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());

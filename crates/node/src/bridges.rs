@@ -37,7 +37,7 @@ const REPAIRS: usize = 8;
 /// The least time between two events about repairs of one network.
 const BETWEEN_EVENTS: Duration = Duration::from_secs(60);
 
-const UNREADABLE: &str = "Unreadable";
+pub const UNREADABLE: &str = "Unreadable";
 const UNREADABLE_MESSAGE: &str = "this daemon cannot read the BridgeNetwork, and leaves its links as they are; is the \
     daemon older than the kind?";
 
@@ -171,6 +171,17 @@ impl Bridges {
             networks.remove(&uid);
             self.unreadable.remove(&uid);
         }
+    }
+
+    /// This node has no Node: what it holds of the cluster may be given to others.
+    pub fn lose_own_node(&self) {
+        self.tell.send_if_modified(|networks| {
+            let had = networks.node.is_some();
+            if had {
+                Arc::make_mut(networks).node = None;
+            }
+            had
+        });
     }
 
     /// The NodeNetworks of all nodes but `own`.

@@ -353,6 +353,9 @@ impl Daemon {
             }
         }
         self.state.facts = node.as_ref().map(object::facts);
+        if node.is_none() {
+            self.bridges.lose_own_node();
+        }
         self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 

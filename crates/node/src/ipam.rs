@@ -16,6 +16,7 @@ use std::{
 };
 
 use api::Chain;
+use nix::time::{ClockId, clock_gettime};
 use plan::ipam::{
     Ask, Block, Family, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
 };
@@ -30,9 +31,9 @@ pub use self::{
     metrics::Metrics,
 };
 
-/// How long a node goes on with what it holds after it has lost the API server. A watch can have been dead for a minute
+/// How long a node goes on with what it holds after it has lost the API server. A watch can have been dead for two minutes
 /// and a half before that is noticed, and after five minutes nothing new may be handed out.
-const CUT_OFF: Duration = Duration::from_secs(5 * 60 - 90);
+const CUT_OFF: Duration = Duration::from_secs(5 * 60 - 150);
 /// How often what follows from records is looked for at once.
 const ROUNDS: usize = 64;
 
@@ -62,6 +63,8 @@ struct State {
     /// Why there is nothing, for those who wait.
     answers: BTreeMap<Want, String>,
     contact: Contact,
+    /// The UIDs of this node's blocks that the API server is known to have, by their name.
+    seen: BTreeMap<String, String>,
 }
 
 /// Whether the API server was heard of.
@@ -92,6 +95,7 @@ impl Ipam {
             wants: BTreeMap::new(),
             answers: BTreeMap::new(),
             contact: Contact::Never,
+            seen: BTreeMap::new(),
         };
         let ipam = Self {
             state: Mutex::new(state),
@@ -101,12 +105,13 @@ impl Ipam {
             metrics,
         };
         let mut state = ipam.lock();
-        let dead: Vec<Record> = state.ledger.of_other_boots(boot).into_iter().map(Record::Freed).collect();
+        let mut dead: Vec<Record> =
+            state.ledger.of_other_boots(boot).into_iter().map(Record::Freed).collect();
+        if !boot.is_empty() && state.ledger.boot() != boot {
+            info!(count = dead.len(), "the node was started: addresses of its former sandboxes are free");
+            dead.push(Record::Booted(boot.to_owned()));
+        }
         if !dead.is_empty() {
-            info!(
-                count = dead.len(),
-                "the node was started anew: addresses of its former sandboxes are free"
-            );
             state.keep(&dead)?;
         }
         ipam.count(&state);
@@ -135,7 +140,7 @@ impl Ipam {
         let mut state = self.lock();
         let outcome = loop {
             let known = state.ledger.leases().contains_key(&lease.place);
-            let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, requested };
+            let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, seen: &state.seen, requested };
             let lack = match state.ledger.offer(ask) {
                 Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => {
                     break Ok(offer);
@@ -209,9 +214,9 @@ impl Ipam {
         self.lock().ledger.holdings().iter().map(|(block, one)| (block.clone(), one.clone())).collect()
     }
 
-    /// Frees what a configuration has given to others than these.
-    pub fn collect(&self, config: &str, valid: &BTreeSet<Place>) -> Result<usize, Error> {
-        let places = self.lock().ledger.not_among(config, valid);
+    /// Frees what a configuration of a network has given to others than these.
+    pub fn collect(&self, network: &str, config: &str, valid: &BTreeSet<Place>) -> Result<usize, Error> {
+        let places = self.lock().ledger.not_among(network, config, valid);
         self.free(places, "addresses that the runtime has forgotten are free")
     }
 
@@ -251,6 +256,11 @@ impl Ipam {
         Err(Error { code: Code::NotAvailable, ..cut_off(state.contact) })
     }
 
+    /// Notes which blocks of this node the API server has. What is not among them gives nothing from now on.
+    fn confirm(&self, seen: BTreeMap<String, String>) {
+        self.lock().seen = seen;
+    }
+
     fn hear(&self, contact: Contact) {
         let mut state = self.lock();
         state.contact = match (state.contact, contact) {
@@ -267,7 +277,7 @@ impl Ipam {
     fn plan(&self, view: View<'_>) -> Result<Vec<Step>, JournalError> {
         let mut state = self.lock();
         let wants = state.wants();
-        let view = View { wants: &wants, ..view };
+        let view = View { wants: &wants, whole: state.journal.is_whole(), ..view };
         for _ in 0..ROUNDS {
             let (notes, steps): (Vec<Step>, Vec<Step>) =
                 keep(&state.ledger, view).into_iter().partition(|step| matches!(step, Step::Note(_)));
@@ -331,6 +341,7 @@ impl Ipam {
     pub fn hold(&self, network: &str, range: &str) {
         let block = Block { network: network.to_owned(), range: range.parse().unwrap() };
         self.hear(Contact::Now);
+        self.lock().seen.insert(api::ipblock::name("blue", block.range), range.to_owned());
         self.note(Record::Asked { block: block.clone(), network: "blue".to_owned() }).unwrap();
         self.note(Record::Took { block, object: range.to_owned() }).unwrap();
     }
@@ -388,6 +399,11 @@ fn refused(network: &str, refusal: &Refusal) -> Error {
         }
     };
     Error::new(code, format!("network {network:?}: {refusal}"))
+}
+
+/// Seconds since the node was started, whatever happens to its clock.
+pub fn uptime() -> i64 {
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(0, |time| time.tv_sec())
 }
 
 fn cut_off(contact: Contact) -> Error {

@@ -108,6 +108,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         cni_bin_dir = %cni_bin_dir.display(),
         shim = %shim.display(),
         api_server,
+        ?runtime_socket,
         "starting"
     );
     let host = Host::find(&host_root);
@@ -115,7 +116,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
-    let (boot, tell_of) = (host.boot.clone(), events.clone());
+    let (boot, tell_of) = (host.known_boot.clone(), events.clone());
     let tools = Tools {
         boot: host.boot.clone(),
         changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
@@ -180,7 +181,9 @@ fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
             if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
                 return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
             }
-            Ok(found.into_iter().map(|sandbox| sandbox.id).collect())
+            // The daemon's own one has no address of ours, and is another one after each upgrade.
+            let others = found.into_iter().filter(|sandbox| !sandbox.name.starts_with(OWN_POD));
+            Ok(others.map(|sandbox| sandbox.id).collect())
         })
     })
 }
@@ -189,6 +192,8 @@ fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
 struct Host {
     /// Another one for each time that the host was started.
     boot: String,
+    /// The same, or empty if it cannot be read.
+    known_boot: String,
     /// What the kernel shows as files.
     proc: PathBuf,
     /// The kernel's settings; those of the network are of the namespace that asks.
@@ -203,9 +208,10 @@ impl Host {
         let sysctls = proc.join("sys");
         let read = |name: &str| fs::read_to_string(sysctls.join("kernel/random").join(name)).ok();
         // One that cannot be read must not make all boots one: a number that never comes again makes none equal.
-        let boot = read("boot_id").or_else(|| read("uuid"));
+        let known = read("boot_id").map(|boot| boot.trim().to_owned());
+        let boot = known.clone().or_else(|| read("uuid"));
         let boot = boot.unwrap_or_else(|| format!("{:?} {}", SystemTime::now(), std::process::id()));
-        Self { boot: boot.trim().to_owned(), proc, sysctls }
+        Self { boot: boot.trim().to_owned(), known_boot: known.unwrap_or_default(), proc, sysctls }
     }
 }
 

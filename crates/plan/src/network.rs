@@ -13,7 +13,7 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use api::{
@@ -119,7 +119,11 @@ pub struct World {
     pub in_place: BTreeMap<Reference, u64>,
     pub blocks: BTreeMap<String, Block>,
     /// Since when nodes that hold blocks are gone, by their UID: see [`World::notice`].
-    pub gone: BTreeMap<String, Timestamp>,
+    pub gone: BTreeMap<String, Instant>,
+    /// Those of them that have been for so long that their blocks are free.
+    pub lost: BTreeSet<String>,
+    /// When the next one will have been.
+    pub next_lost: Option<Duration>,
     /// The attachments that came, changed or went since the last plan.
     pub stirred: BTreeSet<Reference>,
     /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
@@ -319,8 +323,8 @@ pub fn plan(world: &World, now: Timestamp) -> Plan {
     }
     plan.orphans = attachments.orphans(world);
     plan.labels = relabel(world);
-    plan.discarded = addresses::discarded(world, now);
-    if let Some(rest) = world.next_gone(now).and_then(|rest| Duration::try_from(rest).ok()) {
+    plan.discarded = addresses::discarded(world);
+    if let Some(rest) = world.next_lost {
         plan.look = Some(plan.look.map_or(rest, |look| look.min(rest)));
     }
     plan

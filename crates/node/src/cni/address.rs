@@ -7,7 +7,6 @@ use std::{
 };
 
 use ipnet::IpNet;
-use jiff::Timestamp;
 use plan::ipam::{Family, Lease, Place, Pod, Rules};
 use serde_json::Value;
 use tracing::info;
@@ -16,7 +15,8 @@ use wire::{
     socket::Request,
 };
 
-use super::{Networks, Shared, State, call, tombstone};
+use super::{NetworkView, Networks, Shared, State, call, tombstone};
+use crate::{bridges::UNREADABLE, ipam::uptime};
 
 /// How long a pod waits for an address before the runtime tries again.
 const PATIENCE: Duration = Duration::from_secs(8);
@@ -57,7 +57,13 @@ impl Shared {
                     let msg = "GC needs cni.dev/valid-attachments, or it would free everything";
                     Error::new(Code::InvalidConfig, msg)
                 })?;
-                self.collect_addresses(config, valid).map(|()| Vec::new())
+                let view = self.view();
+                match view.by_name.get(network(config)?) {
+                    Some(NetworkView { uid, .. }) => self.collect_addresses(uid, config, valid)?,
+                    // A network that there is not has given nothing; one that is not known yet may have.
+                    None => call::read(&view, Code::TryAgainLater)?,
+                }
+                Ok(Vec::new())
             }
             Verb::Status => {
                 call::read(&self.view(), Code::NotAvailable)?;
@@ -85,7 +91,7 @@ impl Shared {
             network: uid.to_owned(),
             config: config.name.clone(),
             boot: self.ipam.boot().to_owned(),
-            since: Timestamp::now().as_second(),
+            since: uptime(),
             addresses: Vec::new(),
         };
         let lease = self.ipam.add(rules, lease, asked, Instant::now() + PATIENCE)?;
@@ -117,12 +123,17 @@ impl Shared {
     }
 
     /// Frees what was given for this configuration and the runtime does not know any more.
-    pub(super) fn collect_addresses(&self, config: &Config, valid: &[Attachment]) -> Result<(), Error> {
+    pub(super) fn collect_addresses(
+        &self,
+        network: &str,
+        config: &Config,
+        valid: &[Attachment],
+    ) -> Result<(), Error> {
         let valid: BTreeSet<Place> = valid
             .iter()
             .map(|one| Place { container: one.container_id.clone(), interface: one.ifname.clone() })
             .collect();
-        self.ipam.collect(&config.name, &valid).map(drop)
+        self.ipam.collect(network, &config.name, &valid).map(drop)
     }
 }
 
@@ -166,6 +177,11 @@ fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Err
         ));
     }
     match &network.ipam {
+        None if matches!(&network.state, State::NotReady { reason, .. } if reason == UNREADABLE) => {
+            later(format!(
+                "BridgeNetwork {name:?} cannot be read on this node: is the node daemon older than the kind?"
+            ))
+        }
         None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
         Some(rules) if rules.spaces.is_empty() => later(format!(
             "network {name:?} has no address blocks yet: the patchbay controller decides their length"

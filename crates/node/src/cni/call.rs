@@ -72,7 +72,15 @@ impl Shared {
         let namespace = namespace.ok_or_else(no_namespace)?;
         let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
-        let leases = hands_out(config)?.then(|| requested(config, &args)).transpose()?;
+        let asked_for = requested(config, &args)?;
+        let leases = hands_out(config)?.then_some(&asked_for);
+        if let (None, Some(address)) = (leases, asked_for.first()) {
+            let msg = format!(
+                "address {address} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
+                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none"
+            );
+            return Err(Error::new(Code::InvalidConfig, msg));
+        }
 
         let _lock = self.lock(&whose.host);
         let view = self.view();
@@ -82,7 +90,7 @@ impl Shared {
         tombstone::forget(&self.tombstones, request).map_err(|error| {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
-        let given = match &leases {
+        let given = match leases {
             Some(asked) => self.lease(&view, network, request, config, &args, asked)?,
             None => Given::default(),
         };
@@ -210,7 +218,6 @@ impl Shared {
                 "GC needs cni.dev/valid-attachments, or it would remove everything",
             )
         })?;
-        self.collect_addresses(config, valid)?;
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
             // A network that there is not has no links here; one that is not known yet may have.
@@ -229,7 +236,11 @@ impl Shared {
                 Err(error) => problem = Some(failed(&error)),
             }
         }
-        problem.map_or(Ok(()), Err)
+        match problem {
+            Some(problem) => Err(problem),
+            // Not before the links are gone that have them.
+            None => self.collect_addresses(uid, config, valid),
+        }
     }
 
     fn status(&self, config: &Config) -> Result<(), Error> {

@@ -45,6 +45,8 @@ pub struct Journal {
     length: u64,
     /// Something could not be written: what is behind [`Self::length`] is nothing.
     broken: bool,
+    /// Whether it was there and whole when it was opened.
+    whole: bool,
     /// Held as long as the journal is open.
     _lock: Flock<File>,
 }
@@ -54,20 +56,32 @@ impl Journal {
     pub fn open(state_dir: &Path) -> Result<(Self, Ledger), Error> {
         let dir = state_dir.join(DIRECTORY);
         fs::create_dir_all(&dir).map_err(failed("make the directory", &dir))?;
+        // A directory whose name is lost has lost all that is in it.
+        for parent in [Some(state_dir), state_dir.parent()].into_iter().flatten() {
+            let sync = File::open(parent).and_then(|directory| directory.sync_all());
+            sync.map_err(failed("make durable the directory", parent))?;
+        }
         let lock = lock(&dir.join(LOCK))?;
         let path = dir.join(NAME);
         let read = match fs::read(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            other => other.map_err(failed("read", &path))?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            other => Some(other.map_err(failed("read", &path))?),
         };
         let mut ledger = Ledger::default();
-        if replay(&read, &mut ledger) == Damage::Inside {
+        let mut whole = read.is_some();
+        if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
+            whole = false;
             warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
             doubt(&mut ledger);
         }
         // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
         let (file, length, lines) = write(&dir, &ledger)?;
-        Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
+        Ok((Self { dir, file, lines, length, broken: false, whole, _lock: lock }, ledger))
+    }
+
+    /// Whether it tells all that ever happened here.
+    pub fn is_whole(&self) -> bool {
+        self.whole
     }
 
     /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.

@@ -17,13 +17,12 @@ use api::{
 };
 use futures::future::{BoxFuture, FutureExt as _, pending, select_all};
 use ipnet::IpNet;
-use jiff::Timestamp;
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions},
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use plan::ipam::{Block, Family, Object, Record, Rules, Space, Stage, Step, View, Wants, candidate};
+use plan::ipam::{Block, Family, Holding, Object, Record, Rules, Space, Stage, Step, View, Wants, candidate};
 use serde_json::json;
 use tokio::{
     sync::watch,
@@ -32,7 +31,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::{Contact, Ipam, JournalError, Want};
+use super::{Contact, Ipam, JournalError, Want, uptime};
 use crate::{
     Error,
     cni::Networks,
@@ -50,6 +49,14 @@ const TRIES: usize = 64;
 const AT_ONCE: usize = 1024;
 /// How long the holder of a block may take to answer whether it lends an address.
 const SILENT: Duration = Duration::from_secs(3);
+/// How long a request that had no answer may still be carried out.
+const UNCERTAIN: Duration = Duration::from_secs(90);
+/// How often it is looked whether an address is still lent that nobody tells of.
+const LENT: Duration = Duration::from_secs(60);
+/// How long a holder that did not answer is left in peace.
+const SHUNNED: Duration = Duration::from_secs(60);
+/// How long a list of blocks is good enough to choose from.
+const LISTED: Duration = Duration::from_secs(1);
 /// How long it is believed that no block is left.
 const BELIEVED: Duration = Duration::from_secs(30);
 /// How long an address is not asked for again that was not lent. The status of its block tells when it is free.
@@ -134,6 +141,18 @@ pub struct Keeper {
     idle: BTreeMap<Block, Instant>,
     told: BTreeMap<Block, Instant>,
     asked: BTreeMap<Block, Instant>,
+    /// Blocks whose create had no answer, and when that was.
+    uncertain: BTreeMap<Block, Instant>,
+    /// Lent addresses whose object is there although it is not watched, and when that was seen.
+    lent_seen: BTreeMap<(Block, IpAddr), Instant>,
+    /// The UIDs of objects whose address was lent and is back.
+    returned: BTreeSet<String>,
+    /// Holders that did not answer, by their UID, until when that is believed.
+    silent: BTreeMap<String, (String, Instant)>,
+    /// Networks, by their UID, whose name an earlier one has blocks of.
+    earlier: BTreeSet<String>,
+    /// What was listed a moment ago, by the network's UID.
+    lists: BTreeMap<String, (Instant, Vec<Object>)>,
     /// The sandboxes that were there when a block became doubtful.
     witnesses: BTreeMap<Block, BTreeSet<String>>,
     events_told: BTreeMap<String, Instant>,
@@ -180,6 +199,12 @@ impl Keeper {
             idle: BTreeMap::new(),
             told: BTreeMap::new(),
             asked: BTreeMap::new(),
+            uncertain: BTreeMap::new(),
+            lent_seen: BTreeMap::new(),
+            returned: BTreeSet::new(),
+            silent: BTreeMap::new(),
+            earlier: BTreeSet::new(),
+            lists: BTreeMap::new(),
             witnesses: BTreeMap::new(),
             events_told: BTreeMap::new(),
             backoff: DefaultBackoff::default(),
@@ -199,6 +224,7 @@ impl Keeper {
                 let selector = format!("{NODE_LABEL_PREFIX}{}", self.me.uid);
                 blocks = Some(Watch::labelled(self.api.clone(), &selector));
                 self.objects = None;
+                self.confirm();
             }
             let Some(wake) = stop.run_until_cancelled(self.turn()).await else { return Ok(()) };
             let ipam = Arc::clone(&self.ipam);
@@ -241,6 +267,16 @@ impl Keeper {
         if networks.synced {
             let views = networks.by_name.values();
             self.rules = views.filter_map(|view| Some((view.uid.clone(), view.ipam.clone()?))).collect();
+            self.known.retain(|uid, _| self.rules.contains_key(uid));
+            self.lists.retain(|uid, _| self.rules.contains_key(uid));
+            self.earlier.retain(|uid| self.rules.contains_key(uid));
+            self.events_told.retain(|uid, _| self.rules.contains_key(uid));
+        }
+        if networks.node.is_none() && self.objects.is_some() {
+            warn!("this node has no Node any more: no address is handed out until it has one");
+            self.me.uid.clear();
+            self.objects = None;
+            self.confirm();
         }
         match &networks.node {
             Some(node) if networks.synced && *node != self.me => {
@@ -257,6 +293,7 @@ impl Keeper {
                 let all = all.into_iter().filter_map(read);
                 self.objects = Some(all.filter(|(_, one)| !self.deleted.contains(&one.uid)).collect());
                 self.pause = None;
+                self.confirm();
                 self.ipam.hear(Contact::Now);
             }
             Seen::Changed(one) => {
@@ -269,6 +306,7 @@ impl Keeper {
                     && objects.get(&name).map(|object| &object.uid) == uid.as_ref()
                 {
                     objects.remove(&name);
+                    self.confirm();
                 }
                 self.ipam.hear(Contact::Now);
             }
@@ -294,6 +332,9 @@ impl Keeper {
     async fn turn(&mut self) -> Instant {
         let now = Instant::now();
         if self.objects.is_none() {
+            if self.me.uid.is_empty() {
+                self.excuse("the node has no Node object at the API server");
+            }
             return now + self.pace.sweep;
         }
         if let Some(until) = self.pause.filter(|until| *until > now) {
@@ -339,7 +380,17 @@ impl Keeper {
         let idle = self.idle.iter().map(|(block, since)| *since + single(block));
         let told = self.told.values().map(|at| *at + self.pace.tell);
         let asked = self.asked.values().map(|at| *at + SILENT);
-        let due = idle.chain(told).chain(asked).filter(|at| *at > now).chain(self.pause);
+        let doubt = (!self.witnesses.is_empty()).then_some(self.next_doubt);
+        let lent = self.lent_seen.values().map(|at| *at + LENT.min(self.pace.sweep));
+        let uncertain = self.uncertain.values().map(|at| *at + UNCERTAIN);
+        let due = idle
+            .chain(told)
+            .chain(asked)
+            .chain(doubt)
+            .chain(lent)
+            .chain(uncertain)
+            .filter(|at| *at > now)
+            .chain(self.pause);
         due.chain([self.next_sweep]).min().unwrap_or(now + self.pace.sweep)
     }
 
@@ -350,9 +401,16 @@ impl Keeper {
             if steps.is_empty() {
                 return Ok(());
             }
-            let mut waits = true;
+            // One that fails stands in no other's way.
+            let (mut waits, mut problem) = (true, None);
             for step in steps {
-                waits &= !self.apply(step).await?;
+                match self.apply(step).await {
+                    Ok(done) => waits &= !done,
+                    Err(error) => problem = problem.or(Some(error)),
+                }
+            }
+            if let Some(problem) = problem {
+                return Err(problem);
             }
             // Somebody else has to do something first.
             if waits {
@@ -393,6 +451,8 @@ impl Keeper {
             full: &full,
             idle: &idle,
             told: &told,
+            whole: false,
+            returned: &self.returned,
         };
         self.ipam.plan(view)
     }
@@ -409,6 +469,8 @@ impl Keeper {
         let now = Instant::now();
         self.full.retain(|_, until| *until > now);
         self.refused.retain(|_, until| *until > now);
+        self.silent.retain(|_, (_, until)| *until > now);
+        self.uncertain.retain(|_, at| *at + UNCERTAIN > now);
         let pace = self.pace.tell;
         self.told.retain(|_, at| *at + pace > now);
         let (mut empty, mut asked, mut doubtful) = (BTreeSet::new(), BTreeMap::new(), Vec::new());
@@ -444,14 +506,13 @@ impl Keeper {
         if doubtful.is_empty() {
             return;
         }
-        let new = doubtful.iter().any(|(block, _)| !self.witnesses.contains_key(block));
         let now = Instant::now();
-        if !new && now < self.next_doubt {
+        if now < self.next_doubt {
             let gone = doubtful.iter().filter(|(block, empty)| *empty && self.idle.contains_key(block));
             empty.extend(gone.map(|(block, _)| block.clone()));
             return;
         }
-        self.next_doubt = now + DOUBT;
+        self.next_doubt = now + DOUBT.min(self.pace.sweep);
         let Ok(live) = (self.sandboxes)().await else { return };
         for (block, is_empty) in doubtful {
             let witnesses = self.witnesses.entry(block.clone()).or_insert_with(|| live.clone());
@@ -490,7 +551,8 @@ impl Keeper {
             self.refused.insert((block.network.clone(), address), now + believed);
             self.ipam.answer(Want::Address(block.network.clone(), address), why.clone());
             if silent {
-                self.ipam.answer(Want::Any(block.network.clone(), Family::of(address)), why);
+                let holder = around.spec.holder.clone();
+                self.silent.insert(holder.uid, (holder.node, now + SHUNNED));
                 if let Err(error) = self.ipam.note(Record::Closing { block }) {
                     warn!(error = %Chain(&error), "an address that nobody lends is still asked for");
                 }
@@ -502,7 +564,10 @@ impl Keeper {
     async fn apply(&mut self, step: Step) -> Result<bool, Failure> {
         match step {
             Step::Note(record) => self.ipam.note(record)?,
-            Step::Find(block) => self.find(block).await?,
+            Step::Find(block) => return self.find(block).await,
+            Step::FindLent { block, address, object } => {
+                return self.find_lent(block, address, &object).await;
+            }
             Step::Delete { block, object } => self.delete(block, &object).await?,
             Step::Tell { block, object, status } => self.tell(block, &object, status).await?,
             Step::Take { network, family, missing } => return self.take(&network, family, missing).await,
@@ -512,36 +577,85 @@ impl Keeper {
     }
 
     /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
-    async fn find(&mut self, block: Block) -> Result<(), Failure> {
+    async fn find(&mut self, block: Block) -> Result<bool, Failure> {
         let Some(holding) = self.ipam.look(|ledger| ledger.holdings().get(&block).cloned()) else {
-            return Ok(());
+            return Ok(false);
         };
         let name = ipblock::name(&holding.network, block.range);
         let found = call(self.api.get_opt(&name)).await?;
-        let Some(found) = found else {
-            let empty = self.ipam.look(|ledger| ledger.is_empty(&block));
-            if empty || block.is_single() && holding.stage == Stage::Asked {
-                self.ipam.note(Record::Dropped { block })?;
-                return Ok(());
-            }
-            warn!(block = name, "somebody deleted an address block that is in use: it is made again");
-            self.ipam.note(Record::Lost { block: block.clone() })?;
-            if let Created::Exists = self.create(&block, &holding.network, None).await? {
-                warn!(
-                    block = name,
-                    "the block is somebody else's by now, and its addresses are given out twice"
-                );
-            }
-            return Ok(());
-        };
+        let Some(found) = found else { return self.missing(block, &holding, &name).await };
+        self.uncertain.remove(&block);
         let ours = found.spec.network_uid == block.network && found.spec.holder.node == self.me.node;
         if !ours {
             self.ipam.note(Record::Lost { block })?;
-            return Ok(());
+            return Ok(true);
         }
         let found = if found.spec.holder.uid == self.me.uid { found } else { self.adopt(&found).await? };
         self.insert(found);
-        Ok(())
+        Ok(true)
+    }
+
+    /// What to do about a block whose object is not there.
+    async fn missing(&mut self, block: Block, holding: &Holding, name: &str) -> Result<bool, Failure> {
+        let now = Instant::now();
+        // A create without an answer may still be carried out.
+        if self.uncertain.get(&block).is_some_and(|at| *at + UNCERTAIN > now) {
+            return Ok(false);
+        }
+        self.uncertain.remove(&block);
+        if self.ipam.look(|ledger| ledger.is_empty(&block)) {
+            self.ipam.note(Record::Dropped { block })?;
+            return Ok(true);
+        }
+        self.ipam.note(Record::Lost { block: block.clone() })?;
+        if !self.rules.get(&block.network).is_some_and(|rules| rules.live) {
+            return Ok(true);
+        }
+        warn!(block = name, "somebody deleted an address block that is in use: it is made again");
+        // A borrowed address is asked for again: its lender may have given it to somebody else.
+        let lender = match self.around(&block, &holding.network) {
+            Some(around) => match call(self.api.get_opt(&around)).await? {
+                Some(around) if around.spec.holder.uid != self.me.uid => Some(around.spec.holder),
+                _ => return Ok(true),
+            },
+            None => None,
+        };
+        if let Created::Exists = self.create(&block, &holding.network, lender).await? {
+            let note = format!(
+                "IPBlock {name} was deleted while pods of node {} had its addresses, and is somebody else's by now: \
+                addresses may be in use twice; delete these pods",
+                self.me.node
+            );
+            warn!("{note}");
+            self.events.tell(&holding.network, &block.network, Reason::AddressesExhausted, note);
+        }
+        Ok(true)
+    }
+
+    /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.
+    async fn find_lent(&mut self, block: Block, address: IpAddr, object: &str) -> Result<bool, Failure> {
+        let key = (block.clone(), address);
+        let now = Instant::now();
+        if self.lent_seen.get(&key).is_some_and(|at| *at + LENT.min(self.pace.sweep) > now) {
+            return Ok(false);
+        }
+        let Some(network) =
+            self.ipam.look(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
+        else {
+            return Ok(false);
+        };
+        let found = call(self.api.get_opt(&ipblock::name(&network, address.into()))).await?;
+        if found.is_some_and(|found| found.uid().as_deref() == Some(object)) {
+            self.lent_seen.insert(key, now);
+            return Ok(false);
+        }
+        self.lent_seen.remove(&key);
+        if self.returned.len() > REMEMBERED {
+            self.returned.clear();
+        }
+        self.returned.insert(object.to_owned());
+        self.ipam.note(Record::Returned { block, address })?;
+        Ok(true)
     }
 
     /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
@@ -587,9 +701,10 @@ impl Keeper {
     async fn tell(&mut self, block: Block, object: &str, status: IPBlockStatus) -> Result<(), Failure> {
         let network = self.ipam.look(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()));
         let name = ipblock::name(&network.unwrap_or_default(), block.range);
-        let IPBlockStatus { used, free, spare, lent, refused, draining } = &status;
+        let IPBlockStatus { used, free, spare, lent, refused, closed, draining } = &status;
         let patch = json!({"metadata": {"uid": object}, "status": {
-            "used": used, "free": free, "spare": spare, "lent": lent, "refused": refused, "draining": draining,
+            "used": used, "free": free, "spare": spare, "lent": lent, "refused": refused, "closed": closed,
+            "draining": draining,
         }});
         let params = PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() };
         match call(self.api.patch_status(&name, &params, &Patch::Merge(&patch))).await {
@@ -611,7 +726,15 @@ impl Keeper {
             && !self.deleted.contains(&object.uid)
         {
             objects.insert(name, object);
+            self.confirm();
         }
+    }
+
+    /// Nothing is handed out of a block that is not there as it was.
+    fn confirm(&self) {
+        let all = self.objects.iter().flatten();
+        let ours = all.filter(|(_, one)| one.spec.holder.uid == self.me.uid && !self.me.uid.is_empty());
+        self.ipam.confirm(ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect());
     }
 
     /// Creates the object of a block. It is in the journal before, so that a crash leaves nothing that nobody knows.
@@ -655,18 +778,32 @@ impl Keeper {
                 Ok(Created::Exists)
             }
             // Whether it was made is found out later.
-            Err(error) => Err(error),
+            Err(error) => {
+                self.uncertain.insert(block.clone(), Instant::now());
+                Err(error)
+            }
         }
     }
 
     /// The blocks of a network, from the API server itself.
     async fn list(&mut self, network: &str, rules: &Rules) -> Result<Vec<Object>, Failure> {
+        let now = Instant::now();
+        if let Some((_, all)) = self.lists.get(network).filter(|(at, _)| *at + LISTED > now) {
+            return Ok(all.clone());
+        }
         let params = ListParams::default().labels(&format!("{NETWORK_LABEL}={}", rules.name));
         let all = call(self.api.list(&params)).await?;
         let all: Vec<Object> = all.items.into_iter().filter_map(read).map(|(_, object)| object).collect();
         // Blocks of a network of this name that is no more take their names too.
         self.known.insert(network.to_owned(), all.iter().map(|object| object.spec.cidr).collect());
-        Ok(all.into_iter().filter(|object| object.spec.network_uid == network).collect())
+        let count = all.len();
+        let all: Vec<Object> = all.into_iter().filter(|object| object.spec.network_uid == network).collect();
+        if all.len() < count {
+            self.earlier.insert(network.to_owned());
+        } else {
+            self.earlier.remove(network);
+        }
+        Ok(all)
     }
 
     async fn take(&mut self, network: &str, family: Family, missing: usize) -> Result<bool, Failure> {
@@ -701,6 +838,12 @@ impl Keeper {
         }
         self.full.insert(key, Instant::now() + BELIEVED);
         debug!(network = rules.name, ?family, "no block is left");
+        // Blocks of an earlier network of this name are on their way out: no reason to say that all is used up.
+        if waiting && self.earlier.contains(network) {
+            self.full.remove(&(network.to_owned(), family));
+            self.ipam.answer(Want::Any(network.to_owned(), family), earlier(&rules.name));
+            return Ok(false);
+        }
         match listed.filter(|_| waiting) {
             Some(listed) => self.borrow(network, &rules, space, listed, missing).await,
             None => Ok(false),
@@ -743,12 +886,15 @@ impl Keeper {
                 self.refused.keys().filter(|(uid, _)| uid == network).map(|(_, address)| *address).collect();
             self.tries += 1;
             let seed = digest([self.me.uid.as_str(), network, &self.tries.to_string()]);
-            let Some((address, around)) = candidate(&listed, space, &self.me, &refused, seed) else { break };
+            let silent = self.silent.keys().cloned().collect();
+            let found = candidate(&listed, space, &self.me, &refused, &silent, seed);
+            let Some((address, around)) = found else { break };
             let block = Block { network: network.to_owned(), range: address.into() };
             // Tried once only, whatever comes of it: what the list says of it is old by then.
             self.refused.insert((network.to_owned(), address), Instant::now() + IN_VAIN);
             if let Created::Ours = self.create(&block, &rules.name, Some(around.spec.holder)).await? {
                 self.ipam.metrics.borrowed.inc();
+                self.tell_soon(block.clone());
                 self.asked.insert(block, Instant::now());
                 asked += 1;
             }
@@ -757,6 +903,12 @@ impl Keeper {
         let coming =
             self.ipam.look(|ledger| ledger.of_network(network).any(|(block, one)| coming(block, one.stage)));
         if !coming {
+            // Others who come for an address in the same moment need no list of their own.
+            let now = Instant::now();
+            let listing = self.lists.entry(network.to_owned()).or_insert((now, Vec::new()));
+            if listing.0 + LISTED <= now || listing.0 == now {
+                *listing = (now, listed);
+            }
             self.exhausted(network, rules, family);
         }
         Ok(asked > 0)
@@ -767,11 +919,16 @@ impl Keeper {
             Family::V4 => "IPv4",
             Family::V6 => "IPv6",
         };
-        let why = format!(
+        let mut why = format!(
             "network {:?} has no free {which} address left: add a subnet to spec.ipam.subnets of the BridgeNetwork, or \
             delete pods that use it",
             rules.name
         );
+        if let Some((node, _)) = self.silent.values().next() {
+            why = format!(
+                "{why}; node {node} may have some and does not answer: is it up? If it is gone for good, delete its Node"
+            );
+        }
         self.ipam.metrics.exhausted.inc();
         let now = Instant::now();
         let last = self.events_told.get(network);
@@ -787,6 +944,18 @@ impl Keeper {
         let space = rules.space(Family::of(address));
         let Some(range) = space.and_then(|space| space.block_of(address)) else { return Ok(false) };
         let block = Block { network: network.to_owned(), range };
+        let held = self.ipam.look(|ledger| Some(ledger.holding_of(network, address)?.1.stage));
+        if let Some(stage @ (Stage::Doubtful | Stage::Lost)) = held {
+            let state =
+                if stage == Stage::Lost { "was taken from this node" } else { "is not known in full" };
+            let why = format!(
+                "address {address} of network {:?} lies in a block of this node that {state}, so it may be in use: ask \
+                for another",
+                rules.name
+            );
+            self.ipam.answer(Want::Address(network.to_owned(), address), why);
+            return Ok(false);
+        }
         let whole = self.ipam.look(|ledger| ledger.holdings().contains_key(&block));
         if !whole && let Created::Ours = self.create(&block, &rules.name, None).await? {
             self.ipam.metrics.taken.inc();
@@ -794,8 +963,13 @@ impl Keeper {
             return Ok(true);
         }
         let single = Block { network: network.to_owned(), range: address.into() };
-        let holder =
-            call(self.api.get_opt(&ipblock::name(&rules.name, range))).await?.map(|one| one.spec.holder);
+        let around = call(self.api.get_opt(&ipblock::name(&rules.name, range))).await?;
+        if around.as_ref().is_some_and(|around| around.spec.network_uid != network) {
+            let want = Want::Address(network.to_owned(), address);
+            self.ipam.answer(want, earlier(&rules.name));
+            return Ok(false);
+        }
+        let holder = around.map(|around| around.spec.holder);
         let in_vain = self.refused.contains_key(&(network.to_owned(), address));
         let want = Want::Address(network.to_owned(), address);
         if single == block || in_vain || whole {
@@ -809,6 +983,7 @@ impl Keeper {
         let Some(holder) = holder else { return Ok(true) };
         if let Created::Ours = self.create(&single, &rules.name, Some(holder)).await? {
             self.ipam.metrics.borrowed.inc();
+            self.tell_soon(single.clone());
             self.asked.insert(single, Instant::now());
             return Ok(true);
         }
@@ -827,10 +1002,14 @@ impl Keeper {
             }
         };
         let young = i64::try_from(self.pace.young.as_secs()).unwrap_or(i64::MAX);
-        if let Err(error) = self.ipam.sweep(&live, Timestamp::now().as_second().saturating_sub(young)) {
+        if let Err(error) = self.ipam.sweep(&live, uptime().saturating_sub(young)) {
             warn!(%error, "leftovers of sandboxes cannot be freed yet");
         }
     }
+}
+
+fn earlier(network: &str) -> String {
+    format!("address blocks of an earlier network {network:?} are still being freed: tried again")
 }
 
 /// The next word about a block that an address is asked of.

@@ -71,6 +71,10 @@ pub struct View<'a> {
     pub idle: &'a BTreeSet<Block>,
     /// The blocks whose counts were told a moment ago.
     pub told: &'a BTreeSet<Block>,
+    /// Whether the journal is whole: then nothing was ever handed out of a block that it does not know.
+    pub whole: bool,
+    /// The UIDs of objects whose address was lent and is back.
+    pub returned: &'a BTreeSet<Uid>,
 }
 
 /// Something to do.
@@ -80,6 +84,8 @@ pub enum Step {
     Note(Record),
     /// Ask what became of the object of a block that is not seen any more.
     Find(Block),
+    /// Ask whether somebody still has an address that was lent, for an object that is not seen any more.
+    FindLent { block: Block, address: IpAddr, object: Uid },
     /// Delete the object of a block, if it is this one.
     Delete { block: Block, object: Uid },
     /// Tell how a block is used.
@@ -98,9 +104,10 @@ pub fn keep(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
     }
     steps.extend(doubt(ledger, view));
     steps.extend(lend(ledger, view));
-    if !steps.is_empty() {
+    if steps.iter().any(|step| matches!(step, Step::Note(_))) {
         return steps;
     }
+    steps.extend(lost(ledger, view));
     for (network, rules) in view.networks {
         steps.extend(close(ledger, view, network, rules));
         steps.extend(take(ledger, view, network, rules));
@@ -123,6 +130,10 @@ fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
     let took =
         |object: &Object| Step::Note(Record::Took { block: block.clone(), object: object.uid.clone() });
     match (holding.stage, found) {
+        // Nobody can be asked any more.
+        (Stage::Asked, Some(object)) if object.spec.lender.is_some() && !is_wanted(view, block) => {
+            Some(Step::Note(Record::Closing { block: block.clone() }))
+        }
         (Stage::Asked, Some(object)) => match answer(view, block, object) {
             Answer::Yes => Some(took(object)),
             Answer::No => Some(Step::Note(Record::Closing { block: block.clone() })),
@@ -145,6 +156,12 @@ fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
         }
         (Stage::Open | Stage::Lost | Stage::Doubtful, _) => None,
     }
+}
+
+/// Whether the network still hands out addresses of this family.
+fn is_wanted(view: View<'_>, block: &Block) -> bool {
+    let rules = view.networks.get(&block.network).filter(|rules| rules.live);
+    rules.is_some_and(|rules| rules.space(Family::of(block.range.addr())).is_some())
 }
 
 /// What somebody said who was asked for an address.
@@ -180,12 +197,47 @@ fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
         let block = Block { network: object.spec.network_uid.clone(), range: object.spec.cidr };
         (block, object)
     });
-    let unknown = blocks.filter(|(block, _)| !ledger.holdings().contains_key(block));
-    let doubted = |(block, object): (Block, &Object)| {
-        let (network, object) = (object.spec.network.clone(), object.uid.clone());
-        Step::Note(Record::Doubted { block, network, object })
-    };
-    unknown.map(doubted).collect()
+    let mut steps = Vec::new();
+    for (block, object) in blocks {
+        let network = object.spec.network.clone();
+        match ledger.holdings().get(&block) {
+            // What its status says is lent is lent, whatever the journal has forgotten.
+            Some(holding) if holding.stage == Stage::Doubtful => {
+                let new = |one: &&Lent| {
+                    !holding.lent.contains_key(&one.address) && !view.returned.contains(&one.block)
+                };
+                let lent = object.status.lent.iter().filter(new);
+                steps.extend(lent.map(|one| {
+                    let (block, address, object) = (block.clone(), one.address, one.block.clone());
+                    Step::Note(Record::Lent { block, address, object })
+                }));
+            }
+            Some(_) => {}
+            // It came of a request that had been given up.
+            None if view.whole => {
+                steps.push(Step::Note(Record::Asked { block: block.clone(), network }));
+                steps.push(Step::Note(Record::Closing { block }));
+            }
+            None => steps.push(Step::Note(Record::Doubted { block, network, object: object.uid.clone() })),
+        }
+    }
+    steps
+}
+
+/// Addresses that were lent for objects that are not seen: perhaps they are given back, perhaps they only bear the mark of
+/// an earlier Node of this name.
+fn lost(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
+    let present: BTreeSet<&Uid> = view.objects.values().map(|object| &object.uid).collect();
+    let mut steps = Vec::new();
+    for (block, holding) in ledger.holdings() {
+        let back = holding.lent.iter().filter(|(_, object)| !present.contains(object));
+        steps.extend(back.map(|(address, object)| Step::FindLent {
+            block: block.clone(),
+            address: *address,
+            object: object.clone(),
+        }));
+    }
+    steps
 }
 
 /// Those that ask this node for an address.
@@ -203,17 +255,7 @@ fn asked<'a>(ledger: &'a Ledger, request: &Object) -> Option<(&'a Block, &'a Hol
 }
 
 fn lend(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
-    let present: BTreeSet<&Uid> = view.objects.values().map(|object| &object.uid).collect();
     let mut steps = Vec::new();
-    for (block, holding) in ledger.holdings() {
-        let back = holding.lent.iter().filter(|(_, object)| !present.contains(object));
-        steps.extend(
-            back.map(|(address, _)| Step::Note(Record::Returned { block: block.clone(), address: *address })),
-        );
-    }
-    if !steps.is_empty() {
-        return steps;
-    }
     let mut promised = BTreeSet::new();
     for request in requests(view) {
         let address = request.spec.cidr.addr();
@@ -288,8 +330,9 @@ fn take(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules) -> Vec<St
     }
     let addresses = view.wants.addresses.iter().filter(|(uid, _)| uid == network);
     for (_, address) in addresses.filter(|_| rules.live) {
-        // One that is held already is at hand in a moment, or gone.
-        if ledger.holding_of(network, *address).is_none() {
+        // One that is held already is at hand in a moment, or gone; or it is said why not.
+        let stage = ledger.holding_of(network, *address).map(|(_, one)| one.stage);
+        if matches!(stage, None | Some(Stage::Doubtful | Stage::Lost)) {
             steps.push(Step::TakeAddress { network: network.to_owned(), address: *address });
         }
     }
@@ -328,6 +371,7 @@ fn status(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> 
         spare: space.map_or_else(Vec::new, |space| spans(ledger, block, holding, space)),
         lent: lent.collect(),
         refused: refused.map(|request| request.uid.clone()).take(MAX_LISTED).collect(),
+        closed: holding.stage != Stage::Open,
         draining: draining.take(MAX_DRAINING).collect(),
     }
 }
@@ -346,6 +390,9 @@ fn spans(ledger: &Ledger, block: &Block, holding: &Holding, space: &Space) -> Ve
 /// The free addresses that the status of a block tells of. One without a status may have any.
 pub fn spare(object: &Object, space: &Space) -> Vec<IpAddr> {
     let told = &object.status;
+    if told.closed {
+        return Vec::new();
+    }
     if told.spare.is_empty() && told.used == 0 && told.free == 0 && told.lent.is_empty() {
         return space.free_spans(object.spec.cidr, |_| false).flat_map(each).collect();
     }
@@ -373,12 +420,15 @@ pub fn candidate(
     space: &Space,
     me: &Holder,
     refused: &BTreeSet<IpAddr>,
+    silent: &BTreeSet<Uid>,
     seed: u64,
 ) -> Option<(IpAddr, Object)> {
     let whole = |object: &&Object| object.spec.cidr.prefix_len() < object.spec.cidr.max_prefix_len();
     let singles: BTreeSet<IpAddr> =
         objects.iter().filter(|object| !whole(object)).map(|object| object.spec.cidr.addr()).collect();
-    let others = objects.iter().filter(whole).filter(|object| object.spec.holder.uid != me.uid);
+    let asked =
+        |object: &&Object| object.spec.holder.uid != me.uid && !silent.contains(&object.spec.holder.uid);
+    let others = objects.iter().filter(whole).filter(asked);
     let mut all: Vec<(IpAddr, &Object)> = Vec::new();
     for object in others.filter(|object| Family::of(object.spec.cidr.addr()) == space.family()) {
         let free = spare(object, space);
@@ -418,7 +468,10 @@ pub fn network_status<'a>(
     let (mut used, mut count) = (0_i64, 0_i32);
     for (spec, status) in blocks {
         if Family::of(spec.cidr.addr()) == family {
-            used = used.saturating_add(status.used.into());
+            // Those of subnets that are gone do not lessen what is left.
+            if space.is_none_or(|space| space.addresses_in(spec.cidr) > 0) {
+                used = used.saturating_add(status.used.into());
+            }
             count = count.saturating_add(1);
         }
     }

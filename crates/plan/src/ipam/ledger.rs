@@ -8,6 +8,7 @@ use std::{
     net::IpAddr,
 };
 
+use api::ipblock;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
@@ -55,7 +56,7 @@ pub struct Lease {
     pub config: String,
     /// The boot of the node in which it was made: none of its sandboxes outlives it.
     pub boot: String,
-    /// When it was made, in seconds since 1970.
+    /// When it was made, in seconds since that boot.
     pub since: i64,
     pub addresses: Vec<IpAddr>,
 }
@@ -130,6 +131,8 @@ pub enum Record {
     },
     Leased(Lease),
     Freed(Place),
+    /// The node was started. What sandboxes had before is free, known or not.
+    Booted(String),
     /// A holding as it stood when the journal was written anew.
     Holding {
         block: Block,
@@ -143,6 +146,8 @@ pub struct Ask<'a> {
     /// The lease as it should become, without addresses.
     pub lease: Lease,
     pub spaces: &'a [Space],
+    /// The UIDs of this node's blocks that the API server is known to have, by their name. No other gives anything.
+    pub seen: &'a BTreeMap<String, Uid>,
     /// Addresses that it must be, at most one of a family.
     pub requested: &'a [IpAddr],
 }
@@ -183,6 +188,8 @@ fn list(addresses: &[IpAddr]) -> String {
 /// All that one node knows about addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
+    /// The boot of the node that was last seen; empty if none was.
+    boot: String,
     holdings: BTreeMap<Block, Holding>,
     leases: BTreeMap<Place, Lease>,
     /// Who has an address, by the network's UID.
@@ -192,6 +199,11 @@ pub struct Ledger {
 impl Ledger {
     pub fn holdings(&self) -> &BTreeMap<Block, Holding> {
         &self.holdings
+    }
+
+    /// The boot of the node that was last seen.
+    pub fn boot(&self) -> &str {
+        &self.boot
     }
 
     pub fn leases(&self) -> &BTreeMap<Place, Lease> {
@@ -240,8 +252,7 @@ impl Ledger {
 
     /// The lease that a pod gets. Asked again for the same interface it is the same.
     pub fn offer(&self, ask: Ask<'_>) -> Result<Lease, Lack> {
-        let Ask { mut lease, spaces, requested } = ask;
-        check(requested, spaces).map_err(Lack::Refused)?;
+        let Ask { mut lease, spaces, seen, requested } = ask;
         if let Some(before) = self.leases.get(&lease.place).filter(|one| one.is_same(&lease)) {
             let missing = requested.iter().find(|address| !before.addresses.contains(address));
             return match missing {
@@ -251,12 +262,13 @@ impl Ledger {
                 None => Ok(before.clone()),
             };
         }
+        check(requested, spaces).map_err(Lack::Refused)?;
         let mut lacking = Vec::new();
         for space in spaces {
             let family = space.family();
             let found = match requested.iter().find(|address| Family::of(**address) == family) {
-                Some(address) => Some(self.requested(&lease, *address)?),
-                None => self.any(&lease.network, space),
+                Some(address) => Some(self.requested(&lease, *address, seen)?),
+                None => self.any(&lease.network, space, seen),
             };
             match found {
                 Some(address) => lease.addresses.push(address),
@@ -266,7 +278,12 @@ impl Ledger {
         if lacking.is_empty() { Ok(lease) } else { Err(Lack::Families(lacking)) }
     }
 
-    fn requested(&self, lease: &Lease, address: IpAddr) -> Result<IpAddr, Lack> {
+    fn requested(
+        &self,
+        lease: &Lease,
+        address: IpAddr,
+        seen: &BTreeMap<String, Uid>,
+    ) -> Result<IpAddr, Lack> {
         let owner = self.owners.get(&lease.network).and_then(|owners| owners.get(&address));
         if let Some(owner) = owner.filter(|owner| **owner != lease.place) {
             let pod = self.leases.get(owner).map(|lease| lease.pod.clone()).unwrap_or_default();
@@ -276,15 +293,15 @@ impl Ledger {
             Some((_, holding)) if holding.lent.contains_key(&address) => {
                 Err(Lack::Refused(Refusal::Lent(address)))
             }
-            Some((_, holding)) if holding.stage == Stage::Open => Ok(address),
+            Some((block, holding)) if holding.serves(block, seen) => Ok(address),
             _ => Err(Lack::Address(address)),
         }
     }
 
     /// Borrowed ones first: they are of no use otherwise. Then the block with the fewest left, so that others become empty.
-    fn any(&self, network: &str, space: &Space) -> Option<IpAddr> {
+    fn any(&self, network: &str, space: &Space, seen: &BTreeMap<String, Uid>) -> Option<IpAddr> {
         let ours = |block: &Block| Family::of(block.range.addr()) == space.family();
-        let open = self.of_network(network).filter(|(block, one)| one.stage == Stage::Open && ours(block));
+        let open = self.of_network(network).filter(|(block, one)| one.serves(block, seen) && ours(block));
         let mut open: Vec<_> = open.map(|(block, one)| (self.free(block, space), block, one)).collect();
         open.retain(|(free, ..)| *free > 0);
         let (_, block, holding) =
@@ -298,7 +315,8 @@ impl Ledger {
 
     /// The leases of sandboxes that an earlier boot of the node had.
     pub fn of_other_boots(&self, boot: &str) -> Vec<Place> {
-        self.leases.values().filter(|lease| lease.boot != boot).map(|lease| lease.place.clone()).collect()
+        let other = |lease: &&Lease| !same_boot(&lease.boot, boot);
+        self.leases.values().filter(other).map(|lease| lease.place.clone()).collect()
     }
 
     /// The leases of sandboxes that are not there, but for young ones: a sandbox is listed a little after it has its
@@ -308,9 +326,10 @@ impl Ledger {
         self.leases.values().filter(dead).map(|lease| lease.place.clone()).collect()
     }
 
-    /// The leases of a configuration, but for these places.
-    pub fn not_among(&self, config: &str, valid: &BTreeSet<Place>) -> Vec<Place> {
-        let other = |lease: &&Lease| lease.config == config && !valid.contains(&lease.place);
+    /// The leases of a configuration of a network, but for these places.
+    pub fn not_among(&self, network: &str, config: &str, valid: &BTreeSet<Place>) -> Vec<Place> {
+        let of_it = |lease: &Lease| lease.config == config && lease.network == network;
+        let other = |lease: &&Lease| of_it(lease) && !valid.contains(&lease.place);
         self.leases.values().filter(other).map(|lease| lease.place.clone()).collect()
     }
 
@@ -340,6 +359,7 @@ impl Ledger {
             }
             Record::Leased(lease) => self.lease(lease),
             Record::Freed(place) => self.free_place(place),
+            Record::Booted(boot) => self.booted(boot),
             Record::Holding { block, holding } => {
                 self.holdings.insert(block.clone(), holding.clone());
             }
@@ -352,6 +372,15 @@ impl Ledger {
         // What was lent stays lent, whatever becomes of the object.
         let lent = self.holdings.remove(block).map(|old| old.lent).unwrap_or_default();
         self.holdings.insert(block.clone(), Holding { lent, ..holding });
+    }
+
+    /// Nobody can have anything that is not known: all who could are gone.
+    fn booted(&mut self, boot: &str) {
+        if !same_boot(&self.boot, boot) {
+            let doubtful = self.holdings.values_mut().filter(|one| one.stage == Stage::Doubtful);
+            doubtful.for_each(|one| one.stage = Stage::Open);
+        }
+        boot.clone_into(&mut self.boot);
     }
 
     fn stage(&mut self, block: &Block, stage: Stage) {
@@ -397,12 +426,13 @@ impl Ledger {
     /// Records that make this ledger out of an empty one.
     pub fn records(&self) -> impl Iterator<Item = Record> {
         // Leases first: each of them moves the place where the next search begins.
+        let boot = (!self.boot.is_empty()).then(|| Record::Booted(self.boot.clone()));
         let leases = self.leases.values().cloned().map(Record::Leased);
         let holding = |(block, holding): (&Block, &Holding)| Record::Holding {
             block: block.clone(),
             holding: holding.clone(),
         };
-        leases.chain(self.holdings.iter().map(holding))
+        boot.into_iter().chain(leases).chain(self.holdings.iter().map(holding))
     }
 }
 
@@ -410,8 +440,22 @@ impl Lease {
     /// Whether two are of one sandbox, interface and network.
     fn is_same(&self, other: &Self) -> bool {
         let same_pod = self.pod.uid.is_empty() || other.pod.uid.is_empty() || self.pod.uid == other.pod.uid;
-        self.place == other.place && self.network == other.network && self.boot == other.boot && same_pod
+        let same_boot = same_boot(&self.boot, &other.boot);
+        self.place == other.place && self.network == other.network && same_boot && same_pod
     }
+}
+
+impl Holding {
+    /// Whether addresses are handed out of it: the API server must be known to have just this object.
+    fn serves(&self, block: &Block, seen: &BTreeMap<String, Uid>) -> bool {
+        let there = || seen.get(&ipblock::name(&self.network, block.range));
+        self.stage == Stage::Open && self.object.is_some() && there() == self.object.as_ref()
+    }
+}
+
+/// A boot that nobody knows is not another one.
+fn same_boot(one: &str, other: &str) -> bool {
+    one == other || one.is_empty() || other.is_empty()
 }
 
 /// The address after this one, around the end.

@@ -134,6 +134,7 @@ struct Node {
     full: BTreeSet<(String, Family)>,
     idle: BTreeSet<Block>,
     told: BTreeSet<Block>,
+    whole: bool,
 }
 
 fn me() -> Holder {
@@ -165,7 +166,14 @@ impl Node {
             full: BTreeSet::new(),
             idle: BTreeSet::new(),
             told: BTreeSet::new(),
+            whole: false,
         }
+    }
+
+    /// The blocks that the API server is known to have.
+    fn seen(&self) -> BTreeMap<String, String> {
+        let ours = self.objects.iter().filter(|(_, one)| one.spec.holder == me());
+        ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect()
     }
 
     fn keep(&self) -> Vec<Step> {
@@ -181,6 +189,8 @@ impl Node {
                 full: &self.full,
                 idle: &self.idle,
                 told: &self.told,
+                whole: self.whole,
+                returned: &BTreeSet::new(),
             },
         )
     }
@@ -235,7 +245,13 @@ impl Node {
             addresses: Vec::new(),
         };
         let requested: Vec<IpAddr> = requested.iter().map(|text| ip(text)).collect();
-        self.ledger.offer(Ask { lease, spaces: &self.rules["net"].spaces, requested: &requested })
+        let seen = self.seen();
+        self.ledger.offer(Ask {
+            lease,
+            spaces: &self.rules["net"].spaces,
+            seen: &seen,
+            requested: &requested,
+        })
     }
 
     fn lease(&mut self, container: &str) -> Vec<IpAddr> {
@@ -271,7 +287,9 @@ fn a_sandbox_of_another_pod_or_another_boot_is_another() {
     again.pod.uid = "another".to_owned();
     again.addresses.clear();
     let ask = |lease: Lease| {
-        node.ledger.offer(Ask { lease, spaces: &node.rules["net"].spaces, requested: &[] }).unwrap()
+        let seen = node.seen();
+        let spaces = &node.rules["net"].spaces;
+        node.ledger.offer(Ask { lease, spaces, seen: &seen, requested: &[] }).unwrap()
     };
     assert_ne!(ask(again.clone()).addresses, first.addresses);
     again.pod.uid.clone_from(&first.pod.uid);
@@ -340,8 +358,8 @@ fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
     node.lease("p");
     node.idle = node.told.clone();
     let delete = |range: &str| Step::Delete { block: block(range), object: range.to_owned() };
+    assert_eq!(node.settle(), [delete("10.0.0.16/28"), delete("10.0.0.32/28")]);
     for range in ["10.0.0.16/28", "10.0.0.32/28"] {
-        assert_eq!(node.settle(), [delete(range)]);
         node.note(Record::Dropped { block: block(range) });
         node.objects.remove(&ipblock::name("blue", net(range)));
     }
@@ -371,7 +389,14 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
     node.note(Record::Freed(place("p")));
     node.objects.remove("blue.10.0.0.1-32");
     assert!(matches!(node.settle()[..], [Step::Tell { .. }]), "a block with lent addresses stays");
+    // That it is not seen any more is not enough.
     node.objects.remove("blue.10.0.0.5-32");
+    let steps = node.settle();
+    assert!(
+        matches!(&steps[..], [Step::FindLent { object, .. }, Step::Tell { .. }] if object == "five"),
+        "{steps:?}"
+    );
+    node.note(Record::Returned { block: block("10.0.0.0/28"), address: ip("10.0.0.5") });
     assert!(matches!(node.settle()[..], [Step::Delete { .. }]));
     assert!(node.ledger.holdings()[&block("10.0.0.0/28")].lent.is_empty());
 }
@@ -426,10 +451,24 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
     assert!(node.ask("p", &[]).is_err());
+    // What it had lent stays lent.
+    let lent = Lent { address: ip("10.0.0.9"), block: "nine".to_owned() };
+    node.objects.values_mut().for_each(|one| one.status.lent = vec![lent.clone()]);
+    node.settle();
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].lent[&ip("10.0.0.9")], "nine");
+    // After the node was started anew, nobody can have anything of it but what is lent.
+    node.note(Record::Booted("one".to_owned()));
+    node.note(Record::Booted("two".to_owned()));
+    assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.9")))));
+    assert_eq!(node.ask("p", &[]).unwrap().addresses, [ip("10.0.0.1")]);
+    let mut node = Node { whole: true, ..Node::new(&["10.0.0.0/24"]) };
+    node.object("10.0.0.0/28", "o", me(), None);
+    assert!(matches!(node.settle()[..], [Step::Delete { .. }]), "nothing was ever handed out of it");
     let mut node = Node::new(&["10.0.0.0/24"]);
     node.take("10.0.0.0/28");
     node.lease("p");
     node.objects.clear();
+    assert!(node.ask("q", &[]).is_err(), "it may be somebody else's by now");
     assert_eq!(node.settle(), [Step::Find(block("10.0.0.0/28"))]);
     node.note(Record::Lost { block: block("10.0.0.0/28") });
     assert!(node.ask("q", &[]).is_err());
@@ -463,7 +502,7 @@ fn candidates_are_free_addresses_of_others_and_differ_by_seed() {
     let objects: Vec<Object> = node.objects.values().cloned().collect();
     let pick = |refused: &[&str], seed| {
         let refused = refused.iter().map(|text| ip(text)).collect();
-        candidate(&objects, &space, &me(), &refused, seed).map(|(address, _)| address)
+        candidate(&objects, &space, &me(), &refused, &BTreeSet::new(), seed).map(|(address, _)| address)
     };
     let found: BTreeSet<_> = (0..20).filter_map(|seed| pick(&[], seed)).collect();
     assert_eq!(found, BTreeSet::from([ip("10.0.0.1"), ip("10.0.0.3")]));
@@ -487,6 +526,7 @@ proptest! {
                 0 if holding.is_none() => {
                     note(&mut node, Record::Asked { block: block(&range), network: "blue".to_owned() });
                     note(&mut node, Record::Took { block: block(&range), object: range.clone() });
+                    node.object(&range, &range, me(), None);
                 }
                 1 if holding.is_some() && node.ledger.is_empty(&block(&range)) => {
                     note(&mut node, Record::Dropped { block: block(&range) });

@@ -1,9 +1,11 @@
 //! The addresses of a network: how many there are, what is wrong with them, and which blocks nobody holds any more.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 use api::ipam::{FamilyStatus, IpamStatus};
-use jiff::{SignedDuration, Timestamp};
 
 use super::{
     Scene, World,
@@ -13,7 +15,7 @@ use crate::ipam::{self, Family, Object, Space};
 
 /// How long a Node has been gone before its blocks are free. Its daemon hands out nothing new after five minutes without
 /// the API server.
-pub const GONE: SignedDuration = SignedDuration::from_mins(10);
+pub const GONE: Duration = Duration::from_mins(10);
 
 const EXHAUSTED: &str = "AddressesExhausted";
 const DRAINING: &str = "SubnetsDraining";
@@ -42,8 +44,8 @@ pub struct Discard {
 }
 
 impl World {
-    /// Notes since when nodes that hold blocks are gone.
-    pub fn notice(&mut self, now: Timestamp) {
+    /// Notes since when nodes that hold blocks are gone, and which of them have been for long enough.
+    pub fn notice(&mut self, now: Instant) {
         let live: BTreeSet<&String> = self.nodes.values().map(|node| &node.uid).collect();
         let holders: BTreeSet<&String> =
             self.blocks.values().map(|block| &block.object.spec.holder.uid).collect();
@@ -51,12 +53,10 @@ impl World {
         for uid in holders.difference(&live) {
             self.gone.entry((**uid).clone()).or_insert(now);
         }
-    }
-
-    /// When the next node has been gone for long enough.
-    pub fn next_gone(&self, now: Timestamp) -> Option<SignedDuration> {
-        let rest = self.gone.values().map(|since| GONE - now.duration_since(*since));
-        rest.filter(SignedDuration::is_positive).min()
+        let rest = |since: &Instant| GONE.saturating_sub(now.saturating_duration_since(*since));
+        let over = self.gone.iter().filter(|(_, since)| rest(since).is_zero());
+        self.lost = over.map(|(uid, _)| uid.clone()).collect();
+        self.next_lost = self.gone.values().map(rest).filter(|rest| !rest.is_zero()).min();
     }
 }
 
@@ -77,7 +77,7 @@ fn discard(name: &str, block: &Block, node: Option<String>) -> Discard {
 }
 
 /// The blocks of networks that are no more, of networks that nobody can join any more, and of nodes that are gone.
-pub fn discarded(world: &World, now: Timestamp) -> Vec<Discard> {
+pub fn discarded(world: &World) -> Vec<Discard> {
     let live: BTreeMap<&str, bool> = world
         .networks
         .values()
@@ -87,8 +87,7 @@ pub fn discarded(world: &World, now: Timestamp) -> Vec<Discard> {
             (network.uid.as_str(), undone)
         })
         .collect();
-    let over = |since: &Timestamp| now.duration_since(*since) >= GONE;
-    let gone = |holder: &api::ipblock::Holder| world.gone.get(&holder.uid).is_some_and(over);
+    let gone = |holder: &api::ipblock::Holder| world.lost.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(world) {
         if live.get(uid).is_none_or(|undone| *undone) {
@@ -117,7 +116,12 @@ pub fn status(scene: &Scene<'_>) -> Option<IpamStatus> {
 fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Option<FamilyStatus> {
     let Ok(spec) = &scene.network.spec else { return old };
     let said = spec.ipam.as_ref();
-    let length = old.map(|old| old.block_length).or_else(|| family.block_length(said?))?;
+    // A status can be lost; blocks that are there have the length all the same.
+    let whole = scene.blocks.iter().map(|(_, block)| &block.object.spec).filter(|spec| spec.lender.is_none());
+    let there =
+        whole.filter(|spec| Family::of(spec.cidr.addr()) == family).map(|spec| spec.cidr.prefix_len());
+    let length =
+        old.map(|old| old.block_length).or_else(|| there.min()).or_else(|| family.block_length(said?))?;
     let blocks = scene.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
     let space = said.and_then(|said| Space::new(said, family, length));
     Some(ipam::network_status(family, space.as_ref(), length, blocks))
@@ -126,12 +130,16 @@ fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Optio
 /// What is wrong with the addresses of a network that has any.
 pub fn said(scene: &Scene<'_>, status: Option<&IpamStatus>) -> Vec<Said> {
     let Some(status) = status else { return Vec::new() };
-    let full = |family: &Option<FamilyStatus>| {
-        family.as_ref().is_some_and(|family| family.addresses > 0 && family.free == 0)
+    let ipam = scene.network.spec.as_ref().ok().and_then(|spec| spec.ipam.as_ref());
+    let has = |family| {
+        let subnets = ipam.map_or(&[][..], |ipam| ipam.subnets.as_slice());
+        subnets.iter().any(|net| Family::of(net.addr()) == family)
     };
+    let full =
+        |one: &Option<FamilyStatus>, family| one.as_ref().is_some_and(|one| one.free == 0 && has(family));
     let mut which = Vec::new();
-    which.extend(full(&status.ipv4).then_some("IPv4"));
-    which.extend(full(&status.ipv6).then_some("IPv6"));
+    which.extend(full(&status.ipv4, Family::V4).then_some("IPv4"));
+    which.extend(full(&status.ipv6, Family::V6).then_some("IPv6"));
     let exhausted = if which.is_empty() {
         Said { kind: EXHAUSTED, holds: false, reason: "Enough", message: String::new() }
     } else {

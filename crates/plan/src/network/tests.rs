@@ -69,6 +69,8 @@ fn world(networks: impl IntoIterator<Item = Network>) -> World {
         stirred: BTreeSet::new(),
         blocks: BTreeMap::new(),
         gone: BTreeMap::new(),
+        lost: BTreeSet::new(),
+        next_lost: None,
         withdrawn: BTreeMap::new(),
     }
 }
