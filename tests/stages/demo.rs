@@ -168,7 +168,8 @@ fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
 
     tour.kubectl("delete pod amy ben one two three --now")?;
     tour.kubectl("delete bnet green tiny --timeout=30s")?;
-    tour.kubectl("get ipblocks")
+    println!("With the networks their blocks are gone:");
+    tour.kubectl("get ipblocks -o name")
 }
 
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
