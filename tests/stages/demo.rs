@@ -132,6 +132,7 @@ fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let _ =
         lab.kubectl(&["delete", "pod", "amy", "ben", "one", "two", "three", "--now", "--ignore-not-found"]);
     let _ = lab.kubectl(&["delete", "bnet", "green", "tiny", "--ignore-not-found", "--timeout=30s"]);
+    let _ = lab.kubectl(&["delete", "events", "--field-selector", "reason=AddressesExhausted"]);
     let client = runtime.block_on(lab.client())?;
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
     tour.kubectl("apply -f docs/examples/green.yaml")?;
