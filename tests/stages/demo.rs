@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use lab::{Lab, Shape, program::Programs, say, wait};
+use lab::{Lab, Shape, program::Programs, say, scene::pod, wait};
 
 use crate::{
     image, packages,
@@ -42,6 +42,7 @@ pub fn run() -> Result<()> {
 
     nodes(&tour, &runtime)?;
     network(&tour, &runtime)?;
+    addresses(&tour, &runtime)?;
     tour.end();
     Ok(())
 }
@@ -123,6 +124,55 @@ fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     tour.exec("node-1", "ip -br link show type bridge")
 }
 
+/// Addresses without a hand on them: on both nodes, to the last one, and a clear word when there is none left.
+fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("Addresses that are given once: IPAM");
+    let lab = &tour.lab;
+    // A tour that is run twice on one lab begins anew.
+    let _ =
+        lab.kubectl(&["delete", "pod", "amy", "ben", "one", "two", "three", "--now", "--ignore-not-found"]);
+    let _ = lab.kubectl(&["delete", "bnet", "green", "tiny", "--ignore-not-found", "--timeout=30s"]);
+    let _ = lab.kubectl(&["delete", "events", "--field-selector", "reason=AddressesExhausted"]);
+    let client = runtime.block_on(lab.client())?;
+    print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
+    tour.kubectl("apply -f docs/examples/green.yaml")?;
+    runtime.block_on(e2e::bridge::ready(&client, "green", Duration::from_secs(10)))?;
+    for (name, node) in [("amy", "node-1"), ("ben", "node-2")] {
+        tour.join(name, node, "green")?;
+    }
+    tour.kubectl("wait pod/amy pod/ben --for=condition=Ready --timeout=60s")?;
+    tour.kubectl("exec amy -- ip -br addr show net1")?;
+    for address in tour.addresses("ben")? {
+        tour.kubectl(&format!("exec amy -- ping -c 2 -i 0.3 {address}"))?;
+    }
+    println!("Each node has taken blocks of its own, and hands out their addresses without asking anybody:");
+    tour.kubectl("get ipblocks")?;
+
+    println!("A network with two addresses, and three pods; a node borrows what the other one has left:");
+    let tiny = r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"BridgeNetwork","metadata":{"name":"tiny"},"spec":{"attachment":{"namespaces":["default"]},"ipam":{"subnets":["10.21.0.0/30"]}}}"#;
+    println!("$ echo '{tiny}' | kubectl create -f -");
+    tour.create(tiny)?;
+    runtime.block_on(e2e::bridge::ready(&client, "tiny", Duration::from_secs(10)))?;
+    for (name, node) in [("one", "node-1"), ("two", "node-2")] {
+        tour.join(name, node, "tiny")?;
+    }
+    tour.kubectl("wait pod/one pod/two --for=condition=Ready --timeout=60s")?;
+    tour.join("three", "node-1", "tiny")?;
+    let about = "get events --field-selector reason=AddressesExhausted -o jsonpath={.items[*].message}";
+    let words: Vec<&str> = about.split(' ').collect();
+    runtime.block_on(wait::until(Duration::from_secs(20), "the word that none is left", || async {
+        Ok((!lab.kubectl(&words)?.is_empty()).then_some(()))
+    }))?;
+    tour.kubectl("get ipblocks -l patchbay.dev/network=tiny")?;
+    tour.kubectl(about)?;
+    tour.kubectl("get pod one two three")?;
+
+    tour.kubectl("delete pod amy ben one two three --now")?;
+    tour.kubectl("delete bnet green tiny --timeout=30s")?;
+    println!("With the networks their blocks are gone:");
+    tour.kubectl("get ipblocks -o name")
+}
+
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 
 fn chapter(title: &str) {
@@ -192,6 +242,26 @@ impl Tour {
             bail!("kubectl create failed");
         }
         Ok(())
+    }
+
+    /// Makes a pod on a network.
+    fn join(&self, name: &str, node: &str, network: &str) -> Result<()> {
+        println!(
+            "$ kubectl create -f {name}.json      # on {node}, annotation k8s.v1.cni.cncf.io/networks: {network}"
+        );
+        self.create(
+            &pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", network).object().to_string(),
+        )
+    }
+
+    /// The addresses that a pod has beside those of the cluster's own network.
+    fn addresses(&self, name: &str) -> Result<Vec<String>> {
+        let status = r"jsonpath={.metadata.annotations.k8s\.v1\.cni\.cncf\.io/network-status}";
+        let text = self.lab.kubectl(&["get", "pod", name, "-o", status])?;
+        let all: Vec<serde_json::Value> = serde_json::from_str(&text).context("read the network-status")?;
+        let second = all.iter().filter(|one| one["interface"] == "net1");
+        let ips = second.flat_map(|one| one["ips"].as_array().into_iter().flatten());
+        Ok(ips.filter_map(serde_json::Value::as_str).map(str::to_owned).collect())
     }
 
     /// Prints a command on a node and what it answers.
