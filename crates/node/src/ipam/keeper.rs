@@ -283,10 +283,24 @@ impl Keeper {
             Seen::Synced(all) => {
                 lender.seen = Some(all.into_iter().next().and_then(read).map(|(_, object)| object));
             }
-            Seen::Changed(one) => lender.seen = Some(read(one).map(|(_, object)| object)),
+            Seen::Changed(one) => {
+                lender.seen = Some(read(one).map(|(_, object)| object));
+                self.hear_lender(name);
+            }
             Seen::Gone(_) => lender.seen = Some(None),
             Seen::Failed(_) => {}
         }
+    }
+
+    /// A holder that says anything about its block is not silent: it has others to answer before.
+    fn hear_lender(&mut self, name: &str) {
+        let network = |block: &Block| Some(self.rules.get(&block.network)?.name.clone());
+        let of_it = |block: &&Block| {
+            network(block).and_then(|network| self.around(block, &network)).as_deref() == Some(name)
+        };
+        let heard: Vec<Block> = self.asked.keys().filter(of_it).cloned().collect();
+        let now = Instant::now();
+        self.asked.extend(heard.into_iter().map(|block| (block, now)));
     }
 
     /// Does what is due, and says when to come back unless something happens before.
