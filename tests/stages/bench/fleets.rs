@@ -20,7 +20,7 @@ use super::Row;
 const PODS: usize = 1000;
 /// How long one pod waits in a call, and all of them together.
 const CALL: Duration = Duration::from_secs(8);
-const ALL: Duration = Duration::from_secs(180);
+const ALL: Duration = Duration::from_secs(120);
 
 /// A thousand pods on fleets of nodes, on a control plane without nodes of its own.
 pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
@@ -60,9 +60,20 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     let begun = Instant::now();
     let tries = join_all((0..PODS).map(|pod| start(fleet, pod % nodes, pod))).await;
     let took = begun.elapsed();
-    let tries = tries.into_iter().collect::<Result<Vec<usize>>>()?;
+    let (tries, late): (Vec<_>, Vec<_>) = tries.into_iter().partition(Result::is_ok);
+    let again = tries.into_iter().flatten().sum::<usize>().saturating_sub(PODS - late.len());
     let owners = fleet.no_duplicate()?;
-    ensure!(owners == PODS, "{owners} addresses are held");
+    // Too slow is a number like others; the table says so.
+    let missed = match late.into_iter().find_map(Result::err) {
+        Some(why) => {
+            say(format!("{why:#}\n{}", fleet.summary()));
+            format!("NOT ENDED, {owners} of {PODS} have an address: ")
+        }
+        None => {
+            ensure!(owners == PODS, "{owners} addresses are held");
+            String::new()
+        }
+    };
     let blocks = fleet.objects().await?.len();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
     for asked in lab.asked_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks")) {
@@ -79,10 +90,9 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     }
     let begun = Instant::now();
     fleet.at_rest(ALL).await?;
-    let again = tries.iter().sum::<usize>() - PODS;
     let requests: Vec<String> = verbs.iter().map(|(verb, count)| format!("{count} {verb}")).collect();
     Ok(format!(
-        "{:.2} s, {again} tried again, 0 duplicates, 0 leaks (all given back in {:.1} s); {blocks} objects, requests: {}",
+        "{missed}{:.2} s, {again} tried again, 0 duplicates, 0 leaks (all given back in {:.1} s); {blocks} objects, requests: {}",
         took.as_secs_f64(),
         begun.elapsed().as_secs_f64(),
         requests.join(", ")

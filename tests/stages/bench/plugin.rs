@@ -29,7 +29,7 @@ pub struct Calls {
     /// What to ask for each interface, one after the other.
     #[arg(long, value_delimiter = ',', default_value = "ADD,DEL")]
     verbs: Vec<String>,
-    /// Whether the plugin only hands out addresses: then one namespace does for all.
+    /// Whether the plugin only hands out addresses: then one namespace does for many.
     #[arg(long)]
     addresses: bool,
 }
@@ -51,20 +51,14 @@ pub fn run(calls: &Calls) -> Result<()> {
 
 impl Calls {
     fn lane(&self, lane: usize) -> Result<Vec<Vec<Duration>>> {
-        (0..self.count / self.at_once).map(|round| self.interface(lane, round)).collect()
-    }
-
-    fn interface(&self, lane: usize, round: usize) -> Result<Vec<Duration>> {
-        let id = format!("bench-{lane}-{round}");
-        let asked = |netns: &str| self.verbs.iter().map(|verb| self.call(verb, &id, netns)).collect();
+        let rounds = 0..self.count / self.at_once;
+        let id = |round: usize| format!("bench-{lane}-{round}");
+        let each = |id: &str, netns: &str| self.verbs.iter().map(|verb| self.call(verb, id, netns)).collect();
         if self.addresses {
-            return asked("/proc/self/ns/net");
+            let all = |netns: &str| rounds.map(|round| each(&id(round), netns)).collect();
+            return in_namespace(&format!("bench-{lane}"), all);
         }
-        let ip = |words: &[&str]| Command::new("ip").args(words).status();
-        ensure!(ip(&["netns", "add", &id])?.success(), "make a namespace");
-        let times = asked(&format!("/var/run/netns/{id}"));
-        ensure!(ip(&["netns", "del", &id])?.success(), "remove a namespace");
-        times
+        rounds.map(|round| in_namespace(&id(round), |netns| each(&id(round), netns))).collect()
     }
 
     fn call(&self, verb: &str, id: &str, netns: &str) -> Result<Duration> {
@@ -85,6 +79,15 @@ impl Calls {
         ensure!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&output.stdout));
         Ok(spent)
     }
+}
+
+/// Does something with the path of a network namespace that is there meanwhile.
+fn in_namespace<T>(name: &str, work: impl FnOnce(&str) -> Result<T>) -> Result<T> {
+    let ip = |words: &[&str]| Command::new("ip").args(words).status();
+    ensure!(ip(&["netns", "add", name])?.success(), "make a namespace");
+    let done = work(&format!("/var/run/netns/{name}"));
+    ensure!(ip(&["netns", "del", name])?.success(), "remove a namespace");
+    done
 }
 
 /// This very program, where a node can run it.

@@ -305,6 +305,10 @@ fn spared(ledger: &Ledger, view: View<'_>, network: &str, rules: &Rules, block: 
     if view.wants.any.contains_key(&(network.to_owned(), family)) {
         return false;
     }
+    // Nothing is borrowed for later: another node may wait for just this one.
+    if block.is_single() && space.block_size() > 1 {
+        return true;
+    }
     let others = ledger.of_network(network).filter(|(other, _)| *other != block && is_of(other, space));
     let free: usize = others.map(|(other, _)| ledger.free(other, space)).sum();
     free >= reserve(ledger, network, space)

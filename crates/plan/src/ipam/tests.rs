@@ -444,6 +444,26 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
 }
 
 #[test]
+fn a_borrowed_address_that_nobody_needs_goes_back_though_no_other_is_left() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.take("10.0.0.0/28");
+    for pod in 0..15 {
+        node.lease(&pod.to_string());
+    }
+    let single = block("10.0.0.21/32");
+    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.note(Record::Took { block: single.clone(), object: "one".to_owned() });
+    node.object("10.0.0.21/32", "one", me(), Some(other()));
+    node.full.insert(("net".to_owned(), Family::V4));
+    node.told.extend([block("10.0.0.0/28"), single.clone()]);
+    node.idle.insert(single.clone());
+    node.wants.any.insert(("net".to_owned(), Family::V4), 1);
+    assert_eq!(node.settle(), [], "somebody waits for it");
+    node.wants = Wants::default();
+    assert_eq!(node.settle(), [Step::Delete { block: single, object: "one".to_owned() }]);
+}
+
+#[test]
 fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     node.object("10.0.0.0/28", "o", me(), None);
