@@ -121,7 +121,7 @@ impl Fleet {
         let keeper = Keeper::new(Arc::clone(&ipam), client, networks, events, sandboxes, pace);
         machine.ipam = Some(ipam);
         machine.keeper.spawn(async move {
-            let _ = keeper.run(CancellationToken::new()).await;
+            let _ = Box::pin(keeper.run(CancellationToken::new())).await;
         });
         Ok(())
     }

@@ -66,6 +66,7 @@ pub fn run(length: Length) -> Result<()> {
     counted("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])?;
     counted("controller", &["-p", "e2e", "--test", "control_plane"])?;
     counted("networks", &["-p", "e2e", "--test", "networks"])?;
+    counted("addresses", &["-p", "e2e", "--test", "addresses"])?;
     counted("nodes", &["-p", "e2e", "--test", "nodes"])?;
     summary(&lines)
 }

@@ -64,15 +64,12 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     let again = tries.into_iter().flatten().sum::<usize>().saturating_sub(PODS - late.len());
     let owners = fleet.no_duplicate()?;
     // Too slow is a number like others; the table says so.
-    let missed = match late.into_iter().find_map(Result::err) {
-        Some(why) => {
-            say(format!("{why:#}\n{}", fleet.summary()));
-            format!("NOT ENDED, {owners} of {PODS} have an address: ")
-        }
-        None => {
-            ensure!(owners == PODS, "{owners} addresses are held");
-            String::new()
-        }
+    let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
+        say(format!("{why:#}\n{}", fleet.summary()));
+        format!("NOT ENDED, {owners} of {PODS} have an address: ")
+    } else {
+        ensure!(owners == PODS, "{owners} addresses are held");
+        String::new()
     };
     let blocks = fleet.objects().await?.len();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
