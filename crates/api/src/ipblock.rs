@@ -13,6 +13,8 @@ pub const NODE_LABEL_PREFIX: &str = "node.patchbay.dev/";
 pub const HOLDS: &str = "holds";
 /// The value of that label for the node that lends it.
 pub const LENDS: &str = "lends";
+/// The label of single addresses that are borrowed.
+pub const BORROWED_LABEL: &str = "patchbay.dev/borrowed";
 /// The addresses that are named at most in each list of a status.
 pub const MAX_LISTED: usize = 1024;
 /// The ranges of free addresses that are told at most.

@@ -98,6 +98,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim,
         api_server,
         runtime_socket,
+        sweep_seconds,
     } = args;
     info!(
         node = node_name,
@@ -109,6 +110,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim = %shim.display(),
         api_server,
         ?runtime_socket,
+        sweep_seconds,
         "starting"
     );
     let host = Host::find(&host_root);
@@ -132,13 +134,14 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let numbers = ipam::Metrics::default();
     numbers.register(&mut registry);
     let ipam = open_addresses(&places.state_dir, boot, numbers).await?;
+    let sweep = Duration::from_secs(sweep_seconds);
     let keeper = Keeper::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         tell_of,
         sandboxes(&host_root, runtime_socket),
-        Pace::default(),
+        Pace { sweep, young: sweep, ..Pace::default() },
     );
     let cni = cni::Server::bind(&places, networks, ipam, calls)?;
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };

@@ -13,7 +13,7 @@ use std::{
 use api::{
     Chain, IPBlock, IPBlockSpec, IPBlockStatus, NODE_MANAGER,
     digest::digest,
-    ipblock::{self, HOLDS, Holder, LENDS, NETWORK_LABEL, NODE_LABEL_PREFIX},
+    ipblock::{self, BORROWED_LABEL, HOLDS, Holder, LENDS, NETWORK_LABEL, NODE_LABEL_PREFIX},
 };
 use futures::future::{BoxFuture, FutureExt as _, pending, select_all};
 use ipnet::IpNet;
@@ -765,6 +765,7 @@ impl Keeper {
         if let Some(lender) = &object.spec.lender {
             let label = format!("{NODE_LABEL_PREFIX}{}", lender.uid);
             object.labels_mut().insert(label, LENDS.to_owned());
+            object.labels_mut().insert(BORROWED_LABEL.to_owned(), "true".to_owned());
         }
         let params = PostParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PostParams::default() };
         match call(self.api.create(&params, &object)).await {
@@ -791,7 +792,9 @@ impl Keeper {
         if let Some((_, all)) = self.lists.get(network).filter(|(at, _)| *at + LISTED > now) {
             return Ok(all.clone());
         }
-        let params = ListParams::default().labels(&format!("{NETWORK_LABEL}={}", rules.name));
+        // Without what is borrowed, which may be a lot: the blocks around it tell.
+        let params =
+            ListParams::default().labels(&format!("{NETWORK_LABEL}={},!{BORROWED_LABEL}", rules.name));
         let all = call(self.api.list(&params)).await?;
         let all: Vec<Object> = all.items.into_iter().filter_map(read).map(|(_, object)| object).collect();
         // Blocks of a network of this name that is no more take their names too.
