@@ -31,7 +31,6 @@ fn main() -> ExitCode {
             nodes_take_blocks_and_hand_out_every_address_once,
             a_small_subnet_is_usable_to_its_last_address_from_any_node,
             an_address_in_somebody_elses_block_is_lent,
-            many_who_ask_one_holder_are_answered_with_few_words,
             a_holder_that_is_silent_is_named,
             blocks_survive_a_crash_and_a_new_node_object,
             a_thousand_addresses_cost_few_requests,
@@ -183,41 +182,6 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
         fleet.delete(number, name)?;
     }
     fleet.at_rest(SOON).await?;
-    fleet.end().await;
-    Ok(())
-}
-
-async fn many_who_ask_one_holder_are_answered_with_few_words(lab: Lab) -> Result<()> {
-    let ipam = json!({"subnets": ["10.8.0.0/26"], "blockLength": {"ipv4": 26}});
-    // Nothing is told but answers.
-    let mut fleet =
-        Fleet::new(clients(&lab, 1).await?, "asked", &spec(ipam)?, 21, node::ipam::Pace::default())?;
-    fleet.start_all()?;
-    add(&fleet, 0, "holder").await?;
-    let mark = lab.audit_mark()?;
-    let names: Vec<(usize, String)> = (0..60).map(|pod| (1 + pod % 20, format!("pod-{pod}"))).collect();
-    let all = names.iter().map(|(number, name)| {
-        let fleet = &fleet;
-        wait::until(SOON * 3, "an address", move || async move {
-            Ok(Some(fleet.add(*number, name, Vec::new(), SOON).await??))
-        })
-    });
-    join_all(all).await.into_iter().collect::<Result<Vec<_>>>().with_context(|| fleet.describe())?;
-    ensure!(fleet.no_duplicate()? == 61);
-    let name = "asked.10.8.0.0-26";
-    let words = |asked: &Asked| asked.resource == "ipblocks/status" && asked.name == name;
-    let words = lab.asked_since(mark)?.into_iter().filter(words).count();
-    println!("60 addresses were lent with {words} words");
-    ensure!(words < 60, "{words} words for 60 addresses");
-    for (number, name) in names.iter().map(|(number, name)| (*number, name.as_str())).chain([(0, "holder")]) {
-        fleet.delete(number, name)?;
-    }
-    fleet.pace = HURRY;
-    for number in 0..21 {
-        fleet.crash(number).await;
-        fleet.start(number)?;
-    }
-    fleet.at_rest(SOON * 2).await?;
     fleet.end().await;
     Ok(())
 }

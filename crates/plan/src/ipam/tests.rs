@@ -402,6 +402,19 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
 }
 
 #[test]
+fn all_who_ask_a_holder_are_answered_with_one_word() {
+    let mut node = Node::new(&["10.0.0.0/22"]);
+    node.take("10.0.0.0/26");
+    for number in 1..=40 {
+        let range = format!("10.0.0.{number}/32");
+        node.object(&range, &range, other(), Some(me()));
+    }
+    let steps = node.settle();
+    let [Step::Tell { status, .. }] = &steps[..] else { panic!("{steps:?}") };
+    assert_eq!((status.lent.len(), status.refused.len()), (40, 0));
+}
+
+#[test]
 fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     let single = block("10.0.0.5/32");
