@@ -172,7 +172,15 @@ pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: L
         })
         .await
     })
-    .await
+    .await?;
+    remove(&lab, "few").await
+}
+
+/// Deletes a network whose pods are gone.
+async fn remove(lab: &Lab, name: &str) -> Result<()> {
+    let client = lab.client().await?;
+    delete(&client, name).await?;
+    gone(&client, name, Duration::from_secs(30)).await.map(drop)
 }
 
 pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
@@ -268,5 +276,6 @@ pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
         ensure!(text.contains("1280"), "{text}");
         Ok(())
     })
-    .await
+    .await?;
+    remove(&lab, "block").await
 }
