@@ -38,6 +38,8 @@ pub enum Reason {
     Failed,
     /// No address is left.
     AddressesExhausted,
+    /// Addresses of this node's pods may be given to others too.
+    AddressBlockLost,
 }
 
 impl Events {
@@ -52,6 +54,7 @@ impl Events {
         let (type_, word, action) = match reason {
             Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
             Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
+            Reason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
             Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {

@@ -75,7 +75,7 @@ impl Keeper {
                 self.me.node
             );
             warn!("{note}");
-            self.events.tell(&holding.network, &block.network, Reason::AddressesExhausted, note);
+            self.events.tell(&holding.network, &block.network, Reason::AddressBlockLost, note);
         }
         Ok(true)
     }
