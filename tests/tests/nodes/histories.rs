@@ -124,7 +124,7 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             // The one of this name may still be on its way out.
             bridge::gone(client, name, CONVERGED).await?;
             let wanted = Wanted::random(name, dice);
-            bridge::create(client, name, wanted.spec()).await?;
+            insist(|| bridge::create(client, name, wanted.spec())).await?;
             model.insert(name, wanted);
             Ok(format!("create {name}"))
         }
@@ -146,7 +146,9 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
                 }
             }
             let patch = Patch::Merge(json!({"spec": spec}));
-            networks(client).patch(name, &PatchParams::default(), &patch).await.context("edit")?;
+            let params = PatchParams::default();
+            let all = networks(client);
+            insist(|| async { all.patch(name, &params, &patch).await.context("edit") }).await?;
             model.insert(name, wanted);
             Ok(format!("edit {name}"))
         }
@@ -186,6 +188,18 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             Ok(format!("{} on {node}{}", words.join(" "), if done { "" } else { " (not there)" }))
         }
     }
+}
+
+/// Does what a user does: a change that the API server refuses because the controller that it asks was just killed is
+/// asked for again. Nothing has become of it.
+async fn insist<T, F: Future<Output = Result<T>>>(change: impl Fn() -> F) -> Result<T> {
+    wait::until(CONVERGED, "a controller to answer", || async {
+        match change().await {
+            Err(error) if format!("{error:#}").contains("failed calling webhook") => Ok(None),
+            other => Ok(Some(other)),
+        }
+    })
+    .await?
 }
 
 /// Kills the processes of one program on a node, each by its number. Their pods go too: the kubelet would let one that
