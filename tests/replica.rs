@@ -213,8 +213,11 @@ impl Drop for Replica {
     }
 }
 
-/// The product as built for tests.
+/// The product as built for tests, or another build of it: numbers are of the one that is shipped.
 fn program() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("PATCHBAY_PROGRAM") {
+        return Ok(path.into());
+    }
     let path = lab::machine::binary()?.with_file_name("patchbay");
     ensure!(path.exists(), "{} is not built: run `cargo build`", path.display());
     Ok(path)

@@ -603,10 +603,9 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
             begun.elapsed()
         );
         ensure!(grown.max(listed) <= 150, "too large: {grown} MiB grown, {listed} MiB after a list");
-        cluster.sweep_pods().await?;
         let machines = cluster::resource("kubevirt.io", "v1", "VirtualMachine", "virtualmachines");
-        let all = kube::api::ListParams::default();
-        cluster.api(&machines, Some("crowd")).delete_collection(&DeleteParams::default(), &all).await?;
+        cluster.sweep_all(&machines).await?;
+        cluster.sweep_all(&cluster::resource("", "v1", "Pod", "pods")).await?;
         cluster.gone("crowd", SOON * 6).await.with_context(|| replica.tail())
     };
     outcome.await

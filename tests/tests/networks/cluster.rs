@@ -402,6 +402,19 @@ impl Cluster {
         api.delete_collection(&params, &ListParams::default()).await.map(drop).context("delete pods")
     }
 
+    /// Deletes every object of a kind, however many there are: the API server ends a request after a minute.
+    pub async fn sweep_all(&self, kind: &ApiResource) -> Result<()> {
+        let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+        let api = self.api(kind, Some(&self.namespace));
+        wait::until(Duration::from_secs(900), &format!("every {} to be deleted", kind.kind), || async {
+            let outcome = api.delete_collection(&params, &ListParams::default()).await;
+            let left = api.list(&ListParams::default().limit(1)).await?;
+            ensure!(left.items.is_empty(), "some are left: {outcome:?}");
+            Ok(Some(()))
+        })
+        .await
+    }
+
     /// Deletes every object of this test that can use a network, and what they made.
     pub async fn sweep_users(&self) -> Result<()> {
         for (user, _) in users::all() {
