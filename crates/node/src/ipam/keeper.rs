@@ -54,8 +54,14 @@ const SILENT: Duration = Duration::from_secs(3);
 const UNCERTAIN: Duration = Duration::from_secs(90);
 /// How often it is looked whether an address is still lent that nobody tells of.
 const LENT: Duration = Duration::from_secs(60);
-/// How long a holder that did not answer is left in peace.
-const SHUNNED: Duration = Duration::from_secs(60);
+/// How long the holder of a block may take that was heard of meanwhile: it has much to do.
+const BUSY: Duration = Duration::from_secs(15);
+/// How long a holder that did not answer is left in peace, the first time and at most.
+const SHUNNED: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
+/// How many addresses are asked for in vain before a list is too old to choose from.
+const COLLISIONS: usize = 3;
+/// How long it is waited at least and at most until the next list, when others ask for the same addresses.
+const CROWDED: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How long a list of blocks is good enough to choose from.
 const LISTED: Duration = Duration::from_secs(1);
 /// How long it is believed that no block is left.
@@ -148,8 +154,10 @@ pub struct Keeper {
     lent_seen: BTreeMap<(Block, IpAddr), Instant>,
     /// The UIDs of objects whose address was lent and is back.
     returned: BTreeSet<String>,
-    /// Holders that did not answer, by their UID, until when that is believed.
-    silent: BTreeMap<String, (String, Instant)>,
+    /// Networks whose last addresses many nodes ask for at once, and when it is this one's turn again.
+    crowded: BTreeMap<(String, Family), Crowded>,
+    /// Holders that did not answer, by their UID.
+    silent: BTreeMap<String, Silent>,
     /// Networks, by their UID, whose name an earlier one has blocks of.
     earlier: BTreeSet<String>,
     /// What was listed a moment ago, by the network's UID.
@@ -166,10 +174,27 @@ pub struct Keeper {
     tries: u64,
 }
 
+#[derive(Debug, Clone, Copy)]
+struct Crowded {
+    until: Instant,
+    /// What was waited before.
+    pause: Duration,
+}
+
+struct Silent {
+    node: String,
+    /// Until when it is left in peace.
+    until: Instant,
+    /// How long that was.
+    shunned: Duration,
+}
+
 struct Lender {
     watch: Watch<IPBlock>,
     /// Whether it has been read.
     read: bool,
+    /// When its holder last said anything.
+    heard: Option<Instant>,
     /// None if nobody holds it.
     seen: Option<Object>,
 }
@@ -203,6 +228,7 @@ impl Keeper {
             uncertain: BTreeMap::new(),
             lent_seen: BTreeMap::new(),
             returned: BTreeSet::new(),
+            crowded: BTreeMap::new(),
             silent: BTreeMap::new(),
             earlier: BTreeSet::new(),
             lists: BTreeMap::new(),
@@ -322,7 +348,10 @@ impl Keeper {
         let Some(lender) = self.lenders.get_mut(name) else { return };
         let now = match seen {
             Seen::Synced(all) => all.into_iter().next(),
-            Seen::Changed(one) => Some(one),
+            Seen::Changed(one) => {
+                lender.heard = Some(Instant::now());
+                Some(one)
+            }
             Seen::Gone(_) => None,
             Seen::Failed(_) => return,
         };
@@ -380,13 +409,17 @@ impl Keeper {
         let single = |block: &Block| if block.is_single() { self.pace.idle_address } else { self.pace.idle };
         let idle = self.idle.iter().map(|(block, since)| *since + single(block));
         let told = self.told.values().map(|at| *at + self.pace.tell);
-        let asked = self.asked.values().map(|at| *at + SILENT);
+        let asked = self.asked.values().flat_map(|at| [*at + SILENT, *at + BUSY]);
+        let heard = self.lenders.values().filter_map(|lender| Some(lender.heard? + SILENT));
         let doubt = (!self.witnesses.is_empty()).then_some(self.next_doubt);
         let lent = self.lent_seen.values().map(|at| *at + LENT.min(self.pace.sweep));
         let uncertain = self.uncertain.values().map(|at| *at + UNCERTAIN);
+        let crowded = self.crowded.values().map(|one| one.until);
         let due = idle
             .chain(told)
+            .chain(crowded)
             .chain(asked)
+            .chain(heard)
             .chain(doubt)
             .chain(lent)
             .chain(uncertain)

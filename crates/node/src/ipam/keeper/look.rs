@@ -7,7 +7,7 @@ use plan::ipam::{Block, Record, Stage};
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::{DOUBT, IN_VAIN, Keeper, Lender, SHUNNED, SILENT, UNCERTAIN};
+use super::{BUSY, CROWDED, DOUBT, IN_VAIN, Keeper, Lender, SHUNNED, SILENT, Silent, UNCERTAIN};
 use crate::{ipam::Want, watch::Watch};
 
 impl Keeper {
@@ -16,7 +16,9 @@ impl Keeper {
         let now = Instant::now();
         self.full.retain(|_, until| *until > now);
         self.refused.retain(|_, until| *until > now);
-        self.silent.retain(|_, (_, until)| *until > now);
+        // How patient it was is remembered for a while.
+        self.silent.retain(|_, one| one.until + SHUNNED.1 > now);
+        self.crowded.retain(|_, one| one.until + CROWDED.1 > now);
         self.uncertain.retain(|_, at| *at + UNCERTAIN > now);
         let pace = self.pace.tell;
         self.told.retain(|_, at| *at + pace > now);
@@ -41,7 +43,12 @@ impl Keeper {
             asked.iter().filter_map(|(block, network)| self.around(block, network)).collect();
         self.lenders.retain(|name, _| names.contains(name));
         for name in names {
-            let watch = || Lender { watch: Watch::one(self.api.clone(), &name), read: false, seen: None };
+            let watch = || Lender {
+                watch: Watch::one(self.api.clone(), &name),
+                read: false,
+                heard: None,
+                seen: None,
+            };
             self.lenders.entry(name.clone()).or_insert_with(watch);
         }
         self.judge(asked, now);
@@ -81,7 +88,10 @@ impl Keeper {
             let address = block.range.addr();
             let granted = around.status.lent.iter().any(|lent| lent.block == object.uid);
             let refused = around.status.refused.contains(&object.uid);
-            let silent = !granted && since + SILENT <= now;
+            // Who has much to do is waited for a little longer.
+            let heard = lender.heard.map_or(since, |at| at.max(since));
+            let patience = (heard + SILENT).min(since + BUSY);
+            let silent = !granted && patience <= now;
             if !refused && !silent {
                 continue;
             }
@@ -99,7 +109,9 @@ impl Keeper {
             self.ipam.answer(Want::Address(block.network.clone(), address), why.clone());
             if silent {
                 let holder = around.spec.holder.clone();
-                self.silent.insert(holder.uid, (holder.node, now + SHUNNED));
+                let before = self.silent.get(&holder.uid).map(|one| one.shunned);
+                let shunned = before.map_or(SHUNNED.0, |before| (before * 2).min(SHUNNED.1));
+                self.silent.insert(holder.uid, Silent { node: holder.node, until: now + shunned, shunned });
                 if let Err(error) = self.ipam.note(Record::Closing { block }) {
                     warn!(error = %Chain(&error), "an address that nobody lends is still asked for");
                 }

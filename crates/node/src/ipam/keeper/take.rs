@@ -8,7 +8,10 @@ use plan::ipam::{Block, Family, Object, Rules, Space, Stage, candidate};
 use tokio::time::Instant;
 use tracing::debug;
 
-use super::{BELIEVED, BETWEEN_EVENTS, Created, FIRST_WORD, Failure, IN_VAIN, Keeper, LISTED, TRIES, call};
+use super::{
+    BELIEVED, BETWEEN_EVENTS, COLLISIONS, CROWDED, Created, Crowded, FIRST_WORD, Failure, IN_VAIN, Keeper,
+    LISTED, Silent, TRIES, call,
+};
 use crate::{event::Reason, ipam::Want};
 
 impl Keeper {
@@ -23,7 +26,8 @@ impl Keeper {
         let key = (network.to_owned(), family);
         let waiting = self.ipam.lock().wants.contains_key(&Want::Any(network.to_owned(), family));
         let full = self.full.contains_key(&key);
-        if full && !waiting {
+        let crowded = self.crowded.get(&key).is_some_and(|one| one.until > Instant::now());
+        if full && (!waiting || crowded) {
             return Ok(false);
         }
         let mut listed = if full { Some(self.list(network, &rules).await?) } else { None };
@@ -79,6 +83,8 @@ impl Keeper {
         space.free_block(u128::from(start), taken)
     }
 
+    /// Asks others for addresses. What they have to spare is listed, and one that was listed a moment ago may be somebody's
+    /// by now: after a few of these the list is too old, and the next one is asked for a moment later.
     pub(super) async fn borrow(
         &mut self,
         network: &str,
@@ -88,18 +94,9 @@ impl Keeper {
         missing: usize,
     ) -> Result<bool, Failure> {
         let family = space.family();
-        let mut asked = 0;
-        for _ in 0..TRIES {
-            if asked >= missing {
-                break;
-            }
-            let refused =
-                self.refused.keys().filter(|(uid, _)| uid == network).map(|(_, address)| *address).collect();
-            self.tries += 1;
-            let seed = digest([self.me.uid.as_str(), network, &self.tries.to_string()]);
-            let silent = self.silent.keys().cloned().collect();
-            let found = candidate(&listed, space, &self.me, &refused, &silent, seed);
-            let Some((address, around)) = found else { break };
+        let (mut asked, mut collisions) = (0, 0);
+        while asked < missing.min(TRIES) && collisions < COLLISIONS {
+            let Some((address, around)) = self.lendable(network, space, &listed) else { break };
             let block = Block { network: network.to_owned(), range: address.into() };
             // Tried once only, whatever comes of it: what the list says of it is old by then.
             self.refused.insert((network.to_owned(), address), Instant::now() + IN_VAIN);
@@ -108,12 +105,24 @@ impl Keeper {
                 self.tell_soon(block.clone());
                 self.asked.insert(block, Instant::now());
                 asked += 1;
+            } else {
+                collisions += 1;
             }
+        }
+        let key = (network.to_owned(), family);
+        if asked >= missing {
+            self.crowded.remove(&key);
+            return Ok(true);
         }
         let coming = |block: &Block, stage| stage == Stage::Asked && Family::of(block.range.addr()) == family;
         let coming =
             self.ipam.look(|ledger| ledger.of_network(network).any(|(block, one)| coming(block, one.stage)));
-        if !coming {
+        let tried =
+            self.refused.keys().any(|(uid, address)| uid == network && Family::of(*address) == family);
+        if tried || coming {
+            self.wait_in_the_crowd(key);
+        } else {
+            self.crowded.remove(&key);
             // Others who come for an address in the same moment need no list of their own.
             let now = Instant::now();
             let listing = self.lists.entry(network.to_owned()).or_insert((now, Vec::new()));
@@ -123,6 +132,27 @@ impl Keeper {
             self.exhausted(network, rules, family);
         }
         Ok(asked > 0)
+    }
+
+    /// An address that somebody else may lend, and the block that it is in.
+    fn lendable(&mut self, network: &str, space: &Space, listed: &[Object]) -> Option<(IpAddr, Object)> {
+        let now = Instant::now();
+        let tried = self.refused.keys().filter(|(uid, _)| uid == network);
+        let tried = tried.map(|(_, address)| *address).collect();
+        let silent = self.silent.iter().filter(|(_, one)| one.until > now).map(|(uid, _)| uid.clone());
+        let silent = silent.collect();
+        self.tries += 1;
+        let seed = digest([self.me.uid.as_str(), network, &self.tries.to_string()]);
+        candidate(listed, space, &self.me, &tried, &silent, seed)
+    }
+
+    /// Each node waits a little longer every time, and none as long as the others.
+    fn wait_in_the_crowd(&mut self, key: (String, Family)) {
+        let (first, longest) = CROWDED;
+        let pause = self.crowded.get(&key).map_or(first, |one| (one.pause * 2).min(longest));
+        let spread = digest([self.me.uid.as_str(), &key.0, &self.tries.to_string()]) % 100;
+        let spread = u32::try_from(spread).unwrap_or(0);
+        self.crowded.insert(key, Crowded { until: Instant::now() + pause * (50 + spread) / 100, pause });
     }
 
     pub(super) fn exhausted(&mut self, network: &str, rules: &Rules, family: Family) {
@@ -135,13 +165,13 @@ impl Keeper {
             delete pods that use it",
             rules.name
         );
-        if let Some((node, _)) = self.silent.values().next() {
+        let now = Instant::now();
+        if let Some(Silent { node, .. }) = self.silent.values().find(|one| one.until > now) {
             why = format!(
                 "{why}; node {node} may have some and does not answer: is it up? If it is gone for good, delete its Node"
             );
         }
         self.ipam.metrics.exhausted.inc();
-        let now = Instant::now();
         let last = self.events_told.get(network);
         if last.is_none_or(|last| *last + BETWEEN_EVENTS <= now) {
             self.events_told.insert(network.to_owned(), now);
