@@ -44,6 +44,13 @@ enum Want {
     Address(String, IpAddr),
 }
 
+/// How long an interface waits for addresses, and for whom.
+pub struct Wait<'a> {
+    pub deadline: Instant,
+    /// Fails once nobody is there who would get the answer.
+    pub is_there: &'a dyn Fn() -> Result<(), Error>,
+}
+
 /// The addresses of a node.
 pub struct Ipam {
     state: Mutex<State>,
@@ -127,7 +134,7 @@ impl Ipam {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
+    /// Gives an interface its addresses on behalf of somebody who stays until the deadline.
     pub fn add(
         &self,
         rules: &Rules,
@@ -135,10 +142,26 @@ impl Ipam {
         requested: &[IpAddr],
         deadline: Instant,
     ) -> Result<Lease, Error> {
-        let network = lease.network.clone();
+        self.give(rules, lease, requested, &Wait { deadline, is_there: &|| Ok(()) })
+    }
+
+    /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
+    /// Nothing is taken for somebody who has gone.
+    pub fn give(
+        &self,
+        rules: &Rules,
+        lease: Lease,
+        requested: &[IpAddr],
+        wait: &Wait<'_>,
+    ) -> Result<Lease, Error> {
+        let (network, deadline) = (lease.network.clone(), wait.deadline);
         let mut waiting: BTreeSet<Want> = BTreeSet::new();
         let mut state = self.lock();
         let outcome = loop {
+            // Here every wait ends, and whatever is written is written in this round.
+            if let Err(gone) = (wait.is_there)() {
+                break Err(gone);
+            }
             let known = state.ledger.leases().contains_key(&lease.place);
             let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, seen: &state.seen, requested };
             let lack = match state.ledger.offer(ask) {
@@ -192,6 +215,13 @@ impl Ipam {
             self.wake.notify_one();
         }
         outcome
+    }
+
+    /// Lets all who wait see whether there still is somebody who waits for them.
+    pub fn look_again(&self) {
+        // Whoever has looked and does not wait yet has the lock, and would not hear.
+        drop(self.lock());
+        self.changed.notify_all();
     }
 
     /// Frees what an interface has, of whatever network; says whether there was anything.
@@ -325,7 +355,7 @@ impl Ipam {
         self.changed.notify_all();
     }
 
-    fn is_wanted(&self) -> bool {
+    pub(crate) fn is_wanted(&self) -> bool {
         !self.lock().wants.is_empty()
     }
 

@@ -15,8 +15,15 @@ use wire::{
     socket::Request,
 };
 
-use super::{NetworkView, Networks, Shared, State, call, tombstone};
-use crate::{bridges::UNREADABLE, ipam::uptime};
+use super::{
+    NetworkView, Networks, Shared, State,
+    call::{self, Call},
+    tombstone,
+};
+use crate::{
+    bridges::UNREADABLE,
+    ipam::{Wait, uptime},
+};
 
 /// How long a pod waits for an address before the runtime tries again.
 const PATIENCE: Duration = Duration::from_secs(8);
@@ -30,12 +37,8 @@ pub struct Given {
 
 impl Shared {
     /// The address plugin.
-    pub(super) fn serve_addresses(
-        &self,
-        verb: Verb,
-        request: &Request,
-        config: &Config,
-    ) -> Result<Vec<u8>, Error> {
+    pub(super) fn serve_addresses(&self, verb: Verb, call: &Call<'_>) -> Result<Vec<u8>, Error> {
+        let Call { request, config, caller } = *call;
         match verb {
             Verb::Add => {
                 let args = Args::parse(&request.args)?;
@@ -43,11 +46,12 @@ impl Shared {
                 let network = network(config)?;
                 let host = call::whose(request)?.host;
                 let _lock = self.lock(&host);
+                caller.is_there()?;
                 tombstone::forget(&self.tombstones, request).map_err(|error| {
                     Error::new(Code::Io, "remove the tombstone of earlier addresses")
                         .details(error.to_string())
                 })?;
-                let given = self.lease(&self.view(), network, request, config, &args, &asked)?;
+                let given = self.lease(&self.view(), network, call, &args, &asked)?;
                 let made = Success { ips: given.ips, routes: given.routes, ..Success::default() };
                 Ok(made.render(config.version))
             }
@@ -78,11 +82,11 @@ impl Shared {
         &self,
         view: &Networks,
         network: &str,
-        request: &Request,
-        config: &Config,
+        call: &Call<'_>,
         args: &Args,
         asked: &[IpAddr],
     ) -> Result<Given, Error> {
+        let Call { request, config, caller } = *call;
         let (uid, rules) = rules(view, network)?;
         let pod = &args.pod;
         let lease = Lease {
@@ -94,7 +98,8 @@ impl Shared {
             since: uptime(),
             addresses: Vec::new(),
         };
-        let lease = self.ipam.add(rules, lease, asked, Instant::now() + PATIENCE)?;
+        let wait = Wait { deadline: Instant::now() + PATIENCE, is_there: &|| caller.is_there() };
+        let lease = self.ipam.give(rules, lease, asked, &wait)?;
         info!(
             network,
             container_id = request.container_id,

@@ -1,5 +1,7 @@
 //! Addresses through the socket: of `patchbay-bridge`, and of `patchbay-ipam` for any other plugin.
 
+use std::io::Write as _;
+
 use api::ipam::Ipam as Spec;
 use plan::ipam::Rules;
 
@@ -180,5 +182,82 @@ fn who_cannot_have_an_address_is_told_why() {
         world.done("DEL", "c1", &pod, ours()).await;
         assert_eq!(world.ipam.lease(&place("c1")), None);
         assert_eq!((third.links(), world.ipam.lease(&place("c3"))), (1, None));
+    });
+}
+
+/// Asks as a shim does that does not stay for the answer.
+fn ask(world: &World, request: &Request, pod: &Namespace) -> Client {
+    let client = Client::connect(path(&world.places.run_dir)).unwrap();
+    frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
+    client
+}
+
+/// Far less than a pod waits for an address.
+const AT_ONCE: Duration = Duration::from_secs(4);
+
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let wait = async {
+        while !is_so() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(AT_ONCE, wait).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+}
+
+/// How many calls of ADD have ended.
+fn ended(world: &World) -> usize {
+    let mut registry = Registry::default();
+    world.metrics.register(&mut registry);
+    let mut text = String::new();
+    encode(&mut text, &registry).unwrap();
+    let count = |line: &str| line.split_once("duration_seconds_count{command=\"Add\"} ")?.1.parse().ok();
+    text.lines().find_map(count).unwrap_or(0)
+}
+
+#[test]
+fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
+    on_server("hung-up", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        // The API server is heard of, and there is nothing to give.
+        world.ipam.hold("uid-red", "10.9.0.0/28");
+        let pod = Namespace::new();
+        for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
+            let before = ended(world);
+            let client = ask(world, &add, &pod);
+            until("the pod waits", || world.ipam.is_wanted()).await;
+            drop(client);
+            until("the call ends", || ended(world) > before).await;
+            assert!(!world.ipam.is_wanted());
+        }
+
+        // One that goes at the last moment, and one that goes while it waits for the other.
+        let first = ask(world, &request("ADD", "c1", ours()), &pod);
+        until("the pod waits", || world.ipam.is_wanted()).await;
+        drop(ask(world, &request("ADD", "c1", json!({})), &pod));
+        drop(first);
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("all calls end", || ended(world) == 4).await;
+        assert_eq!((world.ipam.lease(&place("c1")), pod.links()), (None, 1));
+
+        let made = world.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
+    });
+}
+
+#[test]
+fn a_plugin_that_says_no_more_and_listens_is_answered() {
+    use std::net::Shutdown;
+
+    on_server("half-closed", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        world.ipam.hold("uid-red", "10.9.0.0/28");
+        let pod = Namespace::new();
+        let client = ask(world, &delegated("ADD", "c1", json!({})), &pod);
+        (&client).write_all(b"and more").unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
+        until("the pod waits", || world.ipam.is_wanted()).await;
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("the call ends", || ended(world) == 1).await;
+        assert!(world.ipam.lease(&place("c1")).is_some());
     });
 }
