@@ -16,6 +16,7 @@ use std::{
 };
 
 use api::Chain;
+use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use plan::ipam::{
     Ask, Block, Family, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
@@ -142,7 +143,8 @@ impl Ipam {
         requested: &[IpAddr],
         deadline: Instant,
     ) -> Result<Lease, Error> {
-        self.give(rules, lease, requested, &Wait { deadline, is_there: &|| Ok(()) })
+        let requested: Vec<IpNet> = requested.iter().copied().map(IpNet::from).collect();
+        self.give(rules, lease, &requested, &Wait { deadline, is_there: &|| Ok(()) })
     }
 
     /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
@@ -151,7 +153,7 @@ impl Ipam {
         &self,
         rules: &Rules,
         lease: Lease,
-        requested: &[IpAddr],
+        requested: &[IpNet],
         wait: &Wait<'_>,
     ) -> Result<Lease, Error> {
         let (network, deadline) = (lease.network.clone(), wait.deadline);
@@ -424,9 +426,11 @@ impl State {
 fn refused(network: &str, refusal: &Refusal) -> Error {
     let code = match refusal {
         Refusal::Used { .. } | Refusal::Lent(_) => Code::TryAgainLater,
-        Refusal::Outside(_) | Refusal::Reserved(_) | Refusal::Two(..) | Refusal::Other { .. } => {
-            Code::InvalidConfig
-        }
+        Refusal::Outside(_)
+        | Refusal::Reserved(_)
+        | Refusal::Length { .. }
+        | Refusal::Two(..)
+        | Refusal::Other { .. } => Code::InvalidConfig,
     };
     Error::new(code, format!("network {network:?}: {refusal}"))
 }

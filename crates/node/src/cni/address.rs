@@ -84,7 +84,7 @@ impl Shared {
         network: &str,
         call: &Call<'_>,
         args: &Args,
-        asked: &[IpAddr],
+        asked: &[IpNet],
     ) -> Result<Given, Error> {
         let Call { request, config, caller } = *call;
         let (uid, rules) = rules(view, network)?;
@@ -146,12 +146,12 @@ pub fn place(request: &Request) -> Place {
     Place { container: request.container_id.clone(), interface: request.ifname.clone() }
 }
 
-/// The addresses that somebody asks for.
-pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpAddr>, Error> {
+/// The addresses that somebody asks for, with a length or without.
+pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
     let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
     let read = |text: &String| {
-        let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address);
-        address.parse::<IpAddr>().map_err(|_| {
+        let alone = text.parse::<IpAddr>().map(IpNet::from);
+        alone.or_else(|_| text.parse::<IpNet>()).map_err(|_| {
             let text: String = text.chars().take(64).collect();
             Error::new(Code::InvalidConfig, format!("{text:?} is asked for, which is no address"))
         })

@@ -91,8 +91,9 @@ impl Shared {
         let leases = hands_out(config)?.then_some(&asked_for);
         if let (None, Some(address)) = (leases, asked_for.first()) {
             let msg = format!(
-                "address {address} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
-                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none"
+                "address {} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
+                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none",
+                address.addr()
             );
             return Err(Error::new(Code::InvalidConfig, msg));
         }

@@ -12,7 +12,7 @@ use api::ipblock;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::{Family, Space};
+use super::{Ask, Family, Lack, Refusal, Space, ask::check};
 use crate::bridge::Uid;
 
 /// A range of a network.
@@ -140,51 +140,6 @@ pub enum Record {
     },
 }
 
-/// What a pod asks for.
-#[derive(Debug, Clone)]
-pub struct Ask<'a> {
-    /// The lease as it should become, without addresses.
-    pub lease: Lease,
-    pub spaces: &'a [Space],
-    /// The UIDs of this node's blocks that the API server is known to have, by their name. No other gives anything.
-    pub seen: &'a BTreeMap<String, Uid>,
-    /// Addresses that it must be, at most one of a family.
-    pub requested: &'a [IpAddr],
-}
-
-/// Why there is no lease.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Lack {
-    /// No address of these families is at hand.
-    Families(Vec<Family>),
-    /// This address was asked for, and it is not in a block of this node.
-    Address(IpAddr),
-    Refused(Refusal),
-}
-
-/// Why there will be no lease.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    #[error("address {0} is in no subnet of the network: ask for one that is, or for none")]
-    Outside(IpAddr),
-    #[error(
-        "address {0} is not given to pods: it is excluded, a gateway, or the first or last one of its subnet"
-    )]
-    Reserved(IpAddr),
-    #[error("two addresses of one family are asked for, {0} and {1}: a pod gets one of each")]
-    Two(IpAddr, IpAddr),
-    #[error("address {address} is in use by pod {namespace}/{name}", namespace = pod.namespace, name = pod.name)]
-    Used { address: IpAddr, pod: Pod },
-    #[error("address {0} is lent to another node, whose pods may have it")]
-    Lent(IpAddr),
-    #[error("the interface already has {} of this network, and not {asked}: delete it first", list(.has))]
-    Other { has: Vec<IpAddr>, asked: IpAddr },
-}
-
-fn list(addresses: &[IpAddr]) -> String {
-    addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-}
-
 /// All that one node knows about addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
@@ -254,10 +209,11 @@ impl Ledger {
     pub fn offer(&self, ask: Ask<'_>) -> Result<Lease, Lack> {
         let Ask { mut lease, spaces, seen, requested } = ask;
         if let Some(before) = self.leases.get(&lease.place).filter(|one| one.is_same(&lease)) {
-            let missing = requested.iter().find(|address| !before.addresses.contains(address));
+            let missing = requested.iter().find(|asked| !before.addresses.contains(&asked.addr()));
             return match missing {
                 Some(asked) => {
-                    Err(Lack::Refused(Refusal::Other { has: before.addresses.clone(), asked: *asked }))
+                    let (has, asked) = (before.addresses.clone(), asked.addr());
+                    Err(Lack::Refused(Refusal::Other { has, asked }))
                 }
                 None => Ok(before.clone()),
             };
@@ -266,8 +222,9 @@ impl Ledger {
         let mut lacking = Vec::new();
         for space in spaces {
             let family = space.family();
-            let found = match requested.iter().find(|address| Family::of(**address) == family) {
-                Some(address) => Some(self.requested(&lease, *address, seen)?),
+            let found = match requested.iter().map(IpNet::addr).find(|address| Family::of(*address) == family)
+            {
+                Some(address) => Some(self.requested(&lease, address, seen)?),
                 None => self.any(&lease.network, space, seen),
             };
             match found {
@@ -464,21 +421,4 @@ pub fn following(address: IpAddr) -> IpAddr {
         IpAddr::V4(four) => IpAddr::V4(four.to_bits().wrapping_add(1).into()),
         IpAddr::V6(six) => IpAddr::V6(six.to_bits().wrapping_add(1).into()),
     }
-}
-
-/// Whether these can be had at all.
-fn check(requested: &[IpAddr], spaces: &[Space]) -> Result<(), Refusal> {
-    for (number, address) in requested.iter().enumerate() {
-        let same = |other: &&IpAddr| other.is_ipv4() == address.is_ipv4();
-        if let Some(other) = requested.iter().take(number).find(same) {
-            return Err(Refusal::Two(*other, *address));
-        }
-        if !spaces.iter().any(|space| space.covers(*address)) {
-            return Err(Refusal::Outside(*address));
-        }
-        if !spaces.iter().any(|space| space.contains(*address)) {
-            return Err(Refusal::Reserved(*address));
-        }
-    }
-    Ok(())
 }

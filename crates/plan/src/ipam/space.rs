@@ -111,8 +111,7 @@ impl Space {
 
     /// The address with the length of its subnet, as an interface has it. One whose subnet is gone stands alone.
     pub fn with_length(&self, address: IpAddr) -> IpNet {
-        let net = self.subnets.iter().find(|net| net.contains(&address));
-        let length = net.map_or(self.family.bits(), IpNet::prefix_len);
+        let length = self.subnet_of(address).map_or(self.family.bits(), |net| net.prefix_len());
         IpNet::new(address, length).unwrap_or_else(|_| address.into())
     }
 
@@ -121,9 +120,9 @@ impl Space {
         Family::of(address) == self.family && self.span_at(number(address)).is_some()
     }
 
-    /// Whether the address lies in a subnet, though perhaps no pod can have it.
-    pub fn covers(&self, address: IpAddr) -> bool {
-        self.subnets.iter().any(|net| net.contains(&address))
+    /// The subnet that an address lies in, though perhaps no pod can have it.
+    pub fn subnet_of(&self, address: IpAddr) -> Option<IpNet> {
+        self.subnets.iter().find(|net| net.contains(&address)).copied()
     }
 
     fn span_at(&self, one: u128) -> Option<Span> {

@@ -244,7 +244,8 @@ impl Node {
             since: 100,
             addresses: Vec::new(),
         };
-        let requested: Vec<IpAddr> = requested.iter().map(|text| ip(text)).collect();
+        let asked = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
+        let requested: Vec<IpNet> = requested.iter().map(asked).collect();
         let seen = self.seen();
         self.ledger.offer(Ask {
             lease,
@@ -321,6 +322,41 @@ fn an_address_that_is_asked_for_is_given_or_it_is_said_why_not() {
     assert_eq!(refused("p", &["10.0.0.8"]), other);
     assert!(other.to_string().contains("10.0.0.9"), "{other}");
     assert_eq!(node.ask("q", &["10.0.0.77"]), Err(Lack::Address(ip("10.0.0.77"))));
+}
+
+#[test]
+fn an_address_is_asked_for_alone_or_with_the_length_of_its_subnet() {
+    let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/16", "fd00::/64"]);
+    for range in ["10.0.0.0/28", "10.1.0.0/28", "fd00::/120"] {
+        node.take(range);
+    }
+    for (asked, subnet) in [
+        ("10.0.0.5", None),
+        ("10.0.0.5/32", None),
+        ("10.0.0.5/24", None),
+        ("10.1.0.5/16", None),
+        ("fd00::5/128", None),
+        ("fd00::5/64", None),
+        ("10.0.0.5/16", Some("10.0.0.0/24")),
+        ("10.0.0.5/0", Some("10.0.0.0/24")),
+        ("10.1.0.5/24", Some("10.1.0.0/16")),
+        ("fd00::5/32", Some("fd00::/64")),
+    ] {
+        let answer = node.ask("p", &[asked]);
+        let Some(subnet) = subnet else {
+            assert!(answer.is_ok(), "{asked}: {answer:?}");
+            continue;
+        };
+        let (wish, subnet) = (net(asked), net(subnet));
+        let refusal = Refusal::Length { address: wish.addr(), asked: wish.prefix_len(), subnet };
+        assert_eq!(answer, Err(Lack::Refused(refusal)), "{asked}");
+    }
+    let refusal = Refusal::Length { address: ip("10.0.0.5"), asked: 16, subnet: net("10.0.0.0/24") };
+    assert_eq!(
+        refusal.to_string(),
+        "address 10.0.0.5 is asked for with length /16, but its subnet 10.0.0.0/24 has /24: \
+        ask for 10.0.0.5/24, or for 10.0.0.5 without a length"
+    );
 }
 
 #[test]

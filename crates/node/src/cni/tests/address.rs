@@ -148,10 +148,61 @@ fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
             (json!(["10.2.0.9"]), 7, "in no subnet"),
             (json!(["10.1.0.3", "10.1.0.4"]), 7, "two addresses of one family"),
             (json!(["tea"]), 7, "no address"),
+            (json!(["10.1.0.3/tea"]), 7, "no address"),
+            (json!(["10.1.0.3/33"]), 7, "no address"),
+            (
+                json!(["10.1.0.3/16"]),
+                7,
+                "with length /16, but its subnet 10.1.0.0/24 has /24: ask for 10.1.0.3/24",
+            ),
         ] {
             let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
             assert_eq!(answer["code"], code, "{answer}");
             assert!(answer["msg"].as_str().unwrap().contains(word), "{answer}");
+        }
+    });
+}
+
+/// Every way to ask for an address, by any plugin and by a bridge.
+fn ways(asked: &str, id: &str) -> Vec<Request> {
+    let by_config = json!({"runtimeConfig": {"ips": [asked]}});
+    let by_args = json!({"args": {"cni": {"ips": [asked]}}});
+    let by_variable = format!(";IP={asked}");
+    let mut all = Vec::new();
+    for (mut changes, more) in [(by_config, ""), (by_args, ""), (json!({}), by_variable.as_str())] {
+        let theirs = delegated("ADD", id, changes.clone());
+        changes["ipam"] = ours()["ipam"].clone();
+        for add in [theirs, request("ADD", id, changes)] {
+            all.push(Request { args: format!("{}{more}", add.args), ..add });
+        }
+    }
+    all
+}
+
+#[test]
+fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_for() {
+    on_server("length", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        for (asked, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
+            for add in ways(asked, "c1") {
+                let (exit, answer) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
+                let (address, length) = asked.split_once('/').unwrap();
+                let words =
+                    format!("address {address} is asked for with length /{length}, but its subnet {subnet}");
+                assert!(answer["msg"].as_str().unwrap().contains(&words), "{answer}");
+            }
+        }
+        assert_eq!((world.ipam.leases(), pod.links()), (Vec::new(), 1));
+        for (number, asked) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
+            for add in ways(asked, &format!("d{number}")) {
+                let (exit, made) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &made["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{made}");
+                assert_eq!(world.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
+            }
         }
     });
 }
