@@ -19,7 +19,8 @@ use api::Chain;
 use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use plan::ipam::{
-    Ask, Block, Family, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
+    Ask, Block, Family, Grant, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View,
+    Wants, keep,
 };
 use tokio::sync::Notify;
 use tracing::{info, warn};
@@ -144,7 +145,8 @@ impl Ipam {
         deadline: Instant,
     ) -> Result<Lease, Error> {
         let requested: Vec<IpNet> = requested.iter().copied().map(IpNet::from).collect();
-        self.give(rules, lease, &requested, &Wait { deadline, is_there: &|| Ok(()) })
+        let wait = Wait { deadline, is_there: &|| Ok(()) };
+        self.give(rules, lease, &requested, &wait).map(|grant| grant.lease)
     }
 
     /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
@@ -155,7 +157,7 @@ impl Ipam {
         lease: Lease,
         requested: &[IpNet],
         wait: &Wait<'_>,
-    ) -> Result<Lease, Error> {
+    ) -> Result<Grant, Error> {
         let (network, deadline) = (lease.network.clone(), wait.deadline);
         let mut waiting: BTreeSet<Want> = BTreeSet::new();
         let mut state = self.lock();
@@ -164,10 +166,9 @@ impl Ipam {
             if let Err(gone) = (wait.is_there)() {
                 break Err(gone);
             }
-            let known = state.ledger.leases().contains_key(&lease.place);
             let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, seen: &state.seen, requested };
             let lack = match state.ledger.offer(ask) {
-                Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => {
+                Ok(offer) if state.ledger.leases().get(&offer.lease.place) == Some(&offer.lease) => {
                     break Ok(offer);
                 }
                 // A daemon that has just been started hears of the API server in a moment.
@@ -231,9 +232,9 @@ impl Ipam {
         self.free(vec![place.clone()], "a pod gave its addresses back").map(|count| count > 0)
     }
 
-    /// What an interface has.
-    pub fn lease(&self, place: &Place) -> Option<Lease> {
-        self.lock().ledger.leases().get(place).cloned()
+    /// What an interface has, and was told about it.
+    pub fn grant(&self, place: &Place) -> Option<Grant> {
+        self.lock().ledger.grant(place)
     }
 
     /// All that interfaces have.

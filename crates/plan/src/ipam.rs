@@ -12,5 +12,5 @@ mod tests;
 
 pub use ask::{Ask, Lack, Refusal};
 pub use keep::{Object, Rules, Step, View, Wants, abandoned, candidate, keep, network_status, spare};
-pub use ledger::{Block, Holding, Lease, Ledger, Place, Pod, Record, Stage};
+pub use ledger::{Block, Grant, Holding, Lease, Ledger, Place, Pod, Record, Stage, Told};
 pub use space::{Family, Space};

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
 
-use super::{Family, Lease, Pod, Space};
+use super::{Family, Grant, Lease, Pod, Space, Told};
 use crate::bridge::Uid;
 
 /// What a pod asks for.
@@ -58,6 +58,26 @@ fn list(addresses: &[IpAddr]) -> String {
     addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
+/// What an interface has that asks again. What it was told nobody may remember; then it is told what holds today.
+pub fn again(before: Grant, spaces: &[Space], requested: &[IpNet]) -> Result<Grant, Refusal> {
+    for asked in requested {
+        let address = asked.addr();
+        if !before.lease.addresses.contains(&address) {
+            return Err(Refusal::Other { has: before.lease.addresses, asked: address });
+        }
+        if let Some(told) = before.told(address) {
+            check_length(*asked, told.net.trunc())?;
+        }
+    }
+    let today = |address: IpAddr| {
+        let space = spaces.iter().find(|space| space.family() == Family::of(address));
+        space.map_or(Told { net: address.into(), gateway: None }, |space| space.told(address))
+    };
+    let addresses = before.lease.addresses.iter();
+    let told = addresses.map(|address| before.told(*address).unwrap_or_else(|| today(*address))).collect();
+    Ok(Grant { told, ..before })
+}
+
 /// Whether these can be had at all.
 pub fn check(requested: &[IpNet], spaces: &[Space]) -> Result<(), Refusal> {
     for (number, asked) in requested.iter().enumerate() {
@@ -78,7 +98,7 @@ pub fn check(requested: &[IpNet], spaces: &[Space]) -> Result<(), Refusal> {
 }
 
 /// Whether an address is asked for as it is in its subnet. The full length is what those write who mean an address alone.
-pub fn check_length(asked: IpNet, subnet: IpNet) -> Result<(), Refusal> {
+fn check_length(asked: IpNet, subnet: IpNet) -> Result<(), Refusal> {
     let length = asked.prefix_len();
     if length == asked.max_prefix_len() || length == subnet.prefix_len() {
         return Ok(());

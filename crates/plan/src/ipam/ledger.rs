@@ -12,7 +12,10 @@ use api::ipblock;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::{Ask, Family, Lack, Refusal, Space, ask::check};
+use super::{
+    Ask, Family, Lack, Refusal, Space,
+    ask::{again, check},
+};
 use crate::bridge::Uid;
 
 /// A range of a network.
@@ -59,6 +62,32 @@ pub struct Lease {
     /// When it was made, in seconds since that boot.
     pub since: i64,
     pub addresses: Vec<IpAddr>,
+}
+
+/// What a pod is told about one of its addresses, for as long as it has it: whatever becomes of the subnet meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Told {
+    /// The address with the length of its subnet.
+    pub net: IpNet,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway: Option<IpAddr>,
+}
+
+/// A lease with what the pod is told about it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    #[serde(flatten)]
+    pub lease: Lease,
+    /// Nothing in journals of the time before it was kept.
+    #[serde(default)]
+    pub told: Vec<Told>,
+}
+
+impl Grant {
+    /// What was told about an address.
+    pub fn told(&self, address: IpAddr) -> Option<Told> {
+        self.told.iter().find(|told| told.net.addr() == address).copied()
+    }
 }
 
 /// How a block stands.
@@ -129,7 +158,7 @@ pub enum Record {
         block: Block,
         address: IpAddr,
     },
-    Leased(Lease),
+    Leased(Grant),
     Freed(Place),
     /// The node was started. What sandboxes had before is free, known or not.
     Booted(String),
@@ -147,6 +176,8 @@ pub struct Ledger {
     boot: String,
     holdings: BTreeMap<Block, Holding>,
     leases: BTreeMap<Place, Lease>,
+    /// What those who have addresses were told about them, as far as that is known.
+    told: BTreeMap<Place, Vec<Told>>,
     /// Who has an address, by the network's UID.
     owners: BTreeMap<Uid, BTreeMap<IpAddr, Place>>,
 }
@@ -163,6 +194,12 @@ impl Ledger {
 
     pub fn leases(&self) -> &BTreeMap<Place, Lease> {
         &self.leases
+    }
+
+    /// What an interface has, and was told about it.
+    pub fn grant(&self, place: &Place) -> Option<Grant> {
+        let lease = self.leases.get(place)?.clone();
+        Some(Grant { lease, told: self.told.get(place).cloned().unwrap_or_default() })
     }
 
     /// The addresses of a block that pods of this node have.
@@ -205,21 +242,14 @@ impl Ledger {
         all.saturating_sub(used).saturating_sub(lent)
     }
 
-    /// The lease that a pod gets. Asked again for the same interface it is the same.
-    pub fn offer(&self, ask: Ask<'_>) -> Result<Lease, Lack> {
+    /// The lease that a pod gets. Asked again for the same interface it is the same, and the same is told.
+    pub fn offer(&self, ask: Ask<'_>) -> Result<Grant, Lack> {
         let Ask { mut lease, spaces, seen, requested } = ask;
-        if let Some(before) = self.leases.get(&lease.place).filter(|one| one.is_same(&lease)) {
-            let missing = requested.iter().find(|asked| !before.addresses.contains(&asked.addr()));
-            return match missing {
-                Some(asked) => {
-                    let (has, asked) = (before.addresses.clone(), asked.addr());
-                    Err(Lack::Refused(Refusal::Other { has, asked }))
-                }
-                None => Ok(before.clone()),
-            };
+        if let Some(before) = self.grant(&lease.place).filter(|one| one.lease.is_same(&lease)) {
+            return again(before, spaces, requested).map_err(Lack::Refused);
         }
         check(requested, spaces).map_err(Lack::Refused)?;
-        let mut lacking = Vec::new();
+        let (mut told, mut lacking) = (Vec::new(), Vec::new());
         for space in spaces {
             let family = space.family();
             let found = match requested.iter().map(IpNet::addr).find(|address| Family::of(*address) == family)
@@ -228,11 +258,14 @@ impl Ledger {
                 None => self.any(&lease.network, space, seen),
             };
             match found {
-                Some(address) => lease.addresses.push(address),
+                Some(address) => {
+                    lease.addresses.push(address);
+                    told.push(space.told(address));
+                }
                 None => lacking.push(family),
             }
         }
-        if lacking.is_empty() { Ok(lease) } else { Err(Lack::Families(lacking)) }
+        if lacking.is_empty() { Ok(Grant { lease, told }) } else { Err(Lack::Families(lacking)) }
     }
 
     fn requested(
@@ -314,7 +347,7 @@ impl Ledger {
                     holding.lent.remove(address);
                 }
             }
-            Record::Leased(lease) => self.lease(lease),
+            Record::Leased(grant) => self.lease(grant),
             Record::Freed(place) => self.free_place(place),
             Record::Booted(boot) => self.booted(boot),
             Record::Holding { block, holding } => {
@@ -346,7 +379,8 @@ impl Ledger {
         }
     }
 
-    fn lease(&mut self, lease: &Lease) {
+    fn lease(&mut self, grant: &Grant) {
+        let Grant { lease, told } = grant;
         // One interface, one lease: what it had before is gone.
         self.free_place(&lease.place);
         let owners = self.owners.entry(lease.network.clone()).or_default();
@@ -360,9 +394,13 @@ impl Ledger {
             }
         }
         self.leases.insert(lease.place.clone(), lease.clone());
+        if !told.is_empty() {
+            self.told.insert(lease.place.clone(), told.clone());
+        }
     }
 
     fn free_place(&mut self, place: &Place) {
+        self.told.remove(place);
         let Some(lease) = self.leases.remove(place) else { return };
         let Some(owners) = self.owners.get_mut(&lease.network) else { return };
         for address in &lease.addresses {
@@ -384,7 +422,7 @@ impl Ledger {
     pub fn records(&self) -> impl Iterator<Item = Record> {
         // Leases first: each of them moves the place where the next search begins.
         let boot = (!self.boot.is_empty()).then(|| Record::Booted(self.boot.clone()));
-        let leases = self.leases.values().cloned().map(Record::Leased);
+        let leases = self.leases.keys().filter_map(|place| self.grant(place)).map(Record::Leased);
         let holding = |(block, holding): (&Block, &Holding)| Record::Holding {
             block: block.clone(),
             holding: holding.clone(),

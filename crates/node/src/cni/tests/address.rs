@@ -84,8 +84,36 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
         for _ in 0..2 {
             world.done("DEL", "c1", &pod, ours()).await;
         }
-        assert_eq!(world.ipam.lease(&place("c1")), None);
-        assert!(world.ipam.lease(&place("c2")).is_some());
+        assert_eq!(world.ipam.grant(&place("c1")), None);
+        assert!(world.ipam.grant(&place("c2")).is_some());
+    });
+}
+
+#[test]
+fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_gone() {
+    on_server("drained", async |world| {
+        world.say(&spec(dual()));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let (_, theirs) = world.call(&delegated("ADD", "c2", json!({})), None).await;
+        assert_eq!(theirs["ips"][0], json!({"address": "10.1.0.3/24", "gateway": "10.1.0.1"}));
+        for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
+            let mut now = dual();
+            (now["subnets"], now["gateways"]) = (subnets, json!([]));
+            world.say(&spec(now));
+            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+            assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
+            let mut check = ours();
+            check["prevResult"] = made.clone();
+            world.done("CHECK", "c1", &pod, check.clone()).await;
+            let same = delegated("CHECK", "c2", json!({"prevResult": theirs}));
+            assert_eq!(world.call(&same, None).await, (0, Value::Null));
+            check["prevResult"]["ips"][0]["address"] = json!("10.1.0.2/32");
+            let (code, msg) = world.refused("CHECK", "c1", &pod, check).await;
+            assert!(code == 100 && msg.contains("was given 10.1.0.2/24"), "{code} {msg}");
+        }
     });
 }
 
@@ -110,7 +138,7 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
             let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
             assert_eq!(said, &json!(four), "{made}");
             assert!(made.get("interfaces").is_none());
-            let lease = world.ipam.lease(&place(&id)).unwrap();
+            let lease = world.ipam.grant(&place(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
         let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
@@ -120,11 +148,11 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
         assert_eq!(world.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
         assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
-        let left = (0..7).filter(|number| world.ipam.lease(&place(&format!("c{number}"))).is_some());
+        let left = (0..7).filter(|number| world.ipam.grant(&place(&format!("c{number}"))).is_some());
         assert_eq!(left.collect::<Vec<_>>(), [3]);
         assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
         assert_eq!(world.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
-        assert_eq!(world.ipam.lease(&place("c3")), None);
+        assert_eq!(world.ipam.grant(&place("c3")), None);
     });
 }
 
@@ -231,8 +259,8 @@ fn who_cannot_have_an_address_is_told_why() {
         // Who has one keeps it, and can give it back.
         world.done("ADD", "c1", &pod, ours()).await;
         world.done("DEL", "c1", &pod, ours()).await;
-        assert_eq!(world.ipam.lease(&place("c1")), None);
-        assert_eq!((third.links(), world.ipam.lease(&place("c3"))), (1, None));
+        assert_eq!(world.ipam.grant(&place("c1")), None);
+        assert_eq!((third.links(), world.ipam.grant(&place("c3"))), (1, None));
     });
 }
 
@@ -288,7 +316,7 @@ fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
         drop(first);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         until("all calls end", || ended(world) == 4).await;
-        assert_eq!((world.ipam.lease(&place("c1")), pod.links()), (None, 1));
+        assert_eq!((world.ipam.grant(&place("c1")), pod.links()), (None, 1));
 
         let made = world.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
@@ -309,6 +337,6 @@ fn a_plugin_that_says_no_more_and_listens_is_answered() {
         until("the pod waits", || world.ipam.is_wanted()).await;
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         until("the call ends", || ended(world) == 1).await;
-        assert!(world.ipam.lease(&place("c1")).is_some());
+        assert!(world.ipam.grant(&place("c1")).is_some());
     });
 }
