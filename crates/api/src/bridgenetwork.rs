@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::list;
 use crate::{
     Condition, IfName, LabelSelector,
     digest::digest,
@@ -143,10 +145,7 @@ pub struct Attachment {
     pub name: Option<String>,
     /// The namespaces that get one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<NamespaceName>", length(max = 256), extend("x-kubernetes-list-type" = "set"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<NamespaceName>", transform = list::set(MAX_NAMESPACES)))]
     pub namespaces: Vec<String>,
 }
 
@@ -213,13 +212,7 @@ pub struct BridgeNetworkStatus {
     pub nodes: Option<Nodes>,
     /// The first ten nodes on which it does not work, with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            length(max = 10),
-            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["node"])
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::map("node", MAX_NAMED)))]
     pub not_ready: Vec<NotReady>,
     /// Who uses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -233,13 +226,7 @@ pub struct BridgeNetworkStatus {
     pub ipam: Option<IpamStatus>,
     /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            length(max = 16),
-            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["type"])
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,
 }
 
@@ -285,10 +272,7 @@ pub struct Users {
     pub count: i32,
     /// The first ten of them, as Kind namespace/name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<UserName>", length(max = 10), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<UserName>", transform = list::atomic(MAX_NAMED)))]
     pub first: Vec<String>,
 }
 

@@ -5,6 +5,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::list;
+
 /// The name of the CNI plugin that hands out addresses.
 pub const IPAM_PLUGIN: &str = "patchbay-ipam";
 /// The subnets of a network at most.
@@ -31,31 +34,19 @@ pub const MAX_EXCLUDES: usize = 128;
 #[serde(rename_all = "camelCase")]
 pub struct Ipam {
     /// Where the addresses are from, at most 8. A pod gets one address of each family. One that is added is used at once; one that is taken away gives no new addresses, and pods that have one of it keep it.
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Subnet>", length(min = 1, max = 8), extend("x-kubernetes-list-type" = "set"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Subnet>", length(min = 1), transform = list::set(MAX_SUBNETS)))]
     pub subnets: Vec<IpNet>,
     /// Ranges and addresses in them that no pod gets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Subnet>", length(max = 128), extend("x-kubernetes-list-type" = "set"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Subnet>", transform = list::set(MAX_EXCLUDES)))]
     pub exclude: Vec<IpNet>,
     /// The routers that pods use on this network, at most one of each family. No pod gets their address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Address>", length(max = 2), extend("x-kubernetes-list-type" = "set"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Address>", transform = list::set(2)))]
     pub gateways: Vec<IpAddr>,
     /// Routes that pods get. There is no other: a gateway alone makes no default route.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(64)))]
     pub routes: Vec<Route>,
     /// How large the blocks are that nodes take. Derived from the subnets if it is not set. Cannot be changed, set or unset later.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -5,6 +5,9 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::list;
+
 /// The label with the name of the network.
 pub const NETWORK_LABEL: &str = "patchbay.dev/network";
 /// A block has this label, followed by the UID of a node, for each node that it concerns.
@@ -111,34 +114,22 @@ pub struct IPBlockStatus {
     pub free: i32,
     /// Some of those that nobody has, as first-last, for nodes that look for a single one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Span>", length(max = 16), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Span>", transform = list::atomic(MAX_SPARE)))]
     pub spare: Vec<String>,
     /// Single addresses that other nodes may hand out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(length(max = 1024), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(MAX_LISTED)))]
     pub lent: Vec<Lent>,
     /// The UIDs of IPBlocks that ask for an address which is not to be had.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Uid>", length(max = 1024), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Uid>", transform = list::atomic(MAX_LISTED)))]
     pub refused: Vec<String>,
     /// Nothing of it is lent: its holder does not know which addresses are in use.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub closed: bool,
     /// The first ten pods that have an address which the network does not give any more, as namespace/name address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Drains>", length(max = 10), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Drains>", transform = list::atomic(MAX_DRAINING)))]
     pub draining: Vec<String>,
 }
 

@@ -12,6 +12,8 @@ pub mod digest;
 pub mod ifname;
 pub mod ipam;
 pub mod ipblock;
+#[cfg(feature = "kube")]
+mod list;
 pub mod mac;
 pub mod names;
 pub mod nodenetwork;

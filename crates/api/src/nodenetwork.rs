@@ -5,6 +5,8 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::list;
 use crate::{Condition, Mac};
 
 /// The links of a node that are listed at most. With [`MAX_ALL_ADDRESSES`] the largest object stays below 512 KiB, a
@@ -55,33 +57,15 @@ pub struct NodeNetworkStatus {
     pub vtep: Option<Vtep>,
     /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            length(max = 512),
-            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"])
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::map("name", MAX_INTERFACES)))]
     pub interfaces: Vec<Interface>,
     /// The bridge networks that this node takes part in, or still has links of, sorted by UID. A network stands here before its first link is made and until its last link is gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            length(max = 512),
-            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uid"])
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
     /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            length(max = 16),
-            extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["type"])
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(transform = list::map("type", 16)))]
     pub conditions: Vec<Condition>,
 }
 
@@ -133,14 +117,7 @@ pub struct Interface {
     pub state: LinkState,
     /// The addresses of the link with their prefix length. IPv6 link-local and temporary addresses are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(
-            with = "Vec<Cidr>",
-            length(max = 64),
-            extend("x-kubernetes-list-type" = "atomic")
-        )
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Cidr>", transform = list::atomic(MAX_ADDRESSES)))]
     pub addresses: Vec<IpNet>,
     /// The bridge, bond or VRF that this link is a port of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -190,10 +167,7 @@ pub struct NetworkOnNode {
     pub mtu: Option<i32>,
     /// The ports that connect the bridge with other nodes: the uplink or the VXLAN device. Ports of pods are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<PortName>", length(max = 8), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<PortName>", transform = list::atomic(8)))]
     pub ports: Vec<String>,
     /// Running pods of this node whose interface still has a smaller MTU than the network.
     #[serde(default, skip_serializing_if = "is_zero")]

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "kube")]
+use crate::list;
+
 /// Which objects are meant, by their labels. All that is said must hold; nothing said means every object.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
@@ -15,7 +18,7 @@ pub struct LabelSelector {
     pub match_labels: BTreeMap<String, String>,
     /// Conditions on labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic")))]
+    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(32)))]
     pub match_expressions: Vec<Requirement>,
 }
 
@@ -38,10 +41,7 @@ pub struct Requirement {
     pub operator: Operator,
     /// The values that In and NotIn compare with.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(
-        feature = "kube",
-        schemars(with = "Vec<Value>", length(max = 64), extend("x-kubernetes-list-type" = "atomic"))
-    )]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<Value>", transform = list::atomic(64)))]
     pub values: Vec<String>,
 }
 

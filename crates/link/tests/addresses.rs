@@ -1,6 +1,7 @@
 //! Addresses and routes of "pods" on a bridge, each test in network namespaces of its own.
 #![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
+mod netns;
 mod sandbox;
 
 use std::{fs, time::Duration, time::Instant};

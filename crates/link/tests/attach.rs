@@ -1,6 +1,7 @@
 //! Pairs between a bridge and "pods", each test in network namespaces of own.
 #![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
+mod netns;
 mod sandbox;
 
 use std::{

@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "the functions around the tests are test code too")]
 
 mod host;
+mod netns;
 
 use std::{
     net::{IpAddr, Ipv6Addr, SocketAddrV6},

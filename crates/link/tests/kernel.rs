@@ -1,10 +1,12 @@
 //! The kernel itself, each test in a network namespace of its own.
 #![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
+mod netns;
+
 use std::{
     ffi::{OsStr, OsString},
     fmt::Write as _,
-    fs::{self, File},
+    fs,
     io::Write as _,
     os::unix::ffi::OsStrExt as _,
     process::{Command, Stdio},
@@ -12,36 +14,21 @@ use std::{
     time::Duration,
 };
 
-use link::{Changed, Monitor, namespace};
-use nix::{
-    sched::{CloneFlags, unshare},
-    unistd::geteuid,
-};
+use link::{Changed, Monitor};
+use netns::Namespace;
 use plan::nodenetwork::{Admin, Link, Observed, Oper};
 use tokio::time::timeout;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A network namespace that goes when nobody holds it.
-struct Namespace(File);
-
 impl Namespace {
-    fn new() -> Self {
-        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
-        let made = thread::spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
-            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
-        });
-        Self(made.join().unwrap())
-    }
-
     /// Runs `ip` with these words in the namespace.
     fn ip(&self, words: &str) {
         self.ip_os(words.split_whitespace().map(OsString::from).collect());
     }
 
     fn ip_os(&self, arguments: Vec<OsString>) {
-        let status = namespace::within(&self.0, || Command::new("ip").args(&arguments).status()).unwrap();
+        let status = self.within(|| Command::new("ip").args(&arguments).status());
         let status = status.expect("run ip: install the package iproute2");
         assert!(status.success(), "ip {arguments:?}");
     }
@@ -53,7 +40,7 @@ impl Namespace {
             ip.stdin.take().unwrap().write_all(lines.as_bytes())?;
             ip.wait()
         };
-        assert!(namespace::within(&self.0, run).unwrap().unwrap().success());
+        assert!(self.within(run).unwrap().success());
     }
 
     fn monitor(&self) -> Monitor {
@@ -179,7 +166,7 @@ async fn a_default_route_that_only_names_a_nexthop_leads_to_the_links_of_it() {
     let ns = Namespace::new();
     let monitor = ns.monitor();
     let mode = "/proc/sys/net/ipv4/nexthop_compat_mode";
-    namespace::within(&ns.0, || fs::write(mode, "0")).unwrap().unwrap();
+    ns.within(|| fs::write(mode, "0")).unwrap();
     for line in [
         "link add eth0 type veth peer name peer0",
         "link add eth1 type veth peer name peer1",

@@ -6,6 +6,7 @@
 
 mod address;
 mod call;
+mod caller;
 mod install;
 mod metrics;
 mod tombstone;
@@ -40,6 +41,7 @@ use crate::{Error, ipam::Ipam, socket};
 pub use install::{Error as InstallError, install};
 pub use metrics::Metrics;
 
+use caller::{Caller, hung_up};
 use metrics::Outcome;
 
 /// How many calls are served at a time; others wait in the socket's queue.
@@ -200,9 +202,23 @@ async fn converse(shared: Arc<Shared>, mut stream: UnixStream) {
     let verb = request.command.parse::<Verb>().ok();
     let (command, container_id, ifname) =
         (request.command.clone(), request.container_id.clone(), request.ifname.clone());
+    let caller = match Caller::of(&stream) {
+        Ok(caller) => caller,
+        Err(error) => return warn!(error = %Chain(&error), "a CNI call cannot be served"),
+    };
     let serving = Arc::clone(&shared);
-    let served = spawn_blocking(move || serving.serve(&request, namespace.as_ref()));
-    let answer = match timeout_at(deadline, served).await {
+    let mut served = spawn_blocking(move || serving.serve(&request, namespace.as_ref(), &caller));
+    let ended = async {
+        tokio::select! {
+            ended = &mut served => return ended,
+            () = hung_up(&stream) => {}
+        }
+        // The call itself knows best how far it is: what waits in it learns that it waits for nobody.
+        let waiting = Arc::clone(&shared.ipam);
+        spawn_blocking(move || waiting.look_again()).await?;
+        served.await
+    };
+    let answer = match timeout_at(deadline, ended).await {
         Ok(Ok(answer)) => answer,
         Ok(Err(_)) => {
             Err(protocol::Error::new(Code::Io, "the call failed inside the node daemon: see its log"))

@@ -16,9 +16,11 @@ use std::{
 };
 
 use api::Chain;
+use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use plan::ipam::{
-    Ask, Block, Family, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View, Wants, keep,
+    Ask, Block, Family, Grant, Holding, Lack, Lease, Ledger, Place, Record, Refusal, Rules, Step, View,
+    Wants, keep,
 };
 use tokio::sync::Notify;
 use tracing::{info, warn};
@@ -42,6 +44,13 @@ const ROUNDS: usize = 64;
 enum Want {
     Any(String, Family),
     Address(String, IpAddr),
+}
+
+/// How long an interface waits for addresses, and for whom.
+pub struct Wait<'a> {
+    pub deadline: Instant,
+    /// Fails once nobody is there who would get the answer.
+    pub is_there: &'a dyn Fn() -> Result<(), Error>,
 }
 
 /// The addresses of a node.
@@ -127,7 +136,7 @@ impl Ipam {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
+    /// Gives an interface its addresses on behalf of somebody who stays until the deadline.
     pub fn add(
         &self,
         rules: &Rules,
@@ -135,14 +144,31 @@ impl Ipam {
         requested: &[IpAddr],
         deadline: Instant,
     ) -> Result<Lease, Error> {
-        let network = lease.network.clone();
+        let requested: Vec<IpNet> = requested.iter().copied().map(IpNet::from).collect();
+        let wait = Wait { deadline, is_there: &|| Ok(()) };
+        self.give(rules, lease, &requested, &wait).map(|grant| grant.lease)
+    }
+
+    /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
+    /// Nothing is taken for somebody who has gone.
+    pub fn give(
+        &self,
+        rules: &Rules,
+        lease: Lease,
+        requested: &[IpNet],
+        wait: &Wait<'_>,
+    ) -> Result<Grant, Error> {
+        let (network, deadline) = (lease.network.clone(), wait.deadline);
         let mut waiting: BTreeSet<Want> = BTreeSet::new();
         let mut state = self.lock();
         let outcome = loop {
-            let known = state.ledger.leases().contains_key(&lease.place);
+            // Here every wait ends, and whatever is written is written in this round.
+            if let Err(gone) = (wait.is_there)() {
+                break Err(gone);
+            }
             let ask = Ask { lease: lease.clone(), spaces: &rules.spaces, seen: &state.seen, requested };
             let lack = match state.ledger.offer(ask) {
-                Ok(offer) if known && state.ledger.leases().get(&offer.place) == Some(&offer) => {
+                Ok(offer) if state.ledger.leases().get(&offer.lease.place) == Some(&offer.lease) => {
                     break Ok(offer);
                 }
                 // A daemon that has just been started hears of the API server in a moment.
@@ -194,14 +220,21 @@ impl Ipam {
         outcome
     }
 
+    /// Lets all who wait see whether there still is somebody who waits for them.
+    pub fn look_again(&self) {
+        // Whoever has looked and does not wait yet has the lock, and would not hear.
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
     /// Frees what an interface has, of whatever network; says whether there was anything.
     pub fn delete(&self, place: &Place) -> Result<bool, Error> {
         self.free(vec![place.clone()], "a pod gave its addresses back").map(|count| count > 0)
     }
 
-    /// What an interface has.
-    pub fn lease(&self, place: &Place) -> Option<Lease> {
-        self.lock().ledger.leases().get(place).cloned()
+    /// What an interface has, and was told about it.
+    pub fn grant(&self, place: &Place) -> Option<Grant> {
+        self.lock().ledger.grant(place)
     }
 
     /// All that interfaces have.
@@ -325,7 +358,7 @@ impl Ipam {
         self.changed.notify_all();
     }
 
-    fn is_wanted(&self) -> bool {
+    pub(crate) fn is_wanted(&self) -> bool {
         !self.lock().wants.is_empty()
     }
 
@@ -394,9 +427,11 @@ impl State {
 fn refused(network: &str, refusal: &Refusal) -> Error {
     let code = match refusal {
         Refusal::Used { .. } | Refusal::Lent(_) => Code::TryAgainLater,
-        Refusal::Outside(_) | Refusal::Reserved(_) | Refusal::Two(..) | Refusal::Other { .. } => {
-            Code::InvalidConfig
-        }
+        Refusal::Outside(_)
+        | Refusal::Reserved(_)
+        | Refusal::Length { .. }
+        | Refusal::Two(..)
+        | Refusal::Other { .. } => Code::InvalidConfig,
     };
     Error::new(code, format!("network {network:?}: {refusal}"))
 }

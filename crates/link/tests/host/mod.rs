@@ -2,22 +2,16 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::File,
     net::{IpAddr, UdpSocket},
     os::fd::AsRawFd as _,
     path::Path,
     process::{self, Command},
-    thread,
     time::Duration,
 };
 
 use api::{IfName, NetworkOnNode, Patterns, Vtep};
 use jiff::Timestamp;
-use link::{Changer, Error, Monitor, namespace};
-use nix::{
-    sched::{CloneFlags, unshare},
-    unistd::geteuid,
-};
+use link::{Changer, Error, Monitor};
 use plan::{
     bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
     nodenetwork::{Facts, Link, Observed},
@@ -27,28 +21,18 @@ use tokio::{
     time::timeout,
 };
 
+pub use super::netns::Namespace;
+
 /// A plan that is not empty after this many passes never will be.
 const PASSES: usize = 8;
 
-/// A network namespace that goes when nobody holds it.
-pub struct Namespace(File);
-
 impl Namespace {
-    pub fn new() -> Self {
-        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
-        let made = thread::spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
-            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
-        });
-        Self(made.join().unwrap())
-    }
-
     /// Runs a command line in the namespace.
     pub fn run(&self, line: &str) {
         let mut words = line.split_whitespace();
         let program = words.next().unwrap();
         let run = || Command::new(program).args(words).output();
-        let output = namespace::within(&self.0, run).unwrap().expect("install the package iproute2");
+        let output = self.within(run).expect("install the package iproute2");
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
@@ -59,10 +43,6 @@ impl Namespace {
     /// Where another program finds it.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", process::id(), self.0.as_raw_fd())
-    }
-
-    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
-        namespace::within(&self.0, work).unwrap()
     }
 
     /// A pair with one end here and one there.

@@ -1,35 +1,15 @@
 //! Network namespaces: a host with a bridge, and "pods".
 
-use std::{
-    fs::{self, File},
-    os::fd::AsFd as _,
-    path::Path,
-    process::Command,
-    thread,
-};
+use std::{fs, os::fd::AsFd as _, path::Path, process::Command};
 
 use api::{IfName, Mac};
-use link::{attach::Attach, namespace};
-use nix::{
-    sched::{CloneFlags, unshare},
-    unistd::geteuid,
-};
+use link::attach::Attach;
+
+pub use super::netns::Namespace;
 
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
-/// A network namespace that goes when nobody holds it.
-pub struct Namespace(File);
-
 impl Namespace {
-    pub fn new() -> Self {
-        assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
-        let made = thread::spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
-            File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
-        });
-        Self(made.join().unwrap())
-    }
-
     /// One with a bridge `br0` that is up, and the index of it.
     pub fn with_bridge() -> (Self, u32) {
         let ns = Self::new();
@@ -39,10 +19,6 @@ impl Namespace {
         let line = index.lines().find(|line| line.contains("br0")).unwrap().to_owned();
         let index = line.split_whitespace().next().unwrap().parse().unwrap();
         (ns, index)
-    }
-
-    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
-        namespace::within(&self.0, work).unwrap()
     }
 
     pub fn ok(&self, command: &str) -> bool {

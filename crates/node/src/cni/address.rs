@@ -7,7 +7,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use plan::ipam::{Family, Lease, Place, Pod, Rules};
+use plan::ipam::{Family, Grant, Lease, Place, Pod, Rules, Told};
 use serde_json::Value;
 use tracing::info;
 use wire::{
@@ -15,8 +15,15 @@ use wire::{
     socket::Request,
 };
 
-use super::{NetworkView, Networks, Shared, State, call, tombstone};
-use crate::{bridges::UNREADABLE, ipam::uptime};
+use super::{
+    NetworkView, Networks, Shared, State,
+    call::{self, Call},
+    tombstone,
+};
+use crate::{
+    bridges::UNREADABLE,
+    ipam::{Wait, uptime},
+};
 
 /// How long a pod waits for an address before the runtime tries again.
 const PATIENCE: Duration = Duration::from_secs(8);
@@ -30,12 +37,8 @@ pub struct Given {
 
 impl Shared {
     /// The address plugin.
-    pub(super) fn serve_addresses(
-        &self,
-        verb: Verb,
-        request: &Request,
-        config: &Config,
-    ) -> Result<Vec<u8>, Error> {
+    pub(super) fn serve_addresses(&self, verb: Verb, call: &Call<'_>) -> Result<Vec<u8>, Error> {
+        let Call { request, config, caller } = *call;
         match verb {
             Verb::Add => {
                 let args = Args::parse(&request.args)?;
@@ -43,11 +46,12 @@ impl Shared {
                 let network = network(config)?;
                 let host = call::whose(request)?.host;
                 let _lock = self.lock(&host);
+                caller.is_there()?;
                 tombstone::forget(&self.tombstones, request).map_err(|error| {
                     Error::new(Code::Io, "remove the tombstone of earlier addresses")
                         .details(error.to_string())
                 })?;
-                let given = self.lease(&self.view(), network, request, config, &args, &asked)?;
+                let given = self.lease(&self.view(), network, call, &args, &asked)?;
                 let made = Success { ips: given.ips, routes: given.routes, ..Success::default() };
                 Ok(made.render(config.version))
             }
@@ -78,11 +82,11 @@ impl Shared {
         &self,
         view: &Networks,
         network: &str,
-        request: &Request,
-        config: &Config,
+        call: &Call<'_>,
         args: &Args,
-        asked: &[IpAddr],
+        asked: &[IpNet],
     ) -> Result<Given, Error> {
+        let Call { request, config, caller } = *call;
         let (uid, rules) = rules(view, network)?;
         let pod = &args.pod;
         let lease = Lease {
@@ -94,32 +98,38 @@ impl Shared {
             since: uptime(),
             addresses: Vec::new(),
         };
-        let lease = self.ipam.add(rules, lease, asked, Instant::now() + PATIENCE)?;
+        let wait = Wait { deadline: Instant::now() + PATIENCE, is_there: &|| caller.is_there() };
+        let grant = self.ipam.give(rules, lease, asked, &wait)?;
         info!(
             network,
             container_id = request.container_id,
             ifname = request.ifname,
             pod = format!("{}/{}", pod.namespace, pod.name),
-            addresses = ?lease.addresses,
+            addresses = ?grant.lease.addresses,
             "a pod has its addresses"
         );
-        Ok(given(rules, &lease))
+        Ok(given(rules, &grant))
     }
 
     /// Whether the interface has what ADD said; says what that is.
     pub(super) fn check_lease(&self, request: &Request, config: &Config) -> Result<Vec<IpNet>, Error> {
         let differs = |msg: String| Err(Error::new(Code::Differs, msg));
-        let Some(lease) = self.ipam.lease(&place(request)) else {
+        let Some(grant) = self.ipam.grant(&place(request)) else {
             return differs("the interface has no address of patchbay-ipam any more".to_owned());
         };
-        let said = answered(config);
-        if let Some(missing) = lease.addresses.iter().find(|one| !said.iter().any(|net| net.addr() == **one))
-        {
-            return differs(format!(
-                "the interface has address {missing}, which its result does not tell of"
-            ));
+        let mut all = Vec::new();
+        for address in &grant.lease.addresses {
+            let Some(said) = answered(config).into_iter().find(|net| net.addr() == *address) else {
+                let msg = format!("the interface has address {address}, which its result does not tell of");
+                return differs(msg);
+            };
+            if let Some(told) = grant.told(*address).filter(|told| told.net != said) {
+                let msg = format!("the interface was given {}, and its result tells of {said}", told.net);
+                return differs(msg);
+            }
+            all.push(said);
         }
-        Ok(said.into_iter().filter(|net| lease.addresses.contains(&net.addr())).collect())
+        Ok(all)
     }
 
     /// Frees what was given for this configuration and the runtime does not know any more.
@@ -141,12 +151,12 @@ pub fn place(request: &Request) -> Place {
     Place { container: request.container_id.clone(), interface: request.ifname.clone() }
 }
 
-/// The addresses that somebody asks for.
-pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpAddr>, Error> {
+/// The addresses that somebody asks for, with a length or without.
+pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
     let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
     let read = |text: &String| {
-        let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address);
-        address.parse::<IpAddr>().map_err(|_| {
+        let alone = text.parse::<IpAddr>().map(IpNet::from);
+        alone.or_else(|_| text.parse::<IpNet>()).map_err(|_| {
             let text: String = text.chars().take(64).collect();
             Error::new(Code::InvalidConfig, format!("{text:?} is asked for, which is no address"))
         })
@@ -191,19 +201,14 @@ fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Err
 }
 
 /// A lease in the words of a result.
-fn given(rules: &Rules, lease: &Lease) -> Given {
-    let space = |address: IpAddr| rules.space(Family::of(address));
-    let ip = |address: &IpAddr| {
-        let space = space(*address);
-        let net = space.map_or_else(|| (*address).into(), |space| space.with_length(*address));
-        Ip { address: net, gateway: space.and_then(plan::ipam::Space::gateway), interface: None }
-    };
-    let has = |family| lease.addresses.iter().any(|address| Family::of(*address) == family);
-    let routes = rules.routes.iter().filter(|route| has(Family::of(route.dst.addr()))).map(|route| {
-        let gateway = space(route.dst.addr()).and_then(plan::ipam::Space::gateway);
-        Route { dst: route.dst, gw: route.gw.or(gateway) }
+fn given(rules: &Rules, grant: &Grant) -> Given {
+    let ip = |told: &Told| Ip { address: told.net, gateway: told.gateway, interface: None };
+    let routes = rules.routes.iter().filter_map(|route| {
+        let family = Family::of(route.dst.addr());
+        let told = grant.told.iter().find(|told| Family::of(told.net.addr()) == family)?;
+        Some(Route { dst: route.dst, gw: route.gw.or(told.gateway) })
     });
-    Given { ips: lease.addresses.iter().map(ip).collect(), routes: routes.collect() }
+    Given { ips: grant.told.iter().map(ip).collect(), routes: routes.collect() }
 }
 
 /// The addresses that ADD had answered, in any version.

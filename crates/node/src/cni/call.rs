@@ -20,6 +20,7 @@ use wire::{
 use super::{
     NetworkView, Networks, Shared, State,
     address::{Given, place, requested},
+    caller::Caller,
     tombstone,
 };
 
@@ -37,9 +38,21 @@ pub(super) struct Whose<'a> {
     pub(super) host: IfName,
 }
 
+/// A call that can be read.
+pub(super) struct Call<'a> {
+    pub(super) request: &'a Request,
+    pub(super) config: &'a Config,
+    pub(super) caller: &'a Caller,
+}
+
 impl Shared {
     /// Does what is asked: what to print, or why not. Waits for the kernel.
-    pub(super) fn serve(&self, request: &Request, namespace: Option<&OwnedFd>) -> Result<Vec<u8>, Error> {
+    pub(super) fn serve(
+        &self,
+        request: &Request,
+        namespace: Option<&OwnedFd>,
+        caller: &Caller,
+    ) -> Result<Vec<u8>, Error> {
         let verb: Verb = request.command.parse()?;
         // What is gone must not depend on a configuration that can still be read.
         match verb {
@@ -53,11 +66,12 @@ impl Shared {
         }
         let config = Config::parse(&request.stdin)?;
         verb.allowed_in(config.version)?;
+        let call = Call { request, config: &config, caller };
         if request.plugin == IPAM_PLUGIN {
-            return self.serve_addresses(verb, request, &config);
+            return self.serve_addresses(verb, &call);
         }
         match verb {
-            Verb::Add => self.add(request, namespace, &config).map(|made| made.render(config.version)),
+            Verb::Add => self.add(&call, namespace).map(|made| made.render(config.version)),
             Verb::Check => self.check(request, namespace, &config).map(|()| Vec::new()),
             Verb::Gc => self.collect(&config).map(|()| Vec::new()),
             Verb::Status => self.status(&config).map(|()| Vec::new()),
@@ -65,7 +79,8 @@ impl Shared {
         }
     }
 
-    fn add(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<Success, Error> {
+    fn add(&self, call: &Call<'_>, namespace: Option<&OwnedFd>) -> Result<Success, Error> {
+        let Call { request, config, caller } = *call;
         let args = Args::parse(&request.args)?;
         let whose = whose(request)?;
         let inside = inside(request)?;
@@ -76,13 +91,16 @@ impl Shared {
         let leases = hands_out(config)?.then_some(&asked_for);
         if let (None, Some(address)) = (leases, asked_for.first()) {
             let msg = format!(
-                "address {address} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
-                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none"
+                "address {} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
+                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none",
+                address.addr()
             );
             return Err(Error::new(Code::InvalidConfig, msg));
         }
 
         let _lock = self.lock(&whose.host);
+        // Whoever had the lock may have taken long, and may have been the DEL of this very interface.
+        caller.is_there()?;
         let view = self.view();
         let ready = ready(&view, network)?;
         let mtu = mtu(config, network, &ready)?;
@@ -91,7 +109,7 @@ impl Shared {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
         let given = match leases {
-            Some(asked) => self.lease(&view, network, request, config, &args, asked)?,
+            Some(asked) => self.lease(&view, network, call, &args, asked)?,
             None => Given::default(),
         };
         let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();

@@ -203,7 +203,10 @@ fn doubt(ledger: &mut Ledger) {
 
 #[cfg(test)]
 mod tests {
-    use plan::ipam::{Block, Lease, Place, Pod};
+    use std::net::IpAddr;
+
+    use ipnet::IpNet;
+    use plan::ipam::{Block, Grant, Lease, Place, Pod, Told};
 
     use super::*;
 
@@ -216,15 +219,18 @@ mod tests {
     }
 
     fn leased(container: &str, address: &str) -> Record {
-        Record::Leased(Lease {
+        let address: IpAddr = address.parse().unwrap();
+        let lease = Lease {
             place: Place { container: container.to_owned(), interface: "net1".to_owned() },
             pod: Pod::default(),
             network: "net".to_owned(),
             config: "blue".to_owned(),
             boot: "boot".to_owned(),
             since: 7,
-            addresses: vec![address.parse().unwrap()],
-        })
+            addresses: vec![address],
+        };
+        let net = IpNet::new(address, 24).unwrap();
+        Record::Leased(Grant { lease, told: vec![Told { net, gateway: None }] })
     }
 
     struct Dir(PathBuf);
@@ -271,6 +277,32 @@ mod tests {
         assert!(!other.is_finished());
         drop(journal);
         assert_eq!(other.join().unwrap().unwrap(), ledger);
+    }
+
+    /// A line as daemons wrote it that did not keep what a pod was told.
+    const OLD: &str = concat!(
+        r#"{"leased":{"place":{"container":"a","interface":"net1"},"pod":{"namespace":"","name":"","uid":""},"#,
+        r#""network":"net","config":"blue","boot":"boot","since":7,"addresses":["10.0.0.1"]}}"#,
+    );
+
+    #[test]
+    fn a_lease_of_an_older_daemon_is_read_and_it_can_read_ours() {
+        let dir = Dir::new("old");
+        fs::create_dir_all(dir.0.join("ipam")).unwrap();
+        fs::write(dir.file(), format!("{:016x} {OLD}\n", digest([OLD]))).unwrap();
+        let (journal, ledger) = Journal::open(&dir.0).unwrap();
+        assert!(journal.is_whole());
+        let Record::Leased(Grant { lease, told }) = leased("a", "10.0.0.1") else { unreachable!() };
+        let place = lease.place.clone();
+        assert_eq!(ledger.grant(&place), Some(Grant { lease: lease.clone(), told: Vec::new() }));
+
+        // The older daemon leaves out what it does not know, and finds the rest where it was.
+        let new = serde_json::to_value(leased("a", "10.0.0.1")).unwrap();
+        assert_eq!(serde_json::from_value::<Lease>(new["leased"].clone()).unwrap(), lease);
+        assert_eq!(new["leased"]["told"], serde_json::to_value(told).unwrap());
+        let mut old = new;
+        old["leased"].as_object_mut().unwrap().remove("told");
+        assert_eq!(old, serde_json::from_str::<serde_json::Value>(OLD).unwrap());
     }
 
     #[test]

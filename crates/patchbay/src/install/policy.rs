@@ -58,100 +58,118 @@ pub fn policy(options: &Options) -> Vec<Value> {
     [node_policy(options), block_policy(options), event_policy(options), controller_policy(options)].concat()
 }
 
-/// Makes a policy count for everybody, without exception.
-fn binding(policy: &str, component: &str) -> Value {
-    json!({
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "ValidatingAdmissionPolicyBinding",
-        "metadata": super::cluster(policy, component),
-        "spec": {"policyName": policy, "validationActions": ["Deny"]},
-    })
+/// What is peculiar to a policy.
+struct Policy<'a> {
+    name: &'a str,
+    /// The program that it keeps within its limits.
+    component: &'a str,
+    group: &'a str,
+    operations: &'a [&'a str],
+    resources: &'a [&'a str],
+    /// The requests that it judges: a name, and the rule that picks them.
+    condition: (&'a str, String),
+    variables: Value,
+    validations: Value,
+}
+
+impl Policy<'_> {
+    /// The policy, and what makes it count for everybody, without exception.
+    fn objects(self) -> Vec<Value> {
+        let Self { name, component, group, operations, resources, condition, variables, validations } = self;
+        let policy = json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicy",
+            "metadata": super::cluster(name, component),
+            "spec": {
+                "failurePolicy": "Fail",
+                "matchConstraints": {"resourceRules": [{
+                    "apiGroups": [group],
+                    // Every version: a policy that a new version of the kind could pass by would be none.
+                    "apiVersions": ["*"],
+                    "operations": operations,
+                    "resources": resources,
+                    // The default, written down: without it every apply finds a difference to the server's list.
+                    "scope": "*",
+                }]},
+                "matchConditions": [{"name": condition.0, "expression": condition.1}],
+                "variables": variables,
+                "validations": validations,
+            },
+        });
+        let binding = json!({
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": "ValidatingAdmissionPolicyBinding",
+            "metadata": super::cluster(name, component),
+            "spec": {"policyName": name, "validationActions": ["Deny"]},
+        });
+        vec![policy, binding]
+    }
+}
+
+/// Whether a request is this user's.
+fn is_user(user: &str) -> String {
+    format!("request.userInfo.username == '{user}'")
 }
 
 /// A block is its holder's. As long as it is there nobody else has its addresses, so nobody else takes it away either,
 /// but for the controller, which knows when its node is gone.
 fn block_policy(options: &Options) -> Vec<Value> {
-    vec![
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicy",
-            "metadata": super::cluster(BLOCKS, "node"),
-            "spec": {
-                "failurePolicy": "Fail",
-                "matchConstraints": {"resourceRules": [{
-                    "apiGroups": [GROUP],
-                    "apiVersions": ["*"],
-                    "operations": ["CREATE", "UPDATE", "DELETE"],
-                    "resources": ["ipblocks", "ipblocks/status"],
-                    "scope": "*",
-                }]},
-                "matchConditions": [{
-                    "name": "not-controller",
-                    "expression": format!("request.userInfo.username != '{}'", options.controller_user()),
-                }],
-                "variables": [
-                    {"name": "userNode", "expression": USER_NODE},
-                    {"name": "daemon", "expression": format!("request.userInfo.username == '{}'", options.node_user())},
-                    {"name": "blocks", "expression": "[object, oldObject].filter(block, block != null)"},
-                ],
-                "validations": [
-                    {
-                        "expression": "!variables.daemon || (variables.userNode != '' && \
-                            variables.blocks.all(block, block.spec.holder.node == variables.userNode))",
-                        "reason": "Forbidden",
-                        "message": "The node daemon may only write address blocks that its own node holds.",
-                    },
-                    {
-                        // Whoever stores an object anew as it was changes nothing.
-                        "expression": "variables.daemon || (request.operation == 'UPDATE' && \
-                            object.spec == oldObject.spec && has(object.status) == has(oldObject.status) && \
-                            (!has(object.status) || object.status == oldObject.status))",
-                        "reason": "Forbidden",
-                        "message": "Address blocks are made and removed by the nodes that hold them: pods may have their \
-                            addresses. A block goes by itself once nobody has any; if its node is gone for good, delete the Node.",
-                    },
-                ],
+    let not_controller = format!("request.userInfo.username != '{}'", options.controller_user());
+    Policy {
+        name: BLOCKS,
+        component: "node",
+        group: GROUP,
+        operations: &["CREATE", "UPDATE", "DELETE"],
+        resources: &["ipblocks", "ipblocks/status"],
+        condition: ("not-controller", not_controller),
+        variables: json!([
+            {"name": "userNode", "expression": USER_NODE},
+            {"name": "daemon", "expression": is_user(&options.node_user())},
+            {"name": "blocks", "expression": "[object, oldObject].filter(block, block != null)"},
+        ]),
+        validations: json!([
+            {
+                "expression": "!variables.daemon || (variables.userNode != '' && \
+                    variables.blocks.all(block, block.spec.holder.node == variables.userNode))",
+                "reason": "Forbidden",
+                "message": "The node daemon may only write address blocks that its own node holds.",
             },
-        }),
-        binding(BLOCKS, "node"),
-    ]
+            {
+                // Whoever stores an object anew as it was changes nothing.
+                "expression": "variables.daemon || (request.operation == 'UPDATE' && \
+                    object.spec == oldObject.spec && has(object.status) == has(oldObject.status) && \
+                    (!has(object.status) || object.status == oldObject.status))",
+                "reason": "Forbidden",
+                "message": "Address blocks are made and removed by the nodes that hold them: pods may have their \
+                    addresses. A block goes by itself once nobody has any; if its node is gone for good, delete the Node.",
+            },
+        ]),
+    }
+    .objects()
 }
 
 /// What a node daemon tells, it tells in the name of its own node.
 fn event_policy(options: &Options) -> Vec<Value> {
-    vec![
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicy",
-            "metadata": super::cluster(NODE_EVENTS, "node"),
-            "spec": {
-                "failurePolicy": "Fail",
-                "matchConstraints": {"resourceRules": [{
-                    "apiGroups": ["events.k8s.io"],
-                    "apiVersions": ["*"],
-                    "operations": ["CREATE", "UPDATE"],
-                    "resources": ["events"],
-                    "scope": "*",
-                }]},
-                "matchConditions": [{
-                    "name": "node-daemon",
-                    "expression": format!("request.userInfo.username == '{}'", options.node_user()),
-                }],
-                "variables": [
-                    {"name": "userNode", "expression": USER_NODE},
-                    {"name": "told", "expression": "oldObject == null ? object : oldObject"},
-                ],
-                "validations": [{
-                    "expression": "variables.userNode != '' && [object, variables.told].all(event, \
-                        has(event.reportingController) && event.reportingController == 'patchbay-node' && \
-                        has(event.reportingInstance) && event.reportingInstance == variables.userNode)",
-                    "reason": "Forbidden",
-                    "message": "The node daemon may only tell events in the name of its own node.",
-                }],
-            },
-        }),
-        binding(NODE_EVENTS, "node"),
-    ]
+    Policy {
+        name: NODE_EVENTS,
+        component: "node",
+        group: "events.k8s.io",
+        operations: &["CREATE", "UPDATE"],
+        resources: &["events"],
+        condition: ("node-daemon", is_user(&options.node_user())),
+        variables: json!([
+            {"name": "userNode", "expression": USER_NODE},
+            {"name": "told", "expression": "oldObject == null ? object : oldObject"},
+        ]),
+        validations: json!([{
+            "expression": "variables.userNode != '' && [object, variables.told].all(event, \
+                has(event.reportingController) && event.reportingController == 'patchbay-node' && \
+                has(event.reportingInstance) && event.reportingInstance == variables.userNode)",
+            "reason": "Forbidden",
+            "message": "The node daemon may only tell events in the name of its own node.",
+        }]),
+    }
+    .objects()
 }
 
 /// RBAC cannot say which labels of a Node may be patched; this can.
@@ -161,70 +179,42 @@ fn controller_policy(options: &Options) -> Vec<Value> {
         SAME_LABELS.replace("THESE", these).replace("THOSE", those).replace("PREFIX", NODE_LABEL_PREFIX)
     };
     let same = format!("{} && {}", same("labels", "oldLabels"), same("oldLabels", "labels"));
-    vec![
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicy",
-            "metadata": super::cluster(CONTROLLER, "controller"),
-            "spec": {
-                "failurePolicy": "Fail",
-                "matchConstraints": {"resourceRules": [{
-                    "apiGroups": [""],
-                    "apiVersions": ["*"],
-                    "operations": ["CREATE", "UPDATE", "DELETE"],
-                    "resources": ["nodes", "nodes/status"],
-                    "scope": "*",
-                }]},
-                "matchConditions": [{
-                    "name": "controller",
-                    "expression": format!("request.userInfo.username == '{}'", options.controller_user()),
-                }],
-                "variables": [
-                    {"name": "labels", "expression": labels("object")},
-                    {"name": "oldLabels", "expression": labels("oldObject")},
-                ],
-                "validations": [{
-                    "expression": format!("{NOTHING_ELSE} && {same}"),
-                    "reason": "Forbidden",
-                    "message": format!("The controller may only change labels of a Node that begin with {NODE_LABEL_PREFIX}."),
-                }],
-            },
-        }),
-        binding(CONTROLLER, "controller"),
-    ]
+    Policy {
+        name: CONTROLLER,
+        component: "controller",
+        group: "",
+        operations: &["CREATE", "UPDATE", "DELETE"],
+        resources: &["nodes", "nodes/status"],
+        condition: ("controller", is_user(&options.controller_user())),
+        variables: json!([
+            {"name": "labels", "expression": labels("object")},
+            {"name": "oldLabels", "expression": labels("oldObject")},
+        ]),
+        validations: json!([{
+            "expression": format!("{NOTHING_ELSE} && {same}"),
+            "reason": "Forbidden",
+            "message": format!("The controller may only change labels of a Node that begin with {NODE_LABEL_PREFIX}."),
+        }]),
+    }
+    .objects()
 }
 
 fn node_policy(options: &Options) -> Vec<Value> {
-    vec![
-        json!({
-            "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": "ValidatingAdmissionPolicy",
-            "metadata": super::cluster(NODE, "node"),
-            "spec": {
-                "failurePolicy": "Fail",
-                "matchConstraints": {"resourceRules": [{
-                    "apiGroups": [GROUP],
-                    // Every version: a policy that a new version of the kind could pass by would be none.
-                    "apiVersions": ["*"],
-                    "operations": ["CREATE", "UPDATE", "DELETE"],
-                    "resources": ["nodenetworks", "nodenetworks/status"],
-                    // The default, written down: without it every apply finds a difference to the server's list.
-                    "scope": "*",
-                }]},
-                "matchConditions": [{
-                    "name": "node-daemon",
-                    "expression": format!("request.userInfo.username == '{}'", options.node_user()),
-                }],
-                "variables": [
-                    {"name": "userNode", "expression": USER_NODE},
-                    {"name": "objectName", "expression": OBJECT_NAME},
-                    {"name": "oldOwners", "expression": OLD_OWNERS},
-                ],
-                "validations": validations(),
-            },
-        }),
-        binding(NODE, "node"),
-    ]
+    Policy {
+        name: NODE,
+        component: "node",
+        group: GROUP,
+        operations: &["CREATE", "UPDATE", "DELETE"],
+        resources: &["nodenetworks", "nodenetworks/status"],
+        condition: ("node-daemon", is_user(&options.node_user())),
+        variables: json!([
+            {"name": "userNode", "expression": USER_NODE},
+            {"name": "objectName", "expression": OBJECT_NAME},
+            {"name": "oldOwners", "expression": OLD_OWNERS},
+        ]),
+        validations: validations(),
+    }
+    .objects()
 }
 
 fn validations() -> Value {

@@ -12,7 +12,10 @@ use api::ipblock;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use super::{Family, Space};
+use super::{
+    Ask, Family, Lack, Refusal, Space,
+    ask::{again, check},
+};
 use crate::bridge::Uid;
 
 /// A range of a network.
@@ -59,6 +62,32 @@ pub struct Lease {
     /// When it was made, in seconds since that boot.
     pub since: i64,
     pub addresses: Vec<IpAddr>,
+}
+
+/// What a pod is told about one of its addresses, for as long as it has it: whatever becomes of the subnet meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Told {
+    /// The address with the length of its subnet.
+    pub net: IpNet,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gateway: Option<IpAddr>,
+}
+
+/// A lease with what the pod is told about it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Grant {
+    #[serde(flatten)]
+    pub lease: Lease,
+    /// Nothing in journals of the time before it was kept.
+    #[serde(default)]
+    pub told: Vec<Told>,
+}
+
+impl Grant {
+    /// What was told about an address.
+    pub fn told(&self, address: IpAddr) -> Option<Told> {
+        self.told.iter().find(|told| told.net.addr() == address).copied()
+    }
 }
 
 /// How a block stands.
@@ -129,7 +158,7 @@ pub enum Record {
         block: Block,
         address: IpAddr,
     },
-    Leased(Lease),
+    Leased(Grant),
     Freed(Place),
     /// The node was started. What sandboxes had before is free, known or not.
     Booted(String),
@@ -140,51 +169,6 @@ pub enum Record {
     },
 }
 
-/// What a pod asks for.
-#[derive(Debug, Clone)]
-pub struct Ask<'a> {
-    /// The lease as it should become, without addresses.
-    pub lease: Lease,
-    pub spaces: &'a [Space],
-    /// The UIDs of this node's blocks that the API server is known to have, by their name. No other gives anything.
-    pub seen: &'a BTreeMap<String, Uid>,
-    /// Addresses that it must be, at most one of a family.
-    pub requested: &'a [IpAddr],
-}
-
-/// Why there is no lease.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Lack {
-    /// No address of these families is at hand.
-    Families(Vec<Family>),
-    /// This address was asked for, and it is not in a block of this node.
-    Address(IpAddr),
-    Refused(Refusal),
-}
-
-/// Why there will be no lease.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    #[error("address {0} is in no subnet of the network: ask for one that is, or for none")]
-    Outside(IpAddr),
-    #[error(
-        "address {0} is not given to pods: it is excluded, a gateway, or the first or last one of its subnet"
-    )]
-    Reserved(IpAddr),
-    #[error("two addresses of one family are asked for, {0} and {1}: a pod gets one of each")]
-    Two(IpAddr, IpAddr),
-    #[error("address {address} is in use by pod {namespace}/{name}", namespace = pod.namespace, name = pod.name)]
-    Used { address: IpAddr, pod: Pod },
-    #[error("address {0} is lent to another node, whose pods may have it")]
-    Lent(IpAddr),
-    #[error("the interface already has {} of this network, and not {asked}: delete it first", list(.has))]
-    Other { has: Vec<IpAddr>, asked: IpAddr },
-}
-
-fn list(addresses: &[IpAddr]) -> String {
-    addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-}
-
 /// All that one node knows about addresses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
@@ -192,6 +176,8 @@ pub struct Ledger {
     boot: String,
     holdings: BTreeMap<Block, Holding>,
     leases: BTreeMap<Place, Lease>,
+    /// What those who have addresses were told about them, as far as that is known.
+    told: BTreeMap<Place, Vec<Told>>,
     /// Who has an address, by the network's UID.
     owners: BTreeMap<Uid, BTreeMap<IpAddr, Place>>,
 }
@@ -208,6 +194,12 @@ impl Ledger {
 
     pub fn leases(&self) -> &BTreeMap<Place, Lease> {
         &self.leases
+    }
+
+    /// What an interface has, and was told about it.
+    pub fn grant(&self, place: &Place) -> Option<Grant> {
+        let lease = self.leases.get(place)?.clone();
+        Some(Grant { lease, told: self.told.get(place).cloned().unwrap_or_default() })
     }
 
     /// The addresses of a block that pods of this node have.
@@ -250,32 +242,30 @@ impl Ledger {
         all.saturating_sub(used).saturating_sub(lent)
     }
 
-    /// The lease that a pod gets. Asked again for the same interface it is the same.
-    pub fn offer(&self, ask: Ask<'_>) -> Result<Lease, Lack> {
+    /// The lease that a pod gets. Asked again for the same interface it is the same, and the same is told.
+    pub fn offer(&self, ask: Ask<'_>) -> Result<Grant, Lack> {
         let Ask { mut lease, spaces, seen, requested } = ask;
-        if let Some(before) = self.leases.get(&lease.place).filter(|one| one.is_same(&lease)) {
-            let missing = requested.iter().find(|address| !before.addresses.contains(address));
-            return match missing {
-                Some(asked) => {
-                    Err(Lack::Refused(Refusal::Other { has: before.addresses.clone(), asked: *asked }))
-                }
-                None => Ok(before.clone()),
-            };
+        if let Some(before) = self.grant(&lease.place).filter(|one| one.lease.is_same(&lease)) {
+            return again(before, spaces, requested).map_err(Lack::Refused);
         }
         check(requested, spaces).map_err(Lack::Refused)?;
-        let mut lacking = Vec::new();
+        let (mut told, mut lacking) = (Vec::new(), Vec::new());
         for space in spaces {
             let family = space.family();
-            let found = match requested.iter().find(|address| Family::of(**address) == family) {
-                Some(address) => Some(self.requested(&lease, *address, seen)?),
+            let found = match requested.iter().map(IpNet::addr).find(|address| Family::of(*address) == family)
+            {
+                Some(address) => Some(self.requested(&lease, address, seen)?),
                 None => self.any(&lease.network, space, seen),
             };
             match found {
-                Some(address) => lease.addresses.push(address),
+                Some(address) => {
+                    lease.addresses.push(address);
+                    told.push(space.told(address));
+                }
                 None => lacking.push(family),
             }
         }
-        if lacking.is_empty() { Ok(lease) } else { Err(Lack::Families(lacking)) }
+        if lacking.is_empty() { Ok(Grant { lease, told }) } else { Err(Lack::Families(lacking)) }
     }
 
     fn requested(
@@ -357,7 +347,7 @@ impl Ledger {
                     holding.lent.remove(address);
                 }
             }
-            Record::Leased(lease) => self.lease(lease),
+            Record::Leased(grant) => self.lease(grant),
             Record::Freed(place) => self.free_place(place),
             Record::Booted(boot) => self.booted(boot),
             Record::Holding { block, holding } => {
@@ -389,7 +379,8 @@ impl Ledger {
         }
     }
 
-    fn lease(&mut self, lease: &Lease) {
+    fn lease(&mut self, grant: &Grant) {
+        let Grant { lease, told } = grant;
         // One interface, one lease: what it had before is gone.
         self.free_place(&lease.place);
         let owners = self.owners.entry(lease.network.clone()).or_default();
@@ -403,9 +394,13 @@ impl Ledger {
             }
         }
         self.leases.insert(lease.place.clone(), lease.clone());
+        if !told.is_empty() {
+            self.told.insert(lease.place.clone(), told.clone());
+        }
     }
 
     fn free_place(&mut self, place: &Place) {
+        self.told.remove(place);
         let Some(lease) = self.leases.remove(place) else { return };
         let Some(owners) = self.owners.get_mut(&lease.network) else { return };
         for address in &lease.addresses {
@@ -427,7 +422,7 @@ impl Ledger {
     pub fn records(&self) -> impl Iterator<Item = Record> {
         // Leases first: each of them moves the place where the next search begins.
         let boot = (!self.boot.is_empty()).then(|| Record::Booted(self.boot.clone()));
-        let leases = self.leases.values().cloned().map(Record::Leased);
+        let leases = self.leases.keys().filter_map(|place| self.grant(place)).map(Record::Leased);
         let holding = |(block, holding): (&Block, &Holding)| Record::Holding {
             block: block.clone(),
             holding: holding.clone(),
@@ -464,21 +459,4 @@ pub fn following(address: IpAddr) -> IpAddr {
         IpAddr::V4(four) => IpAddr::V4(four.to_bits().wrapping_add(1).into()),
         IpAddr::V6(six) => IpAddr::V6(six.to_bits().wrapping_add(1).into()),
     }
-}
-
-/// Whether these can be had at all.
-fn check(requested: &[IpAddr], spaces: &[Space]) -> Result<(), Refusal> {
-    for (number, address) in requested.iter().enumerate() {
-        let same = |other: &&IpAddr| other.is_ipv4() == address.is_ipv4();
-        if let Some(other) = requested.iter().take(number).find(same) {
-            return Err(Refusal::Two(*other, *address));
-        }
-        if !spaces.iter().any(|space| space.covers(*address)) {
-            return Err(Refusal::Outside(*address));
-        }
-        if !spaces.iter().any(|space| space.contains(*address)) {
-            return Err(Refusal::Reserved(*address));
-        }
-    }
-    Ok(())
 }

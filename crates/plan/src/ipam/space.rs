@@ -5,6 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use api::ipam::Ipam;
 use ipnet::IpNet;
 
+use super::Told;
+
 /// A family of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
@@ -105,15 +107,11 @@ impl Space {
         self.family
     }
 
-    pub fn gateway(&self) -> Option<IpAddr> {
-        self.gateway
-    }
-
-    /// The address with the length of its subnet, as an interface has it. One whose subnet is gone stands alone.
-    pub fn with_length(&self, address: IpAddr) -> IpNet {
-        let net = self.subnets.iter().find(|net| net.contains(&address));
-        let length = net.map_or(self.family.bits(), IpNet::prefix_len);
-        IpNet::new(address, length).unwrap_or_else(|_| address.into())
+    /// What a pod is told about an address: the length of its subnet, and the gateway. One whose subnet is gone stands alone.
+    pub fn told(&self, address: IpAddr) -> Told {
+        let length = self.subnet_of(address).map_or(self.family.bits(), |net| net.prefix_len());
+        let net = IpNet::new(address, length).unwrap_or_else(|_| address.into());
+        Told { net, gateway: self.gateway }
     }
 
     /// Whether a pod can have this address.
@@ -121,9 +119,9 @@ impl Space {
         Family::of(address) == self.family && self.span_at(number(address)).is_some()
     }
 
-    /// Whether the address lies in a subnet, though perhaps no pod can have it.
-    pub fn covers(&self, address: IpAddr) -> bool {
-        self.subnets.iter().any(|net| net.contains(&address))
+    /// The subnet that an address lies in, though perhaps no pod can have it.
+    pub fn subnet_of(&self, address: IpAddr) -> Option<IpNet> {
+        self.subnets.iter().find(|net| net.contains(&address)).copied()
     }
 
     fn span_at(&self, one: u128) -> Option<Span> {

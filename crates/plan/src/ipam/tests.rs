@@ -14,6 +14,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+mod ask;
+
 fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
@@ -234,7 +236,7 @@ impl Node {
         assert_eq!(self.ledger.holdings()[&block(range)].stage, Stage::Open);
     }
 
-    fn ask(&self, container: &str, requested: &[&str]) -> Result<Lease, Lack> {
+    fn ask(&self, container: &str, requested: &[&str]) -> Result<Grant, Lack> {
         let lease = Lease {
             place: place(container),
             pod: Pod { namespace: "ns".to_owned(), name: container.to_owned(), uid: container.to_owned() },
@@ -244,7 +246,8 @@ impl Node {
             since: 100,
             addresses: Vec::new(),
         };
-        let requested: Vec<IpAddr> = requested.iter().map(|text| ip(text)).collect();
+        let asked = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
+        let requested: Vec<IpNet> = requested.iter().map(asked).collect();
         let seen = self.seen();
         self.ledger.offer(Ask {
             lease,
@@ -255,9 +258,9 @@ impl Node {
     }
 
     fn lease(&mut self, container: &str) -> Vec<IpAddr> {
-        let lease = self.ask(container, &[]).unwrap();
-        self.note(Record::Leased(lease.clone()));
-        lease.addresses
+        let grant = self.ask(container, &[]).unwrap();
+        self.note(Record::Leased(grant.clone()));
+        grant.lease.addresses
     }
 }
 
@@ -283,13 +286,14 @@ fn a_sandbox_of_another_pod_or_another_boot_is_another() {
     node.take("10.0.0.0/28");
     let first = node.ask("p", &[]).unwrap();
     node.note(Record::Leased(first.clone()));
+    let first = first.lease;
     let mut again = first.clone();
     again.pod.uid = "another".to_owned();
     again.addresses.clear();
     let ask = |lease: Lease| {
         let seen = node.seen();
         let spaces = &node.rules["net"].spaces;
-        node.ledger.offer(Ask { lease, spaces, seen: &seen, requested: &[] }).unwrap()
+        node.ledger.offer(Ask { lease, spaces, seen: &seen, requested: &[] }).unwrap().lease
     };
     assert_ne!(ask(again.clone()).addresses, first.addresses);
     again.pod.uid.clone_from(&first.pod.uid);
@@ -298,29 +302,6 @@ fn a_sandbox_of_another_pod_or_another_boot_is_another() {
     assert_ne!(ask(again).addresses, first.addresses);
     assert_eq!(node.ledger.of_other_boots("next"), [place("p")]);
     assert_eq!(node.ledger.of_other_boots("boot"), []);
-}
-
-#[test]
-fn an_address_that_is_asked_for_is_given_or_it_is_said_why_not() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
-    node.take("10.0.0.0/28");
-    assert_eq!(node.ask("p", &["10.0.0.9"]).unwrap().addresses, [ip("10.0.0.9")]);
-    let taken = node.ask("p", &["10.0.0.9"]).unwrap();
-    node.note(Record::Leased(taken));
-    let pod = Pod { namespace: "ns".to_owned(), name: "p".to_owned(), uid: "p".to_owned() };
-    let refused = |container: &str, asked: &[&str]| match node.ask(container, asked) {
-        Err(Lack::Refused(refusal)) => refusal,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(refused("q", &["10.0.0.9"]), Refusal::Used { address: ip("10.0.0.9"), pod });
-    assert_eq!(refused("q", &["10.0.1.9"]), Refusal::Outside(ip("10.0.1.9")));
-    assert_eq!(refused("q", &["fd00::1"]), Refusal::Outside(ip("fd00::1")));
-    assert_eq!(refused("q", &["10.0.0.0"]), Refusal::Reserved(ip("10.0.0.0")));
-    assert_eq!(refused("q", &["10.0.0.2", "10.0.0.3"]), Refusal::Two(ip("10.0.0.2"), ip("10.0.0.3")));
-    let other = Refusal::Other { has: vec![ip("10.0.0.9")], asked: ip("10.0.0.8") };
-    assert_eq!(refused("p", &["10.0.0.8"]), other);
-    assert!(other.to_string().contains("10.0.0.9"), "{other}");
-    assert_eq!(node.ask("q", &["10.0.0.77"]), Err(Lack::Address(ip("10.0.0.77"))));
 }
 
 #[test]
@@ -453,7 +434,7 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
     }
     node.lenders.insert(single, around(other(), lent("five")));
     node.settle();
-    assert_eq!(node.ask("p", &[]).unwrap().addresses, [ip("10.0.0.5")]);
+    assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.5")]);
 }
 
 #[test]
@@ -493,7 +474,7 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     node.note(Record::Booted("one".to_owned()));
     node.note(Record::Booted("two".to_owned()));
     assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.9")))));
-    assert_eq!(node.ask("p", &[]).unwrap().addresses, [ip("10.0.0.1")]);
+    assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
     let mut node = Node { whole: true, ..Node::new(&["10.0.0.0/24"]) };
     node.object("10.0.0.0/28", "o", me(), None);
     assert!(matches!(node.settle()[..], [Step::Delete { .. }]), "nothing was ever handed out of it");
@@ -568,10 +549,11 @@ proptest! {
                 _ => {
                     let held: BTreeSet<IpAddr> = node.ledger.leases().values().flat_map(|lease| lease.addresses.clone()).collect();
                     let known = node.ledger.leases().contains_key(&place(&which.to_string()));
-                    if let Ok(lease) = node.ask(&which.to_string(), &[]) {
-                        prop_assert!(known || !held.contains(&lease.addresses[0]));
-                        prop_assert!(node.ledger.holding_of("net", lease.addresses[0]).is_some());
-                        note(&mut node, Record::Leased(lease));
+                    if let Ok(grant) = node.ask(&which.to_string(), &[]) {
+                        let address = grant.lease.addresses[0];
+                        prop_assert!(known || !held.contains(&address));
+                        prop_assert!(node.ledger.holding_of("net", address).is_some());
+                        note(&mut node, Record::Leased(grant));
                     }
                 }
             }

@@ -1,5 +1,7 @@
 //! Addresses through the socket: of `patchbay-bridge`, and of `patchbay-ipam` for any other plugin.
 
+use std::io::Write as _;
+
 use api::ipam::Ipam as Spec;
 use plan::ipam::Rules;
 
@@ -82,8 +84,36 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
         for _ in 0..2 {
             world.done("DEL", "c1", &pod, ours()).await;
         }
-        assert_eq!(world.ipam.lease(&place("c1")), None);
-        assert!(world.ipam.lease(&place("c2")).is_some());
+        assert_eq!(world.ipam.grant(&place("c1")), None);
+        assert!(world.ipam.grant(&place("c2")).is_some());
+    });
+}
+
+#[test]
+fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_gone() {
+    on_server("drained", async |world| {
+        world.say(&spec(dual()));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let (_, theirs) = world.call(&delegated("ADD", "c2", json!({})), None).await;
+        assert_eq!(theirs["ips"][0], json!({"address": "10.1.0.3/24", "gateway": "10.1.0.1"}));
+        for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
+            let mut now = dual();
+            (now["subnets"], now["gateways"]) = (subnets, json!([]));
+            world.say(&spec(now));
+            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+            assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
+            let mut check = ours();
+            check["prevResult"] = made.clone();
+            world.done("CHECK", "c1", &pod, check.clone()).await;
+            let same = delegated("CHECK", "c2", json!({"prevResult": theirs}));
+            assert_eq!(world.call(&same, None).await, (0, Value::Null));
+            check["prevResult"]["ips"][0]["address"] = json!("10.1.0.2/32");
+            let (code, msg) = world.refused("CHECK", "c1", &pod, check).await;
+            assert!(code == 100 && msg.contains("was given 10.1.0.2/24"), "{code} {msg}");
+        }
     });
 }
 
@@ -108,7 +138,7 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
             let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
             assert_eq!(said, &json!(four), "{made}");
             assert!(made.get("interfaces").is_none());
-            let lease = world.ipam.lease(&place(&id)).unwrap();
+            let lease = world.ipam.grant(&place(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
         let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
@@ -118,11 +148,11 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
         assert_eq!(world.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
         assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
-        let left = (0..7).filter(|number| world.ipam.lease(&place(&format!("c{number}"))).is_some());
+        let left = (0..7).filter(|number| world.ipam.grant(&place(&format!("c{number}"))).is_some());
         assert_eq!(left.collect::<Vec<_>>(), [3]);
         assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
         assert_eq!(world.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
-        assert_eq!(world.ipam.lease(&place("c3")), None);
+        assert_eq!(world.ipam.grant(&place("c3")), None);
     });
 }
 
@@ -146,10 +176,61 @@ fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
             (json!(["10.2.0.9"]), 7, "in no subnet"),
             (json!(["10.1.0.3", "10.1.0.4"]), 7, "two addresses of one family"),
             (json!(["tea"]), 7, "no address"),
+            (json!(["10.1.0.3/tea"]), 7, "no address"),
+            (json!(["10.1.0.3/33"]), 7, "no address"),
+            (
+                json!(["10.1.0.3/16"]),
+                7,
+                "with length /16, but its subnet 10.1.0.0/24 has /24: ask for 10.1.0.3/24",
+            ),
         ] {
             let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
             assert_eq!(answer["code"], code, "{answer}");
             assert!(answer["msg"].as_str().unwrap().contains(word), "{answer}");
+        }
+    });
+}
+
+/// Every way to ask for an address, by any plugin and by a bridge.
+fn ways(asked: &str, id: &str) -> Vec<Request> {
+    let by_config = json!({"runtimeConfig": {"ips": [asked]}});
+    let by_args = json!({"args": {"cni": {"ips": [asked]}}});
+    let by_variable = format!(";IP={asked}");
+    let mut all = Vec::new();
+    for (mut changes, more) in [(by_config, ""), (by_args, ""), (json!({}), by_variable.as_str())] {
+        let theirs = delegated("ADD", id, changes.clone());
+        changes["ipam"] = ours()["ipam"].clone();
+        for add in [theirs, request("ADD", id, changes)] {
+            all.push(Request { args: format!("{}{more}", add.args), ..add });
+        }
+    }
+    all
+}
+
+#[test]
+fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_for() {
+    on_server("length", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        for (asked, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
+            for add in ways(asked, "c1") {
+                let (exit, answer) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
+                let (address, length) = asked.split_once('/').unwrap();
+                let words =
+                    format!("address {address} is asked for with length /{length}, but its subnet {subnet}");
+                assert!(answer["msg"].as_str().unwrap().contains(&words), "{answer}");
+            }
+        }
+        assert_eq!((world.ipam.leases(), pod.links()), (Vec::new(), 1));
+        for (number, asked) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
+            for add in ways(asked, &format!("d{number}")) {
+                let (exit, made) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &made["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{made}");
+                assert_eq!(world.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
+            }
         }
     });
 }
@@ -178,7 +259,84 @@ fn who_cannot_have_an_address_is_told_why() {
         // Who has one keeps it, and can give it back.
         world.done("ADD", "c1", &pod, ours()).await;
         world.done("DEL", "c1", &pod, ours()).await;
-        assert_eq!(world.ipam.lease(&place("c1")), None);
-        assert_eq!((third.links(), world.ipam.lease(&place("c3"))), (1, None));
+        assert_eq!(world.ipam.grant(&place("c1")), None);
+        assert_eq!((third.links(), world.ipam.grant(&place("c3"))), (1, None));
+    });
+}
+
+/// Asks as a shim does that does not stay for the answer.
+fn ask(world: &World, request: &Request, pod: &Namespace) -> Client {
+    let client = Client::connect(path(&world.places.run_dir)).unwrap();
+    frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
+    client
+}
+
+/// Far less than a pod waits for an address.
+const AT_ONCE: Duration = Duration::from_secs(4);
+
+async fn until(what: &str, is_so: impl Fn() -> bool) {
+    let wait = async {
+        while !is_so() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(AT_ONCE, wait).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+}
+
+/// How many calls of ADD have ended.
+fn ended(world: &World) -> usize {
+    let mut registry = Registry::default();
+    world.metrics.register(&mut registry);
+    let mut text = String::new();
+    encode(&mut text, &registry).unwrap();
+    let count = |line: &str| line.split_once("duration_seconds_count{command=\"Add\"} ")?.1.parse().ok();
+    text.lines().find_map(count).unwrap_or(0)
+}
+
+#[test]
+fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
+    on_server("hung-up", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        // The API server is heard of, and there is nothing to give.
+        world.ipam.hold("uid-red", "10.9.0.0/28");
+        let pod = Namespace::new();
+        for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
+            let before = ended(world);
+            let client = ask(world, &add, &pod);
+            until("the pod waits", || world.ipam.is_wanted()).await;
+            drop(client);
+            until("the call ends", || ended(world) > before).await;
+            assert!(!world.ipam.is_wanted());
+        }
+
+        // One that goes at the last moment, and one that goes while it waits for the other.
+        let first = ask(world, &request("ADD", "c1", ours()), &pod);
+        until("the pod waits", || world.ipam.is_wanted()).await;
+        drop(ask(world, &request("ADD", "c1", json!({})), &pod));
+        drop(first);
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("all calls end", || ended(world) == 4).await;
+        assert_eq!((world.ipam.grant(&place("c1")), pod.links()), (None, 1));
+
+        let made = world.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
+    });
+}
+
+#[test]
+fn a_plugin_that_says_no_more_and_listens_is_answered() {
+    use std::net::Shutdown;
+
+    on_server("half-closed", async |world| {
+        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        world.ipam.hold("uid-red", "10.9.0.0/28");
+        let pod = Namespace::new();
+        let client = ask(world, &delegated("ADD", "c1", json!({})), &pod);
+        (&client).write_all(b"and more").unwrap();
+        client.shutdown(Shutdown::Write).unwrap();
+        until("the pod waits", || world.ipam.is_wanted()).await;
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("the call ends", || ended(world) == 1).await;
+        assert!(world.ipam.grant(&place("c1")).is_some());
     });
 }
