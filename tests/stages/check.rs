@@ -1,6 +1,6 @@
 //! `make test` and `make soak`: every stage in turn, and a plain summary at the end.
 
-use std::{fmt::Write as _, process::Command, time::Instant};
+use std::{fmt::Write as _, process::Command, thread, time::Instant};
 
 use anyhow::{Result, bail};
 use lab::say;
@@ -24,6 +24,26 @@ struct Line {
     seconds: f64,
 }
 
+/// Some tests, by their name and what cargo is told.
+struct Stage(&'static str, &'static [&'static str]);
+
+/// Those of one group run at the same time: they mostly wait, and each has a lab of its own.
+const STAGES: &[&[Stage]] = &[
+    &[Stage("unit", &["--workspace", "--lib", "--bins"])],
+    &[Stage("doc examples", &["--workspace", "--doc"])],
+    &[Stage("command line", &["-p", "patchbay", "--test", "*"])],
+    &[Stage("arrows", &["-p", "e2e", "--test", "arrows"])],
+    &[Stage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
+    // Looks at the whole machine: nobody else may start anything meanwhile.
+    &[Stage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
+    &[
+        Stage("controller", &["-p", "e2e", "--test", "control_plane"]),
+        Stage("networks", &["-p", "e2e", "--test", "networks"]),
+    ],
+    &[Stage("addresses", &["-p", "e2e", "--test", "addresses"])],
+    &[Stage("nodes", &["-p", "e2e", "--test", "nodes"])],
+];
+
 /// Runs all stages; a stage that fails does not hide the others.
 pub fn run(length: Length) -> Result<()> {
     packages::prepare()?;
@@ -46,7 +66,15 @@ pub fn run(length: Length) -> Result<()> {
     plain("build", &mut || show(&mut cargo(&["build", "--locked", "--workspace", "--all-targets"])));
     plain("image", &mut || image::build().map(|_| ()));
 
-    let mut counted = |name: &'static str, arguments: &[&str]| -> Result<()> {
+    for group in STAGES {
+        lines.extend(side_by_side(length, group)?);
+    }
+    summary(&lines)
+}
+
+impl Stage {
+    fn run(&self, length: Length, mark: &str) -> Result<Line> {
+        let Self(name, arguments) = *self;
         say(format!("stage {name}"));
         let start = Instant::now();
         let mut command: Command = cargo(&["test", "--locked"]);
@@ -54,21 +82,20 @@ pub fn run(length: Length) -> Result<()> {
         if length == Length::Long {
             command.env("PATCHBAY_SOAK", "1");
         }
-        let (good, count) = tests(&mut command)?;
-        lines.push(Line { name, good, count: Some(count), seconds: start.elapsed().as_secs_f64() });
-        Ok(())
-    };
-    counted("unit", &["--workspace", "--lib", "--bins"])?;
-    counted("doc examples", &["--workspace", "--doc"])?;
-    counted("command line", &["-p", "patchbay", "--test", "*"])?;
-    counted("arrows", &["-p", "e2e", "--test", "arrows"])?;
-    counted("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])?;
-    counted("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])?;
-    counted("controller", &["-p", "e2e", "--test", "control_plane"])?;
-    counted("networks", &["-p", "e2e", "--test", "networks"])?;
-    counted("addresses", &["-p", "e2e", "--test", "addresses"])?;
-    counted("nodes", &["-p", "e2e", "--test", "nodes"])?;
-    summary(&lines)
+        let (good, count) = tests(&mut command, mark)?;
+        Ok(Line { name, good, count: Some(count), seconds: start.elapsed().as_secs_f64() })
+    }
+}
+
+fn side_by_side(length: Length, stages: &[Stage]) -> Result<Vec<Line>> {
+    let mark = |stage: &Stage| if stages.len() > 1 { format!("{}: ", stage.0) } else { String::new() };
+    thread::scope(|scope| {
+        let start = |stage| scope.spawn(move || Stage::run(stage, length, &mark(stage)));
+        let running: Vec<_> = stages.iter().map(start).collect();
+        let end =
+            |one: thread::ScopedJoinHandle<'_, _>| one.join().unwrap_or_else(|_| bail!("a stage broke off"));
+        running.into_iter().map(end).collect()
+    })
 }
 
 fn summary(lines: &[Line]) -> Result<()> {

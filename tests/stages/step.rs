@@ -38,14 +38,14 @@ pub struct Count {
     pub failed: usize,
 }
 
-/// Runs tests, output shown, and counts what the runners say at their end.
-pub fn tests(command: &mut Command) -> Result<(bool, Count)> {
+/// Runs tests, output shown behind a mark, and counts what the runners say at their end.
+pub fn tests(command: &mut Command, mark: &str) -> Result<(bool, Count)> {
     let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("run {command:?}"))?;
     let output = child.stdout.take().context("no output")?;
     let mut count = Count::default();
     for line in BufReader::new(output).lines() {
         let line = line.context("read the tests' output")?;
-        println!("{line}");
+        println!("{mark}{line}");
         if let Some(rest) = line.strip_prefix("test result: ") {
             count.passed += number_before(rest, " passed");
             count.failed += number_before(rest, " failed");

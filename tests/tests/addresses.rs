@@ -15,7 +15,7 @@ use e2e::{
     fleet::{Fleet, HURRY},
     patchbay, tests,
 };
-use futures::future::join_all;
+use futures::{StreamExt as _, future::join_all};
 use kube::Client;
 use lab::{Lab, Shape, audit::Asked, wait};
 use serde_json::{Value, json};
@@ -306,24 +306,30 @@ impl Dice {
     }
 }
 
+/// How many histories go on at the same time.
+const AT_ONCE: usize = 4;
+
 async fn random_histories_never_give_an_address_twice_and_leak_none(lab: Lab) -> Result<()> {
     let (histories, steps) = if e2e::soak() { (100, 1000) } else { (3, 200) };
     let begun = Instant::now();
+    // They are of different networks, so they do not meet.
+    let all = (0..histories).map(|seed| {
+        let lab = &lab;
+        async move { history(lab, seed, steps).await.with_context(|| format!("seed {seed}")) }
+    });
+    let mut all = futures::stream::iter(all).buffer_unordered(AT_ONCE);
     let mut totals: BTreeMap<&'static str, usize> = BTreeMap::new();
-    for seed in 0..histories {
-        let outcome = history(&lab, seed, steps, &mut totals).await;
-        outcome.with_context(|| format!("seed {seed}"))?;
+    while let Some(counts) = all.next().await {
+        for (what, count) in counts? {
+            *totals.entry(what).or_default() += count;
+        }
     }
     println!("{histories} histories of {steps} steps in {:?}: {totals:?}", begun.elapsed());
     Ok(())
 }
 
-async fn history(
-    lab: &Lab,
-    seed: u64,
-    steps: usize,
-    totals: &mut BTreeMap<&'static str, usize>,
-) -> Result<()> {
+async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static str, usize>> {
+    let mut totals: BTreeMap<&'static str, usize> = BTreeMap::new();
     // Few addresses for many: borrowing is the rule.
     let subnets =
         [json!(["10.7.0.0/27"]), json!(["10.7.0.0/28", "10.7.9.0/29"]), json!(["10.7.0.0/27", "fd07::/123"])];
@@ -463,5 +469,5 @@ async fn history(
     .await
     .with_context(|| fleet.describe())?;
     fleet.end().await;
-    Ok(())
+    Ok(totals)
 }

@@ -13,7 +13,7 @@ use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
     api::ListParams,
-    core::{ApiResource, PartialObjectMeta},
+    core::{ApiResource, ObjectList, Request},
 };
 use plan::users::{Facts, Kind};
 use serde::de::DeserializeOwned;
@@ -22,7 +22,7 @@ use crate::{
     call::{self, Line},
     follow::LIVE_PODS,
     metrics::{Call, Metrics},
-    object::{self, AttachmentObject, NetworkObject, NodeObject, ReportObject, WorkloadObject},
+    object::{self, AttachmentObject, NetworkObject, NodeObject, PodObject, ReportObject, WorkloadObject},
 };
 
 /// Large enough that most lists are one answer, small enough that none is a burden.
@@ -168,11 +168,8 @@ impl Direct {
         let mut used = BTreeMap::new();
         let params = ListParams::default().limit(PAGE);
         if kind == Kind::Pod {
-            let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
-            let look = |pod: PartialObjectMeta<Pod>| {
-                used.extend(uses(kind, &object::pod(&pod.metadata), attachments));
-            };
-            self.each(api, params.fields(LIVE_PODS), look).await?;
+            let look = |pod| used.extend(uses(kind, &object::listed_pod(pod), attachments));
+            self.pages(|params| self.pods(params), params.fields(LIVE_PODS), look).await?;
         } else {
             let api = self.all::<WorkloadObject>(&object::workloads(kind));
             self.each(api, params, |it| used.extend(uses(kind, &object::workload(kind, it), attachments)))
@@ -239,15 +236,34 @@ impl Direct {
         Api::all_with(self.client.clone(), resource)
     }
 
-    /// Looks at every object, page by page. A kind that does not exist has none.
+    /// A page of the metadata of pods: in large clusters there is nothing that there is more of.
+    async fn pods(&self, params: ListParams) -> kube::Result<ObjectList<PodObject>> {
+        let request = Request::new(Pod::url_path(&(), None)).list_metadata(&params);
+        self.client.request(request.map_err(kube::Error::BuildRequest)?).await
+    }
+
     async fn each<K: Clone + Debug + DeserializeOwned>(
         &self,
         api: Api<K>,
+        params: ListParams,
+        look: impl FnMut(K),
+    ) -> Result<(), call::Error> {
+        let page = |params| {
+            let api = api.clone();
+            async move { api.list(&params).await }
+        };
+        self.pages(page, params, look).await
+    }
+
+    /// Looks at every object, page by page. A kind that does not exist has none.
+    async fn pages<K: Clone, F: Future<Output = kube::Result<ObjectList<K>>>>(
+        &self,
+        page: impl Fn(ListParams) -> F,
         mut params: ListParams,
         mut look: impl FnMut(K),
     ) -> Result<(), call::Error> {
         loop {
-            let list = match self.line.read(api.list(&params)).await {
+            let list = match self.line.read(page(params.clone())).await {
                 Err(call::Error::Refused(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
                 list => list?,
             };

@@ -12,7 +12,7 @@ use api::{
     selection::{DEFAULT_NETWORK, NETWORKS},
 };
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::core::{ApiResource, GroupVersionKind, Object};
 use plan::{
     network::{Attachment, Block, Network, Node, Report},
@@ -250,6 +250,27 @@ pub fn pod(metadata: &ObjectMeta) -> Facts {
         finished: false,
         owner: owner(metadata),
     }
+}
+
+/// A pod of a list of metadata, without the fields that say who wrote what: they are most of it.
+#[derive(Clone, Debug, Deserialize)]
+pub struct PodObject {
+    metadata: PodMeta,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PodMeta {
+    namespace: Option<String>,
+    name: Option<String>,
+    annotations: Option<BTreeMap<String, String>>,
+    owner_references: Option<Vec<OwnerReference>>,
+}
+
+/// What a listed pod says about networks.
+pub fn listed_pod(object: PodObject) -> Facts {
+    let PodMeta { namespace, name, annotations, owner_references } = object.metadata;
+    pod(&ObjectMeta { namespace, name, annotations, owner_references, ..ObjectMeta::default() })
 }
 
 /// What an object of any kind says about networks.

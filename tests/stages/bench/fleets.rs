@@ -66,6 +66,8 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     // Too slow is a number like others; the table says so.
     let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
         say(format!("{why:#}\n{}", fleet.summary()));
+        // Calls that nobody waits for any more come to their end.
+        tokio::time::sleep(CALL).await;
         format!("NOT ENDED, {owners} of {PODS} have an address: ")
     } else {
         ensure!(owners == PODS, "{owners} addresses are held");

@@ -46,8 +46,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 const BURST: Duration = Duration::from_millis(50);
 /// How often a block or an address is asked for before the rest is left to the next turn.
 const TRIES: usize = 64;
-/// How many changes are taken in at once.
-const AT_ONCE: usize = 1024;
+/// How soon the next change of a burst follows.
+const RIGHT_BEHIND: Duration = Duration::from_millis(5);
 /// How long the holder of a block may take to answer whether it lends an address.
 const SILENT: Duration = Duration::from_secs(3);
 /// How long a request that had no answer may still be carried out.
@@ -255,36 +255,31 @@ impl Keeper {
             }
             let Some(wake) = stop.run_until_cancelled(self.turn()).await else { return Ok(()) };
             let ipam = Arc::clone(&self.ipam);
-            let seen = async {
-                match &mut blocks {
-                    Some(watch) => watch.next().await,
-                    None => pending().await,
-                }
-            };
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(()),
                 changed = self.networks.changed() => if changed.is_err() { return Ok(()) },
-                seen = seen => self.see(seen),
+                seen = next(&mut blocks) => self.see(seen),
                 (name, seen) = answers(&mut self.lenders) => self.see_lender(&name, seen),
                 () = ipam.wake.notified() => if !ipam.is_wanted() { sleep(BURST).await },
                 () = sleep_until(wake) => {}
             }
-            self.catch_up(blocks.as_mut());
+            if stop.run_until_cancelled(self.catch_up(&mut blocks)).await.is_none() {
+                return Ok(());
+            }
         }
     }
 
-    /// Takes in what else has been seen by now, so that all who ask are answered with one word.
-    fn catch_up(&mut self, blocks: Option<&mut Watch<IPBlock>>) {
-        if let Some(watch) = blocks {
-            for _ in 0..AT_ONCE {
-                let Some(seen) = watch.next().now_or_never() else { break };
-                self.see(seen);
+    /// Takes in what comes right behind, so that all who ask are answered with one word. What the API server has sent is
+    /// read from the connection piece by piece: the next one is there a moment after it was asked for, never at once.
+    async fn catch_up(&mut self, blocks: &mut Option<Watch<IPBlock>>) {
+        let begun = Instant::now();
+        while begun.elapsed() < BURST {
+            tokio::select! {
+                seen = next(blocks) => self.see(seen),
+                (name, seen) = answers(&mut self.lenders) => self.see_lender(&name, seen),
+                () = sleep(RIGHT_BEHIND) => return,
             }
-        }
-        for _ in 0..AT_ONCE {
-            let Some((name, seen)) = answers(&mut self.lenders).now_or_never() else { break };
-            self.see_lender(&name, seen);
         }
     }
 
@@ -542,6 +537,14 @@ impl Keeper {
         if let Err(error) = self.ipam.sweep(&live, uptime().saturating_sub(young)) {
             warn!(%error, "leftovers of sandboxes cannot be freed yet");
         }
+    }
+}
+
+/// The next word about the blocks of this node, once it is known which node it is.
+async fn next(blocks: &mut Option<Watch<IPBlock>>) -> Seen<IPBlock> {
+    match blocks {
+        Some(watch) => watch.next().await,
+        None => pending().await,
     }
 }
 
