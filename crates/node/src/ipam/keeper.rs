@@ -96,7 +96,7 @@ impl Default for Pace {
     fn default() -> Self {
         Self {
             idle: Duration::from_secs(300),
-            idle_address: Duration::from_secs(30),
+            idle_address: Duration::from_secs(3),
             tell: Duration::from_secs(5),
             sweep: Duration::from_secs(600),
             young: Duration::from_secs(600),
