@@ -21,7 +21,7 @@ use lab::wait;
 use node::{
     cni::{NetworkView, Networks, State},
     event::Events,
-    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes},
+    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes, uptime},
 };
 use plan::ipam::{Lease, Object, Place, Pod, Rules, abandoned};
 use tokio::{
@@ -60,7 +60,8 @@ pub const HURRY: Pace = Pace {
     idle_address: Duration::from_millis(50),
     tell: Duration::from_millis(200),
     sweep: Duration::from_millis(200),
-    young: Duration::ZERO,
+    // A sweep looks at the sandboxes first and at the leases then: one that was made in between must not seem left over.
+    young: Duration::from_secs(1),
 };
 
 impl Fleet {
@@ -180,7 +181,7 @@ impl Fleet {
             network: self.uid(),
             config: self.network.clone(),
             boot: machine.boot.to_string(),
-            since: -1,
+            since: uptime(),
             addresses: Vec::new(),
         };
         let rules = Arc::clone(&self.rules);

@@ -2,7 +2,7 @@
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     net::{IpAddr, Ipv4Addr},
     process::ExitCode,
     time::{Duration, Instant},
@@ -342,6 +342,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     // What sandboxes really have, whatever a daemon has forgotten.
     let mut truth: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
     let mut gone: BTreeSet<String> = BTreeSet::new();
+    let mut told: VecDeque<String> = VecDeque::new();
     for step in 0..steps {
         let number = dice.roll(fleet.machines.len());
         let is_gone = gone.contains(&fleet.machines[number].holder.uid);
@@ -372,7 +373,8 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                                 truth.iter().find(|(_, has)| has.iter().any(|one| addresses.contains(one)));
                             ensure!(
                                 twice.is_none(),
-                                "step {step}: {addresses:?} for {container}, but {twice:?}"
+                                "step {step}: {addresses:?} for {container} on {number}, but {twice:?}\n{told:#?}\n{}",
+                                fleet.describe()
                             );
                             truth.insert(container.clone(), addresses);
                             live.push((*number, container.clone()));
@@ -442,6 +444,10 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             }
         };
         *totals.entry(what).or_default() += 1;
+        told.push_back(format!("step {step}: {what} on {number}; {live:?}"));
+        if told.len() > 40 {
+            told.pop_front();
+        }
         truth.retain(|container, _| live.iter().any(|(_, one)| one == container));
         fleet.no_duplicate().with_context(|| format!("step {step}: {what}"))?;
     }

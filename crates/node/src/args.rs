@@ -56,8 +56,8 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_RUNTIME_SOCKET", value_name = "FILE")]
     pub runtime_socket: Option<PathBuf>,
 
-    /// How often that is asked, in seconds. An address is freed so only if it was given at least this long ago: a sandbox
-    /// is listed a little later than it has its addresses.
+    /// How often that is asked, in seconds. An address is freed so only if it was given at least this long ago, and five
+    /// minutes: a sandbox is listed a little later than it has its addresses.
     #[arg(long, env = "PATCHBAY_SWEEP_SECONDS", value_name = "SECONDS", default_value_t = 600,
         value_parser = clap::value_parser!(u64).range(1..))]
     pub sweep_seconds: u64,

@@ -310,7 +310,7 @@ impl Ipam {
     fn plan(&self, view: View<'_>) -> Result<Vec<Step>, JournalError> {
         let mut state = self.lock();
         let wants = state.wants();
-        let view = View { wants: &wants, whole: state.journal.is_whole(), ..view };
+        let view = View { wants: &wants, ..view };
         for _ in 0..ROUNDS {
             let (notes, steps): (Vec<Step>, Vec<Step>) =
                 keep(&state.ledger, view).into_iter().partition(|step| matches!(step, Step::Note(_)));

@@ -52,6 +52,10 @@ use crate::{
 /// How often the CNI plugin is looked at.
 const PLUGIN: Duration = Duration::from_secs(20);
 
+/// How long it can take at most from a sandbox's first address until the runtime lists it: the kubelet gives up after four
+/// minutes.
+const CREATION: Duration = Duration::from_secs(300);
+
 /// What the name of this daemon's own pod begins with.
 const OWN_POD: &str = "patchbay-node";
 
@@ -141,7 +145,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         networks.clone(),
         tell_of,
         sandboxes(&host_root, runtime_socket),
-        Pace { sweep, young: sweep, ..Pace::default() },
+        Pace { sweep, young: sweep.max(CREATION), ..Pace::default() },
     );
     let cni = cni::Server::bind(&places, networks, ipam, calls)?;
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };

@@ -45,8 +45,6 @@ pub struct Journal {
     length: u64,
     /// Something could not be written: what is behind [`Self::length`] is nothing.
     broken: bool,
-    /// Whether it was there and whole when it was opened.
-    whole: bool,
     /// Held as long as the journal is open.
     _lock: Flock<File>,
 }
@@ -68,20 +66,18 @@ impl Journal {
             other => Some(other.map_err(failed("read", &path))?),
         };
         let mut ledger = Ledger::default();
-        let mut whole = read.is_some();
+        // One that was ever written is not empty.
+        if read.as_ref().is_none_or(Vec::is_empty) {
+            ledger.apply(&Record::Unsure);
+        }
         if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
-            whole = false;
+            ledger.apply(&Record::Unsure);
             warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
             doubt(&mut ledger);
         }
         // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
         let (file, length, lines) = write(&dir, &ledger)?;
-        Ok((Self { dir, file, lines, length, broken: false, whole, _lock: lock }, ledger))
-    }
-
-    /// Whether it tells all that ever happened here.
-    pub fn is_whole(&self) -> bool {
-        self.whole
+        Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
     }
 
     /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.
@@ -290,8 +286,8 @@ mod tests {
         let dir = Dir::new("old");
         fs::create_dir_all(dir.0.join("ipam")).unwrap();
         fs::write(dir.file(), format!("{:016x} {OLD}\n", digest([OLD]))).unwrap();
-        let (journal, ledger) = Journal::open(&dir.0).unwrap();
-        assert!(journal.is_whole());
+        let (_, ledger) = Journal::open(&dir.0).unwrap();
+        assert!(ledger.is_sure());
         let Record::Leased(Grant { lease, told }) = leased("a", "10.0.0.1") else { unreachable!() };
         let place = lease.place.clone();
         assert_eq!(ledger.grant(&place), Some(Grant { lease: lease.clone(), told: Vec::new() }));
@@ -320,14 +316,31 @@ mod tests {
     }
 
     #[test]
+    fn what_was_lost_is_lost_however_often_the_daemon_is_started() {
+        let dir = Dir::new("unsure");
+        for _ in 0..3 {
+            assert!(!Journal::open(&dir.0).unwrap().1.is_sure());
+        }
+        let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
+        journal.append(&[Record::Sure, Record::Booted("boot".to_owned())], &ledger).unwrap();
+        drop(journal);
+        for _ in 0..2 {
+            assert!(Journal::open(&dir.0).unwrap().1.is_sure());
+        }
+        fs::write(dir.file(), "").unwrap();
+        assert!(!Journal::open(&dir.0).unwrap().1.is_sure());
+    }
+
+    #[test]
     fn damage_inside_makes_blocks_doubtful_and_keeps_what_can_be_read() {
         let dir = Dir::new("damage");
         filled(&dir);
         let mut whole = fs::read(dir.file()).unwrap();
         let ends: Vec<usize> = (0..whole.len()).filter(|place| whole[*place] == b'\n').collect();
-        whole[ends[1] + 30] ^= 1;
+        whole[ends[2] + 30] ^= 1;
         fs::write(dir.file(), whole).unwrap();
         let (_, ledger) = Journal::open(&dir.0).unwrap();
+        assert!(!ledger.is_sure() && !Journal::open(&dir.0).unwrap().1.is_sure());
         assert_eq!(ledger.leases().len(), 1);
         assert!(ledger.holdings().values().all(|one| one.stage == Stage::Doubtful), "{ledger:?}");
         assert_eq!(ledger.holdings().len(), 1);

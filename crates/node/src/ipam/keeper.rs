@@ -162,8 +162,8 @@ pub struct Keeper {
     earlier: BTreeSet<String>,
     /// What was listed a moment ago, by the network's UID.
     lists: BTreeMap<String, (Instant, Vec<Object>)>,
-    /// The sandboxes that were there when a block became doubtful.
-    witnesses: BTreeMap<Block, BTreeSet<String>>,
+    /// When a block became doubtful, and the sandboxes that were there, or were being made.
+    witnesses: BTreeMap<Block, (Instant, BTreeSet<String>)>,
     events_told: BTreeMap<String, Instant>,
     backoff: DefaultBackoff,
     pause: Option<Instant>,
@@ -480,7 +480,6 @@ impl Keeper {
             full: &full,
             idle: &idle,
             told: &told,
-            whole: false,
             returned: &self.returned,
         };
         self.ipam.plan(view)
@@ -527,6 +526,8 @@ impl Keeper {
 
     /// Frees what sandboxes had that are gone.
     async fn sweep(&mut self) {
+        // What is made while the runtime answers cannot be in its answer.
+        let begun = uptime();
         let live = match (self.sandboxes)().await {
             Ok(live) => live,
             Err(problem) => {
@@ -534,7 +535,7 @@ impl Keeper {
             }
         };
         let young = i64::try_from(self.pace.young.as_secs()).unwrap_or(i64::MAX);
-        if let Err(error) = self.ipam.sweep(&live, uptime().saturating_sub(young)) {
+        if let Err(error) = self.ipam.sweep(&live, begun.saturating_sub(young)) {
             warn!(%error, "leftovers of sandboxes cannot be freed yet");
         }
     }

@@ -71,8 +71,6 @@ pub struct View<'a> {
     pub idle: &'a BTreeSet<Block>,
     /// The blocks whose counts were told a moment ago.
     pub told: &'a BTreeSet<Block>,
-    /// Whether the journal is whole: then nothing was ever handed out of a block that it does not know.
-    pub whole: bool,
     /// The UIDs of objects whose address was lent and is back.
     pub returned: &'a BTreeSet<Uid>,
 }
@@ -102,7 +100,11 @@ pub fn keep(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
     for (block, holding) in ledger.holdings() {
         steps.extend(hold(ledger, view, block, holding));
     }
-    steps.extend(doubt(ledger, view));
+    let doubts = doubt(ledger, view);
+    if doubts.is_empty() && !ledger.is_sure() {
+        steps.push(Step::Note(Record::Sure));
+    }
+    steps.extend(doubts);
     steps.extend(lend(ledger, view));
     if steps.iter().any(|step| matches!(step, Step::Note(_))) {
         return steps;
@@ -214,7 +216,7 @@ fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
             }
             Some(_) => {}
             // It came of a request that had been given up.
-            None if view.whole => {
+            None if ledger.is_sure() => {
                 steps.push(Step::Note(Record::Asked { block: block.clone(), network }));
                 steps.push(Step::Note(Record::Closing { block }));
             }

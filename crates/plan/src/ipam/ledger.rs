@@ -162,6 +162,11 @@ pub enum Record {
     Freed(Place),
     /// The node was started. What sandboxes had before is free, known or not.
     Booted(String),
+    /// Something that happened before may not be known: the journal was lost, or is damaged. Holds until [`Self::Sure`],
+    /// however often the daemon is started meanwhile.
+    Unsure,
+    /// All blocks of this node are known again, if only as doubtful.
+    Sure,
     /// A holding as it stood when the journal was written anew.
     Holding {
         block: Block,
@@ -174,6 +179,8 @@ pub enum Record {
 pub struct Ledger {
     /// The boot of the node that was last seen; empty if none was.
     boot: String,
+    /// Whether this node may hold blocks that are not known here.
+    unsure: bool,
     holdings: BTreeMap<Block, Holding>,
     leases: BTreeMap<Place, Lease>,
     /// What those who have addresses were told about them, as far as that is known.
@@ -190,6 +197,11 @@ impl Ledger {
     /// The boot of the node that was last seen.
     pub fn boot(&self) -> &str {
         &self.boot
+    }
+
+    /// Whether all blocks of this node are known here: nothing was ever handed out of another one.
+    pub fn is_sure(&self) -> bool {
+        !self.unsure
     }
 
     pub fn leases(&self) -> &BTreeMap<Place, Lease> {
@@ -350,6 +362,8 @@ impl Ledger {
             Record::Leased(grant) => self.lease(grant),
             Record::Freed(place) => self.free_place(place),
             Record::Booted(boot) => self.booted(boot),
+            Record::Unsure => self.unsure = true,
+            Record::Sure => self.unsure = false,
             Record::Holding { block, holding } => {
                 self.holdings.insert(block.clone(), holding.clone());
             }
@@ -427,7 +441,8 @@ impl Ledger {
             block: block.clone(),
             holding: holding.clone(),
         };
-        boot.into_iter().chain(leases).chain(self.holdings.iter().map(holding))
+        let unsure = self.unsure.then_some(Record::Unsure);
+        boot.into_iter().chain(unsure).chain(leases).chain(self.holdings.iter().map(holding))
     }
 }
 

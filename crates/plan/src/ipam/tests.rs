@@ -136,7 +136,6 @@ struct Node {
     full: BTreeSet<(String, Family)>,
     idle: BTreeSet<Block>,
     told: BTreeSet<Block>,
-    whole: bool,
 }
 
 fn me() -> Holder {
@@ -168,7 +167,6 @@ impl Node {
             full: BTreeSet::new(),
             idle: BTreeSet::new(),
             told: BTreeSet::new(),
-            whole: false,
         }
     }
 
@@ -191,7 +189,6 @@ impl Node {
                 full: &self.full,
                 idle: &self.idle,
                 told: &self.told,
-                whole: self.whole,
                 returned: &BTreeSet::new(),
             },
         )
@@ -460,11 +457,14 @@ fn a_borrowed_address_that_nobody_needs_goes_back_though_no_other_is_left() {
 #[test]
 fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     let mut node = Node::new(&["10.0.0.0/24"]);
+    node.note(Record::Unsure);
     node.object("10.0.0.0/28", "o", me(), None);
     node.told.insert(block("10.0.0.0/28"));
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
     assert!(node.ask("p", &[]).is_err());
+    // All that it held is known now: what comes later is of a request that was given up.
+    assert!(node.ledger.is_sure());
     // What it had lent stays lent.
     let lent = Lent { address: ip("10.0.0.9"), block: "nine".to_owned() };
     node.objects.values_mut().for_each(|one| one.status.lent = vec![lent.clone()]);
@@ -475,7 +475,7 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     node.note(Record::Booted("two".to_owned()));
     assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.9")))));
     assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
-    let mut node = Node { whole: true, ..Node::new(&["10.0.0.0/24"]) };
+    let mut node = Node::new(&["10.0.0.0/24"]);
     node.object("10.0.0.0/28", "o", me(), None);
     assert!(matches!(node.settle()[..], [Step::Delete { .. }]), "nothing was ever handed out of it");
     let mut node = Node::new(&["10.0.0.0/24"]);

@@ -69,8 +69,11 @@ impl Keeper {
         self.next_doubt = now + DOUBT.min(self.pace.sweep);
         let Ok(live) = (self.sandboxes)().await else { return };
         for (block, is_empty) in doubtful {
-            let witnesses = self.witnesses.entry(block.clone()).or_insert_with(|| live.clone());
-            if is_empty && witnesses.is_disjoint(&live) {
+            let (since, witnesses) = self.witnesses.entry(block.clone()).or_insert((now, BTreeSet::new()));
+            if *since + self.pace.young >= now {
+                // Those that were being made when it began are listed by and by.
+                witnesses.extend(live.iter().cloned());
+            } else if is_empty && witnesses.is_disjoint(&live) {
                 empty.insert(block);
             }
         }
