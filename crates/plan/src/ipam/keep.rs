@@ -134,11 +134,11 @@ fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
     match (holding.stage, found) {
         // Nobody can be asked any more.
         (Stage::Asked, Some(object)) if object.spec.lender.is_some() && !is_wanted(view, block) => {
-            Some(Step::Note(Record::Closing { block: block.clone() }))
+            Some(Step::Note(ledger.given_up(block)))
         }
         (Stage::Asked, Some(object)) => match answer(view, block, object) {
             Answer::Yes => Some(took(object)),
-            Answer::No => Some(Step::Note(Record::Closing { block: block.clone() })),
+            Answer::No => Some(Step::Note(ledger.given_up(block))),
             Answer::None => None,
         },
         (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => Some(took(object)),

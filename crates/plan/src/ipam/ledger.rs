@@ -226,6 +226,13 @@ impl Ledger {
         self.used(block).next().is_none() && self.holdings.get(block).is_none_or(|one| one.lent.is_empty())
     }
 
+    /// What becomes of a block that is asked for in vain. One that was asked for again while a pod has of it keeps its
+    /// object: as long as it is there, nobody else gets the address.
+    pub fn given_up(&self, block: &Block) -> Record {
+        let block = block.clone();
+        if self.is_empty(&block) { Record::Closing { block } } else { Record::Lost { block } }
+    }
+
     /// The holding that an address is in: a single one before the block around it.
     pub fn holding_of(&self, network: &str, address: IpAddr) -> Option<(&Block, &Holding)> {
         let mut all = self.of_network(network).filter(|(block, _)| block.range.contains(&address));

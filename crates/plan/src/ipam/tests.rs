@@ -493,6 +493,30 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
 }
 
 #[test]
+fn an_address_that_was_asked_for_again_is_not_given_back_while_a_pod_has_it() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    let single = block("10.0.0.21/32");
+    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.note(Record::Took { block: single.clone(), object: "one".to_owned() });
+    node.object("10.0.0.21/32", "one", me(), Some(other()));
+    assert_eq!(node.lease("p"), [ip("10.0.0.21")]);
+    // Somebody deleted its object; the lender still knows it as lent for that one, and refuses the new one.
+    node.note(Record::Lost { block: single.clone() });
+    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.object("10.0.0.21/32", "two", me(), Some(other()));
+    node.object("10.0.0.16/28", "theirs", other(), None);
+    let mut around = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
+    around.status.refused = vec!["two".to_owned()];
+    node.lenders.insert(single.clone(), Some(around));
+    let steps = node.settle();
+    assert!(!steps.iter().any(|step| matches!(step, Step::Delete { .. })), "{steps:?}");
+    assert_eq!(node.ledger.holdings()[&single].stage, Stage::Lost);
+    // Once the pod is gone, so is the object.
+    node.note(Record::Freed(place("p")));
+    assert_eq!(node.settle(), [Step::Delete { block: single, object: "two".to_owned() }]);
+}
+
+#[test]
 fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
     let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/24"]);
     node.take("10.1.0.0/28");

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{Chain, ipblock};
-use plan::ipam::{Block, Record, Stage};
+use plan::ipam::{Block, Stage};
 use tokio::time::Instant;
 use tracing::warn;
 
@@ -115,7 +115,8 @@ impl Keeper {
                 let before = self.silent.get(&holder.uid).map(|one| one.shunned);
                 let shunned = before.map_or(SHUNNED.0, |before| (before * 2).min(SHUNNED.1));
                 self.silent.insert(holder.uid, Silent { node: holder.node, until: now + shunned, shunned });
-                if let Err(error) = self.ipam.note(Record::Closing { block }) {
+                let record = self.ipam.look(|ledger| ledger.given_up(&block));
+                if let Err(error) = self.ipam.note(record) {
                     warn!(error = %Chain(&error), "an address that nobody lends is still asked for");
                 }
             }
