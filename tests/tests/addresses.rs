@@ -449,7 +449,9 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             told.pop_front();
         }
         truth.retain(|container, _| live.iter().any(|(_, one)| one == container));
-        fleet.no_duplicate().with_context(|| format!("step {step}: {what}"))?;
+        fleet
+            .no_duplicate()
+            .with_context(|| format!("step {step}: {what}\n{told:#?}\n{}", fleet.describe()))?;
     }
     for number in 0..fleet.machines.len() {
         if !gone.contains(&fleet.machines[number].holder.uid) {

@@ -141,7 +141,12 @@ fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
             Answer::No => Some(Step::Note(ledger.given_up(block))),
             Answer::None => None,
         },
-        (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => Some(took(object)),
+        (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => {
+            // Another object of one address is another request, which its lender has to answer.
+            let network = holding.network.clone();
+            let again = || Step::Note(Record::Asked { block: block.clone(), network });
+            Some(if object.spec.lender.is_some() { again() } else { took(object) })
+        }
         (Stage::Lost, Some(object)) if object.spec.lender.is_none() => Some(took(object)),
         (Stage::Closing, Some(object)) => {
             Some(Step::Delete { block: block.clone(), object: object.uid.clone() })

@@ -385,11 +385,12 @@ impl Ledger {
         self.holdings.insert(block.clone(), Holding { lent, ..holding });
     }
 
-    /// Nobody can have anything that is not known: all who could are gone.
+    /// Nobody can have anything that is not known: all who could are gone. What is doubtful is as good as just asked for;
+    /// a borrowed address may never have been lent.
     fn booted(&mut self, boot: &str) {
         if !same_boot(&self.boot, boot) {
             let doubtful = self.holdings.values_mut().filter(|one| one.stage == Stage::Doubtful);
-            doubtful.for_each(|one| one.stage = Stage::Open);
+            doubtful.for_each(|one| one.stage = Stage::Asked);
         }
         boot.clone_into(&mut self.boot);
     }

@@ -473,6 +473,7 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     // After the node was started anew, nobody can have anything of it but what is lent.
     node.note(Record::Booted("one".to_owned()));
     node.note(Record::Booted("two".to_owned()));
+    node.settle();
     assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.9")))));
     assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
     let mut node = Node::new(&["10.0.0.0/24"]);
@@ -514,6 +515,28 @@ fn an_address_that_was_asked_for_again_is_not_given_back_while_a_pod_has_it() {
     // Once the pod is gone, so is the object.
     node.note(Record::Freed(place("p")));
     assert_eq!(node.settle(), [Step::Delete { block: single, object: "two".to_owned() }]);
+}
+
+#[test]
+fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_lent() {
+    let single = block("10.0.0.21/32");
+    for lent in [true, false] {
+        let mut node = Node::new(&["10.0.0.0/24"]);
+        node.note(Record::Booted("one".to_owned()));
+        node.note(Record::Unsure);
+        node.object("10.0.0.21/32", "one", me(), Some(other()));
+        node.settle();
+        assert_eq!(node.ledger.holdings()[&single].stage, Stage::Doubtful);
+        node.note(Record::Booted("two".to_owned()));
+        node.object("10.0.0.16/28", "theirs", other(), None);
+        let mut around = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
+        if lent {
+            around.status.lent = vec![Lent { address: ip("10.0.0.21"), block: "one".to_owned() }];
+        }
+        node.lenders.insert(single.clone(), Some(around));
+        node.settle();
+        assert_eq!(node.ask("p", &[]).is_ok(), lent);
+    }
 }
 
 #[test]
