@@ -36,11 +36,11 @@ const STAGES: &[&[Stage]] = &[
     &[Stage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
     // Looks at the whole machine: nobody else may start anything meanwhile.
     &[Stage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
+    &[Stage("controller", &["-p", "e2e", "--test", "control_plane"])],
     &[
-        Stage("controller", &["-p", "e2e", "--test", "control_plane"]),
         Stage("networks", &["-p", "e2e", "--test", "networks"]),
+        Stage("addresses", &["-p", "e2e", "--test", "addresses"]),
     ],
-    &[Stage("addresses", &["-p", "e2e", "--test", "addresses"])],
     &[Stage("nodes", &["-p", "e2e", "--test", "nodes"])],
 ];
 

@@ -408,10 +408,8 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
     }
     let manifests = patchbay::manifests();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
-    ensure!(
-        refused_by_us(&admission(&client, "nobody").await),
-        "an apply of the manifests must not interrupt admission"
-    );
+    let outcome = admission(&client, "nobody").await;
+    ensure!(refused_by_us(&outcome), "an apply of the manifests must not interrupt admission: {outcome:?}");
     let secrets = ["-n", NAMESPACE, "patch", "secret", "patchbay-webhook-certs", "--type=merge", "-p"];
     for patch in [
         r#"{"data":{"tls.crt":"Z2FyYmFnZQ==","tls.key":"Z2FyYmFnZQ=="}}"#,

@@ -96,12 +96,12 @@ fn main() -> ExitCode {
                 + a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes
                 + a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone
                 + a_network_of_small_packets_has_pods_too
-                + a_pod_and_a_deletion_at_the_same_time_strand_nothing,
-            edits_converge_in_place_and_lose_no_packet,
-            pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
-            a_small_subnet_is_filled_to_its_last_address_from_both_nodes
+                + a_pod_and_a_deletion_at_the_same_time_strand_nothing
+                + a_small_subnet_is_filled_to_its_last_address_from_both_nodes
                 + other_plugins_and_requested_addresses_are_served
                 + address_blocks_are_their_holders,
+            edits_converge_in_place_and_lose_no_packet,
+            pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
             after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,
