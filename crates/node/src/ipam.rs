@@ -117,7 +117,9 @@ impl Ipam {
         let mut dead: Vec<Record> =
             state.ledger.of_other_boots(boot).into_iter().map(Record::Freed).collect();
         if !boot.is_empty() && state.ledger.boot() != boot {
-            info!(count = dead.len(), "the node was started: addresses of its former sandboxes are free");
+            if !state.ledger.boot().is_empty() {
+                info!(count = dead.len(), "the node was started: addresses of its former sandboxes are free");
+            }
             dead.push(Record::Booted(boot.to_owned()));
         }
         if !dead.is_empty() {
@@ -323,6 +325,14 @@ impl Ipam {
             }
             for record in &records {
                 info!(?record, "noted");
+                if let Record::Doubted { block, network, .. } = record {
+                    warn!(
+                        network,
+                        block = %block.range,
+                        "the journal does not know this block of this node: pods keep what they have of it, nothing new comes \
+                        out of it until the node was started anew or its pods of today are gone"
+                    );
+                }
             }
             state.keep(&records)?;
             self.count(&state);

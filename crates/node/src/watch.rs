@@ -16,6 +16,8 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 /// After how many seconds the API server ends a watch, and a new one begins where it ended. A watch that is silent for
 /// longer has lost its server without a word, so this is how long such a loss can go unnoticed.
 const RENEWAL: u32 = 60;
+/// How long a watch that broke waits at most until it is made anew, but for a second.
+const LONGEST: Duration = Duration::from_secs(5);
 /// How long the API server may take to show what there is.
 const LIST: Duration = Duration::from_secs(10);
 
@@ -126,8 +128,14 @@ where
     fn pause(&mut self) {
         self.stream = None;
         self.deadline = None;
-        self.retry_at = self.backoff.next().map(|delay| Instant::now() + delay);
+        self.retry_at = self.backoff.next().map(|delay| Instant::now() + soon(delay));
     }
+}
+
+/// Pods wait for an API server that is back: no longer than this, and not all nodes as long as each other.
+fn soon(delay: Duration) -> Duration {
+    let spread = Duration::from_millis(delay.subsec_millis().into());
+    if delay > LONGEST { LONGEST + spread } else { delay }
 }
 
 #[cfg(test)]

@@ -1,10 +1,15 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use kube::Client;
 
 use super::*;
 
 /// Networks of a node that knows of none, and would fail to change anything.
 pub fn bridges(client: Client, metrics: Metrics) -> Bridges {
-    let state = std::env::temp_dir().join(format!("patchbay-bridges-{}", std::process::id()));
+    // Tests run at the same time.
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let state = std::env::temp_dir().join(format!("patchbay-bridges-{}-{number}", std::process::id()));
     let records = Records::open(&state).unwrap();
     std::fs::remove_dir_all(&state).unwrap();
     Bridges::new(Tools {

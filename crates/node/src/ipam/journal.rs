@@ -156,20 +156,21 @@ enum Damage {
 }
 
 fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
-    let (mut damage, mut bad) = (Damage::None, false);
+    let (mut damage, mut bad, mut good) = (Damage::None, false, false);
     for line in bytes.split_inclusive(|byte| *byte == b'\n') {
         match parse(line) {
             Some(record) => {
                 if bad {
                     damage = Damage::Inside;
                 }
+                good = true;
                 ledger.apply(&record);
             }
             None => bad = true,
         }
     }
-    // A whole line that says nothing is no line that was cut off.
-    if bad && bytes.last() == Some(&b'\n') { Damage::Inside } else { damage }
+    // A whole line that says nothing is no line that was cut off; and the first one was written whole, or not at all.
+    if bad && (!good || bytes.last() == Some(&b'\n')) { Damage::Inside } else { damage }
 }
 
 fn parse(line: &[u8]) -> Option<Record> {
@@ -327,8 +328,10 @@ mod tests {
         for _ in 0..2 {
             assert!(Journal::open(&dir.0).unwrap().1.is_sure());
         }
-        fs::write(dir.file(), "").unwrap();
-        assert!(!Journal::open(&dir.0).unwrap().1.is_sure());
+        for nothing in [&b""[..], &[0; 300], b"garbage"] {
+            fs::write(dir.file(), nothing).unwrap();
+            assert!(!Journal::open(&dir.0).unwrap().1.is_sure(), "{nothing:?}");
+        }
     }
 
     #[test]

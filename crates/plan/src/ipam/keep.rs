@@ -476,12 +476,18 @@ pub fn network_status<'a>(
     length: u8,
     blocks: impl IntoIterator<Item = (&'a IPBlockSpec, &'a IPBlockStatus)>,
 ) -> FamilyStatus {
-    let (mut used, mut count) = (0_i64, 0_i32);
+    let (mut used, mut shut, mut count) = (0_i64, 0_i64, 0_i32);
     for (spec, status) in blocks {
         if Family::of(spec.cidr.addr()) == family {
+            let size = space.map_or(1, |space| space.addresses_in(spec.cidr));
             // Those of subnets that are gone do not lessen what is left.
-            if space.is_none_or(|space| space.addresses_in(spec.cidr) > 0) {
+            if size > 0 {
                 used = used.saturating_add(status.used.into());
+            }
+            // Of one that gives nothing, nothing is free.
+            if status.closed && space.is_some() {
+                let rest = i64::try_from(size).unwrap_or(i64::MAX).saturating_sub(status.used.into());
+                shut = shut.saturating_add(rest.max(0));
             }
             count = count.saturating_add(1);
         }
@@ -491,7 +497,7 @@ pub fn network_status<'a>(
         block_length: length,
         addresses,
         used,
-        free: addresses.saturating_sub(used).max(0),
+        free: addresses.saturating_sub(used).saturating_sub(shut).max(0),
         blocks: count,
     }
 }

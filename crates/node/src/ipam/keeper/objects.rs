@@ -30,6 +30,9 @@ impl Keeper {
         self.uncertain.remove(&block);
         let ours = found.spec.network_uid == block.network && found.spec.holder.node == self.me.node;
         if !ours {
+            if !self.ipam.look(|ledger| ledger.is_empty(&block)) {
+                self.tell_lost(&block, &holding.network, &name);
+            }
             self.ipam.note(Record::Lost { block })?;
             return Ok(true);
         }
@@ -69,15 +72,20 @@ impl Keeper {
             None => None,
         };
         if let Created::Exists = self.create(&block, &holding.network, lender).await? {
-            let note = format!(
-                "IPBlock {name} was deleted while pods of node {} had its addresses, and is somebody else's by now: \
-                addresses may be in use twice; delete these pods",
-                self.me.node
-            );
-            warn!("{note}");
-            self.events.tell(&holding.network, &block.network, Reason::AddressBlockLost, note);
+            self.tell_lost(&block, &holding.network, name);
         }
         Ok(true)
+    }
+
+    /// Tells that somebody else has a block whose addresses pods of this node have.
+    fn tell_lost(&self, block: &Block, network: &str, name: &str) {
+        let note = format!(
+            "IPBlock {name} was deleted while pods of node {} had its addresses, and is somebody else's by now: addresses \
+            may be in use twice; delete these pods",
+            self.me.node
+        );
+        warn!("{note}");
+        self.events.tell(network, &block.network, Reason::AddressBlockLost, note);
     }
 
     /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.

@@ -123,13 +123,14 @@ impl Keeper {
             self.wait_in_the_crowd(key);
         } else {
             self.crowded.remove(&key);
+            let holders: BTreeSet<String> = listed.iter().map(|one| one.spec.holder.uid.clone()).collect();
             // Others who come for an address in the same moment need no list of their own.
             let now = Instant::now();
             let listing = self.lists.entry(network.to_owned()).or_insert((now, Vec::new()));
             if listing.0 + LISTED <= now || listing.0 == now {
                 *listing = (now, listed);
             }
-            self.exhausted(network, rules, family);
+            self.exhausted(network, rules, family, &holders);
         }
         Ok(asked > 0)
     }
@@ -155,7 +156,13 @@ impl Keeper {
         self.crowded.insert(key, Crowded { until: Instant::now() + pause * (50 + spread) / 100, pause });
     }
 
-    pub(super) fn exhausted(&mut self, network: &str, rules: &Rules, family: Family) {
+    pub(super) fn exhausted(
+        &mut self,
+        network: &str,
+        rules: &Rules,
+        family: Family,
+        holders: &BTreeSet<String>,
+    ) {
         let which = match family {
             Family::V4 => "IPv4",
             Family::V6 => "IPv6",
@@ -166,7 +173,8 @@ impl Keeper {
             rules.name
         );
         let now = Instant::now();
-        if let Some(Silent { node, .. }) = self.silent.values().find(|one| one.until > now) {
+        let mut silent = self.silent.iter().filter(|(uid, one)| one.until > now && holders.contains(*uid));
+        if let Some((_, Silent { node, .. })) = silent.next() {
             why = format!(
                 "{why}; node {node} may have some and does not answer: is it up? If it is gone for good, delete its Node"
             );
