@@ -486,8 +486,10 @@ pub fn network_status<'a>(
             }
             // Of one that gives nothing, nothing is free.
             if status.closed && space.is_some() {
-                let rest = i64::try_from(size).unwrap_or(i64::MAX).saturating_sub(status.used.into());
-                shut = shut.saturating_add(rest.max(0));
+                let lent = i64::try_from(status.lent.len()).unwrap_or(i64::MAX);
+                let size = i64::try_from(size).unwrap_or(i64::MAX);
+                shut =
+                    shut.saturating_add(size.saturating_sub(lent).saturating_sub(status.used.into()).max(0));
             }
             count = count.saturating_add(1);
         }

@@ -540,6 +540,30 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
 }
 
 #[test]
+fn of_a_block_that_gives_nothing_nothing_is_free() {
+    let node = Node::new(&["10.0.0.0/27"]);
+    let space = node.rules["net"].space(Family::V4).unwrap();
+    let spec = |range: &str, lender| IPBlockSpec {
+        network: "blue".to_owned(),
+        network_uid: "net".to_owned(),
+        cidr: net(range),
+        holder: me(),
+        lender,
+    };
+    let lent = vec![Lent { address: ip("10.0.0.1"), block: "one".to_owned() }];
+    let around = IPBlockStatus { used: 1, lent, ..IPBlockStatus::default() };
+    let single = IPBlockStatus { used: 1, ..IPBlockStatus::default() };
+    let free = |closed| {
+        let (whole, one) = (spec("10.0.0.0/30", None), spec("10.0.0.1/32", Some(other())));
+        let around = IPBlockStatus { closed, ..around.clone() };
+        let status = network_status(Family::V4, Some(space), 30, [(&whole, &around), (&one, &single)]);
+        (status.used, status.free)
+    };
+    // The first and the last address of the subnet are nobody's.
+    assert_eq!((free(false), free(true)), ((2, 28), (2, 27)));
+}
+
+#[test]
 fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
     let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/24"]);
     node.take("10.1.0.0/28");
