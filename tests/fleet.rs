@@ -152,6 +152,19 @@ impl Fleet {
         let _ = fs::remove_dir_all(&self.machines[number].dir);
     }
 
+    /// A crash after which some lines of the journal cannot be read, the first of them and how many; the sandboxes go on.
+    pub async fn damage(&mut self, number: usize, first: usize, count: usize) -> Result<()> {
+        self.crash(number).await;
+        let path = self.machines[number].dir.join("ipam/journal");
+        let Ok(mut bytes) = fs::read(&path) else { return Ok(()) };
+        let ends = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(place, _)| place + 1);
+        let starts: Vec<usize> = std::iter::once(0).chain(ends).collect();
+        let first = first % starts.len();
+        let last = starts.get(first + count).copied().unwrap_or(bytes.len());
+        bytes[starts[first]..last].fill(0);
+        fs::write(&path, bytes).context("damage a journal")
+    }
+
     /// The Node of a machine is deleted and made anew.
     pub fn rename(&mut self, number: usize, uid: &str) {
         let machine = &mut self.machines[number];

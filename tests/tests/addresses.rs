@@ -251,6 +251,17 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     .await?;
     ensure!(add(&fleet, 0, "first").await? == first);
     add(&fleet, 0, "third").await?;
+    // Its journal is lost, and its Node is another one again: what it holds is still its own, and gives nothing new.
+    fleet.forget(0).await;
+    fleet.rename(0, "crash-0-third");
+    fleet.start(0)?;
+    wait::until(SOON, "the block to be taken over without a journal", || async {
+        let objects = fleet.objects().await?;
+        Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-third").then_some(()))
+    })
+    .await?;
+    ensure!(fleet.release(&BTreeSet::from(["crash-0-new".to_owned()])).await? == 0, "it was freed");
+    ensure!(!first.contains(&add(&fleet, 0, "fourth").await?[0]), "it was given twice");
     // The node is started anew: its sandboxes are gone, and so are their addresses.
     fleet.power_off(0).await;
     fleet.start(0)?;
@@ -288,9 +299,10 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     }
     let watches = verbs.get("watch").copied().unwrap_or(0);
     println!("1000 addresses on 10 nodes in {took:?}: {blocks} blocks, requests {verbs:?}");
-    // The nodes were started in the same moment: each begins its watch with a list.
+    // The nodes were started in the same moment: each begins its watch with a list, and looks for blocks that it may have
+    // held before its journal began.
     let work = requests.len() - watches;
-    ensure!(work <= 2 * blocks + 11, "{work} requests for {blocks} blocks");
+    ensure!(work <= 2 * blocks + 21, "{work} requests for {blocks} blocks");
     fleet.end().await;
     lab.kubectl(&["delete", "ipblocks", "--all"])?;
     Ok(())
@@ -401,9 +413,14 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 fleet.vanish(number, &container);
                 "vanish"
             }
-            84..88 => {
+            84..87 => {
                 fleet.crash(number).await;
                 "crash"
+            }
+            87 => {
+                let (first, count) = (dice.roll(1000), 1 + dice.roll(20));
+                fleet.damage(number, first, count).await?;
+                "damage"
             }
             88 if !is_gone => {
                 fleet.forget(number).await;

@@ -13,7 +13,7 @@ use std::{
 
 use api::digest::digest;
 use nix::fcntl::{Flock, FlockArg};
-use plan::ipam::{Ledger, Record, Stage};
+use plan::ipam::{Ledger, Record};
 use tracing::warn;
 
 /// The directory in the daemon's directory of state.
@@ -71,7 +71,6 @@ impl Journal {
             ledger.apply(&Record::Unsure);
         }
         if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
-            ledger.apply(&Record::Unsure);
             warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
             doubt(&mut ledger);
         }
@@ -169,8 +168,10 @@ fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
             None => bad = true,
         }
     }
-    // A whole line that says nothing is no line that was cut off; and the first one was written whole, or not at all.
-    if bad && (!good || bytes.last() == Some(&b'\n')) { Damage::Inside } else { damage }
+    // A line that was cut off is a part of a line: neither a whole one that says nothing, nor nothing at all, nor zeros. And
+    // the first one was written whole, or never.
+    let whole = bytes.last() == Some(&b'\n') || bytes.contains(&0);
+    if bad && (!good || whole) { Damage::Inside } else { damage }
 }
 
 fn parse(line: &[u8]) -> Option<Record> {
@@ -183,17 +184,20 @@ fn parse(line: &[u8]) -> Option<Record> {
     serde_json::from_str(rest).ok()
 }
 
-/// A record that is lost may have been a lease of any block.
+/// A record that is lost may have been a lease of any block, or that the node was started: what is known of an earlier
+/// start is no sign that all sandboxes are gone.
 fn doubt(ledger: &mut Ledger) {
-    let held = ledger.holdings().iter().filter(|(_, one)| one.stage != Stage::Closing);
-    let records: Vec<Record> = held
-        .map(|(block, one)| Record::Doubted {
-            block: block.clone(),
-            network: one.network.clone(),
-            object: one.object.clone().unwrap_or_default(),
-        })
-        .collect();
+    let held = ledger.holdings().iter().map(|(block, one)| Record::Doubted {
+        block: block.clone(),
+        network: one.network.clone(),
+        object: one.object.clone().unwrap_or_default(),
+    });
+    let start = [Record::Unsure, Record::Booted(String::new())];
+    let records: Vec<Record> = start.into_iter().chain(held).collect();
     for record in &records {
+        if let Record::Doubted { block, network, .. } = record {
+            warn!(network, block = %block.range, "which addresses of this block pods have is not known");
+        }
         ledger.apply(record);
     }
 }
@@ -203,7 +207,7 @@ mod tests {
     use std::net::IpAddr;
 
     use ipnet::IpNet;
-    use plan::ipam::{Block, Grant, Lease, Place, Pod, Told};
+    use plan::ipam::{Block, Grant, Lease, Place, Pod, Stage, Told};
 
     use super::*;
 
@@ -347,6 +351,12 @@ mod tests {
         assert_eq!(ledger.leases().len(), 1);
         assert!(ledger.holdings().values().all(|one| one.stage == Stage::Doubtful), "{ledger:?}");
         assert_eq!(ledger.holdings().len(), 1);
+        // Which start of the node it was may be what was lost.
+        let mut later = ledger.clone();
+        later.apply(&Record::Booted("boot".to_owned()));
+        assert!(later.holdings().values().all(|one| one.stage == Stage::Doubtful), "{later:?}");
+        later.apply(&Record::Booted("next".to_owned()));
+        assert!(later.holdings().values().all(|one| one.stage == Stage::Asked), "{later:?}");
     }
 
     #[test]

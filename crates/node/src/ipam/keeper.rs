@@ -24,7 +24,7 @@ use kube::{
     Api, Client, ResourceExt as _,
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use plan::ipam::{Block, Family, Object, Rules, Stage, Step, View, Wants};
+use plan::ipam::{Block, Family, Ledger, Object, Rules, Stage, Step, View, Wants};
 use tokio::{
     sync::watch,
     time::{Instant, sleep, sleep_until, timeout},
@@ -64,6 +64,8 @@ const COLLISIONS: usize = 3;
 const CROWDED: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How long a list of blocks is good enough to choose from.
 const LISTED: Duration = Duration::from_secs(1);
+/// How many blocks are read at once when all of them are.
+const LIST_PAGE: u32 = 500;
 /// How long it is believed that no block is left.
 const BELIEVED: Duration = Duration::from_secs(30);
 /// How long an address is not asked for again that was not lent. The status of its block tells when it is free.
@@ -424,6 +426,9 @@ impl Keeper {
     }
 
     async fn work(&mut self) -> Result<(), Failure> {
+        if !self.ipam.look(Ledger::is_sure) {
+            self.reclaim().await?;
+        }
         for _ in 0..TRIES {
             self.tidy().await;
             let steps = self.plan()?;

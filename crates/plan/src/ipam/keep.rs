@@ -96,15 +96,14 @@ pub enum Step {
 
 /// Decides what to do next. Records come first: what follows from them is decided once they are kept.
 pub fn keep(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
-    let mut steps = Vec::new();
+    // What is lent is known before anything of the block around it is handed out.
+    let mut steps = doubt(ledger, view);
+    if steps.is_empty() && !ledger.is_sure() {
+        steps.push(Step::Note(Record::Sure));
+    }
     for (block, holding) in ledger.holdings() {
         steps.extend(hold(ledger, view, block, holding));
     }
-    let doubts = doubt(ledger, view);
-    if doubts.is_empty() && !ledger.is_sure() {
-        steps.push(Step::Note(Record::Sure));
-    }
-    steps.extend(doubts);
     steps.extend(lend(ledger, view));
     if steps.iter().any(|step| matches!(step, Step::Note(_))) {
         return steps;
@@ -157,7 +156,10 @@ fn hold(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
         }
         (Stage::Asked | Stage::Open | Stage::Doubtful, None) => Some(Step::Find(block.clone())),
         (Stage::Open | Stage::Doubtful, Some(_))
-            if !view.networks.contains_key(&block.network) && ledger.is_empty(block) =>
+            if !view.networks.contains_key(&block.network)
+                && ledger.is_empty(block)
+                // Of one that is doubtful pods may have more than is known.
+                && (holding.stage == Stage::Open || view.idle.contains(block)) =>
         {
             Some(Step::Note(Record::Closing { block: block.clone() }))
         }
@@ -209,7 +211,7 @@ fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
         let network = object.spec.network.clone();
         match ledger.holdings().get(&block) {
             // What its status says is lent is lent, whatever the journal has forgotten.
-            Some(holding) if holding.stage == Stage::Doubtful => {
+            Some(holding) if matches!(holding.stage, Stage::Doubtful | Stage::Asked) => {
                 let new = |one: &&Lent| {
                     !holding.lent.contains_key(&one.address) && !view.returned.contains(&one.block)
                 };

@@ -227,7 +227,7 @@ impl Ledger {
     }
 
     /// What becomes of a block that is asked for in vain. One that was asked for again while a pod has of it keeps its
-    /// object: as long as it is there, nobody else gets the address.
+    /// object: as long as it is there, no other node gets the address.
     pub fn given_up(&self, block: &Block) -> Record {
         let block = block.clone();
         if self.is_empty(&block) { Record::Closing { block } } else { Record::Lost { block } }

@@ -540,6 +540,21 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
 }
 
 #[test]
+fn a_doubtful_block_is_kept_though_its_network_says_nothing_of_addresses() {
+    let mut node = Node::new(&["10.0.0.0/24"]);
+    node.note(Record::Unsure);
+    node.object("10.0.0.0/28", "o", me(), None);
+    node.told.insert(block("10.0.0.0/28"));
+    node.settle();
+    node.rules.clear();
+    node.settle();
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
+    // All who could have anything of it are gone.
+    node.idle.insert(block("10.0.0.0/28"));
+    assert!(matches!(node.settle()[..], [Step::Delete { .. }]));
+}
+
+#[test]
 fn of_a_block_that_gives_nothing_nothing_is_free() {
     let node = Node::new(&["10.0.0.0/27"]);
     let space = node.rules["net"].space(Family::V4).unwrap();

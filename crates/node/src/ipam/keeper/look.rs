@@ -112,9 +112,13 @@ impl Keeper {
             self.ipam.answer(Want::Address(block.network.clone(), address), why.clone());
             if silent {
                 let holder = around.spec.holder.clone();
-                let before = self.silent.get(&holder.uid).map(|one| one.shunned);
-                let shunned = before.map_or(SHUNNED.0, |before| (before * 2).min(SHUNNED.1));
-                self.silent.insert(holder.uid, Silent { node: holder.node, until: now + shunned, shunned });
+                let before = self.silent.get(&holder.uid);
+                // However many addresses it was asked for, it is silent once.
+                if before.is_none_or(|one| one.until <= now) {
+                    let shunned = before.map_or(SHUNNED.0, |one| (one.shunned * 2).min(SHUNNED.1));
+                    self.silent
+                        .insert(holder.uid, Silent { node: holder.node, until: now + shunned, shunned });
+                }
                 let record = self.ipam.look(|ledger| ledger.given_up(&block));
                 if let Err(error) = self.ipam.note(record) {
                     warn!(error = %Chain(&error), "an address that nobody lends is still asked for");

@@ -15,7 +15,7 @@ use serde_json::json;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::{Created, Failure, Keeper, LENT, LISTED, REMEMBERED, UNCERTAIN, call, read};
+use super::{Created, Failure, Keeper, LENT, LIST_PAGE, LISTED, REMEMBERED, UNCERTAIN, call, read};
 use crate::event::Reason;
 
 impl Keeper {
@@ -106,17 +106,44 @@ impl Keeper {
             return Ok(false);
         };
         let found = call(self.api.get_opt(&ipblock::name(&network, address.into()))).await?;
-        if found.is_some_and(|found| found.uid().as_deref() == Some(object)) {
+        if found.as_ref().is_some_and(|found| found.uid().as_deref() == Some(object)) {
             self.lent_seen.insert(key, now);
             return Ok(false);
         }
         self.lent_seen.remove(&key);
+        // Its object was made anew, perhaps while a pod has the address: it goes from one to the other without a gap.
+        let asks = |found: &IPBlock| {
+            let lender = found.spec.lender.as_ref().map(|lender| &lender.uid);
+            found.spec.network_uid == block.network && lender == Some(&self.me.uid)
+        };
+        if let Some(object) = found.filter(asks).and_then(|found| found.uid()) {
+            self.ipam.note(Record::Lent { block, address, object })?;
+            return Ok(true);
+        }
         if self.returned.len() > REMEMBERED {
             self.returned.clear();
         }
         self.returned.insert(object.to_owned());
         self.ipam.note(Record::Returned { block, address })?;
         Ok(true)
+    }
+
+    /// Takes over the blocks of earlier Nodes of this name that a lost journal does not tell of.
+    pub(super) async fn reclaim(&mut self) -> Result<(), Failure> {
+        let mut params = ListParams::default().limit(LIST_PAGE);
+        loop {
+            let page = call(self.api.list(&params)).await?;
+            let former =
+                |one: &IPBlock| one.spec.holder.node == self.me.node && one.spec.holder.uid != self.me.uid;
+            for block in page.items.iter().filter(|one| former(one)).cloned().collect::<Vec<_>>() {
+                let ours = self.adopt(&block).await?;
+                self.insert(ours);
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params = params.continue_token(&token),
+                None => return Ok(()),
+            }
+        }
     }
 
     /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
@@ -180,6 +207,7 @@ impl Keeper {
                 if let Some(objects) = &mut self.objects {
                     objects.remove(&name);
                 }
+                self.confirm();
             }
             Err(error) => return Err(error),
         }
