@@ -77,7 +77,11 @@ impl Fleet {
     }
 
     fn join(&mut self, number: usize) {
-        let holder = Holder { node: format!("sim-{number}"), uid: format!("{}-{number}", self.network) };
+        // Fleets share an API server, and a node takes over what an earlier Node of its name held.
+        let holder = Holder {
+            node: format!("sim-{number}-{}", self.network),
+            uid: format!("{}-{number}", self.network),
+        };
         let view =
             NetworkView { uid: self.uid(), state: State::NotSelected, ipam: Some(Arc::clone(&self.rules)) };
         let by_name = BTreeMap::from([(self.network.clone(), view)]);

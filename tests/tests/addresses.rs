@@ -158,8 +158,9 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
     ensure!(lent == [wanted], "{lent:?}");
     let objects = fleet.objects().await?;
     let single = objects.iter().find(|one| one.spec.cidr == wanted.into()).context("its block")?;
-    ensure!(single.spec.holder.node == "sim-1", "{:?}", single.spec);
-    let around = objects.iter().find(|one| one.spec.holder.node == "sim-0").context("the block around")?;
+    ensure!(single.spec.holder.node == "sim-1-lend", "{:?}", single.spec);
+    let around =
+        objects.iter().find(|one| one.spec.holder.node == "sim-0-lend").context("the block around")?;
     let told = around.status.clone().unwrap_or_default();
     ensure!(told.lent.iter().any(|one| one.address == wanted), "{told:?}");
     // Nobody gets it twice, neither there nor here.
