@@ -81,11 +81,11 @@ pub struct Route {
 pub struct BlockLength {
     /// Of IPv4: 28 means blocks of 16 addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 22, max = 32)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Option<i32>", range(min = 22, max = 32)))]
     pub ipv4: Option<u8>,
     /// Of IPv6: 120 means blocks of 256 addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(range(min = 118, max = 128)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Option<i32>", range(min = 118, max = 128)))]
     pub ipv6: Option<u8>,
 }
 
@@ -108,7 +108,7 @@ pub struct IpamStatus {
 #[serde(rename_all = "camelCase")]
 pub struct FamilyStatus {
     /// The length of the prefix of blocks, fixed at the first use.
-    #[cfg_attr(feature = "kube", schemars(range(min = 0, max = 128)))]
+    #[cfg_attr(feature = "kube", schemars(with = "i32", range(min = 0, max = 128)))]
     pub block_length: u8,
     /// The addresses that pods can have, 9223372036854775807 if there are more.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]

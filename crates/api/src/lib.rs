@@ -60,3 +60,55 @@ pub fn crds()
 
     vec![BridgeNetwork::crd(), IPBlock::crd(), NodeNetwork::crd()]
 }
+
+#[cfg(all(test, feature = "kube"))]
+mod tests {
+    use serde_json::Value;
+
+    /// The schema of every kind, with the kind's name.
+    fn schemas() -> Vec<(String, Value)> {
+        let schema = |crd: &Value| crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone();
+        let crds = super::crds().into_iter().map(|crd| serde_json::to_value(crd).unwrap());
+        crds.map(|crd| (crd["spec"]["names"]["kind"].as_str().unwrap().to_owned(), schema(&crd))).collect()
+    }
+
+    #[test]
+    fn schemas_know_only_formats_that_the_api_server_knows() {
+        fn formats(value: &Value, found: &mut Vec<String>) {
+            match value {
+                Value::Object(map) => {
+                    found.extend(map.get("format").and_then(Value::as_str).map(str::to_owned));
+                    map.values().for_each(|inner| formats(inner, found));
+                }
+                Value::Array(list) => list.iter().for_each(|inner| formats(inner, found)),
+                _ => {}
+            }
+        }
+        let mut found = Vec::new();
+        schemas().iter().for_each(|(_, schema)| formats(schema, &mut found));
+        found.sort();
+        found.dedup();
+        assert_eq!(found, ["cidr", "date-time", "int32", "int64"]);
+    }
+
+    #[test]
+    fn every_field_explains_itself() {
+        fn silent(path: &str, value: &Value, found: &mut Vec<String>) {
+            for (name, field) in value["properties"].as_object().into_iter().flatten() {
+                let path = format!("{path}.{name}");
+                if field["description"].as_str().is_none_or(str::is_empty) {
+                    found.push(path.clone());
+                }
+                silent(&path, field, found);
+                silent(&path, &field["items"], found);
+            }
+        }
+        let mut found = Vec::new();
+        for (kind, schema) in schemas() {
+            for part in ["spec", "status"] {
+                silent(&format!("{kind}.{part}"), &schema["properties"][part], &mut found);
+            }
+        }
+        assert_eq!(found, Vec::<String>::new());
+    }
+}

@@ -299,42 +299,6 @@ mod tests {
     }
 
     #[test]
-    fn the_schema_knows_only_formats_that_the_api_server_knows() {
-        fn formats(value: &Value, found: &mut Vec<String>) {
-            match value {
-                Value::Object(map) => {
-                    found.extend(map.get("format").and_then(Value::as_str).map(str::to_owned));
-                    map.values().for_each(|inner| formats(inner, found));
-                }
-                Value::Array(list) => list.iter().for_each(|inner| formats(inner, found)),
-                _ => {}
-            }
-        }
-        let mut found = Vec::new();
-        formats(&schema(), &mut found);
-        found.sort();
-        found.dedup();
-        assert_eq!(found, ["cidr", "date-time", "int32", "int64"]);
-    }
-
-    #[test]
-    fn every_field_explains_itself() {
-        fn silent(path: &str, value: &Value, found: &mut Vec<String>) {
-            for (name, field) in value["properties"].as_object().into_iter().flatten() {
-                let path = format!("{path}.{name}");
-                if field["description"].as_str().is_none_or(str::is_empty) {
-                    found.push(path.clone());
-                }
-                silent(&path, field, found);
-                silent(&path, &field["items"], found);
-            }
-        }
-        let mut found = Vec::new();
-        silent("", &schema()["properties"]["status"], &mut found);
-        assert_eq!(found, Vec::<String>::new());
-    }
-
-    #[test]
     fn the_limits_in_the_schema_are_the_ones_that_the_planner_keeps() {
         let interfaces = schema()["properties"]["status"]["properties"]["interfaces"].clone();
         assert_eq!(interfaces["maxItems"], json!(MAX_INTERFACES));
