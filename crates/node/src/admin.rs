@@ -25,9 +25,11 @@ pub fn path(run_dir: &Path) -> PathBuf {
     run_dir.join(NAME)
 }
 
-/// Opens the socket.
+/// Opens the socket. Must be called inside a tokio runtime.
 pub fn bind(run_dir: &Path) -> Result<UnixListener, Error> {
-    socket::bind(run_dir, NAME)
+    let listener = socket::bind(run_dir, NAME)?;
+    let listener = listener.set_nonblocking(true).and_then(|()| UnixListener::from_std(listener));
+    listener.map_err(Error::Serve)
 }
 
 /// Serves the socket until `stop`.

@@ -7,30 +7,29 @@
 mod address;
 mod call;
 mod caller;
+mod door;
 mod install;
 mod metrics;
 mod tombstone;
 
 use std::{
     collections::BTreeMap,
-    io,
-    os::fd::OwnedFd,
+    io::{self, Write as _},
+    os::{
+        fd::OwnedFd,
+        unix::net::{UnixListener, UnixStream},
+    },
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use api::{Chain, IfName, digest::digest, ipblock::Holder};
 use plan::ipam::Rules;
-use tokio::{
-    io::{AsyncWriteExt as _, Interest},
-    net::{UnixListener, UnixStream},
-    sync::watch,
-    task::{JoinSet, spawn_blocking},
-    time::{Instant, interval, sleep, timeout, timeout_at},
-};
+use tokio::{sync::watch, task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 use wire::{
     cni::{self as protocol, Code, Verb, Version},
     socket::{self as frames, Message, Reply, Request},
@@ -41,17 +40,14 @@ use crate::{Error, ipam::Ipam, socket};
 pub use install::{Error as InstallError, install};
 pub use metrics::Metrics;
 
-use caller::{Caller, hung_up};
+use caller::Caller;
+use door::Door;
 use metrics::Outcome;
 
-/// How many calls are served at a time; others wait in the socket's queue.
-const CALLS: usize = 256;
-/// How long one call may take, less than the shim waits.
-const DEADLINE: Duration = Duration::from_secs(20);
+/// How long the shim may take to say what it wants, and to take the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How long calls may go on after a stop.
 const GRACE: Duration = Duration::from_secs(5);
-/// How long to leave the socket alone after it could not be accepted from.
-const PAUSE: Duration = Duration::from_millis(100);
 /// Two calls for one interface never run at the same time, and seldom two for different ones have to wait.
 const LOCKS: usize = 1024;
 /// How often tombstones are looked for.
@@ -124,7 +120,7 @@ struct Shared {
 }
 
 impl Server {
-    /// Opens the socket. Must be called inside a tokio runtime.
+    /// Opens the socket.
     pub fn bind(
         places: &Places,
         networks: watch::Receiver<Arc<Networks>>,
@@ -154,7 +150,8 @@ impl Server {
         .await
         .map_err(Error::Panicked)?;
 
-        let mut calls = JoinSet::new();
+        let serving = Arc::clone(&shared);
+        let door = Door::open(listener, move |stream| serving.converse(&stream)).map_err(Error::Threads)?;
         let mut rounds = interval(ROUND);
         loop {
             tokio::select! {
@@ -162,92 +159,25 @@ impl Server {
                 // A shim that found nobody a moment before we listened writes its tombstone a moment after.
                 _ = rounds.tick() => {
                     let sweeping = Arc::clone(&shared);
-                    // Beside the calls: one that waits for an address may hold what a tombstone is about.
-                    calls.spawn(async move {
-                        if spawn_blocking(move || sweeping.bury()).await.is_err() {
-                            warn!("tombstones could not be looked at");
-                        }
-                    });
+                    // Not waited for: one that waits for an address may hold what a tombstone is about.
+                    drop(spawn_blocking(move || sweeping.bury()));
                 }
-                Some(ended) = calls.join_next() => ended.map_err(Error::Panicked)?,
-                accepted = listener.accept(), if calls.len() < CALLS => match accepted {
-                    Ok((stream, _)) => {
-                        calls.spawn(converse(Arc::clone(&shared), stream));
-                    }
-                    Err(error) => {
-                        warn!(error = %Chain(&error), "cannot accept a CNI call");
-                        sleep(PAUSE).await;
-                    }
-                },
             }
         }
-        let rest = async { while calls.join_next().await.is_some() {} };
-        if timeout(GRACE, rest).await.is_err() {
+        let left = spawn_blocking(move || door.close(GRACE)).await.map_err(Error::Panicked)?;
+        if !left {
             warn!("a CNI call did not end in time and is cut off");
         }
         Ok(())
     }
 }
 
-/// One connection: one request, one reply.
-async fn converse(shared: Arc<Shared>, mut stream: UnixStream) {
-    let started = Instant::now();
-    let deadline = started + DEADLINE;
-    let (request, namespace) = match timeout_at(deadline, read(&stream)).await {
-        Ok(Ok(read)) => read,
-        Ok(Err(error)) => return warn!(error = %Chain(&error), "a CNI call cannot be read"),
-        Err(_) => return debug!("a CNI call was never finished"),
-    };
-    let version = Version::of(&request.stdin);
-    let verb = request.command.parse::<Verb>().ok();
-    let (command, container_id, ifname) =
-        (request.command.clone(), request.container_id.clone(), request.ifname.clone());
-    let caller = match Caller::of(&stream) {
-        Ok(caller) => caller,
-        Err(error) => return warn!(error = %Chain(&error), "a CNI call cannot be served"),
-    };
-    let serving = Arc::clone(&shared);
-    let mut served = spawn_blocking(move || serving.serve(&request, namespace.as_ref(), &caller));
-    let ended = async {
-        tokio::select! {
-            ended = &mut served => return ended,
-            () = hung_up(&stream) => {}
-        }
-        // The call itself knows best how far it is: what waits in it learns that it waits for nobody.
-        let waiting = Arc::clone(&shared.ipam);
-        spawn_blocking(move || waiting.look_again()).await?;
-        served.await
-    };
-    let answer = match timeout_at(deadline, ended).await {
-        Ok(Ok(answer)) => answer,
-        Ok(Err(_)) => {
-            Err(protocol::Error::new(Code::Io, "the call failed inside the node daemon: see its log"))
-        }
-        Err(_) => {
-            let msg = format!("the call was not done within {} s: tried again", DEADLINE.as_secs());
-            Err(protocol::Error::new(Code::TryAgainLater, msg))
-        }
-    };
-    shared.metrics.count(verb, Outcome::of(&answer), started.elapsed());
-    let reply = match answer {
-        Ok(stdout) => Reply { exit: 0, stdout },
-        Err(error) => {
-            info!(command, container_id, ifname, code = error.code as u32, %error, "a CNI call was refused");
-            Reply { exit: 1, stdout: error.render(version) }
-        }
-    };
-    let Ok(frame) = reply.encode() else { return };
-    if !matches!(timeout(GRACE, stream.write_all(&frame)).await, Ok(Ok(()))) {
-        warn!(command, container_id, ifname, "nobody waited for the answer to a CNI call");
-    }
-}
-
 /// Reads one request and the descriptor that came with it.
-async fn read(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
-    let (mut reader, mut descriptor, mut buffer) = (frames::Reader::default(), None, vec![0; 16 * 1024]);
+fn read(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let (mut reader, mut descriptor, mut buffer) = (frames::Reader::default(), None, [0; 8 * 1024]);
     loop {
-        let receive = || frames::receive(stream, &mut buffer, &mut descriptor);
-        let length = stream.async_io(Interest::READABLE, receive).await?;
+        let length = frames::receive(stream, &mut buffer, &mut descriptor)?;
         if length == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
@@ -261,6 +191,37 @@ async fn read(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
 }
 
 impl Shared {
+    /// One connection: one request, one reply.
+    fn converse(&self, stream: &UnixStream) {
+        let started = Instant::now();
+        let (request, namespace) = match read(stream) {
+            Ok(read) => read,
+            Err(error) => return warn!(error = %Chain(&error), "a CNI call cannot be read"),
+        };
+        let version = Version::of(&request.stdin);
+        let verb = request.command.parse::<Verb>().ok();
+        let Request { command, container_id, ifname, .. } = &request;
+        let serve = || self.serve(&request, namespace.as_ref(), &Caller::of(stream));
+        // What is locked meanwhile is used by others as it is, and everything is compared before it is changed.
+        let answer = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| {
+            Err(protocol::Error::new(Code::Io, "the call failed inside the node daemon: see its log"))
+        });
+        self.metrics.count(verb, Outcome::of(&answer), started.elapsed());
+        let reply = match answer {
+            Ok(stdout) => Reply { exit: 0, stdout },
+            Err(error) => {
+                info!(command, container_id, ifname, code = error.code as u32, %error, "a CNI call was refused");
+                Reply { exit: 1, stdout: error.render(version) }
+            }
+        };
+        let Ok(frame) = reply.encode() else { return };
+        let mut out = stream;
+        let sent = stream.set_write_timeout(Some(PATIENCE)).and_then(|()| out.write_all(&frame));
+        if sent.is_err() {
+            warn!(command, container_id, ifname, "nobody waited for the answer to a CNI call");
+        }
+    }
+
     /// Held while something is done to the pair of this host's end.
     fn lock(&self, host: &IfName) -> Option<MutexGuard<'_, ()>> {
         let place = usize::try_from(digest([host.as_str()]) % LOCKS as u64).ok()?;

@@ -36,6 +36,8 @@ pub use self::{
 /// How long a node goes on with what it holds after it has lost the API server. A watch can have been dead for two minutes
 /// and a half before that is noticed, and after five minutes nothing new may be handed out.
 const CUT_OFF: Duration = Duration::from_secs(5 * 60 - 150);
+/// How often somebody who waits looks whether the one is still there for whom.
+const GLANCE: Duration = Duration::from_millis(500);
 /// How often what follows from records is looked for at once.
 const ROUNDS: usize = 64;
 
@@ -179,7 +181,7 @@ impl Ipam {
                     let Some(rest) = rest.filter(|_| matches!(state.contact, Contact::Never)) else {
                         break Err(cut_off(state.contact));
                     };
-                    state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+                    state = self.wait(state, rest);
                     continue;
                 }
                 Ok(offer) => {
@@ -209,7 +211,7 @@ impl Ipam {
             let Some(rest) = deadline.checked_duration_since(Instant::now()) else {
                 break Err(Error::new(Code::TryAgainLater, late(&rules.name, state.contact)));
             };
-            state = self.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.wait(state, rest);
         };
         for want in &waiting {
             state.want_no_more(want);
@@ -222,11 +224,10 @@ impl Ipam {
         outcome
     }
 
-    /// Lets all who wait see whether there still is somebody who waits for them.
-    pub fn look_again(&self) {
-        // Whoever has looked and does not wait yet has the lock, and would not hear.
-        drop(self.lock());
-        self.changed.notify_all();
+    /// Waits until something has changed, and not so long that nobody may be there any more.
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, rest: Duration) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, rest.min(GLANCE));
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Frees what an interface has, of whatever network; says whether there was anything.

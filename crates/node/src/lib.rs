@@ -78,6 +78,8 @@ pub enum Error {
     Ipam(#[source] ipam::JournalError),
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),
+    #[error("start the threads that serve CNI calls")]
+    Threads(#[source] std::io::Error),
     #[error("a part of the daemon panicked")]
     Panicked(#[source] tokio::task::JoinError),
     #[error("a part of the daemon ended by itself")]

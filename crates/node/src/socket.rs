@@ -2,11 +2,12 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{DirBuilderExt as _, PermissionsExt as _},
+    os::unix::{
+        fs::{DirBuilderExt as _, PermissionsExt as _},
+        net::UnixListener,
+    },
     path::Path,
 };
-
-use tokio::net::UnixListener;
 
 use crate::Error;
 

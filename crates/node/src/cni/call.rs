@@ -42,7 +42,7 @@ pub(super) struct Whose<'a> {
 pub(super) struct Call<'a> {
     pub(super) request: &'a Request,
     pub(super) config: &'a Config,
-    pub(super) caller: &'a Caller,
+    pub(super) caller: &'a Caller<'a>,
 }
 
 impl Shared {
@@ -51,7 +51,7 @@ impl Shared {
         &self,
         request: &Request,
         namespace: Option<&OwnedFd>,
-        caller: &Caller,
+        caller: &Caller<'_>,
     ) -> Result<Vec<u8>, Error> {
         let verb: Verb = request.command.parse()?;
         // What is gone must not depend on a configuration that can still be read.

@@ -265,8 +265,8 @@ fn who_cannot_have_an_address_is_told_why() {
 }
 
 /// Asks as a shim does that does not stay for the answer.
-fn ask(world: &World, request: &Request, pod: &Namespace) -> Client {
-    let client = Client::connect(path(&world.places.run_dir)).unwrap();
+fn ask(world: &World, request: &Request, pod: &Namespace) -> UnixStream {
+    let client = UnixStream::connect(path(&world.places.run_dir)).unwrap();
     frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
     client
 }
