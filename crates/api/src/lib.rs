@@ -61,7 +61,8 @@ pub fn crds()
     vec![BridgeNetwork::crd(), IPBlock::crd(), NodeNetwork::crd()]
 }
 
-#[cfg(all(test, feature = "kube"))]
+#[cfg(test)]
+#[cfg(feature = "kube")]
 mod tests {
     use serde_json::Value;
 
@@ -85,7 +86,9 @@ mod tests {
             }
         }
         let mut found = Vec::new();
-        schemas().iter().for_each(|(_, schema)| formats(schema, &mut found));
+        for (_, schema) in schemas() {
+            formats(&schema, &mut found);
+        }
         found.sort();
         found.dedup();
         assert_eq!(found, ["cidr", "date-time", "int32", "int64"]);
