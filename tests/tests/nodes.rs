@@ -23,6 +23,8 @@ mod traffic;
 use std::process::ExitCode;
 
 use addresses::{
+    a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said,
+    a_network_whose_blocks_are_refused_stands_in_no_others_way,
     a_small_subnet_is_filled_to_its_last_address_from_both_nodes, address_blocks_are_their_holders,
     other_plugins_and_requested_addresses_are_served,
     pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
@@ -99,9 +101,11 @@ fn main() -> ExitCode {
                 + a_pod_and_a_deletion_at_the_same_time_strand_nothing
                 + a_small_subnet_is_filled_to_its_last_address_from_both_nodes
                 + other_plugins_and_requested_addresses_are_served
-                + address_blocks_are_their_holders,
+                + address_blocks_are_their_holders
+                + a_network_whose_blocks_are_refused_stands_in_no_others_way,
             edits_converge_in_place_and_lose_no_packet,
             pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
+            a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said,
             nothing_is_written_while_nothing_changes_and_little_when_something_does,
             pods_come_and_go_while_the_daemon_is_away,
             after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,

@@ -46,6 +46,7 @@ pub const MAX_DRAINING: usize = 10;
         printcolumn = r#"{"name": "Holder", "type": "string", "jsonPath": ".spec.holder.node", "description": "The node that hands them out"}"#,
         printcolumn = r#"{"name": "Used", "type": "integer", "jsonPath": ".status.used", "description": "Addresses that pods of the holder have"}"#,
         printcolumn = r#"{"name": "Free", "type": "integer", "jsonPath": ".status.free", "description": "Addresses that nobody has"}"#,
+        printcolumn = r#"{"name": "Closed", "type": "boolean", "jsonPath": ".status.closed", "description": "Whether nothing new comes out of it"}"#,
         printcolumn = r#"{"name": "Lender", "type": "string", "jsonPath": ".spec.lender.node", "description": "The node whose block a single address was borrowed from"}"#,
         printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
     )
@@ -124,7 +125,7 @@ pub struct IPBlockStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<Uid>", transform = list::atomic(MAX_LISTED)))]
     pub refused: Vec<String>,
-    /// Nothing of it is lent: its holder does not know which addresses are in use.
+    /// Nothing new comes out of it: it is being given back, or its holder does not know which addresses are in use.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub closed: bool,
     /// The first ten pods that have an address which the network does not give any more, as namespace/name address.

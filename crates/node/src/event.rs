@@ -40,6 +40,8 @@ pub enum Reason {
     AddressesExhausted,
     /// Addresses of this node's pods may be given to others too.
     AddressBlockLost,
+    /// This node does not know who has addresses of its own.
+    AddressBlockDoubtful,
 }
 
 impl Events {
@@ -55,6 +57,7 @@ impl Events {
             Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
             Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
             Reason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
+            Reason::AddressBlockDoubtful => (EventType::Warning, "AddressBlockDoubtful", "Allocate"),
             Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {

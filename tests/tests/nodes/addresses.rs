@@ -143,6 +143,119 @@ pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_d
     .await
 }
 
+/// A rule of an admin that blocks of one network must not be made.
+fn rule(network: &str) -> Value {
+    let kind = |kind: &str, spec: Value| {
+        json!({
+            "apiVersion": "admissionregistration.k8s.io/v1", "kind": kind,
+            "metadata": {"name": "test-refused"}, "spec": spec,
+        })
+    };
+    let blocks = json!([{
+        "apiGroups": ["patchbay.dev"], "apiVersions": ["*"], "operations": ["CREATE"], "resources": ["ipblocks"],
+    }]);
+    let policy = kind(
+        "ValidatingAdmissionPolicy",
+        json!({
+            "matchConstraints": {"resourceRules": blocks},
+            "validations": [{
+                "expression": format!("object.spec.network != '{network}'"), "message": "not in my cluster",
+            }],
+        }),
+    );
+    let binding = kind(
+        "ValidatingAdmissionPolicyBinding",
+        json!({"policyName": "test-refused", "validationActions": ["Deny"]}),
+    );
+    json!({"apiVersion": "v1", "kind": "List", "items": [policy, binding]})
+}
+
+pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "refused", async |scene: &Scene| {
+        let client = &scene.client;
+        let file = lab.kubeconfig().with_file_name("refused.json");
+        std::fs::write(&file, rule("refused").to_string())?;
+        let file = file.to_str().context("a path in UTF-8")?;
+        lab.kubectl(&["apply", "-f", file])?;
+        // A rule is not in force at once.
+        let probe = json!({
+            "apiVersion": "patchbay.dev/v1alpha1", "kind": "IPBlock", "metadata": {"name": "refused.10.59.0.0-28"},
+            "spec": {"network": "refused", "networkUID": "u", "cidr": "10.59.0.0/28", "holder": {"node": "n", "uid": "u"}},
+        });
+        let probe: IPBlock = serde_json::from_value(probe)?;
+        wait::until(PATIENCE, "the rule to be in force", || async {
+            let dry = PostParams { dry_run: true, ..PostParams::default() };
+            let made = Api::<IPBlock>::all(client.clone()).create(&dry, &probe).await;
+            Ok(made.is_err_and(|error| error.to_string().contains("not in my cluster")).then_some(()))
+        })
+        .await?;
+        for (network, subnet) in [("refused", "10.59.0.0/24"), ("allowed", "10.59.1.0/24")] {
+            let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": [subnet]}});
+            start(client, network, spec).await?;
+        }
+        scene.create(on("waits", "node-1", "refused")).await?;
+        told(scene, "not in my cluster", PATIENCE).await?;
+        let begun = Instant::now();
+        scene.create(on("runs", "node-1", "allowed")).await?;
+        scene.ready("runs").await?;
+        println!("a pod of another network ran after {:?}", begun.elapsed());
+        let events = ["-n", &scene.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
+        let events = lab.kubectl(&events)?;
+        ensure!(!events.contains("address block"), "{events}");
+        lab.kubectl(&["delete", "-f", file])?;
+        ensure!(addresses(&scene.ready("waits").await?)?.len() == 1);
+        Ok(())
+    })
+    .await?;
+    for network in ["refused", "allowed"] {
+        remove(&lab, network).await?;
+    }
+    Ok(())
+}
+
+pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(lab: Lab) -> Result<()> {
+    Scene::play(&lab, "doubt", async |scene: &Scene| {
+        let client = &scene.client;
+        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.58.0.0/24"]}});
+        start(client, "doubt", spec).await?;
+        let one = |name: &'static str| async move {
+            scene.create(on(name, "node-1", "doubt")).await?;
+            addresses(&scene.ready(name).await?)
+        };
+        let before = [one("first").await?, one("second").await?].concat();
+        // What a disk may make of it, while the daemon is not there to write it anew.
+        let damage = "truncate -s 0 /var/lib/patchbay/ipam/journal";
+        let daemon = patchbay::daemon(client, "node-1").await?;
+        lab.node("node-1").output(&["sh", "-c", damage])?;
+        lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &daemon, "--force", "--grace-period=0"])?;
+        let after = one("third").await?;
+        ensure!(!before.contains(&after[0]), "{after:?} was given twice: {before:?}");
+        let said = "has lost its record of who has the addresses of 10.58.0.";
+        wait::until(PATIENCE, "an event about it", || async {
+            let events = ["get", "events", "-A", "-o", "jsonpath={.items[*].message}"];
+            Ok(lab.kubectl(&events)?.contains(said).then_some(()))
+        })
+        .await?;
+        let closed = |block: &IPBlock| block.status.as_ref().is_some_and(|status| status.closed);
+        wait::until(PATIENCE, "the block to be closed", || async {
+            let all = blocks(client, "doubt").await?;
+            ensure!(all.len() == 2, "{} blocks", all.len());
+            Ok(all.iter().any(closed).then_some(()))
+        })
+        .await?;
+        for address in &before {
+            in_pod(
+                &lab,
+                &scene.ready("third").await?,
+                &["ping", "-c", "1", "-W", "3", &address.to_string()],
+            )?;
+        }
+        Ok(())
+    })
+    .await?;
+    remove(&lab, "doubt").await
+}
+
 pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: Lab) -> Result<()> {
     Scene::play(&lab, "few", async |scene: &Scene| {
         let client = &scene.client;

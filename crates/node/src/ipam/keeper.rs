@@ -76,6 +76,10 @@ const FIRST_WORD: Duration = Duration::from_secs(2);
 const DOUBT: Duration = Duration::from_secs(60);
 /// The objects that this node has deleted that are remembered at most.
 const REMEMBERED: usize = 1024;
+/// How long after a refusal it counts for how patient the next one is met.
+const REMEMBERED_FOR: Duration = Duration::from_secs(120);
+/// How many ranges an event names.
+const NAMED: usize = 5;
 /// The least time between two events about one network.
 const BETWEEN_EVENTS: Duration = Duration::from_secs(60);
 
@@ -118,6 +122,18 @@ enum Failure {
     Refused(#[from] kube::Error),
     #[error(transparent)]
     Disk(#[from] JournalError),
+}
+
+impl Failure {
+    /// Whether the API server has understood the request and does not want it, which says nothing about others.
+    fn is_refusal(&self) -> bool {
+        match self {
+            Self::Refused(kube::Error::Api(status)) => {
+                (400..500).contains(&status.code) && !matches!(status.code, 401 | 408 | 409 | 410 | 429)
+            }
+            _ => false,
+        }
+    }
 }
 
 /// What became of a create.
@@ -166,7 +182,11 @@ pub struct Keeper {
     lists: BTreeMap<String, (Instant, Vec<Object>)>,
     /// When a block became doubtful, and the sandboxes that were there, or were being made.
     witnesses: BTreeMap<Block, (Instant, BTreeSet<String>)>,
+    /// The doubtful blocks that were told of.
+    doubts_told: BTreeSet<Block>,
     events_told: BTreeMap<String, Instant>,
+    /// Networks, by their UID, for which the API server refuses what they need.
+    refusals: BTreeMap<String, Refusal>,
     backoff: DefaultBackoff,
     pause: Option<Instant>,
     next_sweep: Instant,
@@ -181,6 +201,12 @@ struct Crowded {
     until: Instant,
     /// What was waited before.
     pause: Duration,
+}
+
+struct Refusal {
+    /// Until when nothing more is asked for.
+    until: Instant,
+    backoff: DefaultBackoff,
 }
 
 struct Silent {
@@ -235,6 +261,8 @@ impl Keeper {
             earlier: BTreeSet::new(),
             lists: BTreeMap::new(),
             witnesses: BTreeMap::new(),
+            doubts_told: BTreeSet::new(),
+            refusals: BTreeMap::new(),
             events_told: BTreeMap::new(),
             backoff: DefaultBackoff::default(),
             pause: None,
@@ -360,7 +388,7 @@ impl Keeper {
         let now = Instant::now();
         if self.objects.is_none() {
             if self.me.uid.is_empty() {
-                self.excuse("the node has no Node object at the API server");
+                self.excuse(None, "the node has no Node object at the API server");
             }
             return now + self.pace.sweep;
         }
@@ -381,23 +409,36 @@ impl Keeper {
                 let problem = Chain(&error).to_string();
                 warn!(error = problem, ?wait, "address blocks cannot be kept, trying again");
                 self.pause = Some(Instant::now() + wait);
-                self.excuse(&problem);
+                self.excuse(None, &problem);
             }
         }
         self.wake()
     }
 
-    /// Tells whoever waits that the API server is the reason.
-    fn excuse(&self, problem: &str) {
+    /// Tells whoever waits, for this network or for any, that the API server is the reason.
+    fn excuse(&self, of: Option<&str>, problem: &str) {
         let wants: Vec<Want> = self.ipam.lock().wants.keys().cloned().collect();
         for want in wants {
-            let network = match &want {
-                Want::Any(network, _) | Want::Address(network, _) => self.rules.get(network),
-            };
-            let name = network.map_or("", |rules| &rules.name);
-            self.ipam
-                .answer(want, format!("no address block of network {name:?} can be taken now: {problem}"));
+            let (Want::Any(network, _) | Want::Address(network, _)) = &want;
+            if of.is_some_and(|of| of != network) {
+                continue;
+            }
+            let name = self.rules.get(network).map_or("", |rules| &rules.name);
+            let why = format!("no address block of network {name:?} can be taken now: {problem}");
+            self.ipam.answer(want, why);
         }
+    }
+
+    /// Leaves a network in peace for a while that the API server refuses something for.
+    fn leave(&mut self, network: &str, error: &Failure) {
+        let now = Instant::now();
+        let begin = || Refusal { until: now, backoff: DefaultBackoff::default() };
+        let one = self.refusals.entry(network.to_owned()).or_insert_with(begin);
+        let wait = one.backoff.next().unwrap_or(DEADLINE);
+        one.until = now + wait;
+        let problem = Chain(error).to_string();
+        warn!(network, error = problem, ?wait, "blocks of a network cannot be kept, trying again");
+        self.excuse(Some(network), &problem);
     }
 
     /// When something is due although nothing happens.
@@ -412,9 +453,11 @@ impl Keeper {
         let lent = self.lent_seen.values().map(|at| *at + LENT.min(self.pace.sweep));
         let uncertain = self.uncertain.values().map(|at| *at + UNCERTAIN);
         let crowded = self.crowded.values().map(|one| one.until);
+        let refused = self.refusals.values().map(|one| one.until);
         let due = idle
             .chain(told)
             .chain(crowded)
+            .chain(refused)
             .chain(asked)
             .chain(heard)
             .chain(doubt)
@@ -431,17 +474,33 @@ impl Keeper {
         }
         for _ in 0..TRIES {
             self.tidy().await;
-            let steps = self.plan()?;
+            let mut steps = self.plan()?;
+            let now = Instant::now();
+            let left = |network: &str| self.refusals.get(network).is_some_and(|one| one.until > now);
+            steps.retain(|step| !step.network().is_some_and(left));
             if steps.is_empty() {
                 return Ok(());
             }
             // One that fails stands in no other's way.
             let (mut waits, mut problem) = (true, None);
+            let (mut served, mut refused) = (BTreeSet::new(), BTreeSet::new());
             for step in steps {
+                let network = step.network().unwrap_or_default().to_owned();
                 match self.apply(step).await {
-                    Ok(done) => waits &= !done,
+                    Ok(done) => {
+                        waits &= !done;
+                        served.insert(network);
+                    }
+                    Err(error) if error.is_refusal() => {
+                        if refused.insert(network.clone()) {
+                            self.leave(&network, &error);
+                        }
+                    }
                     Err(error) => problem = problem.or(Some(error)),
                 }
+            }
+            for network in served.difference(&refused) {
+                self.refusals.remove(network);
             }
             if let Some(problem) = problem {
                 return Err(problem);

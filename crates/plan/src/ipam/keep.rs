@@ -94,6 +94,20 @@ pub enum Step {
     TakeAddress { network: Uid, address: IpAddr },
 }
 
+impl Step {
+    /// The UID of the network that it is for; of a record, none.
+    pub fn network(&self) -> Option<&str> {
+        match self {
+            Self::Note(_) => None,
+            Self::Find(block)
+            | Self::FindLent { block, .. }
+            | Self::Delete { block, .. }
+            | Self::Tell { block, .. } => Some(&block.network),
+            Self::Take { network, .. } | Self::TakeAddress { network, .. } => Some(network),
+        }
+    }
+}
+
 /// Decides what to do next. Records come first: what follows from them is decided once they are kept.
 pub fn keep(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
     // What is lent is known before anything of the block around it is handed out.

@@ -7,8 +7,10 @@ use plan::ipam::{Block, Stage};
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::{BUSY, CROWDED, DOUBT, IN_VAIN, Keeper, Lender, SHUNNED, SILENT, Silent, UNCERTAIN};
-use crate::{ipam::Want, watch::Watch};
+use super::{
+    BUSY, CROWDED, DOUBT, IN_VAIN, Keeper, Lender, NAMED, REMEMBERED_FOR, SHUNNED, SILENT, Silent, UNCERTAIN,
+};
+use crate::{event::Reason, ipam::Want, watch::Watch};
 
 impl Keeper {
     /// Forgets what is past, and notes since when blocks are empty.
@@ -19,6 +21,7 @@ impl Keeper {
         // How patient it was is remembered for a while.
         self.silent.retain(|_, one| one.until + SHUNNED.1 > now);
         self.crowded.retain(|_, one| one.until + CROWDED.1 > now);
+        self.refusals.retain(|_, one| one.until + REMEMBERED_FOR > now);
         self.uncertain.retain(|_, at| *at + UNCERTAIN > now);
         let pace = self.pace.tell;
         self.told.retain(|_, at| *at + pace > now);
@@ -57,6 +60,7 @@ impl Keeper {
     /// Doubtful blocks can go once no sandbox is left that was there when they became so.
     pub(super) async fn believe(&mut self, doubtful: Vec<(Block, bool)>, empty: &mut BTreeSet<Block>) {
         self.witnesses.retain(|block, _| doubtful.iter().any(|(one, _)| one == block));
+        self.tell_doubts(&doubtful);
         if doubtful.is_empty() {
             return;
         }
@@ -76,6 +80,29 @@ impl Keeper {
             } else if is_empty && witnesses.is_disjoint(&live) {
                 empty.insert(block);
             }
+        }
+    }
+
+    /// Tells of blocks that have become doubtful, and of all of them after a start.
+    fn tell_doubts(&mut self, doubtful: &[(Block, bool)]) {
+        let before = std::mem::take(&mut self.doubts_told);
+        self.doubts_told = doubtful.iter().map(|(block, _)| block.clone()).collect();
+        let mut new: BTreeMap<(String, String), Vec<String>> = BTreeMap::new();
+        for block in self.doubts_told.difference(&before) {
+            let named = self.ipam.look(|ledger| Some(ledger.holdings().get(block)?.network.clone()));
+            let network = (named.unwrap_or_default(), block.network.clone());
+            new.entry(network).or_default().push(block.range.to_string());
+        }
+        for ((name, uid), ranges) in new {
+            let more = ranges.len().saturating_sub(NAMED);
+            let named = ranges.into_iter().take(NAMED).collect::<Vec<_>>().join(", ");
+            let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let note = format!(
+                "node {} has lost its record of who has the addresses of {named}{rest}: pods keep theirs, new pods get none of \
+                these until the machine is started anew; drain and reboot it when it suits you",
+                self.me.node
+            );
+            self.events.tell(&name, &uid, Reason::AddressBlockDoubtful, note);
         }
     }
 

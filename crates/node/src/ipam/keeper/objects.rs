@@ -256,9 +256,11 @@ impl Keeper {
                 self.ipam.note(Record::Dropped { block: block.clone() })?;
                 Ok(Created::Exists)
             }
-            // Whether it was made is found out later.
             Err(error) => {
-                self.uncertain.insert(block.clone(), Instant::now());
+                // Whether it was made is found out later.
+                if !error.is_refusal() {
+                    self.uncertain.insert(block.clone(), Instant::now());
+                }
                 Err(error)
             }
         }
