@@ -50,7 +50,9 @@ fn target(library: &str) -> String {
 /// on a virtual machine, as long as all that the plugin does; musl asks nothing.
 fn quick() -> String {
     let target = target("musl");
-    let rustup = |words: &[&str]| capture(Command::new("rustup").arg("target").args(words));
+    let rustup = |words: &[&str]| {
+        capture(Command::new("rustup").arg("target").args(words).current_dir(e2e::repository()))
+    };
     let installed =
         rustup(&["list", "--installed"]).is_ok_and(|list| list.lines().any(|line| line == target));
     let added = || rustup(&["add", &target]).map(drop);

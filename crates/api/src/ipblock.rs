@@ -125,7 +125,7 @@ pub struct IPBlockStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<Uid>", transform = list::atomic(MAX_LISTED)))]
     pub refused: Vec<String>,
-    /// Nothing new comes out of it: it is being given back, or its holder does not know which addresses are in use.
+    /// Nothing new comes out of it: its holder does not know which addresses are in use.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub closed: bool,
     /// The first ten pods that have an address which the network does not give any more, as namespace/name address.

@@ -10,7 +10,7 @@ use std::{
 use wire::socket::{Message, Reader, Reply, receive, send};
 
 const SOCKET: &str = "/run/patchbay/cni.sock";
-/// Longer than the daemon takes for any call, shorter than runtimes wait for a plugin.
+/// Longer than the daemon lets a call wait, shorter than runtimes wait for a plugin.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Why there is no answer.

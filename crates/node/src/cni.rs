@@ -152,16 +152,13 @@ impl Server {
 
         let serving = Arc::clone(&shared);
         let door = Door::open(listener, move |stream| serving.converse(&stream)).map_err(Error::Threads)?;
+        // A shim that found nobody a moment before we listened writes its tombstone a moment after.
         let mut rounds = interval(ROUND);
-        loop {
-            tokio::select! {
-                () = stop.cancelled() => break,
-                // A shim that found nobody a moment before we listened writes its tombstone a moment after.
-                _ = rounds.tick() => {
-                    let sweeping = Arc::clone(&shared);
-                    // Not waited for: one that waits for an address may hold what a tombstone is about.
-                    drop(spawn_blocking(move || sweeping.bury()));
-                }
+        while stop.run_until_cancelled(rounds.tick()).await.is_some() {
+            let sweeping = Arc::clone(&shared);
+            let round = spawn_blocking(move || sweeping.bury());
+            if let Some(Err(error)) = stop.run_until_cancelled(round).await {
+                warn!(error = %Chain(&error), "tombstones could not be looked at");
             }
         }
         let left = spawn_blocking(move || door.close(GRACE)).await.map_err(Error::Panicked)?;

@@ -11,6 +11,6 @@ mod space;
 mod tests;
 
 pub use ask::{Ask, Lack, Refusal};
-pub use keep::{Object, Rules, Step, View, Wants, abandoned, candidate, keep, network_status, spare};
+pub use keep::{Object, Plea, Rules, Step, View, Wants, abandoned, candidate, keep, network_status, spare};
 pub use ledger::{Block, Grant, Holding, Lease, Ledger, Place, Pod, Record, Stage, Told};
 pub use space::{Family, Space};

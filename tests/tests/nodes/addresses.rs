@@ -13,7 +13,7 @@ use e2e::{
     patchbay,
 };
 use futures::future::try_join_all;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
@@ -80,8 +80,7 @@ fn unreached(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
 /// Lets all pods forget their neighbours, those of multicast too: all namespaces of a machine together may have 1024 of
 /// a family, and the nodes of a lab are one machine.
 fn forget(lab: &Lab) -> Result<()> {
-    let script =
-        "for one in /var/run/netns/*; do nsenter --net=$one ip neigh flush nud all dev net1; done >/dev/null";
+    let script = "for one in /var/run/netns/*; do nsenter --net=$one ip neigh flush nud all dev net1; done >/dev/null 2>&1; true";
     NODES.iter().try_for_each(|node| lab.node(node).output(&["sh", "-c", script]).map(drop))
 }
 
@@ -151,16 +150,18 @@ fn rule(network: &str) -> Value {
             "metadata": {"name": "test-refused"}, "spec": spec,
         })
     };
-    let blocks = json!([{
-        "apiGroups": ["patchbay.dev"], "apiVersions": ["*"], "operations": ["CREATE"], "resources": ["ipblocks"],
-    }]);
+    // A ConfigMap tells whether the rule is in force: about blocks there are others too, and one refusal hides another.
+    let kinds = [("patchbay.dev", "ipblocks"), ("", "configmaps")].map(|(group, kind)| {
+        json!({"apiGroups": [group], "apiVersions": ["*"], "operations": ["CREATE"], "resources": [kind]})
+    });
+    let expression = format!(
+        "request.resource.resource == 'configmaps' ? object.metadata.name != '{network}' : object.spec.network != '{network}'"
+    );
     let policy = kind(
         "ValidatingAdmissionPolicy",
         json!({
-            "matchConstraints": {"resourceRules": blocks},
-            "validations": [{
-                "expression": format!("object.spec.network != '{network}'"), "message": "not in my cluster",
-            }],
+            "matchConstraints": {"resourceRules": kinds},
+            "validations": [{"expression": expression, "message": "not in my cluster"}],
         }),
     );
     let binding = kind(
@@ -178,14 +179,12 @@ pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab
         let file = file.to_str().context("a path in UTF-8")?;
         lab.kubectl(&["apply", "-f", file])?;
         // A rule is not in force at once.
-        let probe = json!({
-            "apiVersion": "patchbay.dev/v1alpha1", "kind": "IPBlock", "metadata": {"name": "refused.10.59.0.0-28"},
-            "spec": {"network": "refused", "networkUID": "u", "cidr": "10.59.0.0/28", "holder": {"node": "n", "uid": "u"}},
-        });
-        let probe: IPBlock = serde_json::from_value(probe)?;
+        let probe = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "refused"}});
+        let probe: ConfigMap = serde_json::from_value(probe)?;
         wait::until(PATIENCE, "the rule to be in force", || async {
             let dry = PostParams { dry_run: true, ..PostParams::default() };
-            let made = Api::<IPBlock>::all(client.clone()).create(&dry, &probe).await;
+            let made =
+                Api::<ConfigMap>::namespaced(client.clone(), &scene.namespace).create(&dry, &probe).await;
             Ok(made.is_err_and(|error| error.to_string().contains("not in my cluster")).then_some(()))
         })
         .await?;
@@ -199,7 +198,8 @@ pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab
         scene.create(on("runs", "node-1", "allowed")).await?;
         scene.ready("runs").await?;
         println!("a pod of another network ran after {:?}", begun.elapsed());
-        let events = ["-n", &scene.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
+        let events =
+            ["-n", &scene.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
         let events = lab.kubectl(&events)?;
         ensure!(!events.contains("address block"), "{events}");
         lab.kubectl(&["delete", "-f", file])?;
@@ -223,11 +223,15 @@ pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(la
             addresses(&scene.ready(name).await?)
         };
         let before = [one("first").await?, one("second").await?].concat();
-        // What a disk may make of it, while the daemon is not there to write it anew.
+        // What a disk may make of it; the daemon that has it open is killed at once.
         let damage = "truncate -s 0 /var/lib/patchbay/ipam/journal";
         let daemon = patchbay::daemon(client, "node-1").await?;
         lab.node("node-1").output(&["sh", "-c", damage])?;
         lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &daemon, "--force", "--grace-period=0"])?;
+        wait::until(PATIENCE, "the next daemon", || async {
+            Ok((patchbay::daemon(client, "node-1").await? != daemon).then_some(()))
+        })
+        .await?;
         let after = one("third").await?;
         ensure!(!before.contains(&after[0]), "{after:?} was given twice: {before:?}");
         let said = "has lost its record of who has the addresses of 10.58.0.";

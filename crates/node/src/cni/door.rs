@@ -7,6 +7,7 @@ use std::{
         fd::AsRawFd as _,
         unix::net::{UnixListener, UnixStream},
     },
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -14,7 +15,7 @@ use std::{
 
 use api::Chain;
 use nix::sys::socket::{Shutdown, shutdown};
-use tracing::warn;
+use tracing::{error, warn};
 
 /// How many calls are served at a time; others wait in the socket's queue.
 const CALLS: usize = 256;
@@ -45,7 +46,7 @@ struct Threads {
 }
 
 impl Door {
-    /// Lets threads of the caller's namespaces serve the socket. What `serve` does must not panic.
+    /// Lets threads of the caller's namespaces serve the socket.
     pub fn open(
         listener: UnixListener,
         serve: impl Fn(UnixStream) + Send + Sync + 'static,
@@ -98,6 +99,7 @@ impl Hall {
     }
 
     fn stand(self: Arc<Self>) {
+        let mut failing = false;
         loop {
             let accepted = self.listener.accept();
             let mut threads = self.lock();
@@ -106,10 +108,16 @@ impl Hall {
                 return;
             }
             let stream = match accepted {
-                Ok((stream, _)) => stream,
+                Ok((stream, _)) => {
+                    failing = false;
+                    stream
+                }
                 Err(error) => {
                     drop(threads);
-                    warn!(error = %Chain(&error), "cannot accept a CNI call");
+                    if !failing {
+                        warn!(error = %Chain(&error), "cannot accept CNI calls, trying again");
+                    }
+                    failing = true;
                     thread::park_timeout(PAUSE);
                     continue;
                 }
@@ -124,7 +132,11 @@ impl Hall {
                 warn!(error = %Chain(&error), "cannot start a thread for CNI calls");
             }
             drop(threads);
-            (self.serve)(stream);
+            // Whatever happens in there, this one stands here again.
+            let served = catch_unwind(AssertUnwindSafe(|| (self.serve)(stream)));
+            if served.is_err() {
+                error!("a CNI call was not answered: see the panic before this line");
+            }
             let mut threads = self.lock();
             threads.busy -= 1;
             self.left.notify_all();
@@ -224,6 +236,16 @@ mod tests {
             assert!(begun.elapsed() < Duration::from_secs(10), "threads are left");
             thread::yield_now();
         }
+    }
+
+    #[test]
+    fn a_call_that_panics_takes_no_place_away() {
+        let (socket, listener) = Socket::new("panic");
+        let door = Door::open(listener, |_| panic!("as a test does")).unwrap();
+        for _ in 0..2 * CALLS {
+            assert_eq!(socket.hear().unwrap(), "");
+        }
+        assert!(door.close(Duration::from_secs(10)));
     }
 
     #[test]

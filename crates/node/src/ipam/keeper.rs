@@ -24,7 +24,7 @@ use kube::{
     Api, Client, ResourceExt as _,
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use plan::ipam::{Block, Family, Ledger, Object, Rules, Stage, Step, View, Wants};
+use plan::ipam::{Block, Family, Ledger, Object, Plea, Rules, Stage, Step, View, Wants};
 use tokio::{
     sync::watch,
     time::{Instant, sleep, sleep_until, timeout},
@@ -185,8 +185,8 @@ pub struct Keeper {
     /// The doubtful blocks that were told of.
     doubts_told: BTreeSet<Block>,
     events_told: BTreeMap<String, Instant>,
-    /// Networks, by their UID, for which the API server refuses what they need.
-    refusals: BTreeMap<String, Refusal>,
+    /// What the API server refuses, by the UID of the network that it is for.
+    refusals: BTreeMap<(String, Plea), Refusal>,
     backoff: DefaultBackoff,
     pause: Option<Instant>,
     next_sweep: Instant,
@@ -204,9 +204,10 @@ struct Crowded {
 }
 
 struct Refusal {
-    /// Until when nothing more is asked for.
+    /// Until when it is not asked for again.
     until: Instant,
     backoff: DefaultBackoff,
+    problem: String,
 }
 
 struct Silent {
@@ -412,7 +413,7 @@ impl Keeper {
                 self.excuse(None, &problem);
             }
         }
-        self.wake()
+        self.wake(now)
     }
 
     /// Tells whoever waits, for this network or for any, that the API server is the reason.
@@ -429,21 +430,40 @@ impl Keeper {
         }
     }
 
-    /// Leaves a network in peace for a while that the API server refuses something for.
-    fn leave(&mut self, network: &str, error: &Failure) {
+    /// Does not ask for a while for what the API server refuses.
+    fn leave(&mut self, network: String, plea: Plea, error: &Failure) {
         let now = Instant::now();
-        let begin = || Refusal { until: now, backoff: DefaultBackoff::default() };
-        let one = self.refusals.entry(network.to_owned()).or_insert_with(begin);
-        let wait = one.backoff.next().unwrap_or(DEADLINE);
-        one.until = now + wait;
+        let begin = || Refusal { until: now, backoff: DefaultBackoff::default(), problem: String::new() };
         let problem = Chain(error).to_string();
-        warn!(network, error = problem, ?wait, "blocks of a network cannot be kept, trying again");
-        self.excuse(Some(network), &problem);
+        let one = self.refusals.entry((network.clone(), plea)).or_insert_with(begin);
+        let wait = one.backoff.next().unwrap_or(DEADLINE).min(DEADLINE);
+        one.until = now + wait;
+        one.problem.clone_from(&problem);
+        warn!(
+            network,
+            ?plea,
+            error = problem,
+            ?wait,
+            "the API server refuses what a network needs, trying again"
+        );
+        if plea == Plea::Take {
+            self.excuse(Some(&network), &problem);
+        }
     }
 
-    /// When something is due although nothing happens.
-    fn wake(&self) -> Instant {
-        let now = Instant::now();
+    /// Whether a step is not to be tried yet; those who wait for it are told why.
+    fn is_left(&self, step: &Step, now: Instant) -> bool {
+        let Some((network, plea)) = step.plea() else { return false };
+        let refusal = self.refusals.get(&(network.to_owned(), plea));
+        let Some(refusal) = refusal.filter(|one| one.until > now) else { return false };
+        if plea == Plea::Take {
+            self.excuse(Some(network), &refusal.problem);
+        }
+        true
+    }
+
+    /// When something is due although nothing happens. What became due since this turn began may not have been seen in it.
+    fn wake(&self, begun: Instant) -> Instant {
         let single = |block: &Block| if block.is_single() { self.pace.idle_address } else { self.pace.idle };
         let idle = self.idle.iter().map(|(block, since)| *since + single(block));
         let told = self.told.values().map(|at| *at + self.pace.tell);
@@ -463,9 +483,9 @@ impl Keeper {
             .chain(doubt)
             .chain(lent)
             .chain(uncertain)
-            .filter(|at| *at > now)
+            .filter(|at| *at > begun)
             .chain(self.pause);
-        due.chain([self.next_sweep]).min().unwrap_or(now + self.pace.sweep)
+        due.chain([self.next_sweep]).min().unwrap_or(begun + self.pace.sweep)
     }
 
     async fn work(&mut self) -> Result<(), Failure> {
@@ -474,33 +494,22 @@ impl Keeper {
         }
         for _ in 0..TRIES {
             self.tidy().await;
-            let mut steps = self.plan()?;
-            let now = Instant::now();
-            let left = |network: &str| self.refusals.get(network).is_some_and(|one| one.until > now);
-            steps.retain(|step| !step.network().is_some_and(left));
+            let (mut steps, now) = (self.plan()?, Instant::now());
+            steps.retain(|step| !self.is_left(step, now));
             if steps.is_empty() {
                 return Ok(());
             }
             // One that fails stands in no other's way.
             let (mut waits, mut problem) = (true, None);
-            let (mut served, mut refused) = (BTreeSet::new(), BTreeSet::new());
             for step in steps {
-                let network = step.network().unwrap_or_default().to_owned();
-                match self.apply(step).await {
-                    Ok(done) => {
-                        waits &= !done;
-                        served.insert(network);
+                let plea = step.plea().map(|(network, plea)| (network.to_owned(), plea));
+                match (self.apply(step).await, plea) {
+                    (Ok(done), _) => waits &= !done,
+                    (Err(error), Some((network, plea))) if error.is_refusal() => {
+                        self.leave(network, plea, &error);
                     }
-                    Err(error) if error.is_refusal() => {
-                        if refused.insert(network.clone()) {
-                            self.leave(&network, &error);
-                        }
-                    }
-                    Err(error) => problem = problem.or(Some(error)),
+                    (Err(error), _) => problem = problem.or(Some(error)),
                 }
-            }
-            for network in served.difference(&refused) {
-                self.refusals.remove(network);
             }
             if let Some(problem) = problem {
                 return Err(problem);

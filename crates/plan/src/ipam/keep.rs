@@ -94,16 +94,24 @@ pub enum Step {
     TakeAddress { network: Uid, address: IpAddr },
 }
 
+/// What a step asks of the API server. Who is refused one may get another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Plea {
+    Find,
+    Delete,
+    Tell,
+    Take,
+}
+
 impl Step {
-    /// The UID of the network that it is for; of a record, none.
-    pub fn network(&self) -> Option<&str> {
+    /// The UID of the network that it is for, and what is asked; of a record, nothing.
+    pub fn plea(&self) -> Option<(&str, Plea)> {
         match self {
             Self::Note(_) => None,
-            Self::Find(block)
-            | Self::FindLent { block, .. }
-            | Self::Delete { block, .. }
-            | Self::Tell { block, .. } => Some(&block.network),
-            Self::Take { network, .. } | Self::TakeAddress { network, .. } => Some(network),
+            Self::Find(block) | Self::FindLent { block, .. } => Some((&block.network, Plea::Find)),
+            Self::Delete { block, .. } => Some((&block.network, Plea::Delete)),
+            Self::Tell { block, .. } => Some((&block.network, Plea::Tell)),
+            Self::Take { network, .. } | Self::TakeAddress { network, .. } => Some((network, Plea::Take)),
         }
     }
 }
