@@ -73,7 +73,7 @@ fn container(options: &Options) -> Value {
         "env": [super::from_field("NODE_NAME", "spec.nodeName")],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
-        "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
