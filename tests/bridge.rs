@@ -22,6 +22,8 @@ use serde_json::{Value, json};
 
 /// How soon a network has to work after it was applied.
 pub const SOON: Duration = Duration::from_secs(2);
+/// For what is not about time, amid tests that run at the same time.
+pub const AMID: Duration = Duration::from_secs(30);
 
 pub fn networks(client: &Client) -> Api<BridgeNetwork> {
     Api::all(client.clone())
@@ -65,7 +67,7 @@ pub async fn ready(client: &Client, name: &str, within: Duration) -> Result<Dura
 /// Makes a network and waits until it works.
 pub async fn start(client: &Client, name: &str, spec: Value) -> Result<()> {
     create(client, name, spec).await?;
-    ready(client, name, Duration::from_secs(10)).await.map(drop)
+    ready(client, name, AMID).await.map(drop)
 }
 
 /// Deletes a network without waiting.
@@ -146,11 +148,9 @@ pub fn address_of(scene: &Scene, pod: &str, interface: &str, address: &str) -> R
 /// Waits until a pod gets an answer from an address.
 pub async fn reaches(scene: &Scene, pod: &str, address: &str) -> Result<()> {
     let what = format!("{pod} to reach {address}");
-    wait::until(Duration::from_secs(5), &what, || async {
-        scene.exec(pod, &["ping", "-c", "1", "-W", "1", address]).map(Some)
-    })
-    .await
-    .map(drop)
+    wait::until(AMID, &what, || async { scene.exec(pod, &["ping", "-c", "1", "-W", "1", address]).map(Some) })
+        .await
+        .map(drop)
 }
 
 /// A program of the node inside a pod's network.

@@ -120,7 +120,7 @@ impl Scene {
     pub async fn create(&self, spec: PodSpec) -> Result<Pod> {
         let pod: Pod = serde_json::from_value(spec.object).context("build the pod")?;
         // The namespace's ServiceAccount is made a moment after the namespace.
-        wait::until(Duration::from_secs(10), &format!("pod {} to be accepted", spec.name), || async {
+        wait::until(Duration::from_secs(30), &format!("pod {} to be accepted", spec.name), || async {
             match self.pods().create(&PostParams::default(), &pod).await {
                 Ok(made) => Ok(Some(made)),
                 Err(kube::Error::Api(e)) if e.is_forbidden() && e.message.contains("serviceaccount") => {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
     bridge::{
-        SOON, condition, create, delete, gone, in_namespace, join_all, link, member, networks, on_node,
+        AMID, condition, create, delete, gone, in_namespace, join_all, link, member, networks, on_node,
         reaches, ready, start, told,
     },
     patchbay,
@@ -21,7 +21,7 @@ pub async fn a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes(
             "nodeSelector": {"matchLabels": {"lab/zone": "a"}}, "attachment": in_namespace(scene),
         });
         create(client, "zone", spec).await?;
-        wait::until(Duration::from_secs(5), "the attachment", || async {
+        wait::until(AMID, "the attachment", || async {
             lab.kubectl(&["-n", &scene.namespace, "get", "net-attach-def", "zone"]).map(Some)
         })
         .await?;
@@ -30,25 +30,25 @@ pub async fn a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes(
         println!("the pod's events say: {}", refused.chars().take(300).collect::<String>());
         ensure!(link(&lab, "node-2", "br-zone").is_none(), "no plugin makes a bridge");
         lab.kubectl(&["label", "node", "node-2", "lab/zone=a"])?;
-        ready(client, "zone", SOON).await?;
+        ready(client, "zone", AMID).await?;
         scene.ready("p").await?;
         let object = networks(client).get("zone").await?;
         ensure!(object.status.and_then(|s| s.nodes).is_some_and(|n| n.summary == "1/1"), "one node");
         // The node leaves: the pod keeps its link until it goes.
         lab.kubectl(&["label", "node", "node-2", "lab/zone-"])?;
-        wait::until(Duration::from_secs(5), "the reason", || async {
+        wait::until(AMID, "the reason", || async {
             let entry = on_node(client, "node-2", "zone").await?;
             Ok(entry.filter(|entry| entry["reason"] == "InUse"))
         })
         .await?;
         ensure!(link(&lab, "node-2", "br-zone").is_some(), "the bridge of a running pod");
         scene.pods().delete("p", &DeleteParams::default().grace_period(0)).await?;
-        wait::until(Duration::from_secs(10), "the bridge to go", || async {
+        wait::until(AMID, "the bridge to go", || async {
             Ok(link(&lab, "node-2", "br-zone").is_none().then_some(()))
         })
         .await?;
         delete(client, "zone").await?;
-        gone(client, "zone", Duration::from_secs(5)).await.map(drop)
+        gone(client, "zone", AMID).await.map(drop)
     })
     .await
 }

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        SOON, condition, create, delete, gone, host_state, in_namespace, join_all, link, networks, on_node,
-        reaches, ready, start,
+        AMID, SOON, condition, create, delete, gone, host_state, in_namespace, join_all, link, networks,
+        on_node, reaches, ready, start,
     },
     patchbay,
 };
@@ -226,13 +226,13 @@ pub async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_al
     let client = lab.client().await?;
     let mut holder = lab.node("node-1").command("tool")?.args(["echo", "4790"]).spawn()?;
     let held = async {
-        wait::until(Duration::from_secs(5), "the port to be held", || async {
+        wait::until(AMID, "the port to be held", || async {
             let sockets = lab.node("node-1").output(&["cat", "/proc/net/udp", "/proc/net/udp6"])?;
             Ok(sockets.contains(":12B6 ").then_some(()))
         })
         .await?;
         create(&client, "held", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
-        wait::until(Duration::from_secs(3), "the reason on node-1", || async {
+        wait::until(AMID, "the reason on node-1", || async {
             let (one, two) =
                 (on_node(&client, "node-1", "held").await?, on_node(&client, "node-2", "held").await?);
             let ready = two.is_some_and(|entry| entry["ready"] == true);
@@ -247,5 +247,5 @@ pub async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_al
     println!("{}", entry?["message"]);
     ready(&client, "held", Duration::from_secs(40)).await?;
     delete(&client, "held").await?;
-    gone(&client, "held", Duration::from_secs(5)).await.map(drop)
+    gone(&client, "held", AMID).await.map(drop)
 }

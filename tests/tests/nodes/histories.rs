@@ -86,7 +86,7 @@ type Model = BTreeMap<&'static str, Wanted>;
 
 pub async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let count = if e2e::soak() { 200 } else { 20 };
+    let count = if e2e::soak() { 200 } else { 14 };
     let clean = state(&lab, &client).await?;
     for seed in 0..count {
         let mut dice = Dice(seed);
@@ -355,7 +355,7 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
                         "round {round}: the network is gone"
                     );
                     pods.delete("p", &DeleteParams::default().grace_period(0)).await?;
-                    wait::until(Duration::from_secs(10), "the pod to go", || async {
+                    wait::until(bridge::AMID, "the pod to go", || async {
                         Ok(pods.get_opt("p").await?.is_none().then_some(()))
                     })
                     .await?;

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::bridge::{
-    SOON, address_of, condition, create, delete, gone, host_state, in_namespace, in_pod, join, join_all,
-    link, lost, member, networks, reaches, ready, start,
+    AMID, SOON, address_of, condition, create, delete, gone, host_state, in_namespace, in_pod, join,
+    join_all, link, lost, member, networks, reaches, ready, start,
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -130,7 +130,7 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
         let text = "x".repeat(4000);
         scene.start(member("d", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
         address_of(scene, "d", "net1", "10.8.0.4/24")?;
-        wait::until(Duration::from_secs(5), "an answer over TCP", || async {
+        wait::until(AMID, "an answer over TCP", || async {
             let answer = scene.exec("a", &["tool", "ask", "tcp", "10.8.0.4:7000", &text])?;
             Ok(answer.contains(&text).then_some(()))
         })

@@ -646,3 +646,23 @@ fn read(block: IPBlock) -> Option<(String, Object)> {
     let uid = block.metadata.uid?;
     Some((name, Object { uid, spec: block.spec, status: block.status.unwrap_or_default() }))
 }
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn a_no_is_a_refusal_and_anything_else_may_still_be_done() {
+        let answered =
+            |code| Failure::Refused(kube::Error::Api(Box::new(Status { code, ..Status::default() })));
+        for code in [400, 403, 404, 405, 413, 422] {
+            assert!(answered(code).is_refusal(), "{code}");
+        }
+        for code in [401, 408, 409, 410, 429, 500, 503, 504] {
+            assert!(!answered(code).is_refusal(), "{code}");
+        }
+        assert!(!Failure::Deadline.is_refusal());
+    }
+}
