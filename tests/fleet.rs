@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use api::{IPBlock, ipam::Ipam as Spec, ipblock::Holder};
+use api::{IPBlock, ipam::IpamSpec as Spec, ipblock::NodeRef};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Preconditions},
@@ -21,7 +21,7 @@ use lab::wait;
 use node::{
     cni::{NetworkView, Networks, State},
     event::Events,
-    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes, uptime},
+    ipam::{IpamSpec, Keeper, Metrics, Pace, Sandboxes, uptime},
 };
 use plan::ipam::{Lease, Object, Place, Pod, Rules, abandoned};
 use tokio::{
@@ -43,12 +43,12 @@ pub struct Fleet {
 
 /// One node.
 pub struct Machine {
-    pub holder: Holder,
+    pub holder: NodeRef,
     /// The UIDs that its Node had before.
     pub former: Vec<String>,
     dir: PathBuf,
     boot: u64,
-    ipam: Option<Arc<Ipam>>,
+    ipam: Option<Arc<IpamSpec>>,
     tell: watch::Sender<Arc<Networks>>,
     keeper: JoinSet<()>,
     sandboxes: Arc<Mutex<BTreeSet<String>>>,
@@ -78,7 +78,7 @@ impl Fleet {
 
     fn join(&mut self, number: usize) {
         // Fleets share an API server, and a node takes over what an earlier Node of its name held.
-        let holder = Holder {
+        let holder = NodeRef {
             node: format!("sim-{number}-{}", self.network),
             uid: format!("{}-{number}", self.network),
         };
@@ -115,7 +115,8 @@ impl Fleet {
             return Ok(());
         }
         let boot = machine.boot.to_string();
-        let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
+        let ipam =
+            Arc::new(IpamSpec::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
         let (events, _) = Events::new(client.clone(), &machine.holder.node);
         let live = Arc::clone(&machine.sandboxes);
         let sandboxes: Sandboxes = Box::new(move || {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use api::ipam::Ipam as Spec;
+use api::ipam::IpamSpec as Spec;
 use e2e::{
     Suite,
     fleet::{Fleet, HURRY},

@@ -10,7 +10,7 @@ use std::{
     path::Path,
 };
 
-use api::{Chain, Mac};
+use api::{ErrorChain, Mac};
 use host::{Host, Namespace, hears, name, network, overlay, reaches, two_nodes};
 use link::Error;
 use nix::{
@@ -343,7 +343,7 @@ fn a_port_that_another_program_holds_is_told_by_the_kernel() {
             break error;
         }
     };
-    assert_eq!(refused.errno(), Some(Errno::EADDRINUSE as i32), "{}", Chain(&refused));
+    assert_eq!(refused.errno(), Some(Errno::EADDRINUSE as i32), "{}", ErrorChain(&refused));
 }
 
 #[test]
@@ -386,7 +386,7 @@ fn what_is_undone_already_is_done_and_what_cannot_be_is_said() {
         Action::RemoveAddress { link: gone, address },
         Action::RemoveFlood { vxlan: gone, to },
     ] {
-        host.changer.apply(&done).unwrap_or_else(|error| panic!("{done:?}: {}", Chain(&error)));
+        host.changer.apply(&done).unwrap_or_else(|error| panic!("{done:?}: {}", ErrorChain(&error)));
     }
     let mac = Mac::from([2, 0, 0, 0, 0, 1]);
     let make = Action::CreateBridge { name: name("br0"), mac, mtu: 1500 };

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use link::{Changed, Monitor};
+use link::{LinkChanges, Monitor};
 use netns::Namespace;
 use plan::nodenetwork::{Admin, Link, Observed, Oper};
 use tokio::time::timeout;
@@ -48,7 +48,7 @@ impl Namespace {
     }
 }
 
-async fn changed(monitor: &Monitor) -> Changed {
+async fn changed(monitor: &Monitor) -> LinkChanges {
     timeout(PATIENCE, monitor.changed()).await.expect("an event within ten seconds").unwrap()
 }
 

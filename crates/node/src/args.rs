@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use api::{
-    Patterns,
-    names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, SHIM, STATE_DIR},
+    IfNamePatterns,
+    names::{CNI_BIN_DIR, CNI_SHIM, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
 use crate::Probe;
@@ -25,7 +25,7 @@ pub struct Args {
         default_value = plan::nodenetwork::IGNORED,
         hide_default_value = true
     )]
-    pub ignore_interfaces: Patterns,
+    pub ignore_interfaces: IfNamePatterns,
 
     /// Directory for what must survive a restart.
     #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = STATE_DIR)]
@@ -44,7 +44,7 @@ pub struct Args {
     pub cni_bin_dir: PathBuf,
 
     /// The CNI plugin to put there.
-    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = SHIM)]
+    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = CNI_SHIM)]
     pub shim: PathBuf,
 
     /// Host of the API server: a link that leads to it is never taken as an uplink.
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn an_empty_list_of_patterns_leaves_nothing_out() {
         let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
-        assert_eq!(args.ignore_interfaces, Patterns::default());
+        assert_eq!(args.ignore_interfaces, IfNamePatterns::default());
         let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();
         assert!(error.to_string().contains("does not close it"), "{error}");
     }

@@ -10,9 +10,9 @@ use std::{
     time::Duration,
 };
 
-use api::{Chain, NetworkOnNode, Patterns, ipblock::Holder};
+use api::{ErrorChain, IfNamePatterns, NetworkOnNode, ipblock::NodeRef};
 use kube::{ResourceExt as _, api::DynamicObject, runtime::watcher::DefaultBackoff};
-use link::{Changer, Monitor};
+use link::{LinkEditor, Monitor};
 use plan::{
     bridge::{self as rules, Action, Failure, Peer, Record, Settled, Step, Uid, View, reason},
     nodenetwork::{self, Facts, Observed},
@@ -46,7 +46,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// What makes changes.
 struct Hands {
-    changer: Changer,
+    changer: LinkEditor,
     records: Records,
 }
 
@@ -88,7 +88,7 @@ struct Pause {
 pub struct Around<'a> {
     pub facts: &'a Facts,
     pub labels: &'a Labels,
-    pub ignored: &'a Patterns,
+    pub ignored: &'a IfNamePatterns,
     /// The networks that the NodeNetwork lists at the API server.
     pub listed: &'a BTreeSet<Uid>,
 }
@@ -96,7 +96,7 @@ pub struct Around<'a> {
 /// What the networks are made with.
 pub struct Tools {
     pub boot: String,
-    pub changer: Changer,
+    pub changer: LinkEditor,
     pub records: Records,
     pub servers: Vec<IpAddr>,
     pub tell: watch::Sender<Arc<Networks>>,
@@ -300,7 +300,7 @@ impl Bridges {
         match ways {
             Ok(ways) => ways.into_iter().flatten().collect(),
             Err(error) => {
-                warn!(error = %Chain(&error), "cannot tell which link leads to the API server: no uplink is taken");
+                warn!(error = %ErrorChain(&error), "cannot tell which link leads to the API server: no uplink is taken");
                 observed.links.iter().map(|link| link.index).collect()
             }
         }
@@ -360,7 +360,7 @@ impl Bridges {
     }
 
     fn fail(&mut self, step: &Step, error: &Refusal) {
-        debug!(network = step.network, action = ?step.action, error = %Chain(error), "a change failed");
+        debug!(network = step.network, action = ?step.action, error = %ErrorChain(error), "a change failed");
         self.pause(&step.network, failure(&step.action, error));
     }
 
@@ -396,7 +396,7 @@ impl Bridges {
     /// Tells the CNI server what pods can join, and says whether that was news.
     fn publish(&self, around: Around<'_>, observed: &Observed) -> bool {
         let Around { facts, labels, .. } = around;
-        let node = Holder { node: facts.name.clone(), uid: facts.uid.clone() };
+        let node = NodeRef { node: facts.name.clone(), uid: facts.uid.clone() };
         let reports: BTreeMap<&str, &NetworkOnNode> =
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let indexes: BTreeMap<&str, u32> =
@@ -505,7 +505,7 @@ fn failure(action: &Action, error: &Refusal) -> Failure {
          program"
             .to_owned()
     } else {
-        format!("{}: {}", Verb::of(action).sentence(), Chain(error))
+        format!("{}: {}", Verb::of(action).sentence(), ErrorChain(error))
     };
     Failure { reason: reason.to_owned(), message }
 }

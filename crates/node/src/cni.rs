@@ -25,7 +25,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{Chain, IfName, digest::digest, ipblock::Holder};
+use api::{ErrorChain, IfName, digest::digest, ipblock::NodeRef};
 use plan::ipam::Rules;
 use tokio::{sync::watch, task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
@@ -59,7 +59,7 @@ pub struct Networks {
     /// Whether all of them have been read from the API server.
     pub synced: bool,
     /// This node, once it is known.
-    pub node: Option<Holder>,
+    pub node: Option<NodeRef>,
     pub by_name: BTreeMap<String, NetworkView>,
 }
 
@@ -158,7 +158,7 @@ impl Server {
             let sweeping = Arc::clone(&shared);
             let round = spawn_blocking(move || sweeping.bury());
             if let Some(Err(error)) = stop.run_until_cancelled(round).await {
-                warn!(error = %Chain(&error), "tombstones could not be looked at");
+                warn!(error = %ErrorChain(&error), "tombstones could not be looked at");
             }
         }
         let left = spawn_blocking(move || door.close(GRACE)).await.map_err(Error::Panicked)?;
@@ -193,7 +193,7 @@ impl Shared {
         let started = Instant::now();
         let (request, namespace) = match read(stream) {
             Ok(read) => read,
-            Err(error) => return warn!(error = %Chain(&error), "a CNI call cannot be read"),
+            Err(error) => return warn!(error = %ErrorChain(&error), "a CNI call cannot be read"),
         };
         let version = Version::of(&request.stdin);
         let verb = request.command.parse::<Verb>().ok();

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
 
-use api::{BridgeNetwork, Chain, NodeNetworkStatus, Patterns};
+use api::{BridgeNetwork, ErrorChain, IfNamePatterns, NodeNetworkStatus};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
@@ -11,7 +11,7 @@ use kube::{
     api::{ApiResource, DynamicObject},
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use link::{Changed, Monitor};
+use link::{LinkChanges, Monitor};
 use plan::nodenetwork::{self as rules, Facts, Netfilter, Observed, Picture, Publish, Writes};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -43,7 +43,7 @@ enum Published {
 /// Keeps the bridge networks and the NodeNetwork of one node.
 pub struct Daemon {
     name: String,
-    ignored: Patterns,
+    ignored: IfNamePatterns,
     monitor: Monitor,
     object: Object,
     nodes: Api<Node>,
@@ -59,7 +59,7 @@ pub struct Daemon {
 /// What a daemon is told at its start.
 pub struct Settings {
     pub name: String,
-    pub ignored: Patterns,
+    pub ignored: IfNamePatterns,
     pub sysctls: PathBuf,
     pub metrics: Metrics,
 }
@@ -221,7 +221,7 @@ impl Daemon {
 
     /// The kernel could not be looked at; says when to try again.
     fn blind(&mut self, error: &link::Error) -> Instant {
-        let problem = Chain(error).to_string();
+        let problem = ErrorChain(error).to_string();
         if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
             warn!(error = problem, "cannot look at the kernel, trying again");
         }
@@ -310,7 +310,7 @@ impl Daemon {
     }
 
     fn failed(&mut self, error: &object::Error) -> Instant {
-        let problem = Chain(error).to_string();
+        let problem = ErrorChain(error).to_string();
         if error.is_missing() {
             // Somebody deleted it between two looks: the next write makes it anew.
             self.state.server = None;
@@ -326,7 +326,7 @@ impl Daemon {
         again
     }
 
-    fn hear(&mut self, changed: Changed) {
+    fn hear(&mut self, changed: LinkChanges) {
         self.metrics.events.inc_by(changed.events);
         self.metrics.overruns.inc_by(changed.overruns);
         self.state.event.get_or_insert_with(Instant::now);
@@ -407,7 +407,7 @@ impl Daemon {
 
     fn broken(&self, part: Part, kind: Kind, error: &watch::Error) {
         self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
-        let problem = format!("watch {kind:?}: {}", Chain(error));
+        let problem = format!("watch {kind:?}: {}", ErrorChain(error));
         if self.health.ill(part, problem.clone()) == News::Changed {
             warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
         }
@@ -437,8 +437,12 @@ mod tests {
         let monitor = Monitor::open().unwrap();
         let (metrics, _) = Metrics::new();
         let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
-        let settings =
-            Settings { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
+        let settings = Settings {
+            name: "a".into(),
+            ignored: IfNamePatterns::default(),
+            sysctls: PathBuf::new(),
+            metrics,
+        };
         Daemon::new(client, settings, monitor, bridges, Arc::new(Health::new()))
     }
 

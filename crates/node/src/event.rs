@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::{BridgeNetwork, Chain};
+use api::{BridgeNetwork, ErrorChain};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
     Client, Resource as _,
@@ -86,7 +86,7 @@ impl Sender {
         while let Some(Some((about, event))) = stop.run_until_cancelled(self.queue.recv()).await {
             match timeout(LIMIT, self.recorder.publish(&event, &about)).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => debug!(error = %Chain(&error), "an event was not sent"),
+                Ok(Err(error)) => debug!(error = %ErrorChain(&error), "an event was not sent"),
                 Err(_) => debug!("an event was not sent in time"),
             }
         }

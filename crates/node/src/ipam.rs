@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use ipnet::IpNet;
 use nix::time::{ClockId, clock_gettime};
 use plan::ipam::{
@@ -187,7 +187,7 @@ impl Ipam {
                 Ok(offer) => {
                     break match state.keep(&[Record::Leased(offer.clone())]) {
                         Ok(()) => Ok(offer),
-                        Err(error) => Err(Error::new(Code::Io, Chain(&error).to_string())),
+                        Err(error) => Err(Error::new(Code::Io, ErrorChain(&error).to_string())),
                     };
                 }
                 Err(lack) => lack,
@@ -272,7 +272,7 @@ impl Ipam {
             return Ok(0);
         }
         let records: Vec<Record> = held.iter().map(|lease| Record::Freed(lease.place.clone())).collect();
-        state.keep(&records).map_err(|error| Error::new(Code::Io, Chain(&error).to_string()))?;
+        state.keep(&records).map_err(|error| Error::new(Code::Io, ErrorChain(&error).to_string()))?;
         for lease in &held {
             info!(container = lease.place.container, addresses = ?lease.addresses, "{why}");
         }

@@ -28,9 +28,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use kube::Client;
-use link::{Changer, Monitor};
+use link::{LinkEditor, Monitor};
 use tokio::{net::lookup_host, task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -127,7 +127,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (boot, tell_of) = (host.known_boot.clone(), events.clone());
     let tools = Tools {
         boot: host.boot.clone(),
-        changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
+        changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
         records: Records::open(&state_dir).map_err(Error::Records)?,
         servers: addresses(api_server.as_deref()).await,
         tell,
@@ -185,7 +185,7 @@ fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
     Box::new(move || {
         let runtime = runtime.clone();
         Box::pin(async move {
-            let found = runtime.sandboxes().await.map_err(|error| Chain(&error).to_string())?;
+            let found = runtime.sandboxes().await.map_err(|error| ErrorChain(&error).to_string())?;
             // A node can have a second runtime, which truly says that it has none of the sandboxes here.
             if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
                 return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
@@ -243,7 +243,7 @@ async fn plugin(
                 }
             }
             Err(error) => {
-                let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
+                let problem = format!("pods cannot join networks on this node: {}", ErrorChain(&error));
                 if health.ill(Part::Plugin, problem.clone()) == News::Changed {
                     warn!(error = problem, "the CNI plugin is not in place");
                 }

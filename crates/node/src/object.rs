@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::{NODE_MANAGER, NodeNetwork, NodeNetworkStatus};
+use api::{NODE_FIELD_MANAGER, NodeNetwork, NodeNetworkStatus};
 use k8s_openapi::{api::core::v1::Node, apimachinery::pkg::apis::meta::v1::OwnerReference};
 use kube::{
     Api, Client, ResourceExt as _,
@@ -134,7 +134,7 @@ impl Object {
         wanted: &NodeNetworkStatus,
         writes: Writes,
     ) -> Result<Option<Known>, Error> {
-        let apply = PatchParams::apply(NODE_MANAGER).force();
+        let apply = PatchParams::apply(NODE_FIELD_MANAGER).force();
         let mut known = None;
         if writes.object {
             let wanted = Owner::of(facts);
@@ -199,7 +199,7 @@ impl Object {
 }
 
 fn update() -> PatchParams {
-    PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() }
+    PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() }
 }
 
 fn reference(owner: &Owner) -> Value {

@@ -302,7 +302,7 @@ pub fn mark(network_uid: &str, node_uid: &str, made: Made) -> Mac {
 
 /// The alias of a link that was made for a network.
 pub fn alias(network_uid: &str, made: Made) -> String {
-    format!("{}{}/{network_uid}", api::LINK_ALIAS, made.kind())
+    format!("{}{}/{network_uid}", api::LINK_ALIAS_PREFIX, made.kind())
 }
 
 /// Whether a link of this name is the host's end of a pod's pair: `veth` and eleven digits.
@@ -319,7 +319,7 @@ fn pod_network(alias: &str) -> Option<&str> {
 
 /// The network that a link was made for, by its alias.
 fn made_for(alias: &str, made: Made) -> Option<&str> {
-    let uid = alias.strip_prefix(api::LINK_ALIAS)?.strip_prefix(made.kind())?.strip_prefix('/')?;
+    let uid = alias.strip_prefix(api::LINK_ALIAS_PREFIX)?.strip_prefix(made.kind())?.strip_prefix('/')?;
     Some(uid).filter(|uid| is_uid(uid))
 }
 

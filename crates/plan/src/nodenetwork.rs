@@ -9,9 +9,9 @@ use std::{
 };
 
 use api::{
-    Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NetworkOnNode, NodeNetworkStatus,
-    Patterns, Vtep,
-    nodenetwork::{MAX_ADDRESSES, MAX_ALL_ADDRESSES, MAX_INTERFACES, MAX_NAME},
+    Condition, ConditionStatus, IfNamePatterns, Interface, LINK_ALIAS_PREFIX, LinkState, Mac, NetworkOnNode,
+    NodeNetworkStatus, Vtep,
+    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_TOTAL_ADDRESSES},
 };
 use ipnet::IpNet;
 use jiff::Timestamp;
@@ -147,7 +147,7 @@ pub struct Picture<'a> {
     pub observed: &'a Observed,
     pub facts: &'a Facts,
     /// The names of the links to leave out.
-    pub ignored: &'a Patterns,
+    pub ignored: &'a IfNamePatterns,
     /// The newest that is known of the API server's object; none if there is no such object.
     pub server: Option<&'a Record>,
     /// The last write that went through.
@@ -186,7 +186,7 @@ pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
 }
 
 /// The tunnel end point of the node.
-pub fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
+pub fn vtep(observed: &Observed, facts: &Facts, ignored: &IfNamePatterns) -> Option<Vtep> {
     facts.internal_ips.iter().find_map(|&address| {
         observed
             .links
@@ -205,12 +205,12 @@ struct Left {
 }
 
 /// The links to list, sorted by name, and what did not fit.
-fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Left) {
+fn interfaces(observed: &Observed, ignored: &IfNamePatterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Left) {
     let names: BTreeMap<u32, &str> =
         observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
     // What Patchbay made is listed by network: a bridge changes its state with the first pod and the last.
-    let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS);
+    let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS_PREFIX);
 
     let mut listed: Vec<&Link> = observed
         .links
@@ -231,7 +231,7 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
     let mut left = Left { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
     listed.truncate(MAX_INTERFACES);
 
-    let mut room = MAX_ALL_ADDRESSES;
+    let mut room = MAX_TOTAL_ADDRESSES;
     let interface = |link: &Link| Interface {
         name: shown(&link.name),
         kind: link
@@ -264,7 +264,7 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
 
 /// Cuts what is longer than a name of the kernel can be.
 fn shown(name: &str) -> String {
-    name.chars().take(MAX_NAME).collect()
+    name.chars().take(MAX_INTERFACE_NAME).collect()
 }
 
 fn mtu(link: &Link) -> i32 {
@@ -336,7 +336,7 @@ fn ready(listed: usize, left: &Left) -> Verdict {
         Left { links: 0, addresses } => {
             let message = format!(
                 "{addresses} addresses are not listed: at most {MAX_ADDRESSES} of a link are, and \
-                 {MAX_ALL_ADDRESSES} of all together; remove some, or {REMEDY}"
+                 {MAX_TOTAL_ADDRESSES} of all together; remove some, or {REMEDY}"
             );
             (ConditionStatus::False, "TooManyAddresses", message)
         }

@@ -9,9 +9,9 @@ use std::{
     time::Duration,
 };
 
-use api::{IfName, NetworkOnNode, Patterns, Vtep};
+use api::{IfName, IfNamePatterns, NetworkOnNode, Vtep};
 use jiff::Timestamp;
-use link::{Changer, Error, Monitor};
+use link::{Error, LinkEditor, Monitor};
 use plan::{
     bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
     nodenetwork::{Facts, Link, Observed},
@@ -77,7 +77,7 @@ pub struct Host {
     pub facts: Facts,
     pub records: BTreeMap<String, Record>,
     pub settled: BTreeMap<String, Settled>,
-    pub changer: Changer,
+    pub changer: LinkEditor,
     monitor: Monitor,
     runtime: Runtime,
 }
@@ -91,7 +91,7 @@ impl Host {
             let _entered = runtime.enter();
             Monitor::open_in(&ns.0).unwrap()
         };
-        let changer = Changer::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
+        let changer = LinkEditor::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
         Self {
             networks: Vec::new(),
             peers: Vec::new(),
@@ -118,7 +118,7 @@ impl Host {
     }
 
     pub fn vtep(&self, observed: &Observed) -> Option<Vtep> {
-        let ignored: Patterns = "none".parse().unwrap();
+        let ignored: IfNamePatterns = "none".parse().unwrap();
         plan::nodenetwork::vtep(observed, &self.facts, &ignored)
     }
 

@@ -14,7 +14,7 @@ pub fn bridges(client: Client, metrics: Metrics) -> Bridges {
     std::fs::remove_dir_all(&state).unwrap();
     Bridges::new(Tools {
         boot: "boot".to_owned(),
-        changer: Changer::open(std::path::Path::new("/nowhere")).unwrap(),
+        changer: LinkEditor::open(std::path::Path::new("/nowhere")).unwrap(),
         records,
         servers: Vec::new(),
         tell: watch::channel(Arc::default()).0,
@@ -80,7 +80,8 @@ fn facts() -> Facts {
 
 fn planned(bridges: &Bridges, observed: &Observed) -> rules::Plan {
     let facts = facts();
-    let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::from(["u".to_owned()]));
+    let (labels, ignored, listed) =
+        (Labels::new(), IfNamePatterns::default(), BTreeSet::from(["u".to_owned()]));
     let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
     bridges.plan(around, observed, &BTreeSet::new())
 }
@@ -114,7 +115,7 @@ async fn a_change_in_place_sends_no_pod_away() {
         observed.links[0].mtu = mtu;
         bridges.reports = planned(bridges, &observed).networks;
         let facts = facts();
-        let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::new());
+        let (labels, ignored, listed) = (Labels::new(), IfNamePatterns::default(), BTreeSet::new());
         let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
         bridges.publish(around, &observed);
         told.borrow_and_update().by_name["blue"].state.clone()

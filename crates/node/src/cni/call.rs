@@ -6,9 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use api::{Chain, IfName, Mac, ipam::IPAM_PLUGIN};
+use api::{ErrorChain, IfName, Mac, ipam::IPAM_PLUGIN};
 use ipnet::IpNet;
-use link::attach::{self, Aspect, Attach};
+use link::veth::{self, VethConfig, VethProperty};
 use plan::attachment;
 use serde_json::Value;
 use tracing::info;
@@ -113,9 +113,9 @@ impl Shared {
             None => Given::default(),
         };
         let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
-        let routes: Vec<attach::Route> =
-            given.routes.iter().map(|route| attach::Route { dst: route.dst, gw: route.gw }).collect();
-        let wanted = Attach {
+        let routes: Vec<veth::Route> =
+            given.routes.iter().map(|route| veth::Route { dst: route.dst, gw: route.gw }).collect();
+        let wanted = VethConfig {
             namespace: namespace.as_fd(),
             host: &whose.host,
             inside: &inside,
@@ -127,7 +127,7 @@ impl Shared {
             addresses: &addresses,
             routes: &routes,
         };
-        let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
+        let made = veth::attach(&wanted).map_err(|error| failed(&error))?;
         self.still_joined(&view, network, &whose.host)?;
         info!(
             network,
@@ -138,7 +138,7 @@ impl Shared {
             mac = %wanted.mac,
             mtu,
             ?addresses,
-            before = made == attach::Made::Before,
+            before = made == veth::AttachOutcome::Unchanged,
             "a pod joined"
         );
         let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
@@ -155,7 +155,7 @@ impl Shared {
             Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
             Err(error) => error,
         };
-        attach::detach(host).map_err(|error| failed(&error))?;
+        veth::detach(host).map_err(|error| failed(&error))?;
         Err(error)
     }
 
@@ -175,13 +175,13 @@ impl Shared {
         if request.plugin == IPAM_PLUGIN {
             return self.ipam.delete(&place).map(drop);
         }
-        match attach::detach(&whose.host) {
+        match veth::detach(&whose.host) {
             Ok(true) => {
                 let Whose { container_id, ifname, host } = whose;
                 info!(container_id, ifname, %host, "a pod left");
             }
             // What somebody else made under this name is not the pod's.
-            Ok(false) | Err(attach::Error::Foreign { .. }) => {}
+            Ok(false) | Err(veth::Error::NotAVeth { .. }) => {}
             Err(error) => return Err(failed(&error)),
         }
         // Not before the link is gone that has them.
@@ -204,7 +204,7 @@ impl Shared {
         let _lock = self.lock(&whose.host);
         let view = self.view();
         let ready = ready(&view, network)?;
-        let wanted = Attach {
+        let wanted = VethConfig {
             namespace: namespace.as_fd(),
             host: &whose.host,
             inside: &inside,
@@ -216,9 +216,9 @@ impl Shared {
             addresses: &given,
             routes: &[],
         };
-        let mut differences = attach::inspect(&wanted).map_err(|error| failed(&error))?;
+        let mut differences = veth::check(&wanted).map_err(|error| failed(&error))?;
         // The host's end may follow a network whose MTU was raised, and only 1.1.0 remembers what the pod was given.
-        differences.retain(|one| one.what != Aspect::Mtu || (mtu.is_some() && one.link == inside));
+        differences.retain(|one| one.property != VethProperty::Mtu || (mtu.is_some() && one.link == inside));
         if differences.is_empty() {
             return Ok(());
         }
@@ -243,13 +243,13 @@ impl Shared {
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends =
-            attach::ends(&attachment::alias_of_config(uid, &config.name)).map_err(|error| failed(&error))?;
+        let ends = veth::host_veths(&attachment::alias_of_config(uid, &config.name))
+            .map_err(|error| failed(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
         for host in names.filter(|name| !keep.contains(name)) {
             let _lock = self.lock(&host);
-            match attach::detach(&host) {
+            match veth::detach(&host) {
                 Ok(_) => info!(network, %host, "a link that the runtime has forgotten is removed"),
                 Err(error) => problem = Some(failed(&error)),
             }
@@ -396,7 +396,7 @@ fn answered<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value> {
     interfaces.iter().filter(inside).find(|interface| interface["name"] == ifname)
 }
 
-fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
+fn interfaces(request: &Request, made: &VethConfig<'_>) -> Vec<Interface> {
     let mtu = Some(made.mtu);
     let host = Interface { name: made.host.to_string(), mtu, mac: None, sandbox: None };
     let inside = Interface {
@@ -409,15 +409,17 @@ fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
 }
 
 /// The answer about something that the kernel did not do.
-fn failed(error: &attach::Error) -> Error {
-    use attach::Error as E;
+fn failed(error: &veth::Error) -> Error {
+    use veth::Error as E;
     let code = match error {
-        E::Taken { .. } | E::RouteTaken { .. } | E::NoNamespace(_) | E::OwnNamespace => {
+        E::NameTaken { .. } | E::RouteConflict { .. } | E::NotANamespace(_) | E::HostNamespace => {
             Code::InvalidEnvironment
         }
-        E::TooSmallForIpv6 { .. } | E::Families { .. } | E::Gateway { .. } => Code::InvalidConfig,
-        E::NoBridge(_) => Code::TryAgainLater,
-        E::Foreign { .. } | E::Gone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
+        E::MtuTooSmallForIpv6 { .. } | E::FamilyMismatch { .. } | E::GatewayUnreachable { .. } => {
+            Code::InvalidConfig
+        }
+        E::BridgeNotFound(_) => Code::TryAgainLater,
+        E::NotAVeth { .. } | E::LinkGone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
     };
-    Error::new(code, Chain(error).to_string())
+    Error::new(code, ErrorChain(error).to_string())
 }

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use nix::sys::socket::{Shutdown, shutdown};
 use tracing::{error, warn};
 
@@ -115,7 +115,7 @@ impl Hall {
                 Err(error) => {
                     drop(threads);
                     if !failing {
-                        warn!(error = %Chain(&error), "cannot accept CNI calls, trying again");
+                        warn!(error = %ErrorChain(&error), "cannot accept CNI calls, trying again");
                     }
                     failing = true;
                     thread::park_timeout(PAUSE);
@@ -129,7 +129,7 @@ impl Hall {
                 && let Err(error) = self.call(&mut threads)
             {
                 // The next one who is done stands there again.
-                warn!(error = %Chain(&error), "cannot start a thread for CNI calls");
+                warn!(error = %ErrorChain(&error), "cannot start a thread for CNI calls");
             }
             drop(threads);
             // Whatever happens in there, this one stands here again.

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use tracing::{info, warn};
 use wire::socket::{LIMIT, Message, Reader, Request};
 
@@ -25,18 +25,18 @@ pub fn each(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
             Ok(None) => warn!(name, "a tombstone that is none is thrown away"),
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => {
-                warn!(name, error = %Chain(&error), "a tombstone cannot be read");
+                warn!(name, error = %ErrorChain(&error), "a tombstone cannot be read");
                 continue;
             }
         }
         match fs::remove_file(&path) {
             Ok(()) => removed = true,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => warn!(name, error = %Chain(&error), "a tombstone cannot be removed"),
+            Err(error) => warn!(name, error = %ErrorChain(&error), "a tombstone cannot be removed"),
         }
     }
     if removed && let Err(error) = sync(directory) {
-        warn!(error = %Chain(&error), "the removal of tombstones cannot be made durable");
+        warn!(error = %ErrorChain(&error), "the removal of tombstones cannot be made durable");
     }
 }
 

@@ -15,8 +15,8 @@ use std::{
 };
 
 use api::{
-    Chain, IPBlock,
-    ipblock::{self, Holder, NODE_LABEL_PREFIX},
+    ErrorChain, IPBlock,
+    ipblock::{self, NODE_ROLE_LABEL_PREFIX, NodeRef},
 };
 use futures::future::{BoxFuture, FutureExt as _, pending, select_all};
 use ipnet::IpNet;
@@ -151,7 +151,7 @@ pub struct Keeper {
     events: Events,
     sandboxes: Sandboxes,
     pace: Pace,
-    me: Holder,
+    me: NodeRef,
     rules: BTreeMap<String, Arc<Rules>>,
     /// Blocks of this node and those that ask it for an address, by name. None until all of them have been read.
     objects: Option<BTreeMap<String, Object>>,
@@ -244,7 +244,7 @@ impl Keeper {
             events,
             sandboxes,
             pace,
-            me: Holder { node: String::new(), uid: String::new() },
+            me: NodeRef { node: String::new(), uid: String::new() },
             rules: BTreeMap::new(),
             objects: None,
             lenders: BTreeMap::new(),
@@ -279,7 +279,7 @@ impl Keeper {
         let mut blocks: Option<Watch<IPBlock>> = None;
         loop {
             if self.learn() {
-                let selector = format!("{NODE_LABEL_PREFIX}{}", self.me.uid);
+                let selector = format!("{NODE_ROLE_LABEL_PREFIX}{}", self.me.uid);
                 blocks = Some(Watch::labelled(self.api.clone(), &selector));
                 self.objects = None;
                 self.confirm();
@@ -364,7 +364,7 @@ impl Keeper {
                 self.ipam.hear(Contact::Now);
             }
             Seen::Failed(error) => {
-                debug!(error = %Chain(&error), "the watch of address blocks broke and is tried again");
+                debug!(error = %ErrorChain(&error), "the watch of address blocks broke and is tried again");
                 self.ipam.hear(Contact::LostAt(std::time::Instant::now()));
             }
         }
@@ -407,7 +407,7 @@ impl Keeper {
             }
             Err(error) => {
                 let wait = self.backoff.next().unwrap_or(DEADLINE);
-                let problem = Chain(&error).to_string();
+                let problem = ErrorChain(&error).to_string();
                 warn!(error = problem, ?wait, "address blocks cannot be kept, trying again");
                 self.pause = Some(Instant::now() + wait);
                 self.excuse(None, &problem);
@@ -434,7 +434,7 @@ impl Keeper {
     fn leave(&mut self, network: String, plea: Plea, error: &Failure) {
         let now = Instant::now();
         let begin = || Refusal { until: now, backoff: DefaultBackoff::default(), problem: String::new() };
-        let problem = Chain(error).to_string();
+        let problem = ErrorChain(error).to_string();
         let one = self.refusals.entry((network.clone(), plea)).or_insert_with(begin);
         let wait = one.backoff.next().unwrap_or(DEADLINE).min(DEADLINE);
         one.until = now + wait;

@@ -115,7 +115,7 @@ fn refused(seen: &Seen<'_>, uid: &str, link: &Link) -> Option<String> {
     if link.loopback {
         return Some("it is the loopback".to_owned());
     }
-    if seen.owner(link).is_some() || pod_port(&link.name) || link.alias.starts_with(api::LINK_ALIAS) {
+    if seen.owner(link).is_some() || pod_port(&link.name) || link.alias.starts_with(api::LINK_ALIAS_PREFIX) {
         return Some("it belongs to a network of Patchbay".to_owned());
     }
     if let Some(record) = seen.uplink_of_another(uid, link) {

@@ -10,8 +10,8 @@ use super::{Block, Family, Holding, Ledger, Record, Space, Stage};
 use crate::bridge::Uid;
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipam::{FamilyStatus, Ipam},
-    ipblock::{self, Holder, Lent, MAX_DRAINING, MAX_LISTED, MAX_SPARE},
+    ipam::{IpFamilyStatus, IpamSpec},
+    ipblock::{self, LentAddress, MAX_DRAINING_PODS, MAX_SPARE_RANGES, MAX_STATUS_ADDRESSES, NodeRef},
 };
 
 /// An IPBlock, as last seen.
@@ -34,7 +34,7 @@ pub struct Rules {
 
 impl Rules {
     /// The rules of a network with these lengths of blocks. A family whose length is not known yet is left out.
-    pub fn new(name: &str, ipam: &Ipam, lengths: impl Fn(Family) -> Option<u8>, live: bool) -> Self {
+    pub fn new(name: &str, ipam: &IpamSpec, lengths: impl Fn(Family) -> Option<u8>, live: bool) -> Self {
         let spaces = Family::ALL.iter().filter_map(|family| Space::new(ipam, *family, lengths(*family)?));
         Self { name: name.to_owned(), spaces: spaces.collect(), routes: ipam.routes.clone(), live }
     }
@@ -56,7 +56,7 @@ pub struct Wants {
 /// All that is known when something has to be decided.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    pub me: &'a Holder,
+    pub me: &'a NodeRef,
     /// By their UID; one that is missing is gone.
     pub networks: &'a BTreeMap<Uid, Arc<Rules>>,
     /// The IPBlocks that this node holds, and those that ask it for an address, by their name.
@@ -234,7 +234,7 @@ fn doubt(ledger: &Ledger, view: View<'_>) -> Vec<Step> {
         match ledger.holdings().get(&block) {
             // What its status says is lent is lent, whatever the journal has forgotten.
             Some(holding) if matches!(holding.stage, Stage::Doubtful | Stage::Asked) => {
-                let new = |one: &&Lent| {
+                let new = |one: &&LentAddress| {
                     !holding.lent.contains_key(&one.address) && !view.returned.contains(&one.block)
                 };
                 let lent = object.status.lent.iter().filter(new);
@@ -304,7 +304,7 @@ fn may_lend(ledger: &Ledger, block: &Block, holding: &Holding, address: IpAddr) 
     holding.stage == Stage::Open
         && !used
         && !holding.lent.contains_key(&address)
-        && holding.lent.len() < MAX_LISTED
+        && holding.lent.len() < MAX_STATUS_ADDRESSES
 }
 
 /// How many addresses a node has at hand before it takes another block.
@@ -391,7 +391,8 @@ fn tell(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> Op
 fn status(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> IPBlockStatus {
     let rules = view.networks.get(&block.network);
     let space = rules.and_then(|rules| rules.space(Family::of(block.range.addr())));
-    let lent = holding.lent.iter().map(|(address, object)| Lent { address: *address, block: object.clone() });
+    let lent =
+        holding.lent.iter().map(|(address, object)| LentAddress { address: *address, block: object.clone() });
     let asking = requests(view).filter(|request| asked(ledger, request).is_some_and(|(one, _)| one == block));
     let refused = asking.filter(|request| holding.lent.get(&request.spec.cidr.addr()) != Some(&request.uid));
     let used: Vec<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
@@ -405,9 +406,9 @@ fn status(ledger: &Ledger, view: View<'_>, block: &Block, holding: &Holding) -> 
         free: space.map_or(0, |space| i32::try_from(ledger.free(block, space)).unwrap_or(i32::MAX)),
         spare: space.map_or_else(Vec::new, |space| spans(ledger, block, holding, space)),
         lent: lent.collect(),
-        refused: refused.map(|request| request.uid.clone()).take(MAX_LISTED).collect(),
+        refused: refused.map(|request| request.uid.clone()).take(MAX_STATUS_ADDRESSES).collect(),
         closed: holding.stage != Stage::Open,
-        draining: draining.take(MAX_DRAINING).collect(),
+        draining: draining.take(MAX_DRAINING_PODS).collect(),
     }
 }
 
@@ -419,7 +420,7 @@ fn spans(ledger: &Ledger, block: &Block, holding: &Holding, space: &Space) -> Ve
     let used: BTreeSet<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
     let taken = |address: IpAddr| used.contains(&address) || holding.lent.contains_key(&address);
     let text = |(first, last): (IpAddr, IpAddr)| format!("{first}-{last}");
-    space.free_spans(block.range, taken).take(MAX_SPARE).map(text).collect()
+    space.free_spans(block.range, taken).take(MAX_SPARE_RANGES).map(text).collect()
 }
 
 /// The free addresses that the status of a block tells of. One without a status may have any.
@@ -442,7 +443,7 @@ pub fn spare(object: &Object, space: &Space) -> Vec<IpAddr> {
 /// The addresses from one to another, never more than a block has.
 fn each((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
     let (mut all, mut address) = (Vec::new(), first);
-    while address <= last && all.len() < MAX_LISTED {
+    while address <= last && all.len() < MAX_STATUS_ADDRESSES {
         all.push(address);
         address = super::ledger::following(address);
     }
@@ -453,7 +454,7 @@ fn each((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
 pub fn candidate(
     objects: &[Object],
     space: &Space,
-    me: &Holder,
+    me: &NodeRef,
     refused: &BTreeSet<IpAddr>,
     silent: &BTreeSet<Uid>,
     seed: u64,
@@ -479,9 +480,9 @@ pub fn candidate(
 /// them back.
 pub fn abandoned<'a>(
     objects: impl IntoIterator<Item = &'a Object> + Clone,
-    gone: impl Fn(&Holder) -> bool,
+    gone: impl Fn(&NodeRef) -> bool,
 ) -> Vec<&'a Object> {
-    let mut holders: BTreeMap<&Uid, &Holder> = BTreeMap::new();
+    let mut holders: BTreeMap<&Uid, &NodeRef> = BTreeMap::new();
     for object in objects.clone() {
         holders.insert(&object.uid, &object.spec.holder);
     }
@@ -499,7 +500,7 @@ pub fn network_status<'a>(
     space: Option<&Space>,
     length: u8,
     blocks: impl IntoIterator<Item = (&'a IPBlockSpec, &'a IPBlockStatus)>,
-) -> FamilyStatus {
+) -> IpFamilyStatus {
     let (mut used, mut shut, mut count) = (0_i64, 0_i64, 0_i32);
     for (spec, status) in blocks {
         if Family::of(spec.cidr.addr()) == family {
@@ -519,7 +520,7 @@ pub fn network_status<'a>(
         }
     }
     let addresses = space.map_or(0, |space| i64::try_from(space.addresses()).unwrap_or(i64::MAX));
-    FamilyStatus {
+    IpFamilyStatus {
         block_length: length,
         addresses,
         used,

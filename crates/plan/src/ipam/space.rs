@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use api::ipam::Ipam;
+use api::ipam::IpamSpec;
 use ipnet::IpNet;
 
 use super::Told;
@@ -41,7 +41,7 @@ impl Family {
 
     /// The length of blocks that fits these subnets: a few blocks in a small one, enough addresses in each of a large one
     /// that nodes seldom ask.
-    pub fn block_length(self, ipam: &Ipam) -> Option<u8> {
+    pub fn block_length(self, ipam: &IpamSpec) -> Option<u8> {
         let subnets = ipam.subnets.iter().filter(|net| Self::of(net.addr()) == self);
         let largest = subnets.map(IpNet::prefix_len).min()?;
         let asked = ipam.block_length.and_then(|length| match self {
@@ -82,7 +82,7 @@ pub struct Space {
 
 impl Space {
     /// The part of this family; none if the network has no subnet of it.
-    pub fn new(ipam: &Ipam, family: Family, length: u8) -> Option<Self> {
+    pub fn new(ipam: &IpamSpec, family: Family, length: u8) -> Option<Self> {
         let ours = |address: IpAddr| Family::of(address) == family;
         let subnets: Vec<IpNet> =
             ipam.subnets.iter().filter(|net| ours(net.addr())).map(IpNet::trunc).collect();

@@ -6,8 +6,8 @@ use std::{
 
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipam::{BlockLength, Ipam},
-    ipblock::{self, Holder, Lent},
+    ipam::{BlockLength, IpamSpec},
+    ipblock::{self, LentAddress, NodeRef},
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
@@ -24,16 +24,16 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> Ipam {
-    Ipam {
+fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> IpamSpec {
+    IpamSpec {
         subnets: subnets.iter().map(|text| net(text)).collect(),
         exclude: exclude.iter().map(|text| net(text)).collect(),
         gateways: gateways.iter().map(|text| ip(text)).collect(),
-        ..Ipam::default()
+        ..IpamSpec::default()
     }
 }
 
-fn space(ipam: &Ipam) -> Space {
+fn space(ipam: &IpamSpec) -> Space {
     let family = Family::of(ipam.subnets[0].addr());
     Space::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
 }
@@ -70,7 +70,7 @@ fn the_length_of_blocks_follows_from_the_largest_subnet_unless_it_is_said() {
         assert_eq!(Family::V4.block_length(&ipam), four, "{subnets:?}");
         assert_eq!(Family::V6.block_length(&ipam), six, "{subnets:?}");
     }
-    let said = Ipam {
+    let said = IpamSpec {
         block_length: Some(BlockLength { ipv4: Some(29), ipv6: Some(118) }),
         ..ipam(&["10.0.0.0/24", "fd00::/120"], &[], &[])
     };
@@ -138,12 +138,12 @@ struct Node {
     told: BTreeSet<Block>,
 }
 
-fn me() -> Holder {
-    Holder { node: "a".to_owned(), uid: "uid-a".to_owned() }
+fn me() -> NodeRef {
+    NodeRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
 }
 
-fn other() -> Holder {
-    Holder { node: "b".to_owned(), uid: "uid-b".to_owned() }
+fn other() -> NodeRef {
+    NodeRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
 }
 
 fn block(range: &str) -> Block {
@@ -214,7 +214,7 @@ impl Node {
         panic!("no end: {:?}", self.keep());
     }
 
-    fn object(&mut self, range: &str, uid: &str, holder: Holder, lender: Option<Holder>) {
+    fn object(&mut self, range: &str, uid: &str, holder: NodeRef, lender: Option<NodeRef>) {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -358,7 +358,7 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
     assert_eq!(used, ip("10.0.0.1"));
     let steps = node.settle();
     let [Step::Tell { status, .. }] = &steps[..] else { panic!("{steps:?}") };
-    assert_eq!(status.lent, [Lent { address: ip("10.0.0.5"), block: "five".to_owned() }]);
+    assert_eq!(status.lent, [LentAddress { address: ip("10.0.0.5"), block: "five".to_owned() }]);
     assert_eq!(status.refused, ["one"]);
     assert_eq!((status.used, status.free), (1, 13));
     assert_eq!(status.spare, ["10.0.0.2-10.0.0.4", "10.0.0.6-10.0.0.15"]);
@@ -400,7 +400,7 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
     node.object("10.0.0.5/32", "five", me(), Some(other()));
     assert_eq!(node.settle(), []);
     assert!(node.ask("p", &[]).is_err());
-    let around = |holder: Holder, status: IPBlockStatus| {
+    let around = |holder: NodeRef, status: IPBlockStatus| {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -411,7 +411,7 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
         Some(Object { uid: "around".to_owned(), spec, status })
     };
     let lent = |uid: &str| IPBlockStatus {
-        lent: vec![Lent { address: ip("10.0.0.5"), block: uid.to_owned() }],
+        lent: vec![LentAddress { address: ip("10.0.0.5"), block: uid.to_owned() }],
         ..IPBlockStatus::default()
     };
     node.lenders.insert(single.clone(), around(other(), lent("an earlier one")));
@@ -466,7 +466,7 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     // All that it held is known now: what comes later is of a request that was given up.
     assert!(node.ledger.is_sure());
     // What it had lent stays lent.
-    let lent = Lent { address: ip("10.0.0.9"), block: "nine".to_owned() };
+    let lent = LentAddress { address: ip("10.0.0.9"), block: "nine".to_owned() };
     node.objects.values_mut().for_each(|one| one.status.lent = vec![lent.clone()]);
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].lent[&ip("10.0.0.9")], "nine");
@@ -531,7 +531,7 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
         node.object("10.0.0.16/28", "theirs", other(), None);
         let mut around = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
         if lent {
-            around.status.lent = vec![Lent { address: ip("10.0.0.21"), block: "one".to_owned() }];
+            around.status.lent = vec![LentAddress { address: ip("10.0.0.21"), block: "one".to_owned() }];
         }
         node.lenders.insert(single.clone(), Some(around));
         node.settle();
@@ -565,7 +565,7 @@ fn of_a_block_that_gives_nothing_nothing_is_free() {
         holder: me(),
         lender,
     };
-    let lent = vec![Lent { address: ip("10.0.0.1"), block: "one".to_owned() }];
+    let lent = vec![LentAddress { address: ip("10.0.0.1"), block: "one".to_owned() }];
     let around = IPBlockStatus { used: 1, lent, ..IPBlockStatus::default() };
     let single = IPBlockStatus { used: 1, ..IPBlockStatus::default() };
     let free = |closed| {

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::ipam::{FamilyStatus, IpamStatus};
+use api::ipam::{IpFamilyStatus, IpamStatus};
 
 use super::{
     Scene, World,
@@ -87,7 +87,7 @@ pub fn discarded(world: &World) -> Vec<Discard> {
             (network.uid.as_str(), undone)
         })
         .collect();
-    let gone = |holder: &api::ipblock::Holder| world.lost.contains(&holder.uid);
+    let gone = |holder: &api::ipblock::NodeRef| world.lost.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(world) {
         if live.get(uid).is_none_or(|undone| *undone) {
@@ -113,7 +113,7 @@ pub fn status(scene: &Scene<'_>) -> Option<IpamStatus> {
     (new != IpamStatus::default()).then_some(new)
 }
 
-fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Option<FamilyStatus> {
+fn family(scene: &Scene<'_>, family: Family, old: Option<IpFamilyStatus>) -> Option<IpFamilyStatus> {
     let Ok(spec) = &scene.network.spec else { return old };
     let said = spec.ipam.as_ref();
     // A status can be lost; blocks that are there have the length all the same.
@@ -136,7 +136,7 @@ pub fn said(scene: &Scene<'_>, status: Option<&IpamStatus>) -> Vec<Said> {
         subnets.iter().any(|net| Family::of(net.addr()) == family)
     };
     let full =
-        |one: &Option<FamilyStatus>, family| one.as_ref().is_some_and(|one| one.free == 0 && has(family));
+        |one: &Option<IpFamilyStatus>, family| one.as_ref().is_some_and(|one| one.free == 0 && has(family));
     let mut which = Vec::new();
     which.extend(full(&status.ipv4, Family::V4).then_some("IPv4"));
     which.extend(full(&status.ipv6, Family::V6).then_some("IPv6"));

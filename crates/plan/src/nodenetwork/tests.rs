@@ -31,7 +31,7 @@ fn facts(ips: &[&str]) -> Facts {
     Facts { name: "node-1".to_owned(), uid: "uid-1".to_owned(), internal_ips }
 }
 
-fn ignored() -> Patterns {
+fn ignored() -> IfNamePatterns {
     IGNORED.parse().unwrap()
 }
 
@@ -281,7 +281,7 @@ fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
 
     assert_eq!(status.interfaces.len(), MAX_INTERFACES);
     let addresses: usize = status.interfaces.iter().map(|interface| interface.addresses.len()).sum();
-    assert_eq!(addresses, MAX_ALL_ADDRESSES);
+    assert_eq!(addresses, MAX_TOTAL_ADDRESSES);
     assert_eq!(condition(&status, "Ready").reason, "TooManyLinks");
     // For each link the server notes the name and up to eight fields.
     let noted: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
@@ -331,7 +331,7 @@ fn one_look_waits_for_the_burst_and_a_storm_costs_three_looks_a_second() {
 struct Desk {
     observed: Observed,
     facts: Facts,
-    ignored: Patterns,
+    ignored: IfNamePatterns,
     server: Option<Record>,
     written: Option<Written>,
     last_write: Option<Instant>,
@@ -571,9 +571,9 @@ proptest! {
         let status = plan_status(&seen, &facts(&["10.0.0.2"]));
         let shown = names(&status);
         prop_assert!(shown.windows(2).all(|pair| pair[0] < pair[1]));
-        prop_assert!(shown.iter().all(|name| (1..=MAX_NAME).contains(&name.chars().count())));
+        prop_assert!(shown.iter().all(|name| (1..=MAX_INTERFACE_NAME).contains(&name.chars().count())));
         for interface in &status.interfaces {
-            prop_assert!((1..=MAX_NAME).contains(&interface.kind.chars().count()));
+            prop_assert!((1..=MAX_INTERFACE_NAME).contains(&interface.kind.chars().count()));
             prop_assert!(interface.mtu >= 0);
         }
     }

@@ -2,7 +2,7 @@
 
 use std::io::Write as _;
 
-use api::ipam::Ipam as Spec;
+use api::ipam::IpamSpec as Spec;
 use plan::ipam::Rules;
 
 use super::*;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use api::{Chain, ipblock};
+use api::{ErrorChain, ipblock};
 use plan::ipam::{Block, Stage};
 use tokio::time::Instant;
 use tracing::warn;
@@ -148,7 +148,7 @@ impl Keeper {
                 }
                 let record = self.ipam.look(|ledger| ledger.given_up(&block));
                 if let Err(error) = self.ipam.note(record) {
-                    warn!(error = %Chain(&error), "an address that nobody lends is still asked for");
+                    warn!(error = %ErrorChain(&error), "an address that nobody lends is still asked for");
                 }
             }
         }

@@ -3,8 +3,10 @@
 use std::net::IpAddr;
 
 use api::{
-    IPBlock, IPBlockSpec, IPBlockStatus, NODE_MANAGER,
-    ipblock::{self, BORROWED_LABEL, HOLDS, Holder, LENDS, NETWORK_LABEL, NODE_LABEL_PREFIX},
+    IPBlock, IPBlockSpec, IPBlockStatus, NODE_FIELD_MANAGER,
+    ipblock::{
+        self, BORROWED_LABEL, HOLDER_ROLE, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX, NodeRef,
+    },
 };
 use kube::{
     ResourceExt as _,
@@ -149,13 +151,14 @@ impl Keeper {
     /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
     pub(super) async fn adopt(&mut self, found: &IPBlock) -> Result<IPBlock, Failure> {
         let mut labels = found.metadata.labels.clone().unwrap_or_default();
-        labels.remove(&format!("{NODE_LABEL_PREFIX}{}", found.spec.holder.uid));
-        labels.insert(format!("{NODE_LABEL_PREFIX}{}", self.me.uid), HOLDS.to_owned());
+        labels.remove(&format!("{NODE_ROLE_LABEL_PREFIX}{}", found.spec.holder.uid));
+        labels.insert(format!("{NODE_ROLE_LABEL_PREFIX}{}", self.me.uid), HOLDER_ROLE.to_owned());
         let mut new = found.clone();
         new.metadata.labels = Some(labels);
         new.spec.holder.uid.clone_from(&self.me.uid);
         info!(block = found.name_any(), "the Node is another one than before: its block is taken over");
-        let params = PostParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PostParams::default() };
+        let params =
+            PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         call(self.api.replace(&found.name_any(), &params, &new)).await
     }
 
@@ -199,7 +202,8 @@ impl Keeper {
             "used": used, "free": free, "spare": spare, "lent": lent, "refused": refused, "closed": closed,
             "draining": draining,
         }});
-        let params = PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() };
+        let params =
+            PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
         match call(self.api.patch_status(&name, &params, &Patch::Merge(&patch))).await {
             Ok(told) => self.insert(told),
             // It is gone, or another one: the watch tells.
@@ -220,7 +224,7 @@ impl Keeper {
         &mut self,
         block: &Block,
         network: &str,
-        lender: Option<Holder>,
+        lender: Option<NodeRef>,
     ) -> Result<Created, Failure> {
         // What is held is not asked for: the answer would be that somebody has it.
         let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));
@@ -239,13 +243,14 @@ impl Keeper {
         let mut object = IPBlock::new(&name, spec);
         let labels = object.labels_mut();
         labels.insert(NETWORK_LABEL.to_owned(), network.to_owned());
-        labels.insert(format!("{NODE_LABEL_PREFIX}{}", self.me.uid), HOLDS.to_owned());
+        labels.insert(format!("{NODE_ROLE_LABEL_PREFIX}{}", self.me.uid), HOLDER_ROLE.to_owned());
         if let Some(lender) = &object.spec.lender {
-            let label = format!("{NODE_LABEL_PREFIX}{}", lender.uid);
-            object.labels_mut().insert(label, LENDS.to_owned());
+            let label = format!("{NODE_ROLE_LABEL_PREFIX}{}", lender.uid);
+            object.labels_mut().insert(label, LENDER_ROLE.to_owned());
             object.labels_mut().insert(BORROWED_LABEL.to_owned(), "true".to_owned());
         }
-        let params = PostParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PostParams::default() };
+        let params =
+            PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         match call(self.api.create(&params, &object)).await {
             Ok(made) => {
                 info!(block = name, "a block was taken");

@@ -61,7 +61,7 @@ fn an_address_is_asked_for_alone_or_with_the_length_of_its_subnet() {
 }
 
 /// The network says something else from now on.
-fn say(node: &mut Node, ipam: &Ipam) {
+fn say(node: &mut Node, ipam: &IpamSpec) {
     let rules = Rules::new("blue", ipam, |family| family.block_length(ipam), true);
     node.rules.insert("net".to_owned(), Arc::new(rules));
 }
