@@ -217,7 +217,7 @@ pub fn report(object: ReportObject) -> Option<(String, Report)> {
 pub fn block(object: BlockObject) -> Option<(String, Block)> {
     let Object { metadata, spec, status, .. } = object;
     let status = status.map(Part::or_default).unwrap_or_default();
-    let object = plan::ipam::Object { uid: metadata.uid?, spec: spec.or_default()?, status };
+    let object = plan::ipam::ObservedIpBlock { uid: metadata.uid?, spec: spec.or_default()?, status };
     Some((metadata.name?, Block { version: metadata.resource_version?, object }))
 }
 

@@ -26,7 +26,7 @@ use std::{
 };
 
 use api::{ErrorChain, IfName, digest::digest, ipblock::NodeRef};
-use plan::ipam::Rules;
+use plan::ipam::Pool;
 use tokio::{sync::watch, task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -69,7 +69,7 @@ pub struct NetworkView {
     pub uid: String,
     pub state: State,
     /// What it says about addresses, if it has any.
-    pub ipam: Option<Arc<Rules>>,
+    pub ipam: Option<Arc<Pool>>,
 }
 
 /// How a network stands on this node.

@@ -41,7 +41,7 @@ pub enum Reason {
     /// Addresses of this node's pods may be given to others too.
     AddressBlockLost,
     /// This node does not know who has addresses of its own.
-    AddressBlockDoubtful,
+    AddressBlockUnverified,
 }
 
 impl Events {
@@ -57,7 +57,7 @@ impl Events {
             Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
             Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
             Reason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
-            Reason::AddressBlockDoubtful => (EventType::Warning, "AddressBlockDoubtful", "Allocate"),
+            Reason::AddressBlockUnverified => (EventType::Warning, "AddressBlockUnverified", "Allocate"),
             Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {

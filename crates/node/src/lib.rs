@@ -44,7 +44,7 @@ use crate::{
     daemon::{Daemon, Settings},
     event::Events,
     health::{Health, News, Part},
-    ipam::{Ipam, Keeper, Pace},
+    ipam::{BlockController, Ipam, Timings},
     metrics::Metrics,
     record::Records,
 };
@@ -141,13 +141,13 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     numbers.register(&mut registry);
     let ipam = open_addresses(&places.state_dir, boot, numbers).await?;
     let sweep = Duration::from_secs(sweep_seconds);
-    let keeper = Keeper::new(
+    let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         tell_of,
         sandboxes(&host_root, runtime_socket),
-        Pace { sweep, young: sweep.max(CREATION), ..Pace::default() },
+        Timings { gc_interval: sweep, min_lease_age: sweep.max(CREATION), ..Timings::default() },
     );
     let cni = cni::Server::bind(&places, networks, ipam, calls)?;
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
@@ -165,7 +165,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     // The socket is there before the plugin that looks for it.
     parts.spawn(plugin(shim, cni_bin_dir, plugged, stop.clone()));
     parts.spawn(cni.run(stop.clone()));
-    parts.spawn(keeper.run(stop.clone()));
+    parts.spawn(blocks.run(stop.clone()));
     all(parts, stop).await
 }
 
@@ -177,7 +177,7 @@ async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) 
 }
 
 /// Asks the runtime of the host which sandboxes it has.
-fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
+fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::ListSandboxes {
     let runtime = match socket {
         Some(socket) => Runtime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))]),
         None => Runtime::below(host_root),

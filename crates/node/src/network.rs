@@ -13,7 +13,7 @@ use api::{
 use kube::{ResourceExt as _, api::DynamicObject};
 use plan::{
     bridge::{Network, Overlay, Peer, Wish},
-    ipam::{Family, Rules},
+    ipam::{Family, Pool},
 };
 use serde::de::DeserializeOwned;
 
@@ -27,7 +27,7 @@ pub struct Known {
     deletion: Deletion,
     /// As if this node were selected.
     network: Network,
-    ipam: Option<Arc<Rules>>,
+    ipam: Option<Arc<Pool>>,
 }
 
 /// How far a network is on its way out.
@@ -77,8 +77,8 @@ impl Known {
             Family::V6 => said.ipv6.as_ref().map(|one| one.block_length),
         };
         let live = deletion != Deletion::Undo;
-        let rules = spec.ipam.as_ref().map(|ipam| Arc::new(Rules::new(&network.name, ipam, length, live)));
-        Some(Self { selector: spec.node_selector, deletion, network, ipam: rules })
+        let pool = spec.ipam.as_ref().map(|ipam| Arc::new(Pool::new(&network.name, ipam, length, live)));
+        Some(Self { selector: spec.node_selector, deletion, network, ipam: pool })
     }
 
     /// What a node with these labels should do about it.
@@ -103,7 +103,7 @@ impl Known {
     }
 
     /// What it says about addresses.
-    pub fn ipam(&self) -> Option<Arc<Rules>> {
+    pub fn ipam(&self) -> Option<Arc<Pool>> {
         self.ipam.clone()
     }
 

@@ -7,12 +7,12 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
-    fleet::{Fleet, HURRY},
+    fleet::{FAST, Fleet},
     patchbay,
 };
 use futures::future::join_all;
 use lab::{Lab, say, wait};
-use node::ipam::Pace;
+use node::ipam::Timings;
 use serde_json::json;
 
 use super::Row;
@@ -41,11 +41,16 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
             for _ in 0..nodes.div_ceil(32) {
                 clients.push(lab.client().await?);
             }
-            let mut fleet =
-                Fleet::new(clients, &name, &serde_json::from_value(spec.clone())?, nodes, Pace::default())?;
+            let mut fleet = Fleet::new(
+                clients,
+                &name,
+                &serde_json::from_value(spec.clone())?,
+                nodes,
+                Timings::default(),
+            )?;
             let outcome = play(lab, &mut fleet, nodes).await;
             let measured = outcome.with_context(|| fleet.summary());
-            fleet.end().await;
+            fleet.shutdown().await;
             let measured = measured?;
             say(&measured);
             rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
@@ -62,7 +67,7 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     let took = begun.elapsed();
     let (tries, late): (Vec<_>, Vec<_>) = tries.into_iter().partition(Result::is_ok);
     let again = tries.into_iter().flatten().sum::<usize>().saturating_sub(PODS - late.len());
-    let owners = fleet.no_duplicate()?;
+    let owners = fleet.check_no_duplicates()?;
     // Too slow is a number like others; the table says so.
     let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
         say(format!("{why:#}\n{}", fleet.summary()));
@@ -82,13 +87,13 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
         fleet.delete(pod % nodes, &name(pod))?;
     }
     // Started anew and in a hurry, nodes give back at once what nobody has.
-    fleet.pace = HURRY;
+    fleet.timings = FAST;
     for number in 0..nodes {
         fleet.crash(number).await;
         fleet.start(number)?;
     }
     let begun = Instant::now();
-    fleet.at_rest(ALL).await?;
+    fleet.wait_until_released(ALL).await?;
     let requests: Vec<String> = verbs.iter().map(|(verb, count)| format!("{count} {verb}")).collect();
     Ok(format!(
         "{missed}{:.2} s, {again} tried again, 0 duplicates, 0 leaks (all given back in {:.1} s); {blocks} objects, requests: {}",

@@ -19,7 +19,7 @@ use wire::{
 
 use super::{
     NetworkView, Networks, Shared, State,
-    address::{Given, place, requested},
+    address::{AllocatedIps, attachment_key, requested_addresses},
     caller::Caller,
     tombstone,
 };
@@ -87,7 +87,7 @@ impl Shared {
         let namespace = namespace.ok_or_else(no_namespace)?;
         let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
-        let asked_for = requested(config, &args)?;
+        let asked_for = requested_addresses(config, &args)?;
         let leases = hands_out(config)?.then_some(&asked_for);
         if let (None, Some(address)) = (leases, asked_for.first()) {
             let msg = format!(
@@ -109,8 +109,8 @@ impl Shared {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
         let given = match leases {
-            Some(asked) => self.lease(&view, network, call, &args, asked)?,
-            None => Given::default(),
+            Some(asked) => self.allocate(&view, network, call, &args, asked)?,
+            None => AllocatedIps::default(),
         };
         let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
         let routes: Vec<veth::Route> =
@@ -171,9 +171,9 @@ impl Shared {
         if !still() {
             return Ok(());
         }
-        let place = place(request);
+        let place = attachment_key(request);
         if request.plugin == IPAM_PLUGIN {
-            return self.ipam.delete(&place).map(drop);
+            return self.ipam.release(&place).map(drop);
         }
         match veth::detach(&whose.host) {
             Ok(true) => {
@@ -185,7 +185,7 @@ impl Shared {
             Err(error) => return Err(failed(&error)),
         }
         // Not before the link is gone that has them.
-        self.ipam.delete(&place).map(drop)
+        self.ipam.release(&place).map(drop)
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
@@ -257,7 +257,7 @@ impl Shared {
         match problem {
             Some(problem) => Err(problem),
             // Not before the links are gone that have them.
-            None => self.collect_addresses(uid, config, valid),
+            None => self.gc_addresses(uid, config, valid),
         }
     }
 

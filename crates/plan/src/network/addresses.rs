@@ -11,7 +11,7 @@ use super::{
     Scene, World,
     status::{Said, list},
 };
-use crate::ipam::{self, Family, Object, Space};
+use crate::ipam::{self, BlockGrid, Family, ObservedIpBlock};
 
 /// How long a Node has been gone before its blocks are free. Its daemon hands out nothing new after five minutes without
 /// the API server.
@@ -26,7 +26,7 @@ pub const CONDITIONS: [&str; 2] = [EXHAUSTED, DRAINING];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
     pub version: String,
-    pub object: Object,
+    pub object: ObservedIpBlock,
 }
 
 /// An IPBlock to delete, if it still is as it was seen.
@@ -94,7 +94,7 @@ pub fn discarded(world: &World) -> Vec<Discard> {
             all.extend(blocks.iter().map(|(name, block)| discard(name, block, None)));
             continue;
         }
-        let objects: Vec<&Object> = blocks.iter().map(|(_, block)| &block.object).collect();
+        let objects: Vec<&ObservedIpBlock> = blocks.iter().map(|(_, block)| &block.object).collect();
         let abandoned: BTreeSet<&str> =
             ipam::abandoned(objects, gone).into_iter().map(|object| object.uid.as_str()).collect();
         let left = blocks.iter().filter(|(_, block)| abandoned.contains(block.object.uid.as_str()));
@@ -123,8 +123,8 @@ fn family(scene: &Scene<'_>, family: Family, old: Option<IpFamilyStatus>) -> Opt
     let length =
         old.map(|old| old.block_length).or_else(|| there.min()).or_else(|| family.block_length(said?))?;
     let blocks = scene.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
-    let space = said.and_then(|said| Space::new(said, family, length));
-    Some(ipam::network_status(family, space.as_ref(), length, blocks))
+    let grid = said.and_then(|said| BlockGrid::new(said, family, length));
+    Some(ipam::network_status(family, grid.as_ref(), length, blocks))
 }
 
 /// What is wrong with the addresses of a network that has any.

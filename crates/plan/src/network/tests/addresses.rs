@@ -7,7 +7,7 @@ use api::{
 
 use super::*;
 use crate::{
-    ipam::Object,
+    ipam::ObservedIpBlock,
     network::{Block, Discard, GONE},
 };
 
@@ -28,7 +28,7 @@ fn hold(world: &mut World, range: &str, node: &str, status: IPBlockStatus) {
         },
         lender: None,
     };
-    let object = Object { uid: format!("uid-{range}"), spec, status };
+    let object = ObservedIpBlock { uid: format!("uid-{range}"), spec, status };
     world.blocks.insert(ipblock::name("blue", cidr), Block { version: "1".to_owned(), object });
 }
 
