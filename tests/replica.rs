@@ -22,7 +22,7 @@ use crate::patchbay::{self, NAMESPACE};
 
 /// Installs the manifests, and makes the webhook's Service lead to so many processes that tests start.
 pub fn prepare(lab: &Lab, replicas: u8) -> Result<()> {
-    let manifests = patchbay::manifests();
+    let manifests = patchbay::manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
     // Replicas run as processes in the control plane's network, each with an address of its own.
     for number in 1..=replicas {
@@ -218,7 +218,7 @@ fn program() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("PATCHBAY_PROGRAM") {
         return Ok(path.into());
     }
-    let path = lab::machine::binary()?.with_file_name("patchbay");
+    let path = lab::machine::lab_binary()?.with_file_name("patchbay");
     ensure!(path.exists(), "{} is not built: run `cargo build`", path.display());
     Ok(path)
 }

@@ -12,9 +12,9 @@ use crate::{control_plane::AUDIT_LOG, lab::Lab};
 
 /// One finished request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct AuditedRequest {
     pub user: String,
-    pub agent: String,
+    pub user_agent: String,
     pub verb: String,
     /// Plural, with the subresource behind a slash.
     pub resource: String,
@@ -23,7 +23,7 @@ pub struct Asked {
     pub code: u16,
 }
 
-impl Asked {
+impl AuditedRequest {
     /// Whether it was meant to change something.
     pub fn is_write(&self) -> bool {
         matches!(self.verb.as_str(), "create" | "update" | "patch" | "delete" | "deletecollection")
@@ -32,9 +32,9 @@ impl Asked {
 
 /// A place in the log to count from.
 #[derive(Clone, Copy, Debug)]
-pub struct Mark(u64);
+pub struct AuditOffset(u64);
 
-impl Mark {
+impl AuditOffset {
     /// The beginning of the log.
     pub const START: Self = Self(0);
 }
@@ -83,13 +83,13 @@ impl Lab {
     }
 
     /// Now.
-    pub fn audit_mark(&self) -> Result<Mark> {
+    pub fn audit_offset(&self) -> Result<AuditOffset> {
         let log = self.audit_log();
-        Ok(Mark(fs::metadata(&log).with_context(|| format!("look at {}", log.display()))?.len()))
+        Ok(AuditOffset(fs::metadata(&log).with_context(|| format!("look at {}", log.display()))?.len()))
     }
 
     /// Every request that was answered since the mark.
-    pub fn asked_since(&self, mark: Mark) -> Result<Vec<Asked>> {
+    pub fn requests_since(&self, mark: AuditOffset) -> Result<Vec<AuditedRequest>> {
         let mut file = fs::File::open(self.audit_log()).context("open the audit log")?;
         file.seek(SeekFrom::Start(mark.0)).context("go to the mark")?;
         let mut text = String::new();
@@ -100,7 +100,7 @@ impl Lab {
     }
 }
 
-fn parse(line: &str) -> Result<Option<Asked>> {
+fn parse(line: &str) -> Result<Option<AuditedRequest>> {
     let line: Line = serde_json::from_str(line).with_context(|| format!("understand {line}"))?;
     if line.stage != "ResponseComplete" {
         return Ok(None);
@@ -109,9 +109,9 @@ fn parse(line: &str) -> Result<Option<Asked>> {
         "" => line.object_ref.resource,
         sub => format!("{}/{sub}", line.object_ref.resource),
     };
-    Ok(Some(Asked {
+    Ok(Some(AuditedRequest {
         user: line.user.username,
-        agent: line.user_agent,
+        user_agent: line.user_agent,
         verb: line.verb,
         resource,
         namespace: line.object_ref.namespace,
@@ -132,7 +132,7 @@ mod tests {
         let asked = parse(line).unwrap().unwrap();
         assert!(asked.is_write());
         assert_eq!(
-            (asked.agent.as_str(), asked.resource.as_str(), asked.code),
+            (asked.user_agent.as_str(), asked.resource.as_str(), asked.code),
             ("a/1", "nodenetworks/status", 200)
         );
     }

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use clap::{Parser, Subcommand};
-use lab::{Lab, Name, Shape, forward, image, machine, program::Programs, say};
+use lab::{Lab, Name, Topology, forward, image, machine, print_progress, program::Programs};
 
 /// A real Kubernetes on this machine: no Docker, nothing left behind.
 #[derive(Parser)]
@@ -106,7 +106,7 @@ pub fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(code) => code,
         Err(e) => {
-            say(format!("{e:#}"));
+            print_progress(format!("{e:#}"));
             ExitCode::FAILURE
         }
     }
@@ -123,7 +123,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
             forward::run(&group, &network, target, &port_file, port)?;
         }
         Verb::Up { nodes, control_plane_only } => {
-            let shape = if control_plane_only { Shape::ControlPlaneOnly } else { Shape::Nodes(nodes) };
+            let shape = if control_plane_only { Topology::ControlPlaneOnly } else { Topology::Nodes(nodes) };
             timed("up", async { lab.up(shape).await })?;
         }
         Verb::Down { all } => {
@@ -136,7 +136,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Status => {
             let status = lab.status();
             print(&status.to_string())?;
-            return Ok(if status.is_whole() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+            return Ok(if status.is_healthy() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
         Verb::Kubeconfig => print(&format!("{}\n", lab.kubeconfig().display()))?,
         Verb::Kubectl { arguments } => {
@@ -180,7 +180,7 @@ fn timed<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
     let start = Instant::now();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let out = runtime.block_on(work)?;
-    say(format!("{what}: done in {:.1} s", start.elapsed().as_secs_f64()));
+    print_progress(format!("{what}: done in {:.1} s", start.elapsed().as_secs_f64()));
     Ok(out)
 }
 

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
-use crate::{archive::Archive, digest::sha256_hex, machine::capture, place, program::Programs};
+use crate::{digest::sha256_hex, machine::capture, place, program::Programs, tar::TarBuilder};
 
 /// The image of test pods; also the sandbox image of the nodes.
 pub const LAB_IMAGE: &str = "localhost/lab:1";
@@ -68,7 +68,7 @@ impl Image<'_> {
             "RepoTags": [self.reference],
             "Layers": [format!("blobs/sha256/{layer_digest}")],
         }]))?;
-        let mut tar = Archive::default();
+        let mut tar = TarBuilder::default();
         tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
         tar.file("index.json", 0o644, &index)?;
         tar.file("manifest.json", 0o644, &docker)?;
@@ -100,7 +100,7 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
     let busybox = fs::read("/bin/busybox").context("read /bin/busybox: install busybox-static")?;
     let ip = fs::read("/usr/sbin/ip").context("read /usr/sbin/ip: install iproute2")?;
     let tool = fs::read(programs.path("tool")?).context("read the tool")?;
-    let mut layer = Archive::default();
+    let mut layer = TarBuilder::default();
     for dir in ["bin", "sbin", "etc", "tmp", "proc", "sys", "dev", "run", "usr", "usr/sbin", "usr/bin"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
     }

@@ -24,12 +24,12 @@ use crate::{
     bootstrap::{self, Scope},
     cgroup::Group,
     control_plane, image,
-    machine::{Machine, binary},
+    machine::{Machine, lab_binary},
     node,
     pki::{Pki, write_secret},
     place::{self, Name},
     program::{CNI_PLUGINS, Programs},
-    progress::say,
+    progress::print_progress,
     switch::{self, Cable},
     wait,
 };
@@ -44,7 +44,7 @@ pub struct Lab {
 
 /// How a lab is to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
+pub enum Topology {
     ControlPlaneOnly,
     /// At least that many nodes.
     Nodes(u8),
@@ -125,11 +125,11 @@ impl Lab {
     }
 
     /// Brings everything up that is not, and waits until it answers.
-    pub async fn up(&self, shape: Shape) -> Result<()> {
+    pub async fn up(&self, topology: Topology) -> Result<()> {
         require_root()?;
         let programs = Programs::prepare()?;
         let _lock = self.lock()?;
-        let record = self.prepare(shape)?;
+        let record = self.prepare(topology)?;
         if !record.nodes.is_empty() {
             self.keep_image(&image::lab_image(&programs)?, "lab")?;
         }
@@ -138,10 +138,10 @@ impl Lab {
         self.finish(&record).await
     }
 
-    pub(crate) fn prepare(&self, shape: Shape) -> Result<Record> {
+    pub(crate) fn prepare(&self, topology: Topology) -> Result<Record> {
         fs::create_dir_all(&self.dir).with_context(|| format!("make {}", self.dir.display()))?;
         let mut record = if self.dir.join("lab.json").exists() { self.record()? } else { Record::default() };
-        if let Shape::Nodes(count) = shape {
+        if let Topology::Nodes(count) = topology {
             while record.nodes.len() < usize::from(count) {
                 record.add()?;
             }
@@ -158,7 +158,7 @@ impl Lab {
         for component in control_plane::foundation() {
             machine.run(&component)?;
         }
-        self.open_door(&machine)
+        self.start_forwarder(&machine)
     }
 
     /// Powers nodes on, all at the same time, as far as they come without an API server.
@@ -293,7 +293,7 @@ impl Lab {
     }
 
     /// Whether programs of this machine can reach the API server.
-    pub(crate) fn door_is_open(&self) -> bool {
+    pub(crate) fn forwarder_is_running(&self) -> bool {
         !self.door().processes().is_empty()
     }
 
@@ -303,12 +303,12 @@ impl Lab {
     }
 
     /// The forwarder's processes.
-    pub fn door_processes(&self) -> Vec<i32> {
+    pub fn forwarder_processes(&self) -> Vec<i32> {
         self.door().processes()
     }
 
     /// Starts the forwarder, unless it runs, and writes the kubeconfig.
-    fn open_door(&self, control_plane: &Machine) -> Result<()> {
+    fn start_forwarder(&self, control_plane: &Machine) -> Result<()> {
         let port_file = self.dir.join("port");
         let old = fs::read_to_string(&port_file).unwrap_or_default();
         // One that was started for an earlier control plane leads into a network that is gone.
@@ -317,13 +317,13 @@ impl Lab {
             .processes()
             .iter()
             .any(|pid| network_of(*pid) != control_plane.init().and_then(network_of));
-        if !self.door_is_open() || astray || old.is_empty() {
+        if !self.forwarder_is_running() || astray || old.is_empty() {
             self.door().destroy()?;
             self.door().create()?;
             remove_file(&port_file)?;
             let log = File::create(self.dir.join("door.log")).context("make the forwarder's log")?;
             let init = control_plane.init().context("the control plane is off")?;
-            let mut child = Command::new(binary()?)
+            let mut child = Command::new(lab_binary()?)
                 .arg("forward")
                 .arg(self.door().root().trim_start_matches('/'))
                 .arg(format!("/proc/{init}/ns/net"))
@@ -396,7 +396,7 @@ impl Lab {
             let file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(file) => file,
                 Err((file, _)) => {
-                    say(format!("another lab command is changing {}; waiting for it", self.name));
+                    print_progress(format!("another lab command is changing {}; waiting for it", self.name));
                     Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| e).context("lock the lab")?
                 }
             };

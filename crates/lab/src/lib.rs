@@ -4,7 +4,6 @@
 //! 127.0.0.1. Nothing of it appears in this machine's network, and `down` leaves nothing behind.
 
 mod address;
-pub mod archive;
 pub mod audit;
 mod bootstrap;
 mod cgroup;
@@ -23,18 +22,19 @@ mod power;
 pub mod program;
 mod progress;
 mod root;
-pub mod scene;
 pub mod snapshot;
 mod status;
 mod switch;
+pub mod tar;
+pub mod test_namespace;
 pub mod wait;
 
 pub use init::State;
-pub use lab::{Lab, Shape};
+pub use lab::{Lab, Topology};
 pub use machine::Machine;
 pub use place::Name;
 pub use power::Target;
-pub use progress::say;
+pub use progress::print_progress;
 pub use status::Status;
 
 /// One crypto for everything; a second call changes nothing.

@@ -82,7 +82,7 @@ impl Machine {
         let file = self.dir.join("machine.json");
         fs::write(&file, serde_json::to_vec_pretty(&machine)?).context("write machine.json")?;
         let errors = self.dir.join("start.log");
-        let status = Command::new(binary()?)
+        let status = Command::new(lab_binary()?)
             .arg("machine")
             .arg(self.group.root().trim_start_matches('/'))
             .arg(&file)
@@ -173,7 +173,7 @@ impl Machine {
 
     /// Through `lab enter`, so that it is born in the machine's cgroup and ends with the lab.
     fn enter(&self, namespaces: &[&str], program: impl AsRef<OsStr>) -> Result<Command> {
-        let mut command = Command::new(binary()?);
+        let mut command = Command::new(lab_binary()?);
         command
             .arg("enter")
             .arg(self.group.root().trim_start_matches('/'))
@@ -215,7 +215,7 @@ pub fn capture(command: &mut Command) -> Result<String> {
 }
 
 /// The `lab` program: this one, or the one that was built beside this test.
-pub fn binary() -> Result<PathBuf> {
+pub fn lab_binary() -> Result<PathBuf> {
     if let Some(path) = env::var_os("PATCHBAY_LAB_BIN") {
         return Ok(path.into());
     }

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::{digest::sha256_hex, place, progress::say};
+use crate::{digest::sha256_hex, place, progress::print_progress};
 
 /// A Go module of ours that pins one group of programs.
 struct Module {
@@ -206,7 +206,7 @@ impl Programs {
             if dir.join(program).exists() {
                 continue;
             }
-            say(format!("[{done}/{total}] building {program} ({}) …", module.name));
+            print_progress(format!("[{done}/{total}] building {program} ({}) …", module.name));
             let start = Instant::now();
             let partial = dir.join(format!(".{program}.partial"));
             let status = Command::new("go")
@@ -233,7 +233,10 @@ impl Programs {
                 bail!("building {program} from {} failed: {status}", dir.display());
             }
             fs::rename(&partial, dir.join(program)).with_context(|| format!("put {program} in place"))?;
-            say(format!("[{done}/{total}] built {program} in {:.0} s", start.elapsed().as_secs_f64()));
+            print_progress(format!(
+                "[{done}/{total}] built {program} in {:.0} s",
+                start.elapsed().as_secs_f64()
+            ));
         }
         Ok(())
     }
@@ -243,7 +246,7 @@ impl Programs {
         if dir.join("tool").exists() {
             return Ok(());
         }
-        say(format!("[{done}/{total}] building tool (for test pods) …"));
+        print_progress(format!("[{done}/{total}] building tool (for test pods) …"));
         fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
         let source = dir.join("tool.rs");
         fs::write(&source, TOOL).context("write tool.rs")?;

@@ -13,11 +13,11 @@ use crate::{cgroup::is_zombie, machine::capture, place};
 
 /// Links, mounts, processes, network namespaces, cgroups and files, each in one line of text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct HostSnapshot {
     lines: BTreeSet<String>,
 }
 
-impl Snapshot {
+impl HostSnapshot {
     /// Looks at this machine.
     pub fn take() -> Result<Self> {
         let mut lines = BTreeSet::new();
@@ -49,13 +49,13 @@ impl Snapshot {
     }
 
     /// What is there now and was not then.
-    pub fn since(&self, before: &Self) -> Vec<String> {
+    pub fn added_since(&self, before: &Self) -> Vec<String> {
         self.lines.difference(&before.lines).cloned().collect()
     }
 
     /// What was there then and is not now.
-    pub fn missing(&self, before: &Self) -> Vec<String> {
-        before.since(self)
+    pub fn removed_since(&self, before: &Self) -> Vec<String> {
+        before.added_since(self)
     }
 }
 
@@ -78,7 +78,7 @@ fn processes() -> Vec<String> {
 }
 
 /// The namespaces that the given processes live in and this one does not.
-pub fn namespaces(pids: &[i32]) -> BTreeSet<PathBuf> {
+pub fn namespaces_of(pids: &[i32]) -> BTreeSet<PathBuf> {
     let links = |pid: &str| -> BTreeSet<PathBuf> {
         let kinds = ["net", "mnt", "pid", "uts", "ipc"].into_iter();
         kinds.filter_map(|kind| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok()).collect()
@@ -91,10 +91,10 @@ pub fn namespaces(pids: &[i32]) -> BTreeSet<PathBuf> {
 }
 
 /// The processes of this machine that live in one of the given namespaces.
-pub fn inhabitants(of: &BTreeSet<PathBuf>) -> Vec<i32> {
+pub fn processes_in(of: &BTreeSet<PathBuf>) -> Vec<i32> {
     let pids = entries(Path::new("/proc")).into_iter();
     let pids = pids.filter_map(|path| path.file_name()?.to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| !is_zombie(*pid) && !namespaces(&[*pid]).is_disjoint(of)).collect()
+    pids.filter(|pid| !is_zombie(*pid) && !namespaces_of(&[*pid]).is_disjoint(of)).collect()
 }
 
 /// The first two levels: hierarchies, and what stands right below their roots. Others make and remove groups inside

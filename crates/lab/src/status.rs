@@ -37,7 +37,7 @@ impl Lab {
         Status {
             lab: self.name.to_string(),
             machines,
-            door: self.door_is_open(),
+            door: self.forwarder_is_running(),
             memory: self.group.memory(),
             kubeconfig: self.kubeconfig().display().to_string(),
         }
@@ -68,7 +68,7 @@ impl Lab {
 
 impl Status {
     /// Whether everything that should run does.
-    pub fn is_whole(&self) -> bool {
+    pub fn is_healthy(&self) -> bool {
         let running = |c: &Option<State>| matches!(c, Some(State::Running { .. }));
         self.door && self.machines.iter().all(|m| m.on && m.components.values().all(running))
     }

@@ -4,11 +4,11 @@ use anyhow::{Context as _, Result, bail};
 
 /// Builds an archive in memory.
 #[derive(Default)]
-pub struct Archive {
+pub struct TarBuilder {
     bytes: Vec<u8>,
 }
 
-impl Archive {
+impl TarBuilder {
     pub fn directory(&mut self, path: &str, mode: u32) -> Result<()> {
         self.header(&format!("{}/", path.trim_end_matches('/')), mode, 0, b'5', "")
     }
