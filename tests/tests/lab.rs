@@ -320,7 +320,7 @@ async fn a_reboot(ns: &TestNamespace) -> Result<()> {
             // The node's end of a new pod's link is silent on IPv6 until its address is known to be unique.
             let what = format!("{host} to answer over {protocol}");
             wait::until(Duration::from_secs(10), &what, || async {
-                let answer = ns.exec("ask", &["tool", "ask", protocol, &host, "hello"])?;
+                let answer = ns.exec("ask", &["tool", "send", protocol, &host, "hello"])?;
                 Ok(answer.contains("hello").then_some(()))
             })
             .await?;

@@ -137,7 +137,7 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
         ns.start_pod(attached_pod("d", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
         add_address(ns, "d", "net1", "10.8.0.4/24")?;
         wait::until(WAIT_TIMEOUT, "an answer over TCP", || async {
-            let answer = ns.exec("a", &["tool", "ask", "tcp", "10.8.0.4:7000", &text])?;
+            let answer = ns.exec("a", &["tool", "send", "tcp", "10.8.0.4:7000", &text])?;
             Ok(answer.contains(&text).then_some(()))
         })
         .await?;
