@@ -17,7 +17,7 @@ use e2e::{
 };
 use futures::{StreamExt as _, future::join_all};
 use kube::Client;
-use lab::{Lab, Shape, audit::Asked, wait};
+use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -25,7 +25,7 @@ const SOON: Duration = Duration::from_secs(10);
 fn main() -> ExitCode {
     Suite {
         name: "t-addresses",
-        shape: Shape::ControlPlaneOnly,
+        topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { install(&lab) }),
         tests: tests![
             nodes_take_blocks_and_hand_out_every_address_once,
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 
 /// Only the kinds: who may write is another suite's.
 fn install(lab: &Lab) -> Result<()> {
-    let path = patchbay::manifests().join("00-crds.yaml");
+    let path = patchbay::manifests_dir().join("00-crds.yaml");
     lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     Ok(())
@@ -284,7 +284,7 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     let spec = spec(json!({"subnets": ["10.6.0.0/16"]}))?;
     let mut fleet = Fleet::new(clients(&lab, 1).await?, "many", &spec, 10, node::ipam::Timings::default())?;
     fleet.start_all()?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     let begun = Instant::now();
     let adds = (0..1000).map(|pod| {
         let fleet = &fleet;
@@ -294,8 +294,8 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     let took = begun.elapsed();
     ensure!(fleet.check_no_duplicates()? == 1000);
     let blocks = fleet.objects().await?.len();
-    let ours = |asked: &Asked| asked.resource == "ipblocks";
-    let requests: Vec<Asked> = lab.asked_since(mark)?.into_iter().filter(ours).collect();
+    let ours = |asked: &AuditedRequest| asked.resource == "ipblocks";
+    let requests: Vec<AuditedRequest> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
     for asked in &requests {
         *verbs.entry(asked.verb.clone()).or_default() += 1;

@@ -11,7 +11,7 @@ use e2e::{
     patchbay,
 };
 use futures::future::join_all;
-use lab::{Lab, say, wait};
+use lab::{Lab, print_progress, wait};
 use node::ipam::Timings;
 use serde_json::json;
 
@@ -24,7 +24,7 @@ const ALL: Duration = Duration::from_secs(120);
 
 /// A thousand pods on fleets of nodes, on a control plane without nodes of its own.
 pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
-    let path = patchbay::manifests().join("00-crds.yaml");
+    let path = patchbay::manifests_dir().join("00-crds.yaml");
     lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     let exact = json!({
@@ -35,7 +35,7 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
         [("spare addresses", json!({"subnets": ["10.81.0.0/16"]})), ("addresses == pods", exact)]
     {
         for nodes in [10_usize, 256] {
-            say(format!("{PODS} pods on {nodes} nodes, {what} …"));
+            print_progress(format!("{PODS} pods on {nodes} nodes, {what} …"));
             let name = format!("f{nodes}-{}", rows.len());
             let mut clients = Vec::new();
             for _ in 0..nodes.div_ceil(32) {
@@ -52,7 +52,7 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
             let measured = outcome.with_context(|| fleet.summary());
             fleet.shutdown().await;
             let measured = measured?;
-            say(&measured);
+            print_progress(&measured);
             rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
         }
     }
@@ -61,7 +61,7 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 
 async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     fleet.start_all()?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     let begun = Instant::now();
     let tries = join_all((0..PODS).map(|pod| start(fleet, pod % nodes, pod))).await;
     let took = begun.elapsed();
@@ -70,7 +70,7 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     let owners = fleet.check_no_duplicates()?;
     // Too slow is a number like others; the table says so.
     let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
-        say(format!("{why:#}\n{}", fleet.summary()));
+        print_progress(format!("{why:#}\n{}", fleet.summary()));
         // Calls that nobody waits for any more come to their end.
         tokio::time::sleep(CALL).await;
         format!("NOT ENDED, {owners} of {PODS} have an address: ")
@@ -80,7 +80,8 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     };
     let blocks = fleet.objects().await?.len();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
-    for asked in lab.asked_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks")) {
+    for asked in lab.requests_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks"))
+    {
         *verbs.entry(asked.verb).or_default() += 1;
     }
     for pod in 0..PODS {
