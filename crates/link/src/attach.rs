@@ -21,7 +21,7 @@ use nix::{
     errno::Errno,
     sys::stat::{FileStat, fstat, stat},
 };
-use plan::nodenetwork::{Admin, Link};
+use plan::nodenetwork::{AdminState, Link};
 
 use crate::{
     dump::Asker,
@@ -393,8 +393,8 @@ fn differences(asker: &mut Asker, wanted: &Attach<'_>) -> Result<Vec<Difference>
         let kind = link.as_ref().map_or("missing", |link| link.kind.as_deref().unwrap_or("hardware"));
         compare(name, Aspect::Kind, "veth".to_owned(), kind.to_owned());
         let Some(link) = link else { continue };
-        let up = |admin| if admin == Admin::Up { "up" } else { "down" }.to_owned();
-        compare(name, Aspect::State, up(Admin::Up), up(link.admin));
+        let up = |admin| if admin == AdminState::Up { "up" } else { "down" }.to_owned();
+        compare(name, Aspect::State, up(AdminState::Up), up(link.admin));
         compare(name, Aspect::Mtu, wanted.mtu.to_string(), link.mtu.to_string());
     }
     if let Some(host) = host {

@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use nix::errno::Errno;
 use plan::{
     bridge::{Action, Overlay},
-    nodenetwork::Admin,
+    nodenetwork::AdminState,
 };
 
 use crate::{
@@ -56,7 +56,7 @@ impl Changer {
     /// Does one step of a plan. What is undone already is done.
     pub fn apply(&mut self, action: &Action) -> Result<(), Error> {
         match action {
-            Action::Record(_) | Action::Forget => Err(Error::NotForTheKernel),
+            Action::WriteRecord(_) | Action::RemoveRecord => Err(Error::NotForTheKernel),
             Action::CreateBridge { name, mac, mtu } => {
                 let request = create(name, *mac, mtu.saturating_sub(1))
                     .nested(IFLA_LINKINFO, &[], |info| info.text(IFLA_INFO_KIND, "bridge"));
@@ -88,17 +88,17 @@ impl Changer {
             Action::DisableIpv6 { name } => {
                 self.sysctls("ipv6", name, &[("accept_ra", "0"), ("disable_ipv6", "1")])
             }
-            Action::DeafenIpv4 { name } => {
+            Action::IsolateIpv4 { name } => {
                 self.sysctls("ipv4", name, &[("arp_ignore", "8"), ("rp_filter", "1"), ("forwarding", "0")])
             }
             Action::RemoveAddress { link, address } => {
                 let removed = self.asker.change("remove an address", remove_address(*link, *address));
                 done_if(removed, &[Errno::EADDRNOTAVAIL, Errno::ENODEV])
             }
-            Action::Join { link, bridge } => {
+            Action::SetMaster { link, bridge } => {
                 self.set("make a link a port", set(*link).number(IFLA_MASTER, *bridge))
             }
-            Action::Part { link } => {
+            Action::ClearMaster { link } => {
                 let parted = self.set("take a port from its bridge", set(*link).number(IFLA_MASTER, 0));
                 done_if(parted, &[Errno::ENODEV])
             }
@@ -154,8 +154,8 @@ impl Changer {
         self.asker.change(what, request)
     }
 
-    fn set_admin(&mut self, link: u32, admin: Admin) -> Result<(), Error> {
-        let flags = if admin == Admin::Up { IFF_UP } else { 0 };
+    fn set_admin(&mut self, link: u32, admin: AdminState) -> Result<(), Error> {
+        let flags = if admin == AdminState::Up { IFF_UP } else { 0 };
         let request = Request::new(message::SET_LINK, CHANGE, &link_header(link, flags, IFF_UP));
         self.set("set a link up or down", request)
     }
@@ -167,9 +167,9 @@ impl Changer {
             Err(error) if error.errno() == Some(Errno::EBUSY as i32) => {}
             other => return other,
         }
-        self.set_admin(link, Admin::Down)?;
+        self.set_admin(link, AdminState::Down)?;
         let renamed = self.set("rename a link", request());
-        self.set_admin(link, Admin::Up).and(renamed)
+        self.set_admin(link, AdminState::Up).and(renamed)
     }
 
     /// Sets what the kernel knows about one link and one protocol. A kernel without the protocol has nothing to set.

@@ -14,7 +14,7 @@ use nix::{
         time::TimeVal,
     },
 };
-use plan::nodenetwork::{Flood, Link, Observed};
+use plan::nodenetwork::{FloodEntry, KernelState, Link};
 
 use crate::{
     Error,
@@ -59,7 +59,7 @@ impl Asker {
     }
 
     /// Everything that is looked at, as it is now.
-    pub fn observe(&mut self) -> Result<Observed, Error> {
+    pub fn observe(&mut self) -> Result<KernelState, Error> {
         self.partial = false;
         let mut links = self.collect("links", message::get_links, |message| {
             (message.kind == message::NEW_LINK).then(|| message::link(message.body)).flatten()
@@ -91,11 +91,11 @@ impl Asker {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
         let floods = self.floods(&links)?;
-        Ok(Observed { links, default_routes, floods, partial: self.partial })
+        Ok(KernelState { links, default_routes, floods, partial: self.partial })
     }
 
     /// The flood lists of our own VXLAN devices. Those of others may be long.
-    fn floods(&mut self, links: &[Link]) -> Result<Vec<Flood>, Error> {
+    fn floods(&mut self, links: &[Link]) -> Result<Vec<FloodEntry>, Error> {
         let ours = |link: &&Link| link.vxlan.is_some() && link.alias.starts_with(api::LINK_ALIAS);
         let mut floods = Vec::new();
         for vxlan in links.iter().filter(ours) {

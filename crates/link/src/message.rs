@@ -11,7 +11,7 @@ use std::{
 
 use api::Mac;
 use ipnet::IpNet;
-use plan::nodenetwork::{Address, Admin, Flood, Link, Oper, Vxlan};
+use plan::nodenetwork::{Address, AdminState, FloodEntry, Link, OperState, Vxlan};
 pub use state::{Standing, forwards, placed, standing, stays};
 
 pub const DONE: u16 = 3;
@@ -214,30 +214,30 @@ pub fn link(body: &[u8]) -> Option<Link> {
         kind,
         mac: all.get(&IFLA_ADDRESS).and_then(|value| <[u8; 6]>::try_from(*value).ok()).map(Mac::from),
         mtu: number(IFLA_MTU).unwrap_or(0),
-        admin: if flags & IFF_UP == 0 { Admin::Down } else { Admin::Up },
+        admin: if flags & IFF_UP == 0 { AdminState::Down } else { AdminState::Up },
         oper: match all.get(&IFLA_OPERSTATE).and_then(|value| value.first()) {
-            Some(1) => Oper::NotPresent,
-            Some(2) => Oper::Down,
-            Some(3) => Oper::LowerLayerDown,
-            Some(4) => Oper::Testing,
-            Some(5) => Oper::Dormant,
-            Some(6) => Oper::Up,
-            _ => Oper::Unknown,
+            Some(1) => OperState::NotPresent,
+            Some(2) => OperState::Down,
+            Some(3) => OperState::LowerLayerDown,
+            Some(4) => OperState::Testing,
+            Some(5) => OperState::Dormant,
+            Some(6) => OperState::Up,
+            _ => OperState::Unknown,
         },
         loopback: flags & IFF_LOOPBACK != 0,
         master: number(IFLA_MASTER).filter(|&index| index != 0),
         lower: number(IFLA_LINK).or(below).filter(|&index| here && index != 0),
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
-        ipv6_off: all.get(&IFLA_AF_SPEC).and_then(|families| ipv6_off(families)),
-        ipv4_deaf: all.get(&IFLA_AF_SPEC).and_then(|families| ipv4_deaf(families)),
+        ipv6_disabled: all.get(&IFLA_AF_SPEC).and_then(|families| ipv6_disabled(families)),
+        ipv4_isolated: all.get(&IFLA_AF_SPEC).and_then(|families| ipv4_isolated(families)),
         vxlan,
     })
 }
 
 /// Whether IPv6 is off, out of what a link says of its protocols. A link that says nothing of IPv6 has none: the
 /// kernel has no IPv6, or the MTU is too small for it.
-fn ipv6_off(families: &[u8]) -> Option<bool> {
+fn ipv6_disabled(families: &[u8]) -> Option<bool> {
     const IFLA_INET6_CONF: u16 = 2;
     const DEVCONF_DISABLE_IPV6: usize = 26;
 
@@ -247,7 +247,7 @@ fn ipv6_off(families: &[u8]) -> Option<bool> {
 }
 
 /// Whether the host is deaf to IPv4, out of what a link says of its protocols.
-fn ipv4_deaf(families: &[u8]) -> Option<bool> {
+fn ipv4_isolated(families: &[u8]) -> Option<bool> {
     const IFLA_INET_CONF: u16 = 1;
     /// `IPV4_DEVCONF_FORWARDING`, `IPV4_DEVCONF_RP_FILTER` and `IPV4_DEVCONF_ARP_IGNORE`, which count from one.
     const WANTED: [(usize, u32); 3] = [(1, 0), (8, 1), (19, 8)];
@@ -286,7 +286,7 @@ fn ip(bytes: &[u8]) -> Option<IpAddr> {
 
 /// An entry of a flood list, out of a `NEW_NEIGHBOUR` message: frames for everybody go to that address too. None for
 /// other entries, of which a bridge learns one for every station.
-pub fn flood(body: &[u8]) -> Option<Flood> {
+pub fn flood(body: &[u8]) -> Option<FloodEntry> {
     const NDA_DST: u16 = 1;
     const NDA_LLADDR: u16 = 2;
 
@@ -296,7 +296,7 @@ pub fn flood(body: &[u8]) -> Option<Flood> {
     let all: BTreeMap<u16, &[u8]> = attributes(body.get(12..)?).collect();
     let everybody = all.get(&NDA_LLADDR).is_some_and(|mac| mac.iter().all(|&byte| byte == 0));
     let to = all.get(&NDA_DST).and_then(|bytes| ip(bytes)).filter(|_| everybody)?;
-    Some(Flood { link: u32_at(body, 4)?, to })
+    Some(FloodEntry { link: u32_at(body, 4)?, to })
 }
 
 /// The link that a route leads to, out of a `NEW_ROUTE` message that answers a question for one address.
@@ -523,8 +523,8 @@ mod tests {
             flood(&bytes);
             way(&bytes);
             vxlan(&bytes);
-            ipv6_off(&bytes);
-            ipv4_deaf(&bytes);
+            ipv6_disabled(&bytes);
+            ipv4_isolated(&bytes);
             error_code(&bytes);
             readable(&bytes);
         }

@@ -11,7 +11,7 @@ use std::{
 
 use netlink_sys::{AsyncSocket as _, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
 use nix::errno::Errno;
-use plan::nodenetwork::Observed;
+use plan::nodenetwork::KernelState;
 use tokio::{runtime::Handle, sync::Mutex, task, time::timeout};
 
 use crate::{Error, dump::Asker, message, namespace};
@@ -93,7 +93,7 @@ impl Monitor {
     }
 
     /// What the kernel has now.
-    pub async fn observe(&self) -> Result<Observed, Error> {
+    pub async fn observe(&self) -> Result<KernelState, Error> {
         let asker = Arc::clone(&self.asker);
         let look = async {
             // Held by a look that was given up until the kernel lets go of it: there is never a second thread.

@@ -15,23 +15,23 @@ use tracing::debug;
 use crate::Error;
 
 /// How many wait to be sent. What does not fit is in the log and in the metrics all the same.
-const QUEUE: usize = 64;
+const QUEUE_LENGTH: usize = 64;
 /// How long the API server may take for one.
-const LIMIT: Duration = Duration::from_secs(5);
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Where to put events. Never waits.
 #[derive(Clone)]
 pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
 
 /// Who sends them.
-pub struct Sender {
+pub struct EventSender {
     recorder: Recorder,
     queue: mpsc::Receiver<(ObjectReference, Event)>,
 }
 
 /// Why an event is told, in one word for programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
+pub enum EventReason {
     /// Somebody changed a link of the network by hand, and it was put right.
     Repaired,
     /// The kernel refused what the network needs.
@@ -41,24 +41,24 @@ pub enum Reason {
     /// Addresses of this node's pods may be given to others too.
     AddressBlockLost,
     /// This node does not know who has addresses of its own.
-    AddressBlockDoubtful,
+    AddressBlockUnverified,
 }
 
 impl Events {
-    pub fn new(client: Client, node: &str) -> (Self, Sender) {
-        let (sender, queue) = mpsc::channel(QUEUE);
+    pub fn new(client: Client, node: &str) -> (Self, EventSender) {
+        let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
         let reporter = Reporter { controller: "patchbay-node".to_owned(), instance: Some(node.to_owned()) };
-        (Self(sender), Sender { recorder: Recorder::new(client, reporter), queue })
+        (Self(sender), EventSender { recorder: Recorder::new(client, reporter), queue })
     }
 
     /// Tells of a network.
-    pub fn tell(&self, name: &str, uid: &str, reason: Reason, note: String) {
+    pub fn record(&self, name: &str, uid: &str, reason: EventReason, note: String) {
         let (type_, word, action) = match reason {
-            Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
-            Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
-            Reason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
-            Reason::AddressBlockDoubtful => (EventType::Warning, "AddressBlockDoubtful", "Allocate"),
-            Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
+            EventReason::Repaired => (EventType::Normal, "Repaired", "Repair"),
+            EventReason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
+            EventReason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
+            EventReason::AddressBlockUnverified => (EventType::Warning, "AddressBlockUnverified", "Allocate"),
+            EventReason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {
             api_version: Some(BridgeNetwork::api_version(&()).into_owned()),
@@ -80,11 +80,11 @@ impl Events {
     }
 }
 
-impl Sender {
+impl EventSender {
     /// Sends until `stop`. An event that cannot be sent is dropped: it is a courtesy.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
         while let Some(Some((about, event))) = stop.run_until_cancelled(self.queue.recv()).await {
-            match timeout(LIMIT, self.recorder.publish(&event, &about)).await {
+            match timeout(SEND_TIMEOUT, self.recorder.publish(&event, &about)).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => debug!(error = %Chain(&error), "an event was not sent"),
                 Err(_) => debug!("an event was not sent in time"),

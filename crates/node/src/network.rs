@@ -12,7 +12,7 @@ use api::{
 };
 use kube::{ResourceExt as _, api::DynamicObject};
 use plan::{
-    bridge::{Network, Overlay, Peer, Wish},
+    bridge::{Desired, LocalNetwork, Overlay, Peer},
     ipam::{Family, Rules},
 };
 use serde::de::DeserializeOwned;
@@ -22,11 +22,11 @@ pub type Labels = BTreeMap<String, String>;
 
 /// A BridgeNetwork, without what depends on the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct ParsedNetwork {
     selector: Option<LabelSelector>,
     deletion: Deletion,
     /// As if this node were selected.
-    network: Network,
+    network: LocalNetwork,
     ipam: Option<Arc<Rules>>,
 }
 
@@ -40,7 +40,7 @@ enum Deletion {
     Undo,
 }
 
-impl Known {
+impl ParsedNetwork {
     /// Reads an object; none if it is no BridgeNetwork that anything can be done about.
     pub fn read(object: &DynamicObject) -> Option<Self> {
         let name = object.name_any();
@@ -58,7 +58,7 @@ impl Known {
             Some(_) if object.finalizers().iter().any(|one| one == FINALIZER_USERS) => Deletion::Waits,
             Some(_) => Deletion::Undo,
         };
-        let network = Network {
+        let network = LocalNetwork {
             uid: object.uid()?,
             generation: object.metadata.generation.unwrap_or_default(),
             created: object.creation_timestamp()?.0,
@@ -67,7 +67,7 @@ impl Known {
             mtu: status.mtu.and_then(|mtu| u32::try_from(mtu).ok()).filter(|&mtu| mtu > 0),
             uplink: spec.uplink,
             overlay,
-            wish: Wish::Have,
+            desired: Desired::Present,
             name,
         };
         let said = status.ipam.unwrap_or_default();
@@ -82,12 +82,12 @@ impl Known {
     }
 
     /// What a node with these labels should do about it.
-    pub fn on(&self, labels: &Labels) -> Network {
-        let wish = match self.deletion {
-            Deletion::No | Deletion::Waits if self.selects(labels) => Wish::Have,
-            _ => Wish::Leave,
+    pub fn on(&self, labels: &Labels) -> LocalNetwork {
+        let desired = match self.deletion {
+            Deletion::No | Deletion::Waits if self.selects(labels) => Desired::Present,
+            _ => Desired::Absent,
         };
-        Network { wish, ..self.network.clone() }
+        LocalNetwork { desired, ..self.network.clone() }
     }
 
     pub fn selects(&self, labels: &Labels) -> bool {
@@ -155,15 +155,15 @@ mod tests {
         serde_json::from_value(object).unwrap()
     }
 
-    fn wish(metadata: Value, spec: Value, labels: &[(&str, &str)]) -> Wish {
+    fn desired(metadata: Value, spec: Value, labels: &[(&str, &str)]) -> Desired {
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        Known::read(&object(metadata, spec)).unwrap().on(&labels).wish
+        ParsedNetwork::read(&object(metadata, spec)).unwrap().on(&labels).desired
     }
 
     #[test]
     fn a_network_is_read_with_what_follows_from_its_name() {
-        let known = Known::read(&object(json!({}), json!({"overlay": {"vni": 7}}))).unwrap();
-        let network = known.on(&Labels::new());
+        let parsed = ParsedNetwork::read(&object(json!({}), json!({"overlay": {"vni": 7}}))).unwrap();
+        let network = parsed.on(&Labels::new());
         assert_eq!((network.bridge.as_str(), network.vxlan.as_str()), ("br-blue", "vx-blue"));
         assert_eq!((network.generation, network.mtu), (3, Some(1450)));
         assert_eq!(network.overlay, Some(Overlay { vni: 7, port: 4789 }));
@@ -172,23 +172,23 @@ mod tests {
     #[test]
     fn a_node_takes_part_while_it_is_selected() {
         let spec = json!({"nodeSelector": {"matchLabels": {"zone": "a"}}});
-        assert_eq!(wish(json!({}), json!({}), &[]), Wish::Have);
-        assert_eq!(wish(json!({}), spec.clone(), &[("zone", "a")]), Wish::Have);
-        assert_eq!(wish(json!({}), spec, &[("zone", "b")]), Wish::Leave);
+        assert_eq!(desired(json!({}), json!({}), &[]), Desired::Present);
+        assert_eq!(desired(json!({}), spec.clone(), &[("zone", "a")]), Desired::Present);
+        assert_eq!(desired(json!({}), spec, &[("zone", "b")]), Desired::Absent);
     }
 
     #[test]
     fn a_deleted_network_is_undone_when_nobody_uses_it_and_not_before() {
         let deleted = |finalizers: &[&str]| json!({"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers});
         let waits = deleted(&["patchbay.dev/nodes", "patchbay.dev/users"]);
-        assert_eq!(wish(waits, json!({}), &[]), Wish::Have);
-        assert_eq!(wish(deleted(&["patchbay.dev/nodes"]), json!({}), &[]), Wish::Leave);
+        assert_eq!(desired(waits, json!({}), &[]), Desired::Present);
+        assert_eq!(desired(deleted(&["patchbay.dev/nodes"]), json!({}), &[]), Desired::Absent);
     }
 
     #[test]
     fn what_cannot_be_read_is_no_network() {
         for spec in [json!(7), json!({"bridge": "a/b"}), json!({"overlay": {"vni": -1}}), Value::Null] {
-            assert_eq!(Known::read(&object(json!({}), spec)), None);
+            assert_eq!(ParsedNetwork::read(&object(json!({}), spec)), None);
         }
     }
 

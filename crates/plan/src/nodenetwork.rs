@@ -16,9 +16,9 @@ use api::{
 use ipnet::IpNet;
 use jiff::Timestamp;
 
-/// The links that are left out unless somebody says otherwise: ends of pods and of virtual machines, and what other
+/// The links that are omitted out unless somebody says otherwise: ends of pods and of virtual machines, and what other
 /// network software makes for itself. Bridges and bonds of administrators are not among them.
-pub const IGNORED: &str = concat!(
+pub const DEFAULT_IGNORED: &str = concat!(
     // Pods and containers: reference plugins, Calico, Cilium, AWS, Azure, GKE, Kube-OVN.
     "veth*,cali*,lxc*,eni[0-9a-f]*,azv*,gke[0-9a-f]*,????????????_h,",
     // OVN-Kubernetes names the host's end after the first 15 digits of the sandbox.
@@ -37,13 +37,13 @@ pub const IGNORED: &str = concat!(
 );
 
 /// How long to wait after the first event, so that one look sees all of a small change.
-const SETTLE: Duration = Duration::from_millis(100);
+const EVENT_DEBOUNCE: Duration = Duration::from_millis(100);
 /// The least time between two looks at the kernel. A storm of events costs three looks a second.
-const BETWEEN_LOOKS: Duration = Duration::from_millis(350);
+const MIN_OBSERVE_INTERVAL: Duration = Duration::from_millis(350);
 /// The least time between two writes.
-const BETWEEN_WRITES: Duration = Duration::from_secs(1);
+const MIN_WRITE_INTERVAL: Duration = Duration::from_secs(1);
 /// The same if a bridge network came, went, or changed.
-const BETWEEN_NETWORK_WRITES: Duration = Duration::from_millis(100);
+const MIN_NETWORK_WRITE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A link as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,9 +57,9 @@ pub struct Link {
     pub mac: Option<Mac>,
     pub mtu: u32,
     /// Whether an administrator has set it up.
-    pub admin: Admin,
+    pub admin: AdminState,
     /// What the driver says of it.
-    pub oper: Oper,
+    pub oper: OperState,
     /// Whether it is the namespace's own loopback.
     pub loopback: bool,
     /// The index of the bridge, bond or VRF that it is a port of.
@@ -70,9 +70,9 @@ pub struct Link {
     pub alias: String,
     pub addresses: Vec<Address>,
     /// Whether IPv6 is off on it; none if the kernel does not say.
-    pub ipv6_off: Option<bool>,
+    pub ipv6_disabled: Option<bool>,
     /// Whether the host is deaf to IPv4 on it: it answers no ARP and forwards nothing; none if the kernel does not say.
-    pub ipv4_deaf: Option<bool>,
+    pub ipv4_isolated: Option<bool>,
     /// What it is set to, if it is a VXLAN device.
     pub vxlan: Option<Vxlan>,
 }
@@ -87,7 +87,7 @@ pub struct Vxlan {
 
 /// An entry of a VXLAN device's flood list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Flood {
+pub struct FloodEntry {
     /// The index of the device.
     pub link: u32,
     pub to: IpAddr,
@@ -95,14 +95,14 @@ pub struct Flood {
 
 /// Whether a link is set up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Admin {
+pub enum AdminState {
     Up,
     Down,
 }
 
 /// The operational states of RFC 2863.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Oper {
+pub enum OperState {
     Unknown,
     NotPresent,
     Down,
@@ -122,19 +122,19 @@ pub struct Address {
 
 /// What the kernel had at one moment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Observed {
+pub struct KernelState {
     pub links: Vec<Link>,
     /// The indexes of the links that a default route of the main table leads to.
     pub default_routes: Vec<u32>,
     /// The flood lists of all VXLAN devices.
-    pub floods: Vec<Flood>,
+    pub floods: Vec<FloodEntry>,
     /// Whether something may be missing, because the kernel was interrupted each time that it was asked.
     pub partial: bool,
 }
 
 /// What the Node object says.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Facts {
+pub struct NodeInfo {
     pub name: String,
     pub uid: String,
     /// Its InternalIPs, in its order.
@@ -143,15 +143,15 @@ pub struct Facts {
 
 /// All that is known when something has to be decided.
 #[derive(Debug, Clone, Copy)]
-pub struct Picture<'a> {
-    pub observed: &'a Observed,
-    pub facts: &'a Facts,
+pub struct PublishInput<'a> {
+    pub observed: &'a KernelState,
+    pub node: &'a NodeInfo,
     /// The names of the links to leave out.
     pub ignored: &'a Patterns,
     /// The newest that is known of the API server's object; none if there is no such object.
-    pub server: Option<&'a Record>,
+    pub server: Option<&'a PublishedState>,
     /// The last write that went through.
-    pub written: Option<&'a Written>,
+    pub written: Option<&'a LastWrite>,
     /// When the last write was tried.
     pub last_write: Option<Instant>,
     /// The bridge networks of the node, sorted by UID.
@@ -168,26 +168,26 @@ pub enum Netfilter {
 }
 
 /// What the NodeNetwork should say.
-pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
-    let Picture { observed, facts, ignored, server, written, last_write: _, networks, netfilter } = picture;
+pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
+    let PublishInput { observed, node, ignored, server, written, last_write: _, networks, netfilter } = input;
     // A condition whose status stays keeps its time. Ours counts before the server's, which somebody may have
     // edited, and which an older schema may have emptied.
-    let ours = written.map(|written| &written.wanted);
+    let ours = written.map(|written| &written.desired);
     let theirs = server.and_then(|record| record.status.as_ref());
     let before: Vec<&Condition> =
         ours.into_iter().chain(theirs).flat_map(|status| &status.conditions).collect();
 
-    let vtep = vtep(observed, facts, ignored);
-    let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
-    let mut verdicts = vec![ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
-    verdicts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
-    let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
+    let vtep = vtep(observed, node, ignored);
+    let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
+    let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(node, vtep.as_ref())];
+    drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
+    let conditions = drafts.into_iter().map(|draft| draft.condition(&before, now)).collect();
     NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
 }
 
 /// The tunnel end point of the node.
-pub fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
-    facts.internal_ips.iter().find_map(|&address| {
+pub fn vtep(observed: &KernelState, node: &NodeInfo, ignored: &Patterns) -> Option<Vtep> {
+    node.internal_ips.iter().find_map(|&address| {
         observed
             .links
             .iter()
@@ -199,13 +199,13 @@ pub fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vt
 }
 
 /// What did not fit into the object.
-struct Left {
+struct Omitted {
     links: usize,
     addresses: usize,
 }
 
 /// The links to list, sorted by name, and what did not fit.
-fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Left) {
+fn interfaces(observed: &KernelState, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Omitted) {
     let names: BTreeMap<u32, &str> =
         observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
@@ -228,7 +228,7 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
         default_routes.contains(&link.index) || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
     };
     listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
-    let mut left = Left { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
+    let mut omitted = Omitted { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
     listed.truncate(MAX_INTERFACES);
 
     let mut room = MAX_ALL_ADDRESSES;
@@ -245,7 +245,7 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
         addresses: {
             let mut nets = addresses(link);
             let fit = nets.len().min(MAX_ADDRESSES).min(room);
-            left.addresses += nets.len() - fit;
+            omitted.addresses += nets.len() - fit;
             room -= fit;
             nets.truncate(fit);
             nets
@@ -259,7 +259,7 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
     };
     let mut interfaces: Vec<Interface> = listed.into_iter().map(interface).collect();
     interfaces.sort_by(|a, b| a.name.cmp(&b.name));
-    (interfaces, left)
+    (interfaces, omitted)
 }
 
 /// Cuts what is longer than a name of the kernel can be.
@@ -271,16 +271,16 @@ fn mtu(link: &Link) -> i32 {
     i32::try_from(link.mtu).unwrap_or(i32::MAX)
 }
 
-fn state(admin: Admin, oper: Oper) -> LinkState {
+fn state(admin: AdminState, oper: OperState) -> LinkState {
     match (admin, oper) {
-        (_, Oper::NotPresent) => LinkState::NotPresent,
-        (Admin::Down, _) => LinkState::Down,
-        (Admin::Up, Oper::Up) => LinkState::Up,
-        (Admin::Up, Oper::Down) => LinkState::NoCarrier,
-        (Admin::Up, Oper::LowerLayerDown) => LinkState::LowerLayerDown,
-        (Admin::Up, Oper::Testing) => LinkState::Testing,
-        (Admin::Up, Oper::Dormant) => LinkState::Dormant,
-        (Admin::Up, Oper::Unknown) => LinkState::Unknown,
+        (_, OperState::NotPresent) => LinkState::NotPresent,
+        (AdminState::Down, _) => LinkState::Down,
+        (AdminState::Up, OperState::Up) => LinkState::Up,
+        (AdminState::Up, OperState::Down) => LinkState::NoCarrier,
+        (AdminState::Up, OperState::LowerLayerDown) => LinkState::LowerLayerDown,
+        (AdminState::Up, OperState::Testing) => LinkState::Testing,
+        (AdminState::Up, OperState::Dormant) => LinkState::Dormant,
+        (AdminState::Up, OperState::Unknown) => LinkState::Unknown,
     }
 }
 
@@ -302,14 +302,14 @@ fn addresses(link: &Link) -> Vec<IpNet> {
 }
 
 /// A condition without its time.
-struct Verdict {
+struct NodeConditionDraft {
     r#type: &'static str,
     status: ConditionStatus,
     reason: &'static str,
     message: String,
 }
 
-impl Verdict {
+impl NodeConditionDraft {
     fn condition(self, before: &[&Condition], now: Timestamp) -> Condition {
         let since = before
             .iter()
@@ -327,34 +327,34 @@ impl Verdict {
     }
 }
 
-fn ready(listed: usize, left: &Left) -> Verdict {
+fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
     const REMEDY: &str = "leave out links that no network will use with `patchbay node --ignore-interfaces`";
-    let (status, reason, message) = match left {
-        Left { links: 0, addresses: 0 } => {
+    let (status, reason, message) = match omitted {
+        Omitted { links: 0, addresses: 0 } => {
             (ConditionStatus::True, "Published", "the links of this node are listed".to_owned())
         }
-        Left { links: 0, addresses } => {
+        Omitted { links: 0, addresses } => {
             let message = format!(
                 "{addresses} addresses are not listed: at most {MAX_ADDRESSES} of a link are, and \
                  {MAX_ALL_ADDRESSES} of all together; remove some, or {REMEDY}"
             );
             (ConditionStatus::False, "TooManyAddresses", message)
         }
-        Left { links, addresses: _ } => {
+        Omitted { links, addresses: _ } => {
             let message = format!("only {listed} of {} links are listed; {REMEDY}", listed + links);
             (ConditionStatus::False, "TooManyLinks", message)
         }
     };
-    Verdict { r#type: "Ready", status, reason, message }
+    NodeConditionDraft { r#type: "Ready", status, reason, message }
 }
 
-fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
+fn vtep_found(node: &NodeInfo, vtep: Option<&Vtep>) -> NodeConditionDraft {
     let (status, reason, message) = match vtep {
         Some(vtep) => {
             let message = format!("overlays use {} on {}", vtep.address, vtep.interface);
             (ConditionStatus::True, "AddressOnLink", message)
         }
-        None if facts.internal_ips.is_empty() => (
+        None if node.internal_ips.is_empty() => (
             ConditionStatus::False,
             "NoInternalIP",
             "the Node has no address of type InternalIP, so overlay networks cannot reach it; set the kubelet's \
@@ -362,7 +362,7 @@ fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
                 .to_owned(),
         ),
         None => {
-            let ips: Vec<String> = facts.internal_ips.iter().take(8).map(ToString::to_string).collect();
+            let ips: Vec<String> = node.internal_ips.iter().take(8).map(ToString::to_string).collect();
             let message = format!(
                 "no link of this node has {}, the InternalIP of the Node, so overlay networks cannot reach it; set \
                  the kubelet's --node-ip to an address that is on a link",
@@ -371,10 +371,10 @@ fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
             (ConditionStatus::False, "AddressNotOnAnyLink", message)
         }
     };
-    Verdict { r#type: "VtepFound", status, reason, message }
+    NodeConditionDraft { r#type: "VtepFound", status, reason, message }
 }
 
-fn netfilter_off(netfilter: Netfilter) -> Verdict {
+fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
     let (status, reason, message) = match netfilter {
         Netfilter::Off => {
             (ConditionStatus::True, "NotCalled", "packets on bridges are not shown to iptables".to_owned())
@@ -387,18 +387,18 @@ fn netfilter_off(netfilter: Netfilter) -> Verdict {
                 .to_owned(),
         ),
     };
-    Verdict { r#type: "BridgeNetfilterOff", status, reason, message }
+    NodeConditionDraft { r#type: "BridgeNetfilterOff", status, reason, message }
 }
 
 /// When to look at the kernel again: the first event since the last look came at `event`.
-pub fn look(event: Instant, last_look: Option<Instant>) -> Instant {
-    let settled = event + SETTLE;
-    last_look.map_or(settled, |last| settled.max(last + BETWEEN_LOOKS))
+pub fn next_observation(event: Instant, last_observation: Option<Instant>) -> Instant {
+    let settled = event + EVENT_DEBOUNCE;
+    last_observation.map_or(settled, |last| settled.max(last + MIN_OBSERVE_INTERVAL))
 }
 
 /// A NodeNetwork, as far as its daemon answers for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Record {
+pub struct PublishedState {
     /// All that own it, whoever made them so.
     pub owners: Vec<Owner>,
     /// None also when what stands there cannot be read.
@@ -418,12 +418,12 @@ pub struct Owner {
 
 impl Owner {
     /// The one owner that a NodeNetwork should have: it goes when its Node goes, and for no other reason.
-    pub fn of(facts: &Facts) -> Self {
+    pub fn of(node: &NodeInfo) -> Self {
         Self {
             api_version: "v1".to_owned(),
             kind: "Node".to_owned(),
-            name: facts.name.clone(),
-            uid: facts.uid.clone(),
+            name: node.name.clone(),
+            uid: node.uid.clone(),
             controller: false,
             blocks_deletion: false,
         }
@@ -432,59 +432,59 @@ impl Owner {
 
 /// The last write that went through.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Written {
+pub struct LastWrite {
     pub uid: String,
-    pub wanted: NodeNetworkStatus,
+    pub desired: NodeNetworkStatus,
     /// What the API server made of it.
-    pub got: Record,
+    pub accepted: PublishedState,
 }
 
 /// What to do about a NodeNetwork.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Publish {
+pub enum PublishDecision {
     /// All is as it should be.
     Nothing,
-    Now(Writes),
+    Now(WriteParts),
     /// Too early to write again.
     At(Instant),
 }
 
 /// Which parts to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Writes {
+pub struct WriteParts {
     /// The object itself: it is missing, or not owned by its Node, or by something else too.
     pub object: bool,
     pub status: bool,
 }
 
-/// Decides about a write of `wanted`.
-pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) -> Publish {
-    let Picture { facts, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
-        *picture;
+/// Decides about a write of `desired`.
+pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Instant) -> PublishDecision {
+    let PublishInput { node, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
+        *input;
     let writes = match server {
-        None => Writes { object: true, status: true },
-        Some(record) => Writes {
-            object: record.owners != [Owner::of(facts)],
-            status: record.status.as_ref() != Some(wanted),
+        None => WriteParts { object: true, status: true },
+        Some(record) => WriteParts {
+            object: record.owners != [Owner::of(node)],
+            status: record.status.as_ref() != Some(desired),
         },
     };
     if !writes.object && !writes.status {
-        return Publish::Nothing;
+        return PublishDecision::Nothing;
     }
     // Something on the way changes what we write (an older schema, a webhook): writing it again changes nothing.
     if let (Some(record), Some(written)) = (server, written)
-        && *record == written.got
-        && *wanted == written.wanted
-        && facts.uid == written.uid
+        && *record == written.accepted
+        && *desired == written.desired
+        && node.uid == written.uid
     {
-        return Publish::Nothing;
+        return PublishDecision::Nothing;
     }
     // A network waits for being listed, and pods for being told that it is ready.
     let listed = server.and_then(|record| record.status.as_ref()).map(|status| status.networks.as_slice());
-    let pause = if listed == Some(networks) { BETWEEN_WRITES } else { BETWEEN_NETWORK_WRITES };
+    let pause = if listed == Some(networks) { MIN_WRITE_INTERVAL } else { MIN_NETWORK_WRITE_INTERVAL };
     match last_write.map(|last| last + pause) {
-        Some(then) if now < then => Publish::At(then),
-        _ => Publish::Now(writes),
+        Some(then) if now < then => PublishDecision::At(then),
+        _ => PublishDecision::Now(writes),
     }
 }
 

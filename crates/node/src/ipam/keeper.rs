@@ -37,7 +37,7 @@ use crate::{
     Error,
     cni::Networks,
     event::Events,
-    watch::{Seen, Watch},
+    watch::{ObjectEvent, ObjectWatch},
 };
 
 /// How long the API server may take to answer.
@@ -219,7 +219,7 @@ struct Silent {
 }
 
 struct Lender {
-    watch: Watch<IPBlock>,
+    watch: ObjectWatch<IPBlock>,
     /// Whether it has been read.
     read: bool,
     /// When its holder last said anything.
@@ -276,11 +276,11 @@ impl Keeper {
 
     /// Runs until `stop`.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut blocks: Option<Watch<IPBlock>> = None;
+        let mut blocks: Option<ObjectWatch<IPBlock>> = None;
         loop {
             if self.learn() {
                 let selector = format!("{NODE_LABEL_PREFIX}{}", self.me.uid);
-                blocks = Some(Watch::labelled(self.api.clone(), &selector));
+                blocks = Some(ObjectWatch::labelled(self.api.clone(), &selector));
                 self.objects = None;
                 self.confirm();
             }
@@ -303,7 +303,7 @@ impl Keeper {
 
     /// Takes in what comes right behind, so that all who ask are answered with one word. What the API server has sent is
     /// read from the connection piece by piece: the next one is there a moment after it was asked for, never at once.
-    async fn catch_up(&mut self, blocks: &mut Option<Watch<IPBlock>>) {
+    async fn catch_up(&mut self, blocks: &mut Option<ObjectWatch<IPBlock>>) {
         let begun = Instant::now();
         while begun.elapsed() < BURST {
             tokio::select! {
@@ -340,20 +340,20 @@ impl Keeper {
         }
     }
 
-    fn see(&mut self, seen: Seen<IPBlock>) {
+    fn see(&mut self, seen: ObjectEvent<IPBlock>) {
         match seen {
-            Seen::Synced(all) => {
+            ObjectEvent::Synced(all) => {
                 let all = all.into_iter().filter_map(read);
                 self.objects = Some(all.filter(|(_, one)| !self.deleted.contains(&one.uid)).collect());
                 self.pause = None;
                 self.confirm();
                 self.ipam.hear(Contact::Now);
             }
-            Seen::Changed(one) => {
+            ObjectEvent::Changed(one) => {
                 self.insert(one);
                 self.ipam.hear(Contact::Now);
             }
-            Seen::Gone(one) => {
+            ObjectEvent::Deleted(one) => {
                 let (name, uid) = (one.name_any(), one.uid());
                 if let Some(objects) = &mut self.objects
                     && objects.get(&name).map(|object| &object.uid) == uid.as_ref()
@@ -363,23 +363,23 @@ impl Keeper {
                 }
                 self.ipam.hear(Contact::Now);
             }
-            Seen::Failed(error) => {
+            ObjectEvent::Failed(error) => {
                 debug!(error = %Chain(&error), "the watch of address blocks broke and is tried again");
                 self.ipam.hear(Contact::LostAt(std::time::Instant::now()));
             }
         }
     }
 
-    fn see_lender(&mut self, name: &str, seen: Seen<IPBlock>) {
+    fn see_lender(&mut self, name: &str, seen: ObjectEvent<IPBlock>) {
         let Some(lender) = self.lenders.get_mut(name) else { return };
         let now = match seen {
-            Seen::Synced(all) => all.into_iter().next(),
-            Seen::Changed(one) => {
+            ObjectEvent::Synced(all) => all.into_iter().next(),
+            ObjectEvent::Changed(one) => {
                 lender.heard = Some(Instant::now());
                 Some(one)
             }
-            Seen::Gone(_) => None,
-            Seen::Failed(_) => return,
+            ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Failed(_) => return,
         };
         (lender.read, lender.seen) = (true, now.and_then(read).map(|(_, object)| object));
     }
@@ -615,7 +615,7 @@ impl Keeper {
 }
 
 /// The next word about the blocks of this node, once it is known which node it is.
-async fn next(blocks: &mut Option<Watch<IPBlock>>) -> Seen<IPBlock> {
+async fn next(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEvent<IPBlock> {
     match blocks {
         Some(watch) => watch.next().await,
         None => pending().await,
@@ -623,7 +623,7 @@ async fn next(blocks: &mut Option<Watch<IPBlock>>) -> Seen<IPBlock> {
 }
 
 /// The next word about a block that an address is asked of.
-async fn answers(lenders: &mut BTreeMap<String, Lender>) -> (String, Seen<IPBlock>) {
+async fn answers(lenders: &mut BTreeMap<String, Lender>) -> (String, ObjectEvent<IPBlock>) {
     if lenders.is_empty() {
         return pending().await;
     }

@@ -10,7 +10,7 @@ use tracing::warn;
 use super::{
     BUSY, CROWDED, DOUBT, IN_VAIN, Keeper, Lender, NAMED, REMEMBERED_FOR, SHUNNED, SILENT, Silent, UNCERTAIN,
 };
-use crate::{event::Reason, ipam::Want, watch::Watch};
+use crate::{event::EventReason, ipam::Want, watch::ObjectWatch};
 
 impl Keeper {
     /// Forgets what is past, and notes since when blocks are empty.
@@ -47,7 +47,7 @@ impl Keeper {
         self.lenders.retain(|name, _| names.contains(name));
         for name in names {
             let watch = || Lender {
-                watch: Watch::one(self.api.clone(), &name),
+                watch: ObjectWatch::one(self.api.clone(), &name),
                 read: false,
                 heard: None,
                 seen: None,
@@ -102,7 +102,7 @@ impl Keeper {
                 these until the machine is started anew; drain and reboot it when it suits you",
                 self.me.node
             );
-            self.events.tell(&name, &uid, Reason::AddressBlockDoubtful, note);
+            self.events.record(&name, &uid, EventReason::AddressBlockUnverified, note);
         }
     }
 

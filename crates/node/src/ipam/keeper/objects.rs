@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::{Created, Failure, Keeper, LENT, LIST_PAGE, LISTED, REMEMBERED, UNCERTAIN, call, read};
-use crate::event::Reason;
+use crate::event::EventReason;
 
 impl Keeper {
     /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
@@ -85,7 +85,7 @@ impl Keeper {
             self.me.node
         );
         warn!("{note}");
-        self.events.tell(network, &block.network, Reason::AddressBlockLost, note);
+        self.events.record(network, &block.network, EventReason::AddressBlockLost, note);
     }
 
     /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.

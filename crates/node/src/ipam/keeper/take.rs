@@ -12,7 +12,7 @@ use super::{
     BELIEVED, BETWEEN_EVENTS, COLLISIONS, CROWDED, Created, Crowded, FIRST_WORD, Failure, IN_VAIN, Keeper,
     LISTED, Silent, TRIES, call,
 };
-use crate::{event::Reason, ipam::Want};
+use crate::{event::EventReason, ipam::Want};
 
 impl Keeper {
     pub(super) async fn take(
@@ -183,7 +183,7 @@ impl Keeper {
         let last = self.events_told.get(network);
         if last.is_none_or(|last| *last + BETWEEN_EVENTS <= now) {
             self.events_told.insert(network.to_owned(), now);
-            self.events.tell(&rules.name, network, Reason::AddressesExhausted, why.clone());
+            self.events.record(&rules.name, network, EventReason::AddressesExhausted, why.clone());
         }
         self.ipam.answer(Want::Any(network.to_owned(), family), why);
     }

@@ -9,19 +9,19 @@ use kube::{
     api::{ApiResource, DynamicObject, Patch, PatchParams},
     core::Status,
 };
-use plan::nodenetwork::{Facts, Owner, Record, Writes};
+use plan::nodenetwork::{NodeInfo, Owner, PublishedState, WriteParts};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::metrics::{Metrics, Outcome, Write, Written};
 
 /// How long the API server may take for one write.
-const LIMIT: Duration = Duration::from_secs(10);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a write did not go through.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("write NodeNetwork {name}: the API server gave no answer within {} s", LIMIT.as_secs())]
+    #[error("write NodeNetwork {name}: the API server gave no answer within {} s", WRITE_TIMEOUT.as_secs())]
     Deadline { name: String },
     #[error("write NodeNetwork {name}")]
     Write { name: String, source: Box<kube::Error> },
@@ -51,31 +51,35 @@ impl Error {
 
 /// An object as the API server has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct ServerObject {
     uid: Option<String>,
     version: Option<String>,
-    pub record: Record,
+    pub state: PublishedState,
 }
 
-impl Known {
+impl ServerObject {
     /// Reads any object, also one that somebody edited into something that is no NodeNetwork.
     pub fn read(object: &DynamicObject) -> Self {
         let status = object.data.get("status").and_then(|status| serde_json::from_value(status.clone()).ok());
         let owners = object.owner_references().iter().map(owner).collect();
-        Self { uid: object.uid(), version: object.resource_version(), record: Record { owners, status } }
+        Self {
+            uid: object.uid(),
+            version: object.resource_version(),
+            state: PublishedState { owners, status },
+        }
     }
 
     /// The later of two states: the answer to a write overtakes the watch.
-    pub fn latest(known: Option<Self>, seen: Self) -> Self {
-        match known {
-            Some(known) if known.is_newer_than(&seen) => known,
+    pub fn latest(server: Option<Self>, seen: Self) -> Self {
+        match server {
+            Some(server) if server.is_newer_than(&seen) => server,
             _ => seen,
         }
     }
 
     /// Whether `other` is an earlier state of this object.
     fn is_newer_than(&self, other: &Self) -> bool {
-        let number = |known: &Self| known.version.as_ref().and_then(|version| version.parse::<u64>().ok());
+        let number = |server: &Self| server.version.as_ref().and_then(|version| version.parse::<u64>().ok());
         self.uid == other.uid && number(self).zip(number(other)).is_some_and(|(own, other)| own > other)
     }
 
@@ -97,9 +101,9 @@ fn owner(reference: &OwnerReference) -> Owner {
 }
 
 /// What the Node says that matters here.
-pub fn facts(node: &Node) -> Facts {
+pub fn node_info(node: &Node) -> NodeInfo {
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
-    Facts {
+    NodeInfo {
         name: node.name_any(),
         uid: node.uid().unwrap_or_default(),
         internal_ips: addresses
@@ -110,14 +114,14 @@ pub fn facts(node: &Node) -> Facts {
 }
 
 /// The NodeNetwork of one node. Untyped, because what stands there may be anything.
-pub struct Object {
+pub struct NodeNetworkClient {
     api: Api<DynamicObject>,
     kind: ApiResource,
     name: String,
     metrics: Metrics,
 }
 
-impl Object {
+impl NodeNetworkClient {
     pub fn new(client: Client, name: String, metrics: Metrics) -> Self {
         let kind = ApiResource::erase::<NodeNetwork>(&());
         Self { api: Api::all_with(client, &kind), kind, name, metrics }
@@ -127,37 +131,37 @@ impl Object {
         &self.api
     }
 
-    /// Writes the parts that are asked for, and returns what the API server made of them.
+    /// WriteParts the parts that are asked for, and returns what the API server made of them.
     pub async fn write(
         &self,
-        facts: &Facts,
+        node_info: &NodeInfo,
         wanted: &NodeNetworkStatus,
-        writes: Writes,
-    ) -> Result<Option<Known>, Error> {
+        writes: WriteParts,
+    ) -> Result<Option<ServerObject>, Error> {
         let apply = PatchParams::apply(NODE_MANAGER).force();
-        let mut known = None;
+        let mut server = None;
         if writes.object {
-            let wanted = Owner::of(facts);
+            let wanted = Owner::of(node_info);
             let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&wanted)]}), None);
             let patch = Patch::Apply(body);
             let now = self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?;
             // An apply leaves alone the owners that another manager added.
-            let foreign = now.record.owners != [wanted.clone()];
-            known = Some(if foreign { self.disown(&now, &wanted).await? } else { now });
+            let foreign = now.state.owners != [wanted.clone()];
+            server = Some(if foreign { self.disown(&now, &wanted).await? } else { now });
         }
         if writes.status {
             let body = self.body(json!({"name": self.name}), Some(wanted));
             let patch = Patch::Apply(body);
             let now = self.call(Written::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
             // An apply leaves alone what another manager put into the status; all of it is ours.
-            let foreign = now.record.status.as_ref() != Some(wanted);
-            known = Some(if foreign { self.repair(wanted).await? } else { now });
+            let foreign = now.state.status.as_ref() != Some(wanted);
+            server = Some(if foreign { self.repair(wanted).await? } else { now });
         }
-        Ok(known)
+        Ok(server)
     }
 
     /// Makes `wanted` the only owner of the object as it was seen.
-    async fn disown(&self, seen: &Known, wanted: &Owner) -> Result<Known, Error> {
+    async fn disown(&self, seen: &ServerObject, wanted: &Owner) -> Result<ServerObject, Error> {
         let metadata = json!({"resourceVersion": seen.version, "ownerReferences": [reference(wanted)]});
         let patch = Patch::Merge(json!({"metadata": metadata}));
         self.call(Written::Owners, self.api.patch(&self.name, &update(), &patch)).await
@@ -165,7 +169,7 @@ impl Object {
 
     /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
     /// a later apply could not take away again.
-    async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<Known, Error> {
+    async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<ServerObject, Error> {
         let NodeNetworkStatus { vtep, interfaces, networks, conditions } = wanted;
         let status =
             json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
@@ -186,10 +190,10 @@ impl Object {
         &self,
         part: Written,
         call: impl Future<Output = kube::Result<DynamicObject>>,
-    ) -> Result<Known, Error> {
+    ) -> Result<ServerObject, Error> {
         let name = || self.name.clone();
-        let result = match timeout(LIMIT, call).await {
-            Ok(Ok(object)) => Ok(Known::read(&object)),
+        let result = match timeout(WRITE_TIMEOUT, call).await {
+            Ok(Ok(object)) => Ok(ServerObject::read(&object)),
             Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
             Err(_) => Err(Error::Deadline { name: name() }),
         };
@@ -219,8 +223,8 @@ mod tests {
 
     use super::*;
 
-    fn object(value: Value) -> Known {
-        Known::read(&serde_json::from_value(value).unwrap())
+    fn object(value: Value) -> ServerObject {
+        ServerObject::read(&serde_json::from_value(value).unwrap())
     }
 
     #[test]
@@ -236,16 +240,16 @@ mod tests {
         }))
         .unwrap();
         let internal_ips = vec!["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()];
-        assert_eq!(facts(&node), Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips });
+        assert_eq!(node_info(&node), NodeInfo { name: "a".to_owned(), uid: "u".to_owned(), internal_ips });
     }
 
-    fn node_facts() -> Facts {
-        Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips: Vec::new() }
+    fn node_facts() -> NodeInfo {
+        NodeInfo { name: "a".to_owned(), uid: "u".to_owned(), internal_ips: Vec::new() }
     }
 
     #[test]
     fn a_status_that_is_no_status_is_none_and_every_owner_is_seen() {
-        let known = object(json!({
+        let server = object(json!({
             "metadata": {"name": "a", "ownerReferences": [
                 {"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "u"},
                 {"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "p", "controller": true},
@@ -254,15 +258,15 @@ mod tests {
         }));
         let ours = Owner::of(&node_facts());
         let pod = Owner { kind: "Pod".to_owned(), uid: "p".to_owned(), controller: true, ..ours.clone() };
-        assert_eq!(known.record, Record { owners: vec![ours, pod], status: None });
+        assert_eq!(server.state, PublishedState { owners: vec![ours, pod], status: None });
     }
 
     /// The type and body of each request.
-    type Asked = Arc<Mutex<Vec<(String, Value)>>>;
+    type SentRequests = Arc<Mutex<Vec<(String, Value)>>>;
 
     /// A server that gives these answers, and keeps what it was asked.
-    fn server(answers: Vec<Value>) -> (Client, Asked) {
-        let asked = Asked::default();
+    fn server(answers: Vec<Value>) -> (Client, SentRequests) {
+        let asked = SentRequests::default();
         let kept = Arc::clone(&asked);
         let answers = Arc::new(Mutex::new(answers.into_iter()));
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -287,12 +291,12 @@ mod tests {
                 "name": "a", "uid": "n", "resourceVersion": version, "ownerReferences": owners}})
         };
         let (client, asked) = server(vec![answer("7", &[&foreign, &ours]), answer("8", &[&ours])]);
-        let object = Object::new(client, "a".to_owned(), Metrics::default());
-        let writes = Writes { object: true, status: false };
-        let known =
+        let object = NodeNetworkClient::new(client, "a".to_owned(), Metrics::default());
+        let writes = WriteParts { object: true, status: false };
+        let server =
             object.write(&node_facts(), &NodeNetworkStatus::default(), writes).await.unwrap().unwrap();
 
-        assert_eq!(known.record.owners, [Owner::of(&node_facts())]);
+        assert_eq!(server.state.owners, [Owner::of(&node_facts())]);
         let asked = asked.lock().unwrap().clone();
         let [(apply, _), (merge, patch)] = &asked[..] else { panic!("{asked:?}") };
         assert_eq!(apply, "application/apply-patch+yaml");
@@ -304,15 +308,15 @@ mod tests {
     fn an_earlier_state_never_replaces_a_later_one_of_the_same_object() {
         let at =
             |uid: &str, version: &str| object(json!({"metadata": {"uid": uid, "resourceVersion": version}}));
-        for (known, seen, latest) in [
+        for (server, seen, latest) in [
             (("u", "10"), ("u", "9"), ("u", "10")),
             (("u", "9"), ("u", "10"), ("u", "10")),
             (("u", "10"), ("v", "9"), ("v", "9")),
             (("u", "what"), ("u", "9"), ("u", "9")),
         ] {
             let latest = at(latest.0, latest.1);
-            assert_eq!(Known::latest(Some(at(known.0, known.1)), at(seen.0, seen.1)), latest);
+            assert_eq!(ServerObject::latest(Some(at(server.0, server.1)), at(seen.0, seen.1)), latest);
         }
-        assert_eq!(Known::latest(None, at("u", "1")), at("u", "1"));
+        assert_eq!(ServerObject::latest(None, at("u", "1")), at("u", "1"));
     }
 }

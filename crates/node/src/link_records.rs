@@ -1,4 +1,4 @@
-//! What is kept on disk about each network, so that a link is given back as it was found.
+//! What is kept on disk about each network, so that a link is given back as it was original.
 
 use std::{
     collections::BTreeMap,
@@ -9,16 +9,16 @@ use std::{
 
 use api::IfName;
 use plan::{
-    bridge::{Found, Record, Uid},
-    nodenetwork::Admin,
+    bridge::{LinkRecord, OriginalLink, Uid},
+    nodenetwork::AdminState,
 };
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// Records on disk, one file each.
-pub struct Records {
+/// LinkRecords on disk, one file each.
+pub struct LinkRecords {
     dir: PathBuf,
-    all: BTreeMap<Uid, Record>,
+    all: BTreeMap<Uid, LinkRecord>,
 }
 
 /// Why a record could not be kept.
@@ -34,7 +34,7 @@ pub enum Error {
     Remove { path: PathBuf, source: io::Error },
 }
 
-impl Records {
+impl LinkRecords {
     /// Reads what earlier runs wrote. A file that cannot be read is left alone and told about.
     pub fn open(state_dir: &Path) -> Result<Self, Error> {
         let dir = state_dir.join("networks");
@@ -47,9 +47,9 @@ impl Records {
                 continue;
             }
             let read = fs::read(&path).map_err(failed)?;
-            match serde_json::from_slice::<Stored>(&read) {
+            match serde_json::from_slice::<StoredRecord>(&read) {
                 Ok(stored) => {
-                    let record = Record::from(stored);
+                    let record = LinkRecord::from(stored);
                     all.insert(record.uid.clone(), record);
                 }
                 Err(error) => warn!(path = %path.display(), %error, "a record is unreadable and is ignored"),
@@ -58,17 +58,17 @@ impl Records {
         Ok(Self { dir, all })
     }
 
-    pub fn all(&self) -> &BTreeMap<Uid, Record> {
+    pub fn all(&self) -> &BTreeMap<Uid, LinkRecord> {
         &self.all
     }
 
     /// Once this returns, the record survives a power cut.
-    pub fn put(&mut self, record: Record) -> Result<(), Error> {
+    pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
         let path = self.path(&record.uid);
         let write = || {
             let temporary = path.with_extension("tmp");
             let mut file = File::create(&temporary)?;
-            file.write_all(&serde_json::to_vec(&Stored::from(&record))?)?;
+            file.write_all(&serde_json::to_vec(&StoredRecord::from(&record))?)?;
             file.sync_all()?;
             fs::rename(&temporary, &path)?;
             File::open(&self.dir)?.sync_all()
@@ -101,7 +101,7 @@ impl Records {
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Stored {
+struct StoredRecord {
     uid: String,
     name: String,
     boot: String,
@@ -120,29 +120,29 @@ struct StoredLink {
     mtu: u32,
 }
 
-impl From<&Record> for Stored {
-    fn from(record: &Record) -> Self {
-        let Record { uid, name, boot, bridge, vxlan, node_uid, uplink } = record.clone();
-        let link = |found: Found| StoredLink {
-            name: found.name,
-            index: found.index,
-            up: found.admin == Admin::Up,
-            mtu: found.mtu,
+impl From<&LinkRecord> for StoredRecord {
+    fn from(record: &LinkRecord) -> Self {
+        let LinkRecord { uid, name, boot, bridge, vxlan, node_uid, uplink } = record.clone();
+        let link = |original: OriginalLink| StoredLink {
+            name: original.name,
+            index: original.index,
+            up: original.admin == AdminState::Up,
+            mtu: original.mtu,
         };
         Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(link) }
     }
 }
 
-impl From<Stored> for Record {
-    fn from(stored: Stored) -> Self {
-        let Stored { uid, name, boot, bridge, vxlan, node_uid, uplink } = stored;
-        let found = |link: StoredLink| Found {
+impl From<StoredRecord> for LinkRecord {
+    fn from(stored: StoredRecord) -> Self {
+        let StoredRecord { uid, name, boot, bridge, vxlan, node_uid, uplink } = stored;
+        let original = |link: StoredLink| OriginalLink {
             name: link.name,
             index: link.index,
-            admin: if link.up { Admin::Up } else { Admin::Down },
+            admin: if link.up { AdminState::Up } else { AdminState::Down },
             mtu: link.mtu,
         };
-        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(found) }
+        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(original) }
     }
 }
 
@@ -150,34 +150,39 @@ impl From<Stored> for Record {
 mod tests {
     use super::*;
 
-    fn record(uid: &str) -> Record {
-        Record {
+    fn record(uid: &str) -> LinkRecord {
+        LinkRecord {
             uid: uid.to_owned(),
             name: "blue".to_owned(),
             boot: "boot".to_owned(),
             bridge: "br-blue".parse().unwrap(),
             vxlan: "vx-blue".parse().unwrap(),
             node_uid: "node".to_owned(),
-            uplink: Some(Found { name: "eth1".to_owned(), index: 3, admin: Admin::Down, mtu: 9000 }),
+            uplink: Some(OriginalLink {
+                name: "eth1".to_owned(),
+                index: 3,
+                admin: AdminState::Down,
+                mtu: 9000,
+            }),
         }
     }
 
     #[test]
     fn records_survive_a_restart_and_hostile_names_stay_in_the_directory() {
         let state = std::env::temp_dir().join(format!("patchbay-records-{}", std::process::id()));
-        let mut records = Records::open(&state).unwrap();
+        let mut records = LinkRecords::open(&state).unwrap();
         for uid in ["0-a", "../../etc/x", ""] {
             records.put(record(uid)).unwrap();
         }
         fs::write(state.join("networks/junk.json"), b"{").unwrap();
-        let mut again = Records::open(&state).unwrap();
+        let mut again = LinkRecords::open(&state).unwrap();
         assert_eq!(again.all(), records.all());
         assert_eq!(again.all().len(), 3);
         assert_eq!(fs::read_dir(state.join("networks")).unwrap().count(), 4);
         for uid in ["0-a", "../../etc/x", "", "never there"] {
             again.remove(uid).unwrap();
         }
-        assert!(Records::open(&state).unwrap().all().is_empty());
+        assert!(LinkRecords::open(&state).unwrap().all().is_empty());
         fs::remove_dir_all(state).unwrap();
     }
 }
