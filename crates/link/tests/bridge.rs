@@ -370,7 +370,7 @@ fn an_uplink_with_something_on_top_is_refused() {
     host.settle();
     let report = host.report("blue").unwrap();
     assert_eq!(report.reason, reason::UPLINK_REFUSED);
-    assert!(report.message.contains("link on-top lies on it"), "{}", report.message);
+    assert!(report.message.contains("link on-top is stacked on it"), "{}", report.message);
     assert_eq!(host.link("eth1"), before);
 }
 

@@ -1,4 +1,4 @@
-//! The plan itself: who takes part, in which order, and what is said about it.
+//! The decision about each network of the node: its steps, their order, and its status.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use crate::{
     nodenetwork::{AdminState, Link},
 };
 
-/// Why a network does not work.
+/// Why a network is not ready.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NetworkProblem {
     reason: String,
@@ -31,19 +31,21 @@ impl NetworkProblem {
     }
 }
 
-/// What was decided about one network.
+/// The decision about one network.
 #[derive(Default)]
 struct NetworkDecision {
     actions: Vec<Action>,
     problem: Option<NetworkProblem>,
+    /// The message of a network that is ready.
     note: Option<String>,
-    /// Whether all of it is right although the problem says that it should not be there.
+    /// Whether pods can use the network once no actions are left. A network that is in use can be ready although it has
+    /// a problem.
     ready: bool,
 }
 
-/// What to do about all bridge networks of a node, and what to say about them.
+/// Plans the next steps for all bridge networks of a node, and their status.
 ///
-/// The input must know every BridgeNetwork: what is of a network that is not in it is removed.
+/// The input must contain every BridgeNetwork of the cluster: the plan removes the links of all others.
 pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
     let links = LinkIndex::new(input);
     let networks: BTreeMap<&str, &LocalNetwork> =
@@ -62,8 +64,8 @@ fn claims(input: &BridgeInput<'_>) -> Vec<Claim> {
     wanted.map(Claim::of).collect()
 }
 
-/// The networks to decide about, and the names of those for which there is no room: the youngest of which this node
-/// has nothing.
+/// The networks to plan, and the names of those beyond [`MAX_NETWORKS`]: the youngest that have neither a link nor a
+/// record on this node.
 fn selected<'a>(
     links: &LinkIndex<'a>,
     networks: &BTreeMap<&'a str, &'a LocalNetwork>,
@@ -100,7 +102,7 @@ fn plan_network<'a>(
         decision.actions.clear();
         decision.problem = Some(NetworkProblem::new(
             reason::LISTING,
-            "waits until the API server has this network in the NodeNetwork of this node",
+            "waiting until the NodeNetwork of this node lists the network at the API server",
         ));
     }
     let repair = settled.is_some() && links.input.settled.get(uid) == settled.as_ref();
@@ -109,7 +111,8 @@ fn plan_network<'a>(
 
     let failure = links.input.failures.get(uid).filter(|_| pending);
     let failure = failure.map(|failure| NetworkProblem::new(&failure.reason, failure.message.clone()));
-    let applying = || NetworkProblem::new(reason::APPLYING, "the links of this network are being changed");
+    let applying =
+        || NetworkProblem::new(reason::APPLYING, "the daemon is changing the links of this network");
     let ready = decision.ready && !pending;
     let problem = failure.or(decision.problem).or_else(|| pending.then(applying));
     if problem.is_none()
@@ -122,11 +125,11 @@ fn plan_network<'a>(
     }
 }
 
-/// Makes and keeps the links of a network.
+/// Creates the links of a network and repairs their drift.
 fn ensure_present(links: &LinkIndex<'_>, network: &LocalNetwork) -> NetworkDecision {
     let uid = network.uid.as_str();
     let Some(mtu) = network.mtu else {
-        let message = "waits until the controller has decided the MTU of this network";
+        let message = "waiting for the controller to set the MTU of this network";
         return NetworkDecision {
             problem: Some(NetworkProblem::new(reason::WAITING, message)),
             ..NetworkDecision::default()
@@ -171,17 +174,17 @@ fn foreign_bridge(links: &LinkIndex<'_>, network: &LocalNetwork) -> Option<Netwo
         return None;
     }
     let message = format!(
-        "this node has a link {} that is not of this network; rename or remove it, or make a network with another \
+        "link {} exists and does not belong to this network; rename or delete it, or create a network with another \
          spec.bridge",
         link.name
     );
     Some(NetworkProblem::new(reason::FOREIGN_LINK, message))
 }
 
-/// What the record should say.
+/// The desired record.
 fn record(links: &LinkIndex<'_>, network: &LocalNetwork, uplink: Option<super::OriginalLink>) -> LinkRecord {
     let input = links.input;
-    // Links that are there keep the marks that they have, also when the Node was deleted and made anew.
+    // Existing links keep their ownership MACs when the Node object is recreated with another UID.
     let old = input.records.get(&network.uid).filter(|record| record.boot == input.boot);
     LinkRecord {
         uid: network.uid.clone(),
@@ -194,7 +197,7 @@ fn record(links: &LinkIndex<'_>, network: &LocalNetwork, uplink: Option<super::O
     }
 }
 
-/// The host's ends of pods that are not ports of their bridge: it was deleted, or somebody moved them.
+/// Makes the host ends of pods ports of their bridge again, after the bridge or their master was changed.
 fn reattach_pods(links: &LinkIndex<'_>, uid: &str, bridge: &Link) -> Vec<Action> {
     let mut actions = Vec::new();
     for pod in links.pod_links(uid) {
@@ -208,7 +211,7 @@ fn reattach_pods(links: &LinkIndex<'_>, uid: &str, bridge: &Link) -> Vec<Action>
     actions
 }
 
-/// Removes what was made for a network, unless pods are on it.
+/// Removes the links and the record of a network, unless pods are attached to it.
 fn ensure_absent(
     links: &LinkIndex<'_>,
     uid: &str,
@@ -236,13 +239,13 @@ fn ensure_absent(
     }
     let problem = match clash {
         Some(clash) => NetworkProblem::new(reason::CONFLICT, clash.to_string()),
-        None => NetworkProblem::new(reason::TERMINATING, "the links of this network are being removed"),
+        None => NetworkProblem::new(reason::TERMINATING, "the daemon is removing the links of this network"),
     };
     NetworkDecision { actions, problem: Some(problem), ..NetworkDecision::default() }
 }
 
-/// A network that should go and cannot, because pods are on it. Their links are kept as they should be, but nothing is
-/// made for it any more.
+/// Keeps a network that is to be removed while pods are attached to it. Drift of its links is repaired, but no link is
+/// created for it.
 fn in_use(
     links: &LinkIndex<'_>,
     network: Option<&LocalNetwork>,
@@ -251,26 +254,27 @@ fn in_use(
 ) -> NetworkDecision {
     let pods = if pods == 1 { "1 pod is".to_owned() } else { format!("{pods} pods are") };
     if let Some(clash) = clash {
-        let message =
-            format!("{clash}; {pods} still on the bridge of this one, which stays until they are gone");
+        let message = format!(
+            "{clash}; {pods} still attached to the bridge of this network, which is removed when they exit"
+        );
         return NetworkDecision {
             problem: Some(NetworkProblem::new(reason::CONFLICT, message)),
             ..NetworkDecision::default()
         };
     }
-    let message = format!("{pods} still on the bridge; the network goes from this node when they are gone");
+    let message = format!("{pods} still attached to the bridge; it is removed from this node when they exit");
     let problem = Some(NetworkProblem::new(reason::IN_USE, message));
-    let kept = network.map(|network| ensure_present(links, network)).unwrap_or_default();
-    let makes = |action: &Action| {
+    let repaired = network.map(|network| ensure_present(links, network)).unwrap_or_default();
+    let creates = |action: &Action| {
         matches!(action, Action::WriteRecord(_) | Action::CreateBridge { .. } | Action::CreateVxlan { .. })
     };
-    if kept.actions.iter().any(makes) {
+    if repaired.actions.iter().any(creates) {
         return NetworkDecision { problem, ..NetworkDecision::default() };
     }
-    NetworkDecision { problem, ..kept }
+    NetworkDecision { problem, ..repaired }
 }
 
-/// What is wanted of a network, to compare with later.
+/// The desired state of a network, for comparison with later plans.
 fn settled(links: &LinkIndex<'_>, network: &LocalNetwork) -> Settled {
     Settled {
         bridge: network.bridge.clone(),
@@ -296,7 +300,8 @@ fn report(
     let wanted = network.map(|network| &network.bridge).or(record.map(|record| &record.bridge));
     let wanted = wanted.map_or("", api::IfName::as_str);
     let bridge = links.owned_link(uid, LinkKind::Bridge, wanted);
-    let shown = [wanted, bridge.map_or("", |link| &link.name), uid].into_iter().find(|name| !name.is_empty());
+    let bridge_name =
+        [wanted, bridge.map_or("", |link| &link.name), uid].into_iter().find(|name| !name.is_empty());
     let number = |mtu: u32| i32::try_from(mtu).unwrap_or(i32::MAX);
     let old_mtu = |pod: &&Link| network.and_then(|network| network.mtu).is_some_and(|mtu| pod.mtu < mtu);
     let (reason, message) = match problem {
@@ -310,7 +315,7 @@ fn report(
         ready,
         reason,
         message: message.chars().take(MAX_MESSAGE).collect(),
-        bridge: shown.unwrap_or_default().chars().take(api::IfName::MAX).collect(),
+        bridge: bridge_name.unwrap_or_default().chars().take(api::IfName::MAX).collect(),
         mac: bridge.and_then(|link| link.mac),
         mtu: bridge.map(|link| number(link.mtu)),
         ports: bridge.map(|bridge| ports(links, uid, network, bridge)).unwrap_or_default(),
@@ -320,7 +325,7 @@ fn report(
     }
 }
 
-/// The ports that connect a bridge with other nodes.
+/// The ports that connect a bridge to other nodes.
 fn ports(links: &LinkIndex<'_>, uid: &str, network: Option<&LocalNetwork>, bridge: &Link) -> Vec<String> {
     let recorded = uplink::recorded(links, uid).map(|original| original.index);
     let wanted = network.and_then(|network| network.uplink.as_ref());

@@ -1,31 +1,31 @@
-//! Keeping a link that we made as it should be, in place.
+//! Drift of a link that the daemon created, repaired in place.
 
 use api::IfName;
 
 use super::{Action, LinkKind, ownership_alias, ownership_mac};
 use crate::nodenetwork::{AdminState, Link};
 
-/// The smallest MTU with which a link has IPv6. The kernel forgets its settings for IPv6 below.
+/// The smallest MTU of a link with IPv6. Below it the kernel drops the IPv6 settings of the link.
 const IPV6_MTU: u32 = 1280;
 
-/// What a link of ours should be.
+/// The desired state of a link that the daemon created.
 pub struct DesiredLink<'a> {
     pub uid: &'a str,
-    /// The UID of the Node that its ownership_mac is made with.
+    /// The Node UID from which its ownership MAC is derived.
     pub node_uid: &'a str,
     pub kind: LinkKind,
     pub name: &'a IfName,
     pub mtu: u32,
-    /// The bridge that it is a port of.
+    /// The bridge of which it is a port.
     pub master: Option<u32>,
 }
 
-/// The changes that make a link what it should be. It is set up last.
+/// The changes that bring a link to its desired state. Setting it up comes last.
 pub fn link_drift(link: &Link, desired: &DesiredLink<'_>) -> Vec<Action> {
     let DesiredLink { uid, node_uid, kind, name, mtu, master } = *desired;
     let index = link.index;
     let mut actions = Vec::new();
-    // The alias first: with it the ownership_mac may change and the link is still ours.
+    // The alias comes first: it identifies the link while the ownership MAC changes.
     let alias = ownership_alias(uid, kind);
     if link.alias != alias {
         actions.push(Action::SetAlias { link: index, alias });
@@ -40,15 +40,15 @@ pub fn link_drift(link: &Link, desired: &DesiredLink<'_>) -> Vec<Action> {
     if link.mtu != mtu {
         actions.push(Action::SetMtu { link: index, mtu });
     }
-    // A link that the kernel tells nothing of has no IPv6, until its MTU is large enough for it.
-    let comes_back = link.ipv6_disabled.is_none() && link.mtu < IPV6_MTU && mtu >= IPV6_MTU;
-    if link.ipv6_disabled == Some(false) || comes_back {
+    // A link without IPv6 settings gets IPv6 back, enabled, once its MTU is large enough.
+    let ipv6_returns = link.ipv6_disabled.is_none() && link.mtu < IPV6_MTU && mtu >= IPV6_MTU;
+    if link.ipv6_disabled == Some(false) || ipv6_returns {
         actions.push(Action::DisableIpv6 { name: name.to_string() });
     }
     if link.ipv4_isolated == Some(false) {
         actions.push(Action::IsolateIpv4 { name: name.to_string() });
     }
-    // Those of IPv6 go with it.
+    // Disabling IPv6 removes the IPv6 addresses.
     let addresses = link.addresses.iter().map(|address| address.net).filter(|net| net.addr().is_ipv4());
     actions.extend(addresses.map(|address| Action::RemoveAddress { link: index, address }));
     match master {

@@ -1,4 +1,4 @@
-//! What was index, sorted by the questions that the rules ask.
+//! The observed links and the records, indexed for the rules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,22 +10,23 @@ use super::{
 };
 use crate::nodenetwork::Link;
 
-/// The links of the node and whose they are.
+/// The links of the node and the networks that own them.
 pub struct LinkIndex<'a> {
     pub input: &'a BridgeInput<'a>,
     links: BTreeMap<u32, &'a Link>,
     names: BTreeMap<&'a str, &'a Link>,
-    /// By the link that they are ports of.
+    /// Ports by master.
     ports: BTreeMap<u32, Vec<&'a Link>>,
-    /// By the link that they lie on.
+    /// Upper links by lower link.
     uppers: BTreeMap<u32, Vec<&'a Link>>,
     owners: BTreeMap<u32, (&'a str, LinkKind)>,
+    /// The links that the daemon created, by network.
     owned: BTreeMap<&'a str, Vec<(LinkKind, &'a Link)>>,
-    /// The host's ends of pods, by their network.
+    /// The host ends of pods, by network.
     pods: BTreeMap<&'a str, Vec<&'a Link>>,
     vxlans: BTreeMap<Overlay, Vec<&'a Link>>,
     floods: BTreeMap<u32, BTreeSet<IpAddr>>,
-    /// The uplinks that records of this boot speak of, and their networks.
+    /// The uplinks in the records of this boot.
     uplinks: BTreeMap<u32, &'a LinkRecord>,
 }
 
@@ -85,22 +86,22 @@ impl<'a> LinkIndex<'a> {
         self.names.get(name).copied()
     }
 
-    /// The networks that links were made for.
+    /// The networks that own links.
     pub fn networks(&self) -> impl Iterator<Item = &'a str> {
         self.owned.keys().copied()
     }
 
-    /// The network that a link was made for.
+    /// The network that owns a link.
     pub fn owner(&self, link: &Link) -> Option<(&'a str, LinkKind)> {
         self.owners.get(&link.index).copied()
     }
 
-    /// All links that were made for a network.
+    /// All links that a network owns.
     pub fn owned_links(&self, uid: &str) -> &[(LinkKind, &'a Link)] {
         self.owned.get(uid).map_or(&[], Vec::as_slice)
     }
 
-    /// The link of this other that was made for a network; of several the one that has its name.
+    /// The link of this kind that a network owns; of several, the one with the desired name.
     pub fn owned_link(&self, uid: &str, kind: LinkKind, name: &str) -> Option<&'a Link> {
         let all = self.owned_links(uid).iter().filter(|(other, _)| *other == kind).map(|(_, link)| *link);
         all.min_by_key(|link| (link.name != name, link.index))
@@ -110,18 +111,18 @@ impl<'a> LinkIndex<'a> {
         self.ports.get(&link.index).map_or(&[], Vec::as_slice)
     }
 
-    /// The ports of a bridge that belong to pods.
+    /// The ports of a bridge that are host ends of pods.
     pub fn pod_ports(&self, bridge: &Link) -> impl Iterator<Item = &'a Link> {
         let ports = self.ports(bridge).iter().copied();
         ports.filter(|port| is_pod_port(&port.name) || pod_alias_network(&port.alias).is_some())
     }
 
-    /// The host's ends of the pods of a network, wherever they are.
+    /// The host ends of the pods of a network, whatever their master is.
     pub fn pod_links(&self, uid: &str) -> &[&'a Link] {
         self.pods.get(uid).map_or(&[], Vec::as_slice)
     }
 
-    /// The links that lie on a link. The other end of a pair does not.
+    /// The upper links of a link. The other end of a veth pair is not one.
     pub fn upper_links(&self, link: &Link) -> impl Iterator<Item = &'a Link> {
         let pair = link.lower;
         let above = self.uppers.get(&link.index).into_iter().flatten().copied();
@@ -133,7 +134,7 @@ impl<'a> LinkIndex<'a> {
         self.vxlans.get(&overlay).map_or(&[], Vec::as_slice)
     }
 
-    /// The record of another network that a link has to be given back for.
+    /// The record of another network that has yet to restore this link.
     pub fn other_networks_uplink(&self, uid: &str, link: &Link) -> Option<&'a LinkRecord> {
         self.uplinks.get(&link.index).copied().filter(|record| record.uid != uid)
     }
@@ -144,28 +145,28 @@ impl<'a> LinkIndex<'a> {
     }
 }
 
-/// The ownership_macs of every network that is known by more than an alias.
+/// The ownership MACs of all networks of the cluster and of all records.
 fn ownership_macs<'a>(input: &BridgeInput<'a>) -> BTreeMap<api::Mac, (&'a str, LinkKind)> {
-    let now = input.networks.iter().map(|network| (network.uid.as_str(), input.node.uid.as_str()));
-    // The Node object may have been made anew since.
-    let then = input.records.iter().map(|(uid, record)| (uid.as_str(), record.node_uid.as_str()));
-    let known = now.chain(then);
-    known
-        .flat_map(|(uid, node)| LinkKind::ALL.map(|kind| (ownership_mac(uid, node, kind), (uid, kind))))
+    let current = input.networks.iter().map(|network| (network.uid.as_str(), input.node.uid.as_str()));
+    // The Node object may have been recreated since.
+    let recorded = input.records.iter().map(|(uid, record)| (uid.as_str(), record.node_uid.as_str()));
+    let all = current.chain(recorded);
+    all.flat_map(|(uid, node)| LinkKind::ALL.map(|kind| (ownership_mac(uid, node, kind), (uid, kind))))
         .collect()
 }
 
-/// A link is ours by its ownership_mac, or by its alias; and only if it is what we make.
+/// A link is owned by its ownership MAC or by its alias, and only if it is of a kind that the daemon creates.
 fn owner<'a>(
     link: &'a Link,
     ownership_macs: &BTreeMap<api::Mac, (&'a str, LinkKind)>,
 ) -> Option<(&'a str, LinkKind)> {
-    let is = |kind: LinkKind| link.kind.as_deref() == Some(kind.as_str());
-    let marked = link.mac.and_then(|mac| ownership_macs.get(&mac)).copied().filter(|(_, kind)| is(*kind));
-    marked.or_else(|| {
+    let has_kind = |kind: LinkKind| link.kind.as_deref() == Some(kind.as_str());
+    let by_mac =
+        link.mac.and_then(|mac| ownership_macs.get(&mac)).copied().filter(|(_, kind)| has_kind(*kind));
+    by_mac.or_else(|| {
         LinkKind::ALL
             .into_iter()
-            .filter(|kind| is(*kind))
+            .filter(|kind| has_kind(*kind))
             .find_map(|kind| Some((alias_owner(&link.alias, kind)?, kind)))
     })
 }

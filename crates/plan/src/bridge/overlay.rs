@@ -1,4 +1,4 @@
-//! The VXLAN device that connects the bridges of the nodes, and its flood list.
+//! The VXLAN device of a network, which connects the bridges of all nodes, and its flood list.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -11,16 +11,16 @@ use super::{
 };
 use crate::nodenetwork::{Link, Vxlan};
 
-/// What to do about the overlay of one network.
+/// The decision about the overlay of one network.
 #[derive(Default)]
 pub struct OverlayDecision {
     pub actions: Vec<Action>,
     pub problem: Option<NetworkProblem>,
-    /// What is worth saying, but no failure.
+    /// A message that is not a failure.
     pub note: Option<String>,
 }
 
-/// Keeps the VXLAN device of a network whose bridge is there.
+/// Creates, repairs or deletes the VXLAN device of a network whose bridge exists.
 pub fn decide(
     links: &LinkIndex<'_>,
     network: &LocalNetwork,
@@ -37,7 +37,7 @@ pub fn decide(
     let Some(vtep) = links.input.vtep else {
         decision.problem = Some(NetworkProblem::new(
             reason::NO_VTEP,
-            "this node has no address for overlays; the condition VtepFound of its NodeNetwork says what to do",
+            "this node has no VTEP address; see the condition VtepFound of its NodeNetwork",
         ));
         return decision;
     };
@@ -57,7 +57,7 @@ pub fn decide(
         bridge: bridge.index,
     };
     match own {
-        // What the kernel cannot change in place.
+        // The kernel cannot change these settings in place.
         Some(link) if link.vxlan.is_some_and(|settings| settings != wanted) => {
             decision.actions.push(Action::Delete { link: link.index });
             decision.actions.push(create);
@@ -71,7 +71,7 @@ pub fn decide(
                 mtu,
                 master: Some(bridge.index),
             };
-            // The flood list first, so that a device that is up reaches everybody.
+            // The flood list comes first, so that a device that is up reaches all peers.
             decision.actions.extend(flood_drift(links, link, &desired_floods(links, network)));
             decision.actions.extend(link_drift(link, &desired));
         }
@@ -81,20 +81,18 @@ pub fn decide(
     decision
 }
 
-/// A link of somebody else that has the name, or the number and the port.
+/// A link that Patchbay does not own and that has the device name, or the VNI and port, of the network.
 fn foreign(links: &LinkIndex<'_>, network: &LocalNetwork, overlay: Overlay) -> Option<NetworkProblem> {
     let ours = |link: &&Link| links.owner(link) == Some((network.uid.as_str(), LinkKind::Vxlan));
     if let Some(link) = links.by_name(network.vxlan.as_str()).filter(|link| !ours(link)) {
-        let message = format!(
-            "link {} is not of this network; rename or remove it, and the network goes on",
-            link.name
-        );
+        let message =
+            format!("link {} exists and does not belong to this network; rename or delete it", link.name);
         return Some(NetworkProblem::new(reason::FOREIGN_LINK, message));
     }
     let link = links.vxlans(overlay).iter().find(|link| !ours(link))?;
     let Overlay { vni, port } = overlay;
     let message = format!(
-        "VXLAN device {} of this node has VNI {vni} on port {port} already; remove it, or make a network with \
+        "VXLAN device {} of this node already uses VNI {vni} on port {port}; delete it, or create a network with \
          another VNI or port",
         link.name
     );
@@ -103,20 +101,20 @@ fn foreign(links: &LinkIndex<'_>, network: &LocalNetwork, overlay: Overlay) -> O
 
 fn mtu_too_large(mtu: u32, vtep: &api::Vtep) -> Option<NetworkProblem> {
     let overhead = if vtep.address.is_ipv4() { 50 } else { 70 };
-    let room = u32::try_from(vtep.mtu).unwrap_or(0).saturating_sub(overhead);
-    (mtu > room).then(|| {
+    let max = u32::try_from(vtep.mtu).unwrap_or(0).saturating_sub(overhead);
+    (mtu > max).then(|| {
         NetworkProblem::new(
             reason::MTU_TOO_LARGE,
             format!(
-                "the network's MTU is {mtu}, but {} takes packets of {} bytes, which leaves {room}; raise the MTU of \
-                 {}, or lower spec.mtu",
+                "the MTU of the network is {mtu}, but {} with MTU {} allows at most {max}; raise the MTU of {}, or \
+                 lower spec.mtu",
                 vtep.interface, vtep.mtu, vtep.interface
             ),
         )
     })
 }
 
-/// The nodes that frames for everybody go to.
+/// The desired flood list: the VTEPs of all peers that have a port for the network.
 pub fn desired_floods(links: &LinkIndex<'_>, network: &LocalNetwork) -> BTreeSet<IpAddr> {
     let Some(own) = links.input.vtep.map(|vtep| vtep.address).filter(|_| network.overlay.is_some()) else {
         return BTreeSet::new();
@@ -128,7 +126,7 @@ pub fn desired_floods(links: &LinkIndex<'_>, network: &LocalNetwork) -> BTreeSet
         .collect()
 }
 
-/// Names the nodes that have an address of the other family only.
+/// A message that names the peers whose VTEP is of the other address family.
 fn other_family_peers(links: &LinkIndex<'_>, network: &LocalNetwork, own: IpAddr) -> Option<String> {
     const NAMED: usize = 5;
     let peers = links.input.peers.iter().filter(|peer| peer.networks.contains(&network.uid));
@@ -140,16 +138,16 @@ fn other_family_peers(links: &LinkIndex<'_>, network: &LocalNetwork, own: IpAddr
     let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
     (!shown.is_empty()).then(|| {
         format!(
-            "cannot reach {}{more}: their address is not of the family of {own}; set the first InternalIP of all \
-             nodes to one family",
+            "cannot reach {}{more}: their VTEP and {own} are of different address families; give all nodes a first \
+             InternalIP of the same family",
             shown.join(", ")
         )
     })
 }
 
 fn flood_drift(links: &LinkIndex<'_>, vxlan: &Link, wanted: &BTreeSet<IpAddr>) -> Vec<Action> {
-    let there = links.floods(vxlan);
-    let add = wanted.difference(&there).map(|&to| Action::AddFlood { vxlan: vxlan.index, to });
-    let remove = there.difference(wanted).map(|&to| Action::RemoveFlood { vxlan: vxlan.index, to });
+    let current = links.floods(vxlan);
+    let add = wanted.difference(&current).map(|&to| Action::AddFlood { vxlan: vxlan.index, to });
+    let remove = current.difference(wanted).map(|&to| Action::RemoveFlood { vxlan: vxlan.index, to });
     add.chain(remove).collect()
 }

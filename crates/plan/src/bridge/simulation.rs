@@ -1,4 +1,4 @@
-//! A kernel of plain values, to see where plans lead from any state.
+//! A simulated kernel: applies plans and checks that they converge from any state.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,10 +15,10 @@ use super::{
 };
 use crate::nodenetwork::{Address, AdminState, FloodEntry, KernelState, Link, NodeInfo, OperState, Vxlan};
 
-/// A plan that is not empty after this many passes never will be.
+/// A plan that still has steps after this many passes does not converge.
 const PASSES: usize = 8;
-/// Links that come later have numbers from here on.
-const OURS: u32 = 100;
+/// The first index of links that the simulation creates.
+const FIRST_CREATED: u32 = 100;
 
 pub fn link(index: u32, name: &str, kind: &str) -> Link {
     Link {
@@ -59,7 +59,7 @@ pub fn network(label: &str) -> LocalNetwork {
     }
 }
 
-/// A node: its kernel, its disk, and what it knows of the cluster.
+/// A simulated node: its kernel, its records, and its view of the cluster.
 #[derive(Debug, Clone)]
 pub struct SimNode {
     pub observed: KernelState,
@@ -70,7 +70,7 @@ pub struct SimNode {
     pub vtep: Option<Vtep>,
     pub node: NodeInfo,
     pub boot: String,
-    /// The networks that are not listed yet.
+    /// The networks that the NodeNetwork does not list yet.
     pub unlisted: BTreeSet<String>,
     pub failures: BTreeMap<String, super::ApplyFailure>,
     pub api_links: BTreeSet<u32>,
@@ -78,14 +78,14 @@ pub struct SimNode {
 }
 
 impl SimNode {
-    /// A node with these links besides the loopback and the one that has its address.
+    /// A node with the loopback interface, `eth0` with the node's address, and these links.
     pub fn new(links: &[Link]) -> Self {
         let address = |net: &str| Address { net: net.parse().unwrap(), temporary: false };
         let lo = Link { loopback: true, addresses: vec![address("127.0.0.1/8")], ..link(1, "lo", "") };
         let eth0 = Link { addresses: vec![address("10.0.0.1/24")], ..link(2, "eth0", "") };
         let links: Vec<Link> = [lo, eth0].iter().chain(links).cloned().collect();
         Self {
-            next: OURS,
+            next: FIRST_CREATED,
             observed: KernelState { links, default_routes: vec![2], ..KernelState::default() },
             records: BTreeMap::new(),
             settled: BTreeMap::new(),
@@ -140,7 +140,11 @@ impl SimNode {
     }
 
     fn at(&mut self, index: u32) -> &mut Link {
-        self.observed.links.iter_mut().find(|link| link.index == index).expect("steps name links that exist")
+        self.observed
+            .links
+            .iter_mut()
+            .find(|link| link.index == index)
+            .expect("steps refer to existing links")
     }
 
     pub fn add(&mut self, mut link: Link) -> u32 {
@@ -173,16 +177,18 @@ impl SimNode {
     pub fn apply(&mut self, network: &str, action: &Action) {
         match action.clone() {
             Action::WriteRecord(record) => _ = self.records.insert(network.to_owned(), record),
-            Action::RemoveRecord => _ = self.records.remove(network).expect("what is forgotten was known"),
+            Action::RemoveRecord => {
+                _ = self.records.remove(network).expect("only existing records are removed")
+            }
             Action::CreateBridge { name, mac, mtu } => {
                 let ipv6_disabled = (mtu > 1280).then_some(false);
-                let made = link(0, name.as_str(), "bridge");
+                let base = link(0, name.as_str(), "bridge");
                 self.add(Link {
                     mac: Some(mac),
                     mtu: mtu - 1,
                     admin: AdminState::Down,
                     ipv6_disabled,
-                    ..made
+                    ..base
                 });
             }
             Action::CreateVxlan { name, mac, mtu, overlay: Overlay { vni, port }, local, bridge } => {
@@ -191,9 +197,9 @@ impl SimNode {
                     |link: &&Link| link.vxlan.is_some_and(|other| (other.vni, other.port) == (vni, port));
                 assert_eq!(self.observed.links.iter().find(same), None);
                 let ipv6_disabled = (mtu >= 1280).then_some(false);
-                let made =
+                let base =
                     Link { master: Some(bridge), ipv6_disabled, vxlan, ..link(0, name.as_str(), "vxlan") };
-                self.add(Link { mac: Some(mac), mtu, admin: AdminState::Down, ..made });
+                self.add(Link { mac: Some(mac), mtu, admin: AdminState::Down, ..base });
             }
             Action::Delete { link } => self.delete(link),
             Action::Rename { link, name } => {
@@ -229,7 +235,7 @@ impl SimNode {
         }
     }
 
-    /// One pass that dies after so many steps.
+    /// One pass that crashes after this many steps.
     fn pass(&mut self, steps: usize) -> BridgePlan {
         let plan = self.plan();
         self.settled.clone_from(&plan.settled);
@@ -239,7 +245,7 @@ impl SimNode {
         plan
     }
 
-    /// Plans and applies until nothing is left to do.
+    /// Plans and applies until no steps are left.
     pub fn settle(&mut self) -> BridgePlan {
         let mut last = BridgePlan::default();
         for _ in 0..PASSES {
@@ -248,7 +254,7 @@ impl SimNode {
                 return last;
             }
         }
-        panic!("no end after {PASSES} passes: {:#?}", last.steps);
+        panic!("no convergence after {PASSES} passes: {:#?}", last.steps);
     }
 }
 
@@ -274,18 +280,18 @@ fn touched(action: &Action) -> Option<u32> {
     }
 }
 
-/// What happens to a node between two passes; the numbers choose what exactly.
+/// An event between two passes; the numbers select the variation.
 #[derive(Debug, Clone, Copy)]
 enum NodeEvent {
-    /// Networks come, change and go.
+    /// A network is created, changed or deleted.
     LocalNetwork(u8, u8),
-    /// Somebody changes a link of ours by hand.
+    /// Another program changes a link.
     Drift(u8, u8),
-    /// The daemon dies after so many steps.
+    /// The daemon crashes after this many steps.
     Crash(u8),
     Pass,
     Pod(u8),
-    PodGone(u8),
+    PodDeleted(u8),
     Peers(u8),
     Reboot,
     NodeRecreated,
@@ -298,7 +304,7 @@ fn events() -> impl Strategy<Value = Vec<NodeEvent>> {
         4 => (0..6_u8).prop_map(NodeEvent::Crash),
         4 => Just(NodeEvent::Pass),
         1 => any::<u8>().prop_map(NodeEvent::Pod),
-        1 => any::<u8>().prop_map(NodeEvent::PodGone),
+        1 => any::<u8>().prop_map(NodeEvent::PodDeleted),
         1 => any::<u8>().prop_map(NodeEvent::Peers),
         1 => Just(NodeEvent::Reboot),
         1 => Just(NodeEvent::NodeRecreated),
@@ -306,7 +312,7 @@ fn events() -> impl Strategy<Value = Vec<NodeEvent>> {
     proptest::collection::vec(event, 0..30)
 }
 
-/// Links of others, some of which are in the way.
+/// Links that Patchbay does not own, some with names or VNIs that the networks need.
 fn foreign_links(which: u8) -> Vec<Link> {
     let has = |bit: u8| which & (1 << bit) != 0;
     let address = Address { net: "192.0.2.1/24".parse().unwrap(), temporary: false };
@@ -345,7 +351,7 @@ impl BridgeSim {
         Self { node: SimNode::new(&foreign_links), foreign_links, pods: 0 }
     }
 
-    /// Applies a pass up to a step, and checks that no step is about a link that is none of our business.
+    /// Applies the first steps of a pass, and checks that no step changes a foreign link other than an uplink.
     fn pass(&mut self, steps: usize) -> BridgePlan {
         let plan = self.node.plan();
         self.node.settled.clone_from(&plan.settled);
@@ -376,7 +382,7 @@ impl BridgeSim {
             }
             steps = plan.steps;
         }
-        panic!("no end: {steps:#?}\n{:#?}", self.node);
+        panic!("no convergence: {steps:#?}\n{:#?}", self.node);
     }
 
     fn handle(&mut self, event: NodeEvent) {
@@ -388,12 +394,12 @@ impl BridgeSim {
             NodeEvent::Pod(which) => {
                 let label = format!("n{}", which % 4);
                 let bridge = self.node.find(&format!("br-{label}"));
-                if bridge.is_some_and(|bridge| bridge.index >= OURS) {
+                if bridge.is_some_and(|bridge| bridge.index >= FIRST_CREATED) {
                     self.pods += 1;
                     self.node.pod(&label, self.pods);
                 }
             }
-            NodeEvent::PodGone(which) => {
+            NodeEvent::PodDeleted(which) => {
                 let ports: Vec<u32> = self.pods();
                 if let Some(&index) = ports.get(usize::from(which) % ports.len().max(1)) {
                     self.node.delete(index);
@@ -432,16 +438,16 @@ impl BridgeSim {
         let uid = format!("uid-{label}");
         let networks = &mut self.node.networks;
         let Some(at) = networks.iter().position(|network| network.uid == uid) else {
-            let mut made = network(&label);
-            made.created = Timestamp::from_second(i64::from(how % 3)).unwrap();
-            made.mtu = Some([1400, 1280, 1450, 576][usize::from(how / 4) % 4]);
-            made.uplink = [None, Some(name("eth1")), Some(name("eth2")), Some(name("eth3"))]
+            let mut new = network(&label);
+            new.created = Timestamp::from_second(i64::from(how % 3)).unwrap();
+            new.mtu = Some([1400, 1280, 1450, 576][usize::from(how / 4) % 4]);
+            new.uplink = [None, Some(name("eth1")), Some(name("eth2")), Some(name("eth3"))]
                 [usize::from(how) % 4]
                 .clone();
-            if made.uplink.is_none() {
-                made.overlay = Some(Overlay { vni: u32::from(1 + which % 3), port: 4789 });
+            if new.uplink.is_none() {
+                new.overlay = Some(Overlay { vni: u32::from(1 + which % 3), port: 4789 });
             }
-            networks.push(made);
+            networks.push(new);
             return;
         };
         match how % 6 {
@@ -462,31 +468,33 @@ impl BridgeSim {
     }
 
     fn drift(&mut self, which: u8, how: u8) {
-        // Also an uplink, while it is a port of ours.
-        let mine = |link: &&Link| link.index >= OURS || link.master.is_some();
-        let mine: Vec<u32> = self.node.observed.links.iter().filter(mine).map(|link| link.index).collect();
-        let Some(&index) = mine.get(usize::from(which) % mine.len().max(1)) else { return };
+        // Includes an uplink while it is a port of a bridge.
+        let changeable = |link: &&Link| link.index >= FIRST_CREATED || link.master.is_some();
+        let indexes: Vec<u32> =
+            self.node.observed.links.iter().filter(changeable).map(|link| link.index).collect();
+        let Some(&index) = indexes.get(usize::from(which) % indexes.len().max(1)) else { return };
         let pod = is_pod_port(&self.node.at(index).name);
         let foreign = self.node.find("virbr9").unwrap().index;
         let link = self.node.at(index);
-        let made = !pod && index >= OURS && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
+        let owned =
+            !pod && index >= FIRST_CREATED && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
         match how % 10 {
-            0 if index >= OURS => self.node.delete(index),
+            0 if index >= FIRST_CREATED => self.node.delete(index),
             1 => link.mtu = 1401,
             2 => link.admin = AdminState::Down,
             3 => link.master = None,
             4 if pod || link.kind.as_deref() == Some("vxlan") => link.master = Some(foreign),
-            5 if made => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
-            6 if made && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
-                link.alias = "by hand".to_owned();
+            5 if owned => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
+            6 if owned && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
+                link.alias = "edited".to_owned();
             }
-            7 if made => {
+            7 if owned => {
                 link.addresses.push(Address { net: "10.7.0.1/24".parse().unwrap(), temporary: false });
             }
-            8 if made => {
+            8 if owned => {
                 link.ipv6_disabled = link.ipv6_disabled.map(|_| false);
                 link.ipv4_isolated = Some(false);
-                link.name = format!("hand{index}");
+                link.name = format!("edited{index}");
             }
             9 if link.kind.as_deref() == Some("vxlan") => {
                 self.node.observed.floods.push(FloodEntry { link: index, to: "10.0.0.99".parse().unwrap() });
@@ -498,16 +506,16 @@ impl BridgeSim {
 
 proptest! {
     #[test]
-    fn every_sequence_settles_and_leaves_no_trace_in_the_end(which in 0..16_u8, events in events()) {
+    fn every_sequence_of_events_converges_and_removal_leaves_no_trace(which in 0..16_u8, events in events()) {
         let mut sim = BridgeSim::new(which);
         for event in events {
             sim.handle(event);
         }
         sim.settle();
         prop_assert_eq!(sim.node.plan().steps, vec![]);
-        // A network that is right is said to be, and one that is said to be is right.
+        // A network is reported as ready only if its bridge is up.
         for report in sim.node.plan().networks {
-            let bridge = sim.node.find(&report.bridge).filter(|bridge| bridge.index >= OURS);
+            let bridge = sim.node.find(&report.bridge).filter(|bridge| bridge.index >= FIRST_CREATED);
             prop_assert!(!report.ready || bridge.is_some_and(|bridge| bridge.admin == AdminState::Up), "{:?}", report);
         }
 
@@ -526,7 +534,7 @@ proptest! {
 }
 
 #[test]
-fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
+fn converges_after_a_crash_at_any_step_of_creation_and_removal() {
     let up = LocalNetwork { uplink: Some(name("eth1")), ..network("up") };
     let over = LocalNetwork { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network("over") };
     let eth1 = || Link { admin: AdminState::Down, mtu: 1300, ..link(10, "eth1", "") };
@@ -561,15 +569,15 @@ fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
 }
 
 #[test]
-fn leftovers_that_only_an_alias_or_an_old_mark_tells_of_are_removed() {
+fn leftovers_are_recognized_by_alias_or_ownership_mac_and_removed() {
     let mut node = SimNode::new(&[]);
     let before = node.observed.clone();
-    let bridge =
-        node.add(Link { alias: ownership_alias("gone", LinkKind::Bridge), ..link(0, "br-gone", "bridge") });
+    let bridge = node
+        .add(Link { alias: ownership_alias("deleted", LinkKind::Bridge), ..link(0, "br-deleted", "bridge") });
     node.add(Link {
         master: Some(bridge),
-        alias: ownership_alias("gone", LinkKind::Vxlan),
-        ..link(0, "vx-gone", "vxlan")
+        alias: ownership_alias("deleted", LinkKind::Vxlan),
+        ..link(0, "vx-deleted", "vxlan")
     });
     node.networks = vec![LocalNetwork { desired: Desired::Absent, ..network("left") }];
     let mac = Some(ownership_mac("uid-left", "node-uid", LinkKind::Bridge));

@@ -30,7 +30,7 @@ fn eth1() -> Link {
     Link { admin: AdminState::Down, mtu: 1300, ..link(10, "eth1", "") }
 }
 
-/// A node on which these networks have settled.
+/// A node on which these networks are applied.
 fn settled(links: &[Link], networks: &[LocalNetwork]) -> SimNode {
     let mut node = SimNode::new(links).with(networks);
     node.settle();
@@ -43,37 +43,37 @@ fn actions(node: &SimNode) -> Vec<Action> {
 
 fn report(node: &SimNode, label: &str) -> NetworkOnNode {
     let found = node.plan().networks.into_iter().find(|report| report.name == label);
-    found.unwrap_or_else(|| panic!("nothing is said about {label}"))
+    found.unwrap_or_else(|| panic!("the plan does not report {label}"))
 }
 
-fn verdict(node: &SimNode, label: &str) -> (bool, String, String) {
+fn condition(node: &SimNode, label: &str) -> (bool, String, String) {
     let NetworkOnNode { ready, reason, message, .. } = report(node, label);
     (ready, reason, message)
 }
 
-fn refusal(reason: &str, message: &str) -> (bool, String, String) {
+fn not_ready(reason: &str, message: &str) -> (bool, String, String) {
     (false, reason.to_owned(), message.to_owned())
 }
 
 #[test]
-fn a_mark_is_a_local_unicast_address_of_network_node_and_sort() {
-    let mut marks = BTreeSet::new();
+fn an_ownership_mac_is_local_unicast_and_unique_per_network_node_and_kind() {
+    let mut macs = BTreeSet::new();
     for network in ["a", "b"] {
         for node in ["a", "b"] {
-            for made in LinkKind::ALL {
-                let ownership_mac = ownership_mac(network, node, made);
-                assert_eq!(ownership_mac.octets()[0] & 0x03, 0x02);
-                marks.insert(ownership_mac);
+            for kind in LinkKind::ALL {
+                let mac = ownership_mac(network, node, kind);
+                assert_eq!(mac.octets()[0] & 0x03, 0x02);
+                macs.insert(mac);
             }
         }
     }
-    assert_eq!(marks.len(), 8);
-    // Links that were made yesterday are known by it.
+    assert_eq!(macs.len(), 8);
+    // Links of earlier versions must still be recognized.
     assert_eq!(ownership_mac("uid-blue", "node-uid", LinkKind::Bridge).to_string(), "b2:9b:26:fd:67:79");
 }
 
 #[test]
-fn ports_of_pods_are_known_by_their_names() {
+fn pod_ports_are_recognized_by_name() {
     for (name, wanted) in [
         ("veth0123456789a", true),
         ("vethabcdefabcde", true),
@@ -89,7 +89,7 @@ fn ports_of_pods_are_known_by_their_names() {
 }
 
 #[test]
-fn aliases_that_anybody_could_have_written_name_no_network() {
+fn malformed_aliases_name_no_network() {
     for alias in
         ["", "patchbay/bridge/", "patchbay/bridge/a/b", "patchbay/bridge/a b", "patchbay/vxlan/x", "bridge/x"]
     {
@@ -102,7 +102,7 @@ fn aliases_that_anybody_could_have_written_name_no_network() {
 }
 
 #[test]
-fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
+fn the_record_is_written_before_the_bridge_and_the_link_is_set_up_last() {
     let mut node = SimNode::new(&[]).with(&[network("blue")]);
     let record = LinkRecord {
         uid: "uid-blue".to_owned(),
@@ -116,7 +116,7 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
     let mac = ownership_mac("uid-blue", "node-uid", LinkKind::Bridge);
     let first = [Action::WriteRecord(record), Action::CreateBridge { name: name("br-blue"), mac, mtu: 1400 }];
     assert_eq!(actions(&node), first);
-    assert_eq!(verdict(&node, "blue").1, reason::APPLYING);
+    assert_eq!(condition(&node, "blue").1, reason::APPLYING);
     for action in &first {
         node.apply("uid-blue", action);
     }
@@ -150,24 +150,24 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
 }
 
 #[test]
-fn nothing_is_made_before_the_mtu_is_decided_and_the_network_is_listed() {
+fn no_link_is_created_before_the_mtu_is_set_and_the_network_is_listed() {
     let mut node = SimNode::new(&[]).with(&[LocalNetwork { mtu: None, ..network("blue") }]);
     assert_eq!(actions(&node), []);
-    assert_eq!(verdict(&node, "blue").1, reason::WAITING);
+    assert_eq!(condition(&node, "blue").1, reason::WAITING);
     node.networks[0].mtu = Some(1400);
     node.unlisted.insert("uid-blue".to_owned());
     assert_eq!(actions(&node), []);
-    assert_eq!(verdict(&node, "blue").1, reason::LISTING);
+    assert_eq!(condition(&node, "blue").1, reason::LISTING);
     node.unlisted.clear();
     assert_eq!(actions(&node).len(), 2);
     node.settle();
-    // A NodeNetwork that somebody deleted takes nothing away.
+    // A deleted NodeNetwork does not make an applied network unready.
     node.unlisted.insert("uid-blue".to_owned());
     assert!(report(&node, "blue").ready);
 }
 
 #[test]
-fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
+fn all_drift_is_repaired_in_place_and_counted_as_a_repair() {
     type Drift = (&'static str, fn(&mut SimNode), fn(u32, u32) -> Action);
     let peers = vec![peer("two", "10.0.0.2", &["blue"])];
     let node = SimNode { peers, ..SimNode::new(&[]).with(&[overlay("blue")]) };
@@ -210,16 +210,16 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
         ),
         (
             "name",
-            |node| node.get("br-blue").name = "br-hand".to_owned(),
+            |node| node.get("br-blue").name = "br-edited".to_owned(),
             |br, _| Action::Rename { link: br, name: name("br-blue") },
         ),
         (
-            "flood entry gone",
+            "missing flood entry",
             |node| node.observed.floods.clear(),
             |_, vx| Action::AddFlood { vxlan: vx, to: "10.0.0.2".parse().unwrap() },
         ),
         (
-            "flood entry more",
+            "extra flood entry",
             |node| {
                 let link = node.get("vx-blue").index;
                 node.observed.floods.push(FloodEntry { link, to: "10.0.0.9".parse().unwrap() });
@@ -234,14 +234,14 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
         drift(&mut node);
         let step = BridgeStep { network: "uid-blue".to_owned(), action: wanted(br, vx), repair: true };
         assert_eq!(node.plan().steps, [step], "{what}");
-        assert_eq!(verdict(&node, "blue").1, reason::APPLYING, "{what}");
+        assert_eq!(condition(&node, "blue").1, reason::APPLYING, "{what}");
         node.settle();
         assert!(report(&node, "blue").ready, "{what}");
     }
 }
 
 #[test]
-fn a_bridge_that_was_deleted_is_made_again_and_the_pods_are_joined_again() {
+fn a_deleted_bridge_is_recreated_and_its_pods_are_reattached() {
     let mut node = settled(&[], &[network("blue")]);
     let pod = node.pod("blue", 1);
     assert_eq!(actions(&node), []);
@@ -267,7 +267,7 @@ fn a_bridge_that_was_deleted_is_made_again_and_the_pods_are_joined_again() {
 }
 
 #[test]
-fn what_the_user_changes_is_no_repair() {
+fn a_change_of_the_spec_is_not_a_repair() {
     let mut node = settled(&[eth1()], &[network("blue")]);
     node.networks[0].mtu = Some(1450);
     let bridge = node.get("br-blue").index;
@@ -280,7 +280,7 @@ fn what_the_user_changes_is_no_repair() {
 }
 
 #[test]
-fn an_mtu_that_brings_ipv6_back_switches_it_off_again() {
+fn ipv6_is_disabled_again_when_a_larger_mtu_restores_it() {
     let mut node = settled(&[], &[LocalNetwork { mtu: Some(576), ..network("blue") }]);
     assert_eq!(node.get("br-blue").ipv6_disabled, None);
     assert!(report(&node, "blue").ready);
@@ -293,31 +293,31 @@ fn an_mtu_that_brings_ipv6_back_switches_it_off_again() {
 }
 
 #[test]
-fn the_loser_of_a_clash_gives_back_what_it_has_unless_pods_are_on_it() {
+fn a_conflicting_network_is_removed_unless_pods_are_attached() {
     let later = Timestamp::from_second(5).unwrap();
     let young = LocalNetwork { created: later, bridge: name("br-red"), ..overlay("young") };
     let mut node = settled(&[], std::slice::from_ref(&young));
     node.networks.push(overlay("red"));
     let sentence = "bridge br-red belongs to BridgeNetwork red, which is older";
-    assert_eq!(verdict(&node, "young"), refusal(reason::CONFLICT, sentence));
-    assert_eq!(verdict(&node, "red").1, reason::FOREIGN_LINK);
+    assert_eq!(condition(&node, "young"), not_ready(reason::CONFLICT, sentence));
+    assert_eq!(condition(&node, "red").1, reason::FOREIGN_LINK);
 
     let bridge = node.get("br-red").index;
     let port = Link { master: Some(bridge), ..link(0, "veth00000000001", "veth") };
     let pod = node.add(port);
     assert_eq!(actions(&node), []);
-    let in_use = verdict(&node, "young");
+    let in_use = condition(&node, "young");
     assert_eq!(in_use.1, reason::CONFLICT);
     assert!(in_use.2.starts_with(sentence) && in_use.2.contains("1 pod is"), "{}", in_use.2);
     node.delete(pod);
     node.settle();
     assert!(report(&node, "red").ready);
-    assert_eq!(verdict(&node, "young"), refusal(reason::CONFLICT, sentence));
+    assert_eq!(condition(&node, "young"), not_ready(reason::CONFLICT, sentence));
     assert_eq!(node.records.keys().collect::<Vec<_>>(), ["uid-red"]);
 }
 
 #[test]
-fn a_link_of_somebody_else_is_named_and_not_touched() {
+fn a_foreign_link_is_reported_and_not_changed() {
     let vxlan = Some(Vxlan { vni: 7, port: 4789, local: None });
     for (foreign, wanted) in [
         (link(10, "br-blue", "bridge"), "link br-blue"),
@@ -329,7 +329,7 @@ fn a_link_of_somebody_else_is_named_and_not_touched() {
         (link(10, "vx-blue", "vxlan"), "link vx-blue"),
         (Link { vxlan, ..link(10, "flannel.1", "vxlan") }, "VXLAN device flannel.1"),
     ] {
-        // What a network that is gone left is removed; here it still exists.
+        // Leftover links of deleted networks are removed; here the network still exists.
         let other = LocalNetwork { desired: Desired::Present, mtu: None, ..network("other") };
         let mut node = SimNode::new(std::slice::from_ref(&foreign)).with(&[overlay("blue"), other]);
         let plan = node.settle();
@@ -342,10 +342,10 @@ fn a_link_of_somebody_else_is_named_and_not_touched() {
 }
 
 #[test]
-fn an_overlay_needs_an_address_and_room_for_its_header() {
+fn an_overlay_needs_a_vtep_and_an_mtu_that_fits_the_vxlan_header() {
     let mut node = SimNode { vtep: None, ..SimNode::new(&[]).with(&[overlay("blue")]) };
     node.settle();
-    assert_eq!(verdict(&node, "blue").1, reason::NO_VTEP);
+    assert_eq!(condition(&node, "blue").1, reason::NO_VTEP);
     for (address, mtu, fits) in [
         ("10.0.0.1", 1450, true),
         ("10.0.0.1", 1449, false),
@@ -355,21 +355,21 @@ fn an_overlay_needs_an_address_and_room_for_its_header() {
         node.vtep = Some(Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu });
         let mut node = node.clone();
         node.settle();
-        let (ready, reason, _) = verdict(&node, "blue");
+        let (ready, reason, _) = condition(&node, "blue");
         assert_eq!(reason, if fits { reason::READY } else { reason::MTU_TOO_LARGE }, "{address} {mtu}");
         assert_eq!((ready, node.find("vx-blue").is_some()), (fits, fits));
     }
 }
 
 #[test]
-fn frames_go_to_the_peers_that_list_the_network_and_have_an_address_of_the_same_family() {
+fn the_flood_list_has_the_peers_of_the_network_with_the_same_address_family() {
     let mut node = SimNode::new(&[]).with(&[overlay("blue")]);
     node.peers = vec![
         peer("two", "10.0.0.2", &["blue"]),
         peer("same", "10.0.0.2", &["blue"]),
         peer("myself", "10.0.0.1", &["blue"]),
         peer("elsewhere", "10.0.0.3", &["red"]),
-        peer("silent", "", &["blue"]),
+        peer("no-vtep", "", &["blue"]),
         peer("six", "fd00::6", &["blue"]),
     ];
     let plan = node.settle();
@@ -381,7 +381,7 @@ fn frames_go_to_the_peers_that_list_the_network_and_have_an_address_of_the_same_
 }
 
 #[test]
-fn what_a_vxlan_device_cannot_change_makes_it_anew_and_never_the_bridge() {
+fn immutable_vxlan_settings_recreate_the_device_and_never_the_bridge() {
     for change in [
         (|node| node.networks[0].overlay = Some(Overlay { vni: 7, port: 4790 })) as fn(&mut SimNode),
         |node| {
@@ -403,14 +403,14 @@ fn what_a_vxlan_device_cannot_change_makes_it_anew_and_never_the_bridge() {
 }
 
 #[test]
-fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same() {
-    let on_top = Link { lower: Some(10), ..link(11, "eth1.5", "vlan") };
+fn an_uplink_that_the_node_uses_is_refused_and_the_bridge_is_still_created() {
+    let upper = Link { lower: Some(10), ..link(11, "eth1.5", "vlan") };
     let master = link(11, "bond0", "bond");
     let cases: [(Vec<Link>, &str); 12] = [
         (vec![Link { loopback: true, ..eth1() }], "it is the loopback"),
         (vec![link(10, "eth1", "bridge")], "it is a bridge"),
         (vec![eth1()], "default route"),
-        (vec![Link { addresses: vec![address("10.0.0.1/32")], ..eth1() }], "the address of the node"),
+        (vec![Link { addresses: vec![address("10.0.0.1/32")], ..eth1() }], "an InternalIP of the node"),
         (vec![eth1()], "API server"),
         (
             vec![Link { addresses: vec![address("192.0.2.5/24")], ..eth1() }],
@@ -419,14 +419,14 @@ fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same(
         (vec![Link { addresses: vec![address("fd00::5/64")], ..eth1() }], "it has the address fd00::5/64"),
         (vec![Link { master: Some(11), ..eth1() }, master], "it is a port of bond0"),
         (vec![Link { master: Some(99), ..eth1() }], "it is a port of link 99"),
-        (vec![eth1(), on_top], "link eth1.5 lies on it"),
-        (vec![Link { alias: "patchbay/x".to_owned(), ..eth1() }], "belongs to a network of Patchbay"),
+        (vec![eth1(), upper], "link eth1.5 is stacked on it"),
+        (vec![Link { alias: "patchbay/x".to_owned(), ..eth1() }], "Patchbay owns it"),
         (
             vec![
                 Link { lower: Some(11), ..link(10, "eth1", "veth") },
                 Link { lower: Some(10), ..link(11, "eth1.6", "macvlan") },
             ],
-            "link eth1.6 lies on it",
+            "link eth1.6 is stacked on it",
         ),
     ];
     for (links, why) in cases {
@@ -437,7 +437,7 @@ fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same(
             _ => {}
         }
         node.settle();
-        let (ready, reason, message) = verdict(&node, "blue");
+        let (ready, reason, message) = condition(&node, "blue");
         assert_eq!((ready, reason.as_str()), (false, reason::UPLINK_REFUSED), "{why}");
         assert!(message.contains(why), "{why}: {message}");
         assert_eq!(node.find("eth1"), links.iter().find(|link| link.name == "eth1"), "{why}");
@@ -446,11 +446,11 @@ fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same(
     }
     let mut node = SimNode::new(&[]).with(&[uplink("blue", "eth1")]);
     node.settle();
-    assert_eq!(verdict(&node, "blue").1, reason::UPLINK_MISSING);
+    assert_eq!(condition(&node, "blue").1, reason::UPLINK_MISSING);
 }
 
 #[test]
-fn link_local_addresses_and_the_other_end_of_a_pair_are_no_reason_to_refuse() {
+fn an_uplink_may_have_link_local_addresses_and_a_veth_peer() {
     let eth1 = Link {
         lower: Some(11),
         addresses: vec![address("fe80::1/64"), address("169.254.3.4/16")],
@@ -464,15 +464,15 @@ fn link_local_addresses_and_the_other_end_of_a_pair_are_no_reason_to_refuse() {
 }
 
 #[test]
-fn an_uplink_is_recorded_before_it_is_touched_and_goes_back_as_it_was() {
+fn an_uplink_is_recorded_before_it_changes_and_restored_afterwards() {
     let mut node = settled(&[eth1()], &[network("blue")]);
     node.networks[0].uplink = Some(name("eth1"));
     let bridge = node.get("br-blue").index;
     let [Action::WriteRecord(record), rest @ ..] = &actions(&node)[..] else {
         panic!("{:?}", actions(&node))
     };
-    let found = OriginalLink { name: "eth1".to_owned(), index: 10, admin: AdminState::Down, mtu: 1300 };
-    assert_eq!(record.uplink, Some(found));
+    let original = OriginalLink { name: "eth1".to_owned(), index: 10, admin: AdminState::Down, mtu: 1300 };
+    assert_eq!(record.uplink, Some(original));
     assert_eq!(
         rest,
         [
@@ -482,35 +482,35 @@ fn an_uplink_is_recorded_before_it_is_touched_and_goes_back_as_it_was() {
         ]
     );
     node.settle();
-    // An address that it gets later is no reason to let it go.
+    // An address added later does not detach it.
     node.get("eth1").addresses = vec![address("192.0.2.5/24")];
     assert!(report(&node, "blue").ready);
     node.get("eth1").addresses.clear();
 
     node.networks[0].uplink = None;
-    let back = actions(&node);
+    let restored = actions(&node);
     assert_eq!(
-        back[..3],
+        restored[..3],
         [
             Action::SetMtu { link: 10, mtu: 1300 },
             Action::SetAdmin { link: 10, admin: AdminState::Down },
             Action::ClearMaster { link: 10 },
         ]
     );
-    assert!(matches!(&back[3..], [Action::WriteRecord(LinkRecord { uplink: None, .. })]), "{back:?}");
+    assert!(matches!(&restored[3..], [Action::WriteRecord(LinkRecord { uplink: None, .. })]), "{restored:?}");
     node.settle();
     assert_eq!(node.find("eth1"), Some(&eth1()));
 }
 
 #[test]
-fn an_uplink_of_an_earlier_boot_or_of_another_index_is_not_given_back() {
-    for forget in
+fn an_uplink_of_an_earlier_boot_or_with_another_index_is_not_restored() {
+    for invalidate in
         [(|node| node.boot = "boot-2".to_owned()) as fn(&mut SimNode), |node| node.get("eth1").index = 50]
     {
         let mut node = settled(&[eth1()], &[uplink("blue", "eth1")]);
-        let taken = node.get("eth1");
-        taken.master = None;
-        forget(&mut node);
+        let uplink = node.get("eth1");
+        uplink.master = None;
+        invalidate(&mut node);
         let bridge = node.get("br-blue").index;
         node.delete(bridge);
         node.networks.clear();
@@ -519,30 +519,30 @@ fn an_uplink_of_an_earlier_boot_or_of_another_index_is_not_given_back() {
 }
 
 #[test]
-fn an_uplink_goes_from_one_network_to_the_next_as_it_was() {
+fn an_uplink_is_restored_before_another_network_attaches_it() {
     let mut node = settled(&[eth1()], &[uplink("red", "eth1")]);
     node.networks[0].desired = Desired::Absent;
     node.networks.push(uplink("blue", "eth1"));
     let bridge = node.get("br-red").index;
-    // Also if somebody deleted the bridge meanwhile, and it looks free.
+    // Also if the bridge was deleted meanwhile, so that the uplink seems free.
     node.delete(bridge);
-    assert!(verdict(&node, "blue").2.contains("red"), "{}", verdict(&node, "blue").2);
+    assert!(condition(&node, "blue").2.contains("red"), "{}", condition(&node, "blue").2);
     node.settle();
     assert!(report(&node, "blue").ready);
-    let found = node.records["uid-blue"].uplink.clone().unwrap();
-    assert_eq!((found.admin, found.mtu), (AdminState::Down, 1300));
+    let original = node.records["uid-blue"].uplink.clone().unwrap();
+    assert_eq!((original.admin, original.mtu), (AdminState::Down, 1300));
 }
 
 #[test]
-fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
+fn a_network_is_removed_in_order_and_not_while_pods_are_attached() {
     let peers = vec![peer("two", "10.0.0.2", &["over"])];
     let mut node =
         SimNode { peers, ..SimNode::new(&[eth1()]).with(&[overlay("over"), uplink("up", "eth1")]) };
     node.settle();
     let pods = [node.pod("over", 1), node.pod("over", 2), node.pod("up", 3)];
-    for gone in [false, true] {
+    for deleted in [false, true] {
         let mut node = node.clone();
-        if gone {
+        if deleted {
             node.networks.clear();
         } else {
             for network in &mut node.networks {
@@ -550,19 +550,19 @@ fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
             }
         }
         assert_eq!(actions(&node), []);
-        let (ready, reason, message) = verdict(&node, "over");
-        assert_eq!((ready, reason.as_str()), (!gone, reason::IN_USE));
-        assert!(message.starts_with("2 pods are still on the bridge"), "{message}");
-        // What is known how it should be is kept so.
+        let (ready, reason, message) = condition(&node, "over");
+        assert_eq!((ready, reason.as_str()), (!deleted, reason::IN_USE));
+        assert!(message.starts_with("2 pods are still attached to the bridge"), "{message}");
+        // Drift of a network that still exists is repaired.
         node.get("br-over").admin = AdminState::Down;
-        assert_eq!(actions(&node).len(), usize::from(!gone));
+        assert_eq!(actions(&node).len(), usize::from(!deleted));
 
         let (over, up, vxlan) =
             (node.get("br-over").index, node.get("br-up").index, node.get("vx-over").index);
         for pod in pods {
             node.delete(pod);
         }
-        assert_eq!(verdict(&node, "over").1, reason::TERMINATING);
+        assert_eq!(condition(&node, "over").1, reason::TERMINATING);
         assert_eq!(
             actions(&node),
             [
@@ -583,7 +583,7 @@ fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
 }
 
 #[test]
-fn pods_that_have_a_smaller_mtu_than_the_network_are_counted() {
+fn pods_with_a_smaller_mtu_than_the_network_are_counted() {
     let mut node = settled(&[], &[network("blue")]);
     node.pod("blue", 1);
     node.pod("blue", 2);
@@ -595,19 +595,19 @@ fn pods_that_have_a_smaller_mtu_than_the_network_are_counted() {
 }
 
 #[test]
-fn a_failure_is_told_until_the_network_is_right() {
+fn a_failure_is_reported_until_the_network_is_applied() {
     let mut node = SimNode::new(&[]).with(&[network("blue")]);
     let message = "x".repeat(2 * MAX_MESSAGE);
     node.failures
         .insert("uid-blue".to_owned(), ApplyFailure { reason: reason::PORT_IN_USE.to_owned(), message });
-    let (ready, reason, message) = verdict(&node, "blue");
+    let (ready, reason, message) = condition(&node, "blue");
     assert_eq!((ready, reason.as_str(), message.len()), (false, reason::PORT_IN_USE, MAX_MESSAGE));
     node.settle();
-    assert_eq!(verdict(&node, "blue"), (true, reason::READY.to_owned(), String::new()));
+    assert_eq!(condition(&node, "blue"), (true, reason::READY.to_owned(), String::new()));
 }
 
 #[test]
-fn a_link_keeps_its_mark_when_the_node_is_made_anew_and_gets_one_when_the_record_is_lost() {
+fn a_link_keeps_its_mac_when_the_node_is_recreated_and_changes_it_when_the_record_is_lost() {
     let mut node = settled(&[], &[network("blue")]);
     node.node.uid = "another".to_owned();
     assert_eq!(actions(&node), []);
@@ -618,7 +618,7 @@ fn a_link_keeps_its_mark_when_the_node_is_made_anew_and_gets_one_when_the_record
 }
 
 #[test]
-fn the_youngest_networks_are_left_out_when_there_are_too_many() {
+fn the_youngest_networks_beyond_the_limit_are_omitted() {
     let all: Vec<LocalNetwork> = (0..=MAX_NETWORKS)
         .map(|n| LocalNetwork {
             created: Timestamp::from_second(i64::try_from(MAX_NETWORKS - n).unwrap()).unwrap(),

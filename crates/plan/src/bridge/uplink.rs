@@ -1,4 +1,5 @@
-//! The uplink: a link of the node that becomes a port, if the node does not need it, and goes back as it was.
+//! The uplink: a link of the node that becomes a port of the bridge, unless the node itself uses it, and that is restored
+//! when the network no longer needs it.
 
 use std::net::IpAddr;
 
@@ -8,19 +9,19 @@ use super::{
 };
 use crate::nodenetwork::{AdminState, Link};
 
-/// What to do about the uplink of one network.
+/// The decision about the uplink of one network.
 #[derive(Default)]
 pub struct UplinkDecision {
-    /// Gives back what is not wanted any more.
+    /// Restores a recorded uplink that is no longer desired.
     pub release: Vec<Action>,
-    /// What the record has to say before anything is touched.
+    /// The uplink for the record, which is written before the link changes.
     pub original: Option<OriginalLink>,
-    /// Makes it a port.
+    /// Makes the link a port.
     pub attach: Vec<Action>,
     pub problem: Option<NetworkProblem>,
 }
 
-/// Compares the wanted uplink with the recorded one. Nothing is taken while there is no bridge.
+/// Compares the desired uplink with the recorded one. Attaches nothing while the bridge does not exist.
 pub fn decide(
     links: &LinkIndex<'_>,
     network: &LocalNetwork,
@@ -43,23 +44,25 @@ pub fn decide(
         decision.problem = Some(NetworkProblem::new(
             reason::UPLINK_MISSING,
             format!(
-                "this node has no link {name}; connect it, name another in spec.uplink, or leave the node out with \
+                "this node has no link {name}; connect it, set spec.uplink to another link, or exclude the node with \
                  spec.nodeSelector"
             ),
         ));
         return decision;
     };
-    let known = recorded.filter(|original| original.index == link.index);
+    let recorded_link = recorded.filter(|original| original.index == link.index);
     let port = bridge.is_some_and(|bridge| link.master == Some(bridge.index));
     if !port && let Some(why) = refused(links, uid, link) {
         decision.problem = Some(NetworkProblem::new(
             reason::UPLINK_REFUSED,
-            format!("link {name} cannot be the uplink: {why}; name another in spec.uplink, or free this one"),
+            format!(
+                "link {name} cannot be the uplink: {why}; set spec.uplink to another link, or free this one"
+            ),
         ));
-        decision.original = known.cloned();
+        decision.original = recorded_link.cloned();
         return decision;
     }
-    decision.original = Some(known.cloned().unwrap_or_else(|| OriginalLink {
+    decision.original = Some(recorded_link.cloned().unwrap_or_else(|| OriginalLink {
         name: link.name.clone(),
         index: link.index,
         admin: link.admin,
@@ -71,7 +74,7 @@ pub fn decide(
     decision
 }
 
-/// A port first, then changed: so whatever was changed is a port, and is known by that when it is given back.
+/// Sets the master first: a changed uplink is then always a port, by which the restore recognizes it.
 fn attach(link: &Link, bridge: &Link, mtu: u32) -> Vec<Action> {
     let mut actions = Vec::new();
     if link.master != Some(bridge.index) {
@@ -86,13 +89,13 @@ fn attach(link: &Link, bridge: &Link, mtu: u32) -> Vec<Action> {
     actions
 }
 
-/// The uplink that the record speaks of. What it says of an earlier boot says nothing about the links of this one.
+/// The recorded uplink. A record of an earlier boot does not count: link indexes change with each boot.
 pub fn recorded<'a>(links: &LinkIndex<'a>, uid: &str) -> Option<&'a OriginalLink> {
     let record: &LinkRecord = links.input.records.get(uid)?;
     record.uplink.as_ref().filter(|_| record.boot == links.input.boot)
 }
 
-/// Makes an uplink what it was. One that somebody has taken for something else since is left alone.
+/// Restores an uplink. One that is neither a port of the bridge nor free is in use elsewhere and is left alone.
 pub fn restore(
     links: &LinkIndex<'_>,
     uid: &str,
@@ -119,32 +122,32 @@ pub fn restore(
     actions
 }
 
-/// Why the node needs a link, or why it cannot be a port.
+/// Why a link cannot be the uplink: the node uses it, or it cannot be a port.
 fn refused(links: &LinkIndex<'_>, uid: &str, link: &Link) -> Option<String> {
     let input = links.input;
     let named =
         |index: u32| links.link(index).map_or_else(|| format!("link {index}"), |link| link.name.clone());
     let has = |address: &IpAddr| link.addresses.iter().any(|own| own.net.addr() == *address);
     if link.loopback {
-        return Some("it is the loopback".to_owned());
+        return Some("it is the loopback interface".to_owned());
     }
     if links.owner(link).is_some() || is_pod_port(&link.name) || link.alias.starts_with(api::LINK_ALIAS) {
-        return Some("it belongs to a network of Patchbay".to_owned());
+        return Some("Patchbay owns it".to_owned());
     }
     if let Some(record) = links.other_networks_uplink(uid, link) {
-        return Some(format!("BridgeNetwork {} has not given it back yet", record.name));
+        return Some(format!("BridgeNetwork {} has not released it yet", record.name));
     }
     if link.kind.as_deref() == Some("bridge") {
-        return Some("it is a bridge, and a bridge is no port of another".to_owned());
+        return Some("it is a bridge, and a bridge cannot be a port of another bridge".to_owned());
     }
     if input.observed.default_routes.contains(&link.index) {
         return Some("it carries the default route of the node".to_owned());
     }
     if let Some(address) = input.node.internal_ips.iter().find(|address| has(address)) {
-        return Some(format!("it has {address}, the address of the node"));
+        return Some(format!("it has {address}, an InternalIP of the node"));
     }
     if input.api_links.contains(&link.index) {
-        return Some("the connection to the API server goes over it".to_owned());
+        return Some("it carries the connection to the API server".to_owned());
     }
     if let Some(own) = link.addresses.iter().find(|own| !link_local(own.net.addr())) {
         return Some(format!("it has the address {}", own.net));
@@ -152,7 +155,7 @@ fn refused(links: &LinkIndex<'_>, uid: &str, link: &Link) -> Option<String> {
     if let Some(master) = link.master {
         return Some(format!("it is a port of {}", named(master)));
     }
-    links.upper_links(link).next().map(|other| format!("link {} lies on it", other.name))
+    links.upper_links(link).next().map(|other| format!("link {} is stacked on it", other.name))
 }
 
 fn link_local(address: IpAddr) -> bool {
