@@ -1,7 +1,7 @@
-//! The bridge networks of this node: what is network of them, what is done about them, and what is said.
+//! The controller of this node's bridge networks: applies the plans of `plan::bridge` and publishes the outcome.
 //!
-//! Decides nothing: `plan::bridge` does. Looks again after each round of changes until nothing is left to do, and lets
-//! a network that fails wait without holding up the others.
+//! All decisions are in `plan::bridge`. The controller observes the kernel after each batch of steps and plans again, until
+//! no steps are left. A network whose step fails backs off without delaying the others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,62 +30,63 @@ use crate::{
     network::{self, Labels, ParsedNetwork},
 };
 
-/// How long to go on with changes before the rest is left to the next turn.
+/// Bounds one reconcile; the remaining steps are left to the next one.
 const RECONCILE_BUDGET: Duration = Duration::from_secs(2);
-/// How many changes are made between two looks.
+/// Bounds the steps between two observations of the kernel.
 const MAX_STEPS_PER_PASS: usize = 128;
-/// How often a network is repaired in one turn before somebody else must be at execute.
+/// More repairs of one network in one reconcile mean that another program keeps changing its links.
 const MAX_REPAIRS: usize = 8;
-/// The least time between two events about repairs of one network.
+/// Limits the events about repairs of one network.
 const MIN_REPAIR_EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
 pub const UNREADABLE: &str = "Unreadable";
-const UNREADABLE_MESSAGE: &str = "this daemon cannot read the BridgeNetwork, and leaves its links as they are; is the \
-    daemon older than the kind?";
+const UNREADABLE_MESSAGE: &str = "this daemon cannot parse the BridgeNetwork and does not change its links; upgrade \
+    the daemon if it is older than the CRD";
 
-/// How long to wait at most before a network that failed is tried again.
+/// Bounds the backoff of a failed network.
 const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
-/// What makes changes.
+/// Executes steps: on the kernel and on the link records.
 struct LinkExecutor {
     changer: Changer,
     records: LinkRecords,
 }
 
-/// The networks of one node.
+/// Reconciles the bridge networks of one node.
 pub struct BridgeController {
     boot: String,
-    /// None only while they are at execute.
+    /// None only while a blocking thread uses it.
     executor: Option<LinkExecutor>,
     records: BTreeMap<Uid, LinkRecord>,
-    /// None until the API server has said what there is.
+    /// None until the first list from the API server.
     networks: Option<BTreeMap<Uid, ParsedNetwork>>,
-    /// The names of BridgeNetworks that cannot be read.
+    /// The names of BridgeNetworks that cannot be parsed.
     unreadable: BTreeMap<Uid, String>,
     peers: Option<BTreeMap<String, Peer>>,
     backoffs: BTreeMap<Uid, NetworkBackoff>,
-    /// When a repair was last told of.
+    /// The time of the last event about a repair.
     repair_events: BTreeMap<Uid, Instant>,
-    /// What was right after the last plan.
+    /// [`rules::BridgePlan::settled`] of the last plan.
     settled: BTreeMap<Uid, Settled>,
     reports: Vec<NetworkOnNode>,
-    /// The names of the networks that were too many.
+    /// The names of the networks beyond the limit.
     omitted: Vec<String>,
-    /// Where the connection to the API server goes.
+    /// The addresses of the API server.
     servers: Vec<IpAddr>,
+    /// The networks for the CNI server and IPAM.
     published: watch::Sender<Arc<Networks>>,
     events: Events,
     metrics: Metrics,
 }
 
-/// A network that failed, and when to try again.
+/// The failure of a network, and when to retry.
 struct NetworkBackoff {
     failure: ApplyFailure,
     until: Instant,
     backoff: DefaultBackoff,
 }
 
-/// What is network of the node itself.
+/// The state of the node that a reconcile needs.
 #[derive(Clone, Copy)]
 pub struct NodeContext<'a> {
     pub node: &'a NodeInfo,
@@ -95,7 +96,7 @@ pub struct NodeContext<'a> {
     pub listed: &'a BTreeSet<Uid>,
 }
 
-/// What the networks are made with.
+/// The dependencies of a [`BridgeController`].
 pub struct Deps {
     pub boot: String,
     pub changer: Changer,
@@ -106,10 +107,9 @@ pub struct Deps {
     pub metrics: Metrics,
 }
 
-/// A step and what became of it.
 type StepResult = (BridgeStep, Result<(), StepError>);
 
-/// Why a step was not made.
+/// Why a step failed.
 #[derive(Debug, thiserror::Error)]
 enum StepError {
     #[error(transparent)]
@@ -140,7 +140,7 @@ impl BridgeController {
         }
     }
 
-    /// What to publish. None as long as too little is network: an empty list would say that there are no links.
+    /// The networks for the NodeNetwork. None before the first lists: an empty list would mean that the node has no links.
     pub fn reports(&self) -> Option<&[NetworkOnNode]> {
         (self.networks.is_some() && self.peers.is_some()).then_some(&self.reports)
     }
@@ -159,10 +159,7 @@ impl BridgeController {
             self.unreadable.remove(&uid);
             networks.insert(uid, network);
         } else {
-            warn!(
-                network = object.name_any(),
-                "a BridgeNetwork cannot be read: its links are left as they are"
-            );
+            warn!(network = object.name_any(), "cannot parse BridgeNetwork; its links are not changed");
             networks.remove(&uid);
             self.unreadable.insert(uid, object.name_any());
         }
@@ -175,18 +172,18 @@ impl BridgeController {
         }
     }
 
-    /// This node has no Node: what it holds of the cluster may be given to others.
+    /// The Node object does not exist: other nodes may acquire the address blocks that this node holds.
     pub fn clear_own_node(&self) {
         self.published.send_if_modified(|networks| {
-            let had = networks.node.is_some();
-            if had {
+            let changed = networks.node.is_some();
+            if changed {
                 Arc::make_mut(networks).node = None;
             }
-            had
+            changed
         });
     }
 
-    /// The NodeNetworks of all nodes but `own`.
+    /// Replaces all peers by the NodeNetworks of all nodes but `own`.
     pub fn replace_peers(&mut self, objects: &[DynamicObject], own: &str) {
         let others = objects.iter().filter(|object| object.name_any() != own);
         self.peers = Some(others.map(|object| (object.name_any(), network::peer(object))).collect());
@@ -204,7 +201,7 @@ impl BridgeController {
         }
     }
 
-    /// Changes the kernel until it is as it should be, and says when to come back for what failed.
+    /// Applies plans until no steps are left, and returns when to retry failed networks.
     pub async fn reconcile(
         &mut self,
         monitor: &Monitor,
@@ -221,8 +218,8 @@ impl BridgeController {
             let plan = self.plan(context, observed, &api_links);
             self.log_omitted(&plan.omitted);
             self.reports = plan.networks;
-            // Pods are told before links change: whoever joined meanwhile is seen by the look that follows, and whoever
-            // joins after it sees that the network is not to be joined.
+            // The CNI server learns of a change before the links change. An ADD that ran before is visible in the
+            // observation that follows; a later ADD finds the network not ready.
             if self.publish(context, observed) {
                 *observed = monitor.observe().await?;
                 if started.elapsed() > RECONCILE_BUDGET {
@@ -231,14 +228,14 @@ impl BridgeController {
                 continue;
             }
             self.settled = plan.settled;
-            let waiting: BTreeSet<Uid> = plan.steps.iter().map(|step| step.network.clone()).collect();
+            let pending: BTreeSet<Uid> = plan.steps.iter().map(|step| step.network.clone()).collect();
             let mut due: Vec<BridgeStep> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
             if due.is_empty() {
-                return Ok(self.next_retry(&waiting));
+                return Ok(self.next_retry(&pending));
             }
             if started.elapsed() > RECONCILE_BUDGET {
-                // Others have their turn too: word of changes, and the NodeNetwork.
-                self.next_retry(&waiting);
+                // Let the loop handle events and write the NodeNetwork.
+                self.next_retry(&pending);
                 return Ok(Some(Instant::now()));
             }
             due.truncate(MAX_STEPS_PER_PASS);
@@ -278,46 +275,47 @@ impl BridgeController {
             settled: &self.settled,
             api_links,
         });
-        // A network that cannot be read is not one that is gone.
+        // An unreadable network is not a deleted one.
         plan.steps.retain(|step| !self.unreadable.contains_key(&step.network));
         for report in plan.networks.iter_mut().filter(|report| self.unreadable.contains_key(&report.uid)) {
             (report.ready, report.reason) = (false, UNREADABLE.to_owned());
             UNREADABLE_MESSAGE.clone_into(&mut report.message);
         }
         if observed.partial {
-            // What was not told may be the link of a pod.
-            let takes = |action: &Action| matches!(action, Action::Delete { .. } | Action::RemoveRecord);
-            plan.steps.retain(|step| !takes(&step.action));
+            // A link that is missing from the dump may belong to a pod.
+            let removes = |action: &Action| matches!(action, Action::Delete { .. } | Action::RemoveRecord);
+            plan.steps.retain(|step| !removes(&step.action));
         }
         plan
     }
 
-    /// Asked for only if some network wants a NIC of the node. As long as the way cannot be told, it may be any link.
+    /// The links that carry the connection to the API server. Looked up only if a network has an uplink. If the lookup
+    /// fails, all links count.
     async fn api_links(&mut self, context: NodeContext<'_>, observed: &KernelState) -> BTreeSet<u32> {
         let mut all = self.networks.iter().flat_map(BTreeMap::values);
         let wanted = all.any(|network| network.on(context.labels).uplink.is_some());
         let Some(mut executor) = self.executor.take_if(|_| wanted) else { return BTreeSet::new() };
         let servers = self.servers.clone();
-        let asked = task::spawn_blocking(move || {
-            let ways = servers.into_iter().map(|server| executor.changer.route_to(server));
-            let ways = ways.collect::<Result<Vec<_>, _>>();
-            (executor, ways)
+        let lookup = task::spawn_blocking(move || {
+            let routes = servers.into_iter().map(|server| executor.changer.route_to(server));
+            let routes = routes.collect::<Result<Vec<_>, _>>();
+            (executor, routes)
         });
-        let (executor, ways) = finished(asked.await);
+        let (executor, routes) = join(lookup.await);
         self.executor = Some(executor);
-        match ways {
-            Ok(ways) => ways.into_iter().flatten().collect(),
+        match routes {
+            Ok(routes) => routes.into_iter().flatten().collect(),
             Err(error) => {
-                warn!(error = %Chain(&error), "cannot tell which link leads to the API server: no uplink is taken");
+                warn!(error = %Chain(&error), "cannot find the link to the API server; no uplink is attached");
                 observed.links.iter().map(|link| link.index).collect()
             }
         }
     }
 
-    /// Says which networks are too many for this node, once.
+    /// Logs the networks beyond the limit when they change.
     fn log_omitted(&mut self, omitted: &[String]) {
         if self.omitted != omitted {
-            warn!(networks = ?omitted, "this node has too many networks and takes no part in the youngest");
+            warn!(networks = ?omitted, "too many networks for one node; the youngest are omitted");
             self.omitted = omitted.to_vec();
         }
     }
@@ -326,20 +324,20 @@ impl BridgeController {
         self.backoffs.get(&step.network).is_none_or(|backoff| backoff.until <= Instant::now())
     }
 
-    /// Makes the changes, each network's in order up to its first failure, and returns the networks that were repaired.
+    /// Applies the steps of each network in order up to its first failure, and returns the repaired networks.
     async fn apply(&mut self, steps: Vec<BridgeStep>) -> BTreeSet<Uid> {
         let Some(executor) = self.executor.take() else { return BTreeSet::new() };
         // Netlink and the disk may block.
-        let (executor, done) = finished(task::spawn_blocking(move || execute(executor, steps)).await);
+        let (executor, results) = join(task::spawn_blocking(move || execute(executor, steps)).await);
         self.records = executor.records.all().clone();
         self.executor = Some(executor);
         let mut repaired = BTreeSet::new();
-        for (step, result) in done {
+        for (step, result) in results {
             let change = Change { verb: Verb::of(&step.action), result: Outcome::of(&result) };
             self.metrics.changes.get_or_create(&change).inc();
             match result {
                 Ok(()) => {
-                    info!(network = step.network, action = ?step.action, repair = step.repair, "changed");
+                    info!(network = step.network, action = ?step.action, repair = step.repair, "applied step");
                     if step.repair {
                         repaired.insert(step.network);
                     }
@@ -354,54 +352,54 @@ impl BridgeController {
         repaired
     }
 
-    /// Once a minute is enough, however often it happens: the metric counts.
+    /// Records at most one event per minute; the metric counts all repairs.
     fn record_repair_event(&mut self, uid: &Uid) {
         let now = Instant::now();
-        if self.repair_events.get(uid).is_some_and(|told| now < *told + MIN_REPAIR_EVENT_INTERVAL) {
+        if self.repair_events.get(uid).is_some_and(|last| now < *last + MIN_REPAIR_EVENT_INTERVAL) {
             return;
         }
         if let Some(network) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
-            let note = "links of this network were changed by hand on this node and have been put right";
+            let note = "another program changed links of this network on this node; the daemon repaired them";
             self.events.record(network.name(), uid, EventReason::Repaired, note.to_owned());
             self.repair_events.insert(uid.clone(), now);
         }
     }
 
     fn step_failed(&mut self, step: &BridgeStep, error: &StepError) {
-        debug!(network = step.network, action = ?step.action, error = %Chain(error), "a change failed");
+        debug!(network = step.network, action = ?step.action, error = %Chain(error), "step failed");
         self.back_off(&step.network, failure(&step.action, error));
     }
 
-    /// Lets a network wait, longer each time.
+    /// Delays the next attempt of a network, longer each time.
     fn back_off(&mut self, uid: &Uid, failure: ApplyFailure) {
-        let before = self.backoffs.remove(uid);
-        if before.as_ref().is_none_or(|before| before.failure != failure) {
+        let previous = self.backoffs.remove(uid);
+        if previous.as_ref().is_none_or(|previous| previous.failure != failure) {
             warn!(
                 network = uid,
                 reason = failure.reason,
                 error = failure.message,
-                "a network waits and is tried again"
+                "cannot apply network, backing off"
             );
             if let Some(network) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
                 self.events.record(network.name(), uid, EventReason::Failed, failure.message.clone());
             }
         }
-        let mut backoff = before.map(|before| before.backoff).unwrap_or_default();
+        let mut backoff = previous.map(|previous| previous.backoff).unwrap_or_default();
         let delay = backoff.next().unwrap_or(MAX_BACKOFF).min(MAX_BACKOFF);
         self.backoffs.insert(uid.clone(), NetworkBackoff { failure, until: Instant::now() + delay, backoff });
     }
 
-    /// Forgets the failures of networks that have nothing to do any more, and says when to come back for the others.
-    fn next_retry(&mut self, waiting: &BTreeSet<Uid>) -> Option<Instant> {
-        self.backoffs.retain(|uid, _| waiting.contains(uid));
-        self.repair_events.retain(|_, told| told.elapsed() < MIN_REPAIR_EVENT_INTERVAL);
-        let ready = self.reports.iter().filter(|one| one.ready).count();
+    /// Clears the backoff of networks without pending steps, and returns the next retry of the others.
+    fn next_retry(&mut self, pending: &BTreeSet<Uid>) -> Option<Instant> {
+        self.backoffs.retain(|uid, _| pending.contains(uid));
+        self.repair_events.retain(|_, last| last.elapsed() < MIN_REPAIR_EVENT_INTERVAL);
+        let ready = self.reports.iter().filter(|report| report.ready).count();
         self.metrics.networks.set(i64::try_from(self.reports.len()).unwrap_or(i64::MAX));
         self.metrics.networks_ready.set(i64::try_from(ready).unwrap_or(i64::MAX));
         self.backoffs.values().map(|backoff| backoff.until).min()
     }
 
-    /// Tells the CNI server what pods can join, and says whether that was news.
+    /// Publishes to the CNI server which networks pods can join, and returns whether that changed.
     fn publish(&self, context: NodeContext<'_>, observed: &KernelState) -> bool {
         let NodeContext { node, labels, .. } = context;
         let node = Holder { node: node.name.clone(), uid: node.uid.clone() };
@@ -409,16 +407,16 @@ impl BridgeController {
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let indexes: BTreeMap<&str, u32> =
             observed.links.iter().map(|link| (link.name.as_str(), link.index)).collect();
-        let told = Arc::clone(&self.published.borrow());
-        // A change in place is no reason to send pods away from a bridge that they could join before.
+        let previous = Arc::clone(&self.published.borrow());
+        // Pods can still join a bridge that was ready while it is changed in place.
         let was_ready = |network: &ParsedNetwork, bridge: u32| {
-            told.by_name.get(network.name()).is_some_and(|view| {
+            previous.by_name.get(network.name()).is_some_and(|view| {
                 let same = |state: &State| matches!(state, State::Ready { bridge_index, .. } if *bridge_index == bridge);
                 view.uid == network.uid() && same(&view.state)
             })
         };
         let state = |network: &ParsedNetwork| {
-            if network.is_undone() {
+            if network.is_terminating() {
                 return State::Removing;
             }
             if !network.selects(labels) {
@@ -454,31 +452,30 @@ impl BridgeController {
             })
             .chain(unreadable)
             .collect();
-        let now = Networks { synced: true, node: Some(node), by_name };
-        self.published.send_if_modified(|before| {
-            let changed = **before != now;
+        let current = Networks { synced: true, node: Some(node), by_name };
+        self.published.send_if_modified(|published| {
+            let changed = **published != current;
             if changed {
-                *before = Arc::new(now);
+                *published = Arc::new(current);
             }
             changed
         })
     }
 }
 
-/// What a thread for blocking execute returned. One that panicked takes the daemon with it.
-fn finished<T>(ended: Result<T, task::JoinError>) -> T {
-    ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
+/// The result of a blocking task. Resumes its panic, which ends the daemon.
+fn join<T>(result: Result<T, task::JoinError>) -> T {
+    result.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
 }
 
 fn link_contention() -> ApplyFailure {
-    let message =
-        "another program of this node changes the links of this network again and again; find and stop it";
+    let message = "another program on this node keeps changing the links of this network; find and stop it";
     ApplyFailure { reason: reason::LINK_CONTENTION.to_owned(), message: message.to_owned() }
 }
 
 fn execute(mut executor: LinkExecutor, steps: Vec<BridgeStep>) -> (LinkExecutor, Vec<StepResult>) {
     let mut failed: BTreeSet<Uid> = BTreeSet::new();
-    let mut done = Vec::with_capacity(steps.len());
+    let mut results = Vec::with_capacity(steps.len());
     for step in steps {
         if failed.contains(&step.network) {
             continue;
@@ -491,12 +488,12 @@ fn execute(mut executor: LinkExecutor, steps: Vec<BridgeStep>) -> (LinkExecutor,
         if result.is_err() {
             failed.insert(step.network.clone());
         }
-        done.push((step, result));
+        results.push((step, result));
     }
-    (executor, done)
+    (executor, results)
 }
 
-/// What to say about a step that failed.
+/// The reason and message of a failed step.
 fn failure(action: &Action, error: &StepError) -> ApplyFailure {
     const EADDRINUSE: i32 = 98;
     let errno = match error {
@@ -509,7 +506,7 @@ fn failure(action: &Action, error: &StepError) -> ApplyFailure {
         _ => reason::REFUSED,
     };
     let message = if reason == reason::PORT_IN_USE {
-        "another program of this node has the UDP port of the VXLAN; choose another spec.overlay.port, or stop that \
+        "another program on this node uses the UDP port of the VXLAN; set another spec.overlay.port, or stop that \
          program"
             .to_owned()
     } else {

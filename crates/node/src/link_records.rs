@@ -1,4 +1,4 @@
-//! What is kept on disk about each network, so that a link is given back as it was original.
+//! Link records on disk, one file per network, from which uplinks are restored to their original state.
 
 use std::{
     collections::BTreeMap,
@@ -15,16 +15,16 @@ use plan::{
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// LinkRecords on disk, one file each.
+/// The link records in the state directory.
 pub struct LinkRecords {
     dir: PathBuf,
     all: BTreeMap<Uid, LinkRecord>,
 }
 
-/// Why a record could not be kept.
+/// Why the records could not be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("make the directory {path}")]
+    #[error("create the directory {path}")]
     Directory { path: PathBuf, source: io::Error },
     #[error("read the records in {path}")]
     Read { path: PathBuf, source: io::Error },
@@ -35,7 +35,7 @@ pub enum Error {
 }
 
 impl LinkRecords {
-    /// Reads what earlier runs wrote. A file that cannot be read is left alone and told about.
+    /// Reads all records. Malformed files are logged and left in place.
     pub fn open(state_dir: &Path) -> Result<Self, Error> {
         let dir = state_dir.join("networks");
         fs::create_dir_all(&dir).map_err(|source| Error::Directory { path: dir.clone(), source })?;
@@ -46,13 +46,13 @@ impl LinkRecords {
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
-            let read = fs::read(&path).map_err(failed)?;
-            match serde_json::from_slice::<StoredRecord>(&read) {
+            let bytes = fs::read(&path).map_err(failed)?;
+            match serde_json::from_slice::<StoredRecord>(&bytes) {
                 Ok(stored) => {
                     let record = LinkRecord::from(stored);
                     all.insert(record.uid.clone(), record);
                 }
-                Err(error) => warn!(path = %path.display(), %error, "a record is unreadable and is ignored"),
+                Err(error) => warn!(path = %path.display(), %error, "ignoring malformed link record"),
             }
         }
         Ok(Self { dir, all })
@@ -62,7 +62,7 @@ impl LinkRecords {
         &self.all
     }
 
-    /// Once this returns, the record survives a power cut.
+    /// Writes a record durably: it survives a power failure once this returns.
     pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
         let path = self.path(&record.uid);
         let write = || {
@@ -78,7 +78,7 @@ impl LinkRecords {
         Ok(())
     }
 
-    /// Once this returns, the record is gone for good.
+    /// Removes a record durably.
     pub fn remove(&mut self, uid: &str) -> Result<(), Error> {
         let path = self.path(uid);
         let remove = || match fs::remove_file(&path) {
@@ -90,7 +90,7 @@ impl LinkRecords {
         Ok(())
     }
 
-    /// A UID is letters, digits and dashes; whatever else it may be goes by its digest.
+    /// UIDs consist of letters, digits and dashes; anything else is replaced by its digest.
     fn path(&self, uid: &str) -> PathBuf {
         let plain = (1..=63).contains(&uid.len())
             && uid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
@@ -99,6 +99,7 @@ impl LinkRecords {
     }
 }
 
+/// The format on disk. Its field names must not change: later versions read the records of earlier ones.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct StoredRecord {
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn records_survive_a_restart_and_hostile_names_stay_in_the_directory() {
+    fn records_survive_a_restart_and_malicious_uids_stay_in_the_directory() {
         let state = std::env::temp_dir().join(format!("patchbay-records-{}", std::process::id()));
         let mut records = LinkRecords::open(&state).unwrap();
         for uid in ["0-a", "../../etc/x", ""] {
@@ -179,7 +180,7 @@ mod tests {
         assert_eq!(again.all(), records.all());
         assert_eq!(again.all().len(), 3);
         assert_eq!(fs::read_dir(state.join("networks")).unwrap().count(), 4);
-        for uid in ["0-a", "../../etc/x", "", "never there"] {
+        for uid in ["0-a", "../../etc/x", "", "never written"] {
             again.remove(uid).unwrap();
         }
         assert!(LinkRecords::open(&state).unwrap().all().is_empty());

@@ -4,9 +4,9 @@ use kube::Client;
 
 use super::*;
 
-/// Networks of a node that knows of none, and would fail to change anything.
+/// A controller without networks, whose steps all fail.
 pub fn bridges(client: Client, metrics: Metrics) -> BridgeController {
-    // Tests run at the same time.
+    // Tests run in parallel.
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let state = std::env::temp_dir().join(format!("patchbay-bridges-{}-{number}", std::process::id()));
@@ -14,7 +14,7 @@ pub fn bridges(client: Client, metrics: Metrics) -> BridgeController {
     std::fs::remove_dir_all(&state).unwrap();
     BridgeController::new(Deps {
         boot: "boot".to_owned(),
-        changer: Changer::open(std::path::Path::new("/nowhere")).unwrap(),
+        changer: Changer::open(std::path::Path::new("/nonexistent")).unwrap(),
         records,
         servers: Vec::new(),
         published: watch::channel(Arc::default()).0,
@@ -86,7 +86,7 @@ fn planned(bridges: &BridgeController, observed: &KernelState) -> rules::BridgeP
 }
 
 #[tokio::test]
-async fn a_network_that_cannot_be_read_keeps_its_links_and_one_that_is_gone_does_not() {
+async fn an_unreadable_network_keeps_its_links_and_a_deleted_one_does_not() {
     let mut bridges = bridges(client(), Metrics::default());
     bridges.replace_peers(&[], "a");
     bridges.replace_networks(&[network(serde_json::json!({"overlay": "junk"}))]);
@@ -95,7 +95,7 @@ async fn a_network_that_cannot_be_read_keeps_its_links_and_one_that_is_gone_does
     assert_eq!((plan.networks[0].ready, plan.networks[0].reason.as_str()), (false, "Unreadable"));
     bridges.replace_networks(&[]);
     assert!(!planned(&bridges, &bridge()).steps.is_empty());
-    // Unless the kernel may have left out the link of a pod.
+    // Except when the dump may lack the link of a pod.
     let partial = KernelState { partial: true, ..bridge() };
     assert!(
         planned(&bridges, &partial).steps.iter().all(|step| !matches!(step.action, Action::Delete { .. }))
@@ -103,13 +103,13 @@ async fn a_network_that_cannot_be_read_keeps_its_links_and_one_that_is_gone_does
 }
 
 #[tokio::test]
-async fn a_change_in_place_sends_no_pod_away() {
+async fn a_change_in_place_keeps_a_network_ready_for_pods() {
     let mut bridges = bridges(client(), Metrics::default());
     bridges.replace_peers(&[], "a");
     bridges.replace_networks(&[network(serde_json::json!({}))]);
     bridges.records.insert("u".to_owned(), record());
-    let mut told = bridges.published.subscribe();
-    let mut say = |bridges: &mut BridgeController, mtu: u32| {
+    let mut published = bridges.published.subscribe();
+    let mut publish = |bridges: &mut BridgeController, mtu: u32| {
         let mut observed = bridge();
         observed.links[0].mtu = mtu;
         bridges.reports = planned(bridges, &observed).networks;
@@ -117,18 +117,20 @@ async fn a_change_in_place_sends_no_pod_away() {
         let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::new());
         let context = NodeContext { node: &node, labels: &labels, ignored: &ignored, listed: &listed };
         bridges.publish(context, &observed);
-        told.borrow_and_update().by_name["blue"].state.clone()
+        published.borrow_and_update().by_name["blue"].state.clone()
     };
-    assert!(matches!(say(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING));
+    assert!(
+        matches!(publish(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING)
+    );
     let ready = |mtu| State::Ready { bridge_index: 7, mtu, removing: false };
-    assert_eq!(say(&mut bridges, 1500), ready(1500));
-    assert_eq!(say(&mut bridges, 1400), ready(1400));
+    assert_eq!(publish(&mut bridges, 1500), ready(1500));
+    assert_eq!(publish(&mut bridges, 1400), ready(1400));
 }
 
 #[tokio::test]
-async fn a_network_that_fails_waits_and_says_why() {
+async fn a_failed_network_backs_off_and_reports_the_cause() {
     let mut bridges = bridges(client(), Metrics::default());
-    // The record's directory is gone.
+    // The directory of the records does not exist.
     bridges.apply(vec![step(Action::WriteRecord(record())), step(Action::Delete { link: u32::MAX })]).await;
     let backoff = &bridges.backoffs["u"];
     assert_eq!(backoff.failure.reason, "RecordFailed");
@@ -139,7 +141,7 @@ async fn a_network_that_fails_waits_and_says_why() {
     );
     assert!(!bridges.is_due(&step(Action::RemoveRecord)));
     assert!(bridges.records.is_empty());
-    // As long as it has something to do, the daemon comes back for it; after that it does not.
+    // The network is retried only while it has pending steps.
     assert!(bridges.next_retry(&BTreeSet::from(["u".to_owned()])).is_some());
     assert_eq!(bridges.next_retry(&BTreeSet::new()), None);
 }

@@ -67,7 +67,7 @@ fn condition<'a>(status: &'a NodeNetworkStatus, r#type: &str) -> &'a Condition {
 }
 
 #[test]
-fn a_link_is_shown_with_all_that_is_known_of_it() {
+fn a_link_is_listed_with_all_its_properties() {
     let mut eth0 = link(2, "eth0");
     eth0.master = Some(5);
     eth0.addresses = vec![address("fd00::2/64"), address("10.0.0.2/24"), address("10.0.0.2/24")];
@@ -75,10 +75,10 @@ fn a_link_is_shown_with_all_that_is_known_of_it() {
     bridge.kind = Some("bridge".to_owned());
     bridge.oper = OperState::Down;
     bridge.mac = None;
-    let seen =
+    let state =
         KernelState { links: vec![eth0, bridge], default_routes: vec![2, 2], ..KernelState::default() };
 
-    let status = plan_status(&seen, &node(&["10.0.0.2"]));
+    let status = plan_status(&state, &node(&["10.0.0.2"]));
 
     let vtep = Vtep { address: "10.0.0.2".parse().unwrap(), interface: "eth0".to_owned(), mtu: 1500 };
     assert_eq!(status.vtep, Some(vtep));
@@ -114,20 +114,20 @@ fn a_link_is_shown_with_all_that_is_known_of_it() {
 }
 
 #[test]
-fn links_of_pods_and_of_other_network_software_are_left_out() {
-    let left_out = "veth1a2b cali123 lxc_health eni4f1c9d0a1b2 azv1234 12ab34cd56ef_h 3f5a2b1c9d8e7f6 tap0 vnet3 \
+fn links_of_pods_and_of_other_network_software_are_omitted() {
+    let omitted = "veth1a2b cali123 lxc_health eni4f1c9d0a1b2 azv1234 12ab34cd56ef_h 3f5a2b1c9d8e7f6 tap0 vnet3 \
         virbr0 virbr0-nic cni0 cilium_host cilium_vxlan flannel.1 tunl0 vxlan.calico wireguard.cali vxlan-v6.calico \
         genev_sys_6081 vxlan_sys_4789 ovn-k8s-mp0 ovs-system br-int antrea-gw0 kube-ipvs0 kube-bridge nodelocaldns \
         docker0 br-0123456789ab podman1 ifb0 sit0 ip6tnl0 gre0 gretap0 erspan0 ip_vti0 ip6_vti0 ip6gre0 teql0 lo";
-    let kept = "bond0 bond0.100 br-blue br-ex dummy0 enp3s0f1np1 ens1f0v3 eth0 ib0 mgmt-bo mgmt-br team0 vlan100 \
+    let listed = "bond0 bond0.100 br-blue br-ex dummy0 enp3s0f1np1 ens1f0v3 eth0 ib0 mgmt-bo mgmt-br team0 vlan100 \
         wg0 wlan0";
-    let all = left_out.split_whitespace().chain(kept.split_whitespace());
+    let all = omitted.split_whitespace().chain(listed.split_whitespace());
     let links: Vec<Link> = (1..).zip(all).map(|(index, name)| link(index, name)).collect();
-    assert_eq!(names(&plan_status(&observed(&links), &node(&[]))).join(" "), kept);
+    assert_eq!(names(&plan_status(&observed(&links), &node(&[]))).join(" "), listed);
 }
 
 #[test]
-fn links_that_patchbay_made_are_no_candidates() {
+fn links_owned_by_patchbay_are_omitted() {
     let mut ours = link(1, "br-blue");
     ours.alias = "patchbay/bridge/uid".to_owned();
     let mut foreign = link(2, "br-red");
@@ -136,7 +136,7 @@ fn links_that_patchbay_made_are_no_candidates() {
 }
 
 #[test]
-fn the_loopback_is_never_listed_even_if_it_is_renamed_or_claims_to_be_ours() {
+fn the_loopback_is_never_listed_even_if_it_is_renamed_or_has_our_alias() {
     let mut lo = link(1, "eth7");
     lo.loopback = true;
     lo.alias = "patchbay/x".to_owned();
@@ -150,16 +150,16 @@ fn the_vtep_is_the_first_internal_ip_that_is_on_a_link() {
     let mut cni0 = link(3, "cni0");
     cni0.addresses = vec![address("fd00::2/64")];
     cni0.mtu = 9000;
-    let seen = observed(&[eth0, cni0]);
+    let state = observed(&[eth0, cni0]);
 
-    let vtep = |ips: &[&str]| plan_status(&seen, &node(ips)).vtep.map(|vtep| (vtep.interface, vtep.mtu));
+    let vtep = |ips: &[&str]| plan_status(&state, &node(ips)).vtep.map(|vtep| (vtep.interface, vtep.mtu));
     assert_eq!(vtep(&["10.9.9.9", "fd00::2", "10.0.0.2"]), Some(("cni0".to_owned(), 9000)));
     assert_eq!(vtep(&["10.0.0.2", "fd00::2"]), Some(("eth0".to_owned(), 1500)));
     assert_eq!(vtep(&["10.0.0.3"]), None);
 }
 
 #[test]
-fn an_address_on_two_links_belongs_to_the_one_that_is_listed() {
+fn the_vtep_of_an_address_on_two_links_is_the_listed_link() {
     let mut links = [link(1, "lo"), link(2, "kube-ipvs0"), link(3, "eth0")];
     links[0].loopback = true;
     for link in &mut links {
@@ -174,20 +174,20 @@ fn an_address_on_two_links_belongs_to_the_one_that_is_listed() {
 }
 
 #[test]
-fn a_node_without_a_vtep_says_what_to_do() {
-    let seen = observed(&[link(1, "eth0")]);
-    let status = plan_status(&seen, &node(&["10.0.0.2", "fd00::2"]));
+fn the_condition_of_a_node_without_a_vtep_names_the_remedy() {
+    let state = observed(&[link(1, "eth0")]);
+    let status = plan_status(&state, &node(&["10.0.0.2", "fd00::2"]));
     let found = condition(&status, "VtepFound");
     assert_eq!((found.status, found.reason.as_str()), (ConditionStatus::False, "AddressNotOnAnyLink"));
     assert!(found.message.contains("10.0.0.2 or fd00::2") && found.message.contains("--node-ip"));
 
-    let status = plan_status(&seen, &node(&[]));
+    let status = plan_status(&state, &node(&[]));
     assert_eq!(condition(&status, "VtepFound").reason, "NoInternalIP");
     assert_eq!(condition(&status, "Ready").status, ConditionStatus::True);
 }
 
 #[test]
-fn link_local_and_temporary_addresses_are_not_shown() {
+fn link_local_and_temporary_addresses_are_not_listed() {
     let mut eth0 = link(1, "eth0");
     eth0.addresses = vec![
         address("fe80::1/64"),
@@ -202,7 +202,7 @@ fn link_local_and_temporary_addresses_are_not_shown() {
 }
 
 #[test]
-fn every_state_has_its_word() {
+fn admin_and_operational_state_map_to_one_link_state() {
     for (admin, oper, desired) in [
         (AdminState::Up, OperState::Up, LinkState::Up),
         (AdminState::Up, OperState::Down, LinkState::NoCarrier),
@@ -220,7 +220,7 @@ fn every_state_has_its_word() {
 }
 
 #[test]
-fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
+fn duplicate_names_and_missing_masters_are_tolerated() {
     let mut port = link(3, "eth1");
     port.master = Some(99);
     let status = plan_status(&observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]), &node(&[]));
@@ -229,11 +229,11 @@ fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
 }
 
 #[test]
-fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
+fn links_beyond_the_limit_are_omitted_except_those_that_the_node_needs() {
     let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
-    let seen = KernelState { links, default_routes: vec![600], ..KernelState::default() };
-    let status = plan_status(&seen, &node(&["10.0.0.2"]));
+    let state = KernelState { links, default_routes: vec![600], ..KernelState::default() };
+    let status = plan_status(&state, &node(&["10.0.0.2"]));
 
     let shown = names(&status);
     assert_eq!(shown.len(), MAX_INTERFACES);
@@ -250,7 +250,7 @@ fn addresses_of(link: u32, count: u32) -> Vec<Address> {
 }
 
 #[test]
-fn too_many_addresses_of_a_link_are_cut_and_it_is_said_so() {
+fn addresses_beyond_the_limit_are_omitted_and_reported() {
     let mut eth0 = link(1, "eth0");
     eth0.addresses = addresses_of(1, 70);
     let status = plan_status(&observed(&[eth0]), &node(&[]));
@@ -260,10 +260,10 @@ fn too_many_addresses_of_a_link_are_cut_and_it_is_said_so() {
     assert!(ready.message.starts_with("6 addresses are not listed"), "{}", ready.message);
 }
 
-/// The API server stores 1.5 MiB, with what it adds for each field.
+/// The API server stores at most 1.5 MiB per object, including the managed fields.
 #[test]
-fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
-    // Names that are all escaped are four times as long, and their backslashes are escaped once more.
+fn the_largest_status_is_far_below_the_size_limit_of_the_api_server() {
+    // Fully escaped names are four times as long, and JSON escapes their backslashes again.
     let odd = |index: u32| format!("{}\\x{:02x}\\x{:02x}", "\\x01".repeat(13), index >> 8, index & 0xff);
     let links: Vec<Link> = (1..=600)
         .map(|index| {
@@ -277,25 +277,25 @@ fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
         })
         .collect();
     let default_routes = links.iter().map(|link| link.index).collect();
-    let seen = KernelState { links, default_routes, ..KernelState::default() };
-    let status = plan_status(&seen, &node(&[]));
+    let state = KernelState { links, default_routes, ..KernelState::default() };
+    let status = plan_status(&state, &node(&[]));
 
     assert_eq!(status.interfaces.len(), MAX_INTERFACES);
     let addresses: usize = status.interfaces.iter().map(|interface| interface.addresses.len()).sum();
     assert_eq!(addresses, MAX_ALL_ADDRESSES);
     assert_eq!(condition(&status, "Ready").reason, "TooManyLinks");
-    // For each link the server notes the name and up to eight fields.
-    let noted: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
-    let size = serde_json::to_string(&status).unwrap().len() + noted;
+    // The managed fields contain the name and up to eight fields of each link.
+    let managed: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
+    let size = serde_json::to_string(&status).unwrap().len() + managed;
     assert!(size < 512 * 1024, "{size}");
 }
 
 #[test]
-fn a_condition_keeps_its_time_until_its_status_changes() {
-    let seen = observed(&[link(1, "eth0")]);
+fn a_condition_keeps_its_transition_time_until_its_status_changes() {
+    let state = observed(&[link(1, "eth0")]);
     let (node, ignored) = (node(&[]), ignored());
     let mut input = PublishInput {
-        observed: &seen,
+        observed: &state,
         node: &node,
         ignored: &ignored,
         server: None,
@@ -317,7 +317,7 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
 }
 
 #[test]
-fn one_look_waits_for_the_burst_and_a_storm_costs_three_looks_a_second() {
+fn observations_are_debounced_and_limited_to_three_per_second() {
     let start = Instant::now();
     let ms = |n| start + Duration::from_millis(n);
     assert_eq!(next_observation(ms(0), None), ms(100));
@@ -325,7 +325,7 @@ fn one_look_waits_for_the_burst_and_a_storm_costs_three_looks_a_second() {
     assert_eq!(next_observation(ms(10), Some(ms(0))), ms(350));
 }
 
-/// A publisher with everything written and in order.
+/// The inputs of [`publish`], initially with everything written.
 struct Publisher {
     observed: KernelState,
     node: NodeInfo,
@@ -387,12 +387,12 @@ const STATUS: PublishDecision = PublishDecision::Now(WriteParts { object: false,
 const OBJECT: PublishDecision = PublishDecision::Now(WriteParts { object: true, status: false });
 
 #[test]
-fn nothing_is_written_when_nothing_changed() {
+fn nothing_is_written_without_a_change() {
     assert_eq!(Publisher::new().publish(Instant::now()), PublishDecision::Nothing);
 }
 
 #[test]
-fn a_new_nic_is_written_at_once_and_the_next_one_a_second_later() {
+fn a_new_nic_is_written_immediately_and_the_next_one_a_second_later() {
     let mut publisher = Publisher::new();
     let now = Instant::now();
     publisher.observed.links.push(link(2, "eth1"));
@@ -424,7 +424,7 @@ fn network(ready: bool) -> NetworkOnNode {
 }
 
 #[test]
-fn a_network_does_not_wait_for_the_second_to_pass() {
+fn a_network_change_is_written_within_a_tenth_of_a_second() {
     let mut publisher = Publisher::new();
     let now = Instant::now();
     publisher.last_write = Some(now);
@@ -441,7 +441,7 @@ fn a_network_does_not_wait_for_the_second_to_pass() {
 }
 
 #[test]
-fn bridge_netfilter_is_spoken_of_only_where_there_are_bridges() {
+fn bridge_netfilter_is_reported_only_on_nodes_with_bridge_networks() {
     let mut publisher = Publisher::new();
     publisher.netfilter = Netfilter::On;
     assert!(publisher.desired().conditions.iter().all(|condition| condition.r#type != "BridgeNetfilterOff"));
@@ -454,7 +454,7 @@ fn bridge_netfilter_is_spoken_of_only_where_there_are_bridges() {
 }
 
 #[test]
-fn a_missing_object_is_made_and_a_foreign_edit_undone() {
+fn a_missing_object_is_created_and_a_foreign_edit_reverted() {
     let now = Instant::now();
     let mut publisher = Publisher::new();
     publisher.server = None;
@@ -474,7 +474,7 @@ fn a_missing_object_is_made_and_a_foreign_edit_undone() {
 }
 
 #[test]
-fn an_owner_that_somebody_added_or_changed_is_undone() {
+fn a_foreign_owner_reference_is_reverted() {
     let mut owners = [Owner::of(&node(&[])), Owner::of(&node(&[])), Owner::of(&node(&[]))];
     owners[0].kind = "Pod".to_owned();
     owners[1].uid = "uid-0".to_owned();
@@ -489,14 +489,14 @@ fn an_owner_that_somebody_added_or_changed_is_undone() {
 }
 
 #[test]
-fn a_node_that_was_made_anew_becomes_the_owner() {
+fn a_recreated_node_becomes_the_owner() {
     let mut publisher = Publisher::new();
     publisher.node.uid = "uid-2".to_owned();
     assert_eq!(publisher.publish(Instant::now()), OBJECT);
 }
 
 #[test]
-fn a_server_that_changes_what_we_write_is_not_written_to_again_and_again() {
+fn no_write_loop_with_a_server_that_changes_the_written_status() {
     let mut publisher = Publisher::new();
     for record in [publisher.server.as_mut().unwrap(), &mut publisher.written.as_mut().unwrap().accepted] {
         record.status.as_mut().unwrap().conditions.clear();
@@ -534,7 +534,7 @@ prop_compose! {
 }
 
 prop_compose! {
-    // The kernel never shows two links of one index.
+    // Link indexes are unique.
     fn any_observed()(
         links in proptest::collection::btree_map(1u32..40, any_link(), 0..20),
         default_routes in proptest::collection::vec(1u32..40, 0..5),
@@ -544,32 +544,32 @@ prop_compose! {
     }
 }
 
-fn shuffled(seen: &KernelState, seed: &[usize]) -> KernelState {
+fn shuffled(state: &KernelState, seed: &[usize]) -> KernelState {
     fn shuffle<T>(list: &mut [T], seed: &[usize]) {
         for (at, swap) in (0..list.len()).zip(seed.iter().cycle()) {
             list.swap(at, swap % list.len());
         }
     }
-    let mut seen = seen.clone();
-    shuffle(&mut seen.links, seed);
-    shuffle(&mut seen.default_routes, seed);
-    seen.links.iter_mut().for_each(|link| shuffle(&mut link.addresses, seed));
-    seen
+    let mut state = state.clone();
+    shuffle(&mut state.links, seed);
+    shuffle(&mut state.default_routes, seed);
+    state.links.iter_mut().for_each(|link| shuffle(&mut link.addresses, seed));
+    state
 }
 
 proptest! {
     #[test]
-    fn the_order_in_which_the_kernel_tells_never_matters(
-        seen in any_observed(),
+    fn the_status_does_not_depend_on_the_order_of_the_dump(
+        state in any_observed(),
         seed in proptest::collection::vec(any::<usize>(), 1..20),
     ) {
         let node = node(&["10.0.0.2", "2001:db8::1"]);
-        prop_assert_eq!(plan_status(&seen, &node), plan_status(&shuffled(&seen, &seed), &node));
+        prop_assert_eq!(plan_status(&state, &node), plan_status(&shuffled(&state, &seed), &node));
     }
 
     #[test]
-    fn what_is_published_keeps_the_limits_of_the_schema(seen in any_observed()) {
-        let status = plan_status(&seen, &node(&["10.0.0.2"]));
+    fn the_status_respects_the_limits_of_the_schema(state in any_observed()) {
+        let status = plan_status(&state, &node(&["10.0.0.2"]));
         let shown = names(&status);
         prop_assert!(shown.windows(2).all(|pair| pair[0] < pair[1]));
         prop_assert!(shown.iter().all(|name| (1..=MAX_NAME).contains(&name.chars().count())));
@@ -580,9 +580,9 @@ proptest! {
     }
 
     #[test]
-    fn after_a_write_there_is_nothing_to_write(seen in any_observed()) {
+    fn nothing_is_left_to_write_after_a_write(state in any_observed()) {
         let mut publisher = Publisher::new();
-        publisher.observed = seen;
+        publisher.observed = state;
         publisher.write();
         prop_assert_eq!(publisher.publish(Instant::now()), PublishDecision::Nothing);
     }
