@@ -186,4 +186,22 @@ mod tests {
         assert!(LinkRecords::open(&state).unwrap().all().is_empty());
         fs::remove_dir_all(state).unwrap();
     }
+
+    /// Recorded from commit 6841d7b.
+    #[test]
+    fn the_format_on_disk_is_that_of_earlier_versions() {
+        let bytes = concat!(
+            r#"{"uid":"0-a","name":"blue","boot":"boot","bridge":"br-blue","vxlan":"vx-blue","nodeUid":"node","#,
+            r#""uplink":{"name":"eth1","index":3,"up":false,"mtu":9000}}"#
+        );
+        assert_eq!(serde_json::to_string(&StoredRecord::from(&record("0-a"))).unwrap(), bytes);
+        let parsed: StoredRecord = serde_json::from_str(bytes).unwrap();
+        assert_eq!(LinkRecord::from(parsed), record("0-a"));
+
+        let without = bytes.split(r#","uplink""#).next().unwrap().to_owned() + "}";
+        let parsed: StoredRecord = serde_json::from_str(&without).unwrap();
+        let parsed = LinkRecord::from(parsed);
+        assert_eq!(parsed.uplink, None);
+        assert_eq!(serde_json::to_string(&StoredRecord::from(&parsed)).unwrap(), without);
+    }
 }

@@ -1,4 +1,4 @@
-//! A watch of one object by name, or of all of a kind.
+//! Watches of one object by name, of objects by label, or of all objects of a kind.
 
 use std::{fmt::Debug, time::Duration};
 
@@ -13,42 +13,42 @@ use kube::{
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-/// After how many seconds the API server ends a watch, and a new one begins where it ended. A watch that is silent for
-/// longer has lost its server without a word, so this is how long such a loss can go unnoticed.
+/// The API server ends a watch after this time, and the next one continues at its resource version. This bounds how long
+/// a silently lost connection stays unnoticed.
 const WATCH_TIMEOUT_SECONDS: u32 = 60;
-/// How long a watch that broke waits at most until it is made anew, but for a second.
+/// Caps the delay before a failed watch restarts; up to a second is added to spread the nodes.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// How long the API server may take to show what there is.
+/// Bounds the initial list.
 const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a watch broke.
+/// Why a watch failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the API server gave no answer within {} s", LIST_TIMEOUT.as_secs())]
+    #[error("the API server did not respond within {} s", LIST_TIMEOUT.as_secs())]
     Deadline,
-    // It says all there is to say by itself, and its causes after that.
+    // The source describes itself and has its own causes.
     #[error(transparent)]
     Broken(#[from] watcher::Error),
 }
 
-/// What a watch saw.
+/// An event of an [`ObjectWatch`].
 #[derive(Debug)]
 pub enum ObjectEvent<K> {
-    /// All objects as they are now: the first word, and the first after a failure.
+    /// The complete list: the first event, and the first after a failure.
     Synced(Vec<K>),
     Changed(K),
     Deleted(K),
-    /// The watch is fail and will be made anew after a back_off.
+    /// The watch failed and restarts after a backoff.
     Failed(Error),
 }
 
-/// Watches objects. After any failure it reads them all again, so that the end of a failure is always event.
+/// Watches objects. Lists them again after any failure, so that every recovery produces an event.
 pub struct ObjectWatch<K: Resource> {
     api: Api<K>,
     config: watcher::Config,
     stream: Option<BoxStream<'static, Result<Event<K>, watcher::Error>>>,
     listed: Vec<K>,
-    /// When the objects have to be there, while they are read.
+    /// The deadline of a running list.
     deadline: Option<Instant>,
     backoff: DefaultBackoff,
     retry_at: Option<Instant>,
@@ -58,14 +58,14 @@ impl<K> ObjectWatch<K>
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    /// Watches the one object of this name, which need not exist.
+    /// Watches the object of this name, which need not exist.
     pub fn one(api: Api<K>, name: &str) -> Self {
         let mut watch = Self::all(api);
         watch.config = watch.config.fields(&format!("metadata.name={name}"));
         watch
     }
 
-    /// Watches the objects whose labels this selects.
+    /// Watches the objects that the label selector selects.
     pub fn labelled(api: Api<K>, selector: &str) -> Self {
         let mut watch = Self::all(api);
         watch.config = watch.config.labels(selector);
@@ -85,7 +85,7 @@ where
         }
     }
 
-    /// The next thing that is event. May be dropped at any time: nothing is lost.
+    /// The next event. Cancel safe.
     pub async fn next(&mut self) -> ObjectEvent<K> {
         loop {
             if let Some(at) = self.retry_at {
@@ -132,7 +132,7 @@ where
     }
 }
 
-/// Pods wait for an API server that is back: no longer than this, and not all nodes as long as each other.
+/// Caps the backoff, because pods wait until the watch recovers, and spreads it over the nodes.
 fn retry_delay(delay: Duration) -> Duration {
     let spread = Duration::from_millis(delay.subsec_millis().into());
     if delay > MAX_RETRY_DELAY { MAX_RETRY_DELAY + spread } else { delay }
@@ -149,28 +149,28 @@ mod tests {
 
     use super::*;
 
-    /// What a server does with one request.
+    /// The reaction of the server to one request.
     #[derive(Debug, Clone, Copy)]
     enum ServerReply {
-        Silence,
+        None,
         List,
-        Refusal,
+        Failure,
     }
 
-    /// A watch, and the server's next answers; a server without any says nothing.
+    /// A watch, and the replies of its server; without one the server does not respond.
     fn watch() -> (ObjectWatch<Node>, mpsc::UnboundedSender<ServerReply>) {
-        let (sender, answers) = mpsc::unbounded_channel();
-        let answers = std::sync::Arc::new(tokio::sync::Mutex::new(answers));
+        let (sender, replies) = mpsc::unbounded_channel();
+        let replies = std::sync::Arc::new(tokio::sync::Mutex::new(replies));
         let service = tower::service_fn(move |_: Request<Body>| {
-            let answers = std::sync::Arc::clone(&answers);
+            let replies = std::sync::Arc::clone(&replies);
             async move {
-                let answer = answers.lock().await.try_recv().unwrap_or(ServerReply::Silence);
-                let (status, text) = match answer {
-                    ServerReply::Silence => pending().await,
+                let reply = replies.lock().await.try_recv().unwrap_or(ServerReply::None);
+                let (status, text) = match reply {
+                    ServerReply::None => pending().await,
                     ServerReply::List => {
                         (200, r#"{"kind":"NodeList","metadata":{"resourceVersion":"5"},"items":[]}"#)
                     }
-                    ServerReply::Refusal => {
+                    ServerReply::Failure => {
                         (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#)
                     }
                 };
@@ -182,8 +182,8 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_that_says_nothing_is_a_failure_after_ten_seconds() {
-        let (mut watch, _answers) = watch();
+    async fn an_unresponsive_server_is_a_failure_after_ten_seconds() {
+        let (mut watch, _replies) = watch();
         let start = Instant::now();
         let event = watch.next().await;
         assert!(matches!(event, ObjectEvent::Failed(Error::Deadline)), "{event:?}");
@@ -191,18 +191,18 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_a_recovery_the_next_failure_is_tried_again_soon() {
-        let (mut watch, answers) = watch();
+    async fn a_recovery_resets_the_backoff() {
+        let (mut watch, replies) = watch();
         for _ in 0..8 {
-            answers.send(ServerReply::Refusal).unwrap();
+            replies.send(ServerReply::Failure).unwrap();
             assert!(matches!(watch.next().await, ObjectEvent::Failed(Error::Broken(_))));
         }
-        answers.send(ServerReply::List).unwrap();
+        replies.send(ServerReply::List).unwrap();
         assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
-        answers.send(ServerReply::Refusal).unwrap();
+        replies.send(ServerReply::Failure).unwrap();
         assert!(matches!(watch.next().await, ObjectEvent::Failed(_)));
         let failed = Instant::now();
-        answers.send(ServerReply::List).unwrap();
+        replies.send(ServerReply::List).unwrap();
         assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
         assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
     }

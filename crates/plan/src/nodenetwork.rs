@@ -397,7 +397,7 @@ pub fn next_observation(event: Instant, last_observation: Option<Instant>) -> In
 /// The parts of a NodeNetwork that its daemon writes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PublishedState {
-    /// All owner references, whoever added them.
+    /// All owner references, also those of other clients.
     pub owners: Vec<Owner>,
     /// None also if it cannot be parsed.
     pub status: Option<NodeNetworkStatus>,

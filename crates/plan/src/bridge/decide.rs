@@ -78,8 +78,8 @@ fn selected<'a>(
         .filter(|network| network.desired == Desired::Present && !selected.contains(network.uid.as_str()))
         .collect();
     rest.sort_by_key(|network| (network.created, &network.name));
-    let room = MAX_NETWORKS.saturating_sub(selected.len()).min(rest.len());
-    let omitted = rest.split_off(room);
+    let free = MAX_NETWORKS.saturating_sub(selected.len()).min(rest.len());
+    let omitted = rest.split_off(free);
     selected.extend(rest.into_iter().map(|network| network.uid.as_str()));
     (selected, omitted.into_iter().map(|network| network.name.clone()).collect())
 }
