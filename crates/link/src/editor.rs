@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use nix::errno::Errno;
 use plan::{
     bridge::{Action, Overlay},
-    nodenetwork::Admin,
+    nodenetwork::AdminState,
 };
 
 use crate::{
@@ -55,7 +55,7 @@ impl LinkEditor {
     /// Applies one action. Removing something that does not exist succeeds.
     pub fn apply(&mut self, action: &Action) -> Result<(), Error> {
         match action {
-            Action::Record(_) | Action::Forget => Err(Error::NotAKernelAction),
+            Action::WriteRecord(_) | Action::RemoveRecord => Err(Error::NotAKernelAction),
             Action::CreateBridge { name, mac, mtu } => {
                 let request = create(name, *mac, mtu.saturating_sub(1))
                     .nested(IFLA_LINKINFO, &[], |info| info.text(IFLA_INFO_KIND, "bridge"));
@@ -88,17 +88,17 @@ impl LinkEditor {
             Action::DisableIpv6 { name } => {
                 self.sysctls("ipv6", name, &[("accept_ra", "0"), ("disable_ipv6", "1")])
             }
-            Action::DeafenIpv4 { name } => {
+            Action::IsolateIpv4 { name } => {
                 self.sysctls("ipv4", name, &[("arp_ignore", "8"), ("rp_filter", "1"), ("forwarding", "0")])
             }
             Action::RemoveAddress { link, address } => {
                 let removed = self.netlink.execute("remove an address", remove_address(*link, *address));
                 ok_if(removed, &[Errno::EADDRNOTAVAIL, Errno::ENODEV])
             }
-            Action::Join { link, bridge } => {
+            Action::SetMaster { link, bridge } => {
                 self.set("make the link a bridge port", set(*link).number(IFLA_MASTER, *bridge))
             }
-            Action::Part { link } => {
+            Action::ClearMaster { link } => {
                 let parted = self.set("remove the port from its bridge", set(*link).number(IFLA_MASTER, 0));
                 ok_if(parted, &[Errno::ENODEV])
             }
@@ -159,8 +159,8 @@ impl LinkEditor {
         self.netlink.execute(what, request)
     }
 
-    fn set_admin(&mut self, link: u32, admin: Admin) -> Result<(), Error> {
-        let flags = if admin == Admin::Up { IFF_UP } else { 0 };
+    fn set_admin(&mut self, link: u32, admin: AdminState) -> Result<(), Error> {
+        let flags = if admin == AdminState::Up { IFF_UP } else { 0 };
         let request = NetlinkRequest::new(message::SET_LINK, CHANGE, &link_header(link, flags, IFF_UP));
         self.set("set the link up or down", request)
     }
@@ -172,9 +172,9 @@ impl LinkEditor {
             Err(error) if error.errno() == Some(Errno::EBUSY as i32) => {}
             other => return other,
         }
-        self.set_admin(link, Admin::Down)?;
+        self.set_admin(link, AdminState::Down)?;
         let renamed = self.set("rename the link", request());
-        self.set_admin(link, Admin::Up).and(renamed)
+        self.set_admin(link, AdminState::Up).and(renamed)
     }
 
     /// Writes sysctls of one link and protocol. Does nothing if the kernel does not have the protocol.

@@ -12,7 +12,7 @@ use std::{
 use api::Mac;
 pub use entry::{RouteEntry, is_local_route, parse_address, parse_route, port_forwards};
 use ipnet::IpNet;
-use plan::nodenetwork::{Address, Admin, Flood, Link, Oper, Vxlan};
+use plan::nodenetwork::{Address, AdminState, FloodEntry, Link, OperState, Vxlan};
 
 pub const DONE: u16 = 3;
 pub const ERROR: u16 = 2;
@@ -214,23 +214,23 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
         kind,
         mac: all.get(&IFLA_ADDRESS).and_then(|value| <[u8; 6]>::try_from(*value).ok()).map(Mac::from),
         mtu: number(IFLA_MTU).unwrap_or(0),
-        admin: if flags & IFF_UP == 0 { Admin::Down } else { Admin::Up },
+        admin: if flags & IFF_UP == 0 { AdminState::Down } else { AdminState::Up },
         oper: match all.get(&IFLA_OPERSTATE).and_then(|value| value.first()) {
-            Some(1) => Oper::NotPresent,
-            Some(2) => Oper::Down,
-            Some(3) => Oper::LowerLayerDown,
-            Some(4) => Oper::Testing,
-            Some(5) => Oper::Dormant,
-            Some(6) => Oper::Up,
-            _ => Oper::Unknown,
+            Some(1) => OperState::NotPresent,
+            Some(2) => OperState::Down,
+            Some(3) => OperState::LowerLayerDown,
+            Some(4) => OperState::Testing,
+            Some(5) => OperState::Dormant,
+            Some(6) => OperState::Up,
+            _ => OperState::Unknown,
         },
         loopback: flags & IFF_LOOPBACK != 0,
         master: number(IFLA_MASTER).filter(|&index| index != 0),
         lower: number(IFLA_LINK).or(lower).filter(|&index| same_namespace && index != 0),
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
-        ipv6_off: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_off(families)),
-        ipv4_deaf: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_deaf(families)),
+        ipv6_disabled: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_off(families)),
+        ipv4_isolated: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_deaf(families)),
         vxlan,
     })
 }
@@ -286,7 +286,7 @@ fn parse_ip(bytes: &[u8]) -> Option<IpAddr> {
 
 /// Parses the flood entry of a `NEW_NEIGHBOUR` message: an all-zero FDB entry, whose destination receives broadcast and
 /// unknown unicast frames. None for other entries, such as the learned one of each station.
-pub fn parse_flood(body: &[u8]) -> Option<Flood> {
+pub fn parse_flood(body: &[u8]) -> Option<FloodEntry> {
     const NDA_DST: u16 = 1;
     const NDA_LLADDR: u16 = 2;
 
@@ -296,7 +296,7 @@ pub fn parse_flood(body: &[u8]) -> Option<Flood> {
     let all: BTreeMap<u16, &[u8]> = parse_attributes(body.get(12..)?).collect();
     let all_zero = all.get(&NDA_LLADDR).is_some_and(|mac| mac.iter().all(|&byte| byte == 0));
     let to = all.get(&NDA_DST).and_then(|bytes| parse_ip(bytes)).filter(|_| all_zero)?;
-    Some(Flood { link: u32_at(body, 4)?, to })
+    Some(FloodEntry { link: u32_at(body, 4)?, to })
 }
 
 /// The output link of a `NEW_ROUTE` message that answers a lookup of one address.

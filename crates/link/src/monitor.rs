@@ -11,7 +11,7 @@ use std::{
 
 use netlink_sys::{AsyncSocket as _, SocketAddr, TokioSocket, protocols::NETLINK_ROUTE};
 use nix::errno::Errno;
-use plan::nodenetwork::Observed;
+use plan::nodenetwork::KernelState;
 use tokio::{runtime::Handle, sync::Mutex, task, time::timeout};
 
 use crate::{Error, message, namespace, netlink::Netlink};
@@ -92,7 +92,7 @@ impl Monitor {
     }
 
     /// The current state of the kernel.
-    pub async fn observe(&self) -> Result<Observed, Error> {
+    pub async fn observe(&self) -> Result<KernelState, Error> {
         let netlink = Arc::clone(&self.netlink);
         let observe = async {
             // An observation that timed out holds the lock until the kernel answers: there is never a second thread.

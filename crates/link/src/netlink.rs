@@ -14,7 +14,7 @@ use nix::{
         time::TimeVal,
     },
 };
-use plan::nodenetwork::{Flood, Link, Observed};
+use plan::nodenetwork::{FloodEntry, KernelState, Link};
 
 use crate::{
     Error,
@@ -60,7 +60,7 @@ impl Netlink {
     }
 
     /// The current links, addresses, default routes and flood entries.
-    pub fn observe(&mut self) -> Result<Observed, Error> {
+    pub fn observe(&mut self) -> Result<KernelState, Error> {
         self.partial = false;
         let mut links = self.dump("list links", message::get_links, |message| {
             (message.kind == message::NEW_LINK).then(|| message::parse_link(message.body)).flatten()
@@ -94,11 +94,11 @@ impl Netlink {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
         let floods = self.floods(&links)?;
-        Ok(Observed { links, default_routes, floods, partial: self.partial })
+        Ok(KernelState { links, default_routes, floods, partial: self.partial })
     }
 
     /// The flood entries of Patchbay's VXLAN devices. Other devices can have long lists.
-    fn floods(&mut self, links: &[Link]) -> Result<Vec<Flood>, Error> {
+    fn floods(&mut self, links: &[Link]) -> Result<Vec<FloodEntry>, Error> {
         let ours = |link: &&Link| link.vxlan.is_some() && link.alias.starts_with(api::LINK_ALIAS_PREFIX);
         let mut floods = Vec::new();
         for vxlan in links.iter().filter(ours) {

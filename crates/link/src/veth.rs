@@ -21,7 +21,7 @@ use nix::{
     errno::Errno,
     sys::stat::{FileStat, fstat, stat},
 };
-use plan::nodenetwork::{Admin, Link};
+use plan::nodenetwork::{AdminState, Link};
 
 use crate::{
     message::{self, GET_LINK, NEW_LINK},
@@ -397,8 +397,8 @@ fn find_drift(netlink: &mut Netlink, config: &VethConfig<'_>) -> Result<Vec<Veth
         let kind = link.as_ref().map_or("missing", |link| link.kind.as_deref().unwrap_or("hardware"));
         compare(name, VethProperty::Kind, "veth".to_owned(), kind.to_owned());
         let Some(link) = link else { continue };
-        let up = |admin| if admin == Admin::Up { "up" } else { "down" }.to_owned();
-        compare(name, VethProperty::State, up(Admin::Up), up(link.admin));
+        let up = |admin| if admin == AdminState::Up { "up" } else { "down" }.to_owned();
+        compare(name, VethProperty::State, up(AdminState::Up), up(link.admin));
         compare(name, VethProperty::Mtu, config.mtu.to_string(), link.mtu.to_string());
     }
     if let Some(host) = host {

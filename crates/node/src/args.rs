@@ -22,7 +22,7 @@ pub struct Args {
         long,
         env = "PATCHBAY_IGNORE_INTERFACES",
         value_name = "GLOBS",
-        default_value = plan::nodenetwork::IGNORED,
+        default_value = plan::nodenetwork::DEFAULT_IGNORED,
         hide_default_value = true
     )]
     pub ignore_interfaces: IfNamePatterns,

@@ -12,19 +12,21 @@ use kube::{
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
 use link::{LinkChanges, Monitor};
-use plan::nodenetwork::{self as rules, Facts, Netfilter, Observed, Picture, Publish, Writes};
+use plan::nodenetwork::{
+    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, WriteParts,
+};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
     Error,
-    bridges::{Around, Bridges},
+    bridges::{BridgeController, NodeContext},
     health::{Health, News, Part},
     metrics::{Kind, Look, Metrics, Outcome, Watched},
     network::Labels,
-    object::{self, Known, Object},
-    watch::{self, Seen, Watch},
+    node_network::{self, NodeNetworkClient, ServerObject},
+    watch::{self, ObjectEvent, ObjectWatch},
 };
 
 /// How often the loop turns at least, to show that it can.
@@ -45,10 +47,10 @@ pub struct Daemon {
     name: String,
     ignored: IfNamePatterns,
     monitor: Monitor,
-    object: Object,
+    object: NodeNetworkClient,
     nodes: Api<Node>,
     networks: Api<DynamicObject>,
-    bridges: Bridges,
+    bridges: BridgeController,
     /// Where the kernel's settings are.
     sysctls: PathBuf,
     metrics: Metrics,
@@ -67,14 +69,14 @@ pub struct Settings {
 /// What is known, and what was done.
 #[derive(Default)]
 struct State {
-    facts: Option<Facts>,
+    facts: Option<NodeInfo>,
     labels: Labels,
-    observed: Option<Observed>,
+    observed: Option<KernelState>,
     netfilter: bool,
     /// Whether the API server has said what it has.
     synced: bool,
-    server: Option<Known>,
-    written: Option<rules::Written>,
+    server: Option<ServerObject>,
+    written: Option<rules::LastWrite>,
     last_write: Option<Instant>,
     /// The first event since the last look.
     event: Option<Instant>,
@@ -92,13 +94,13 @@ impl Daemon {
         client: Client,
         settings: Settings,
         monitor: Monitor,
-        bridges: Bridges,
+        bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
         let Settings { name, ignored, sysctls, metrics } = settings;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
-            object: Object::new(client.clone(), name.clone(), metrics.clone()),
+            object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
             nodes: Api::all(client.clone()),
             networks: Api::all_with(client, &networks),
             name,
@@ -115,9 +117,9 @@ impl Daemon {
 
     /// Runs until `stop`. The API server may come and go; only the kernel falling silent ends it.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut node = Watch::one(self.nodes.clone(), &self.name);
-        let mut nodes = Watch::all(self.object.api().clone());
-        let mut networks = Watch::all(self.networks.clone());
+        let mut node = ObjectWatch::one(self.nodes.clone(), &self.name);
+        let mut nodes = ObjectWatch::all(self.object.api().clone());
+        let mut networks = ObjectWatch::all(self.networks.clone());
         loop {
             let Some(wake) = stop.run_until_cancelled(self.turn()).await else {
                 return Ok(());
@@ -166,11 +168,11 @@ impl Daemon {
         };
         let listed: BTreeSet<String> = server
             .iter()
-            .filter_map(|known| known.record.status.as_ref())
+            .filter_map(|known| known.state.status.as_ref())
             .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
             .collect();
-        let around = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
-        match self.bridges.converge(&self.monitor, around, observed.as_mut()?).await {
+        let around = NodeContext { node: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        match self.bridges.reconcile(&self.monitor, around, observed.as_mut()?).await {
             Ok(again) => again,
             Err(error) => Some(self.blind(&error)),
         }
@@ -180,7 +182,7 @@ impl Daemon {
     async fn look(&mut self) -> Option<Instant> {
         let event = self.state.event?;
         let last = self.state.last_look.map(Instant::into_std);
-        let at = Instant::from_std(rules::look(event.into_std(), last));
+        let at = Instant::from_std(rules::next_observation(event.into_std(), last));
         if Instant::now() < at {
             return Some(at);
         }
@@ -238,15 +240,15 @@ impl Daemon {
         let Some((facts, wanted, decision)) = self.decide(now) else { return Published::Not(None) };
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
-            Publish::Nothing => {
+            PublishDecision::Nothing => {
                 self.settled();
                 return Published::Not(None);
             }
-            Publish::At(at) => return Published::Not(Some(Instant::from_std(at))),
-            Publish::Now(_) if self.state.pause.is_some_and(|until| now < until) => {
+            PublishDecision::At(at) => return Published::Not(Some(Instant::from_std(at))),
+            PublishDecision::Now(_) if self.state.pause.is_some_and(|until| now < until) => {
                 return Published::Not(self.state.pause);
             }
-            Publish::Now(writes) => writes,
+            PublishDecision::Now(writes) => writes,
         };
         let result = self.object.write(&facts, &wanted, writes).await;
         // The end counts, so that a second lies between the last request of this write and the first of the next.
@@ -261,20 +263,20 @@ impl Daemon {
     }
 
     /// Asks the rules. None as long as too little is known.
-    fn decide(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
+    fn decide(&self, now: Instant) -> Option<(NodeInfo, NodeNetworkStatus, PublishDecision)> {
         let State { facts, observed, synced: true, server, written, last_write, netfilter, .. } = &self.state
         else {
             return None;
         };
         let facts = facts.as_ref()?;
         // Until the networks are known, what stands there is kept: it may be of links that are there.
-        let before = server.as_ref().and_then(|known| known.record.status.as_ref());
+        let before = server.as_ref().and_then(|known| known.state.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
-        let picture = Picture {
+        let picture = PublishInput {
             observed: observed.as_ref()?,
-            facts,
+            node: facts,
             ignored: &self.ignored,
-            server: server.as_ref().map(|known| &known.record),
+            server: server.as_ref().map(|known| &known.state),
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
@@ -285,7 +287,13 @@ impl Daemon {
         Some((facts.clone(), wanted, decision))
     }
 
-    fn wrote(&mut self, facts: Facts, wanted: NodeNetworkStatus, writes: Writes, known: Option<Known>) {
+    fn wrote(
+        &mut self,
+        facts: NodeInfo,
+        wanted: NodeNetworkStatus,
+        writes: WriteParts,
+        known: Option<ServerObject>,
+    ) {
         info!(
             node = self.name,
             interfaces = wanted.interfaces.len(),
@@ -296,7 +304,8 @@ impl Daemon {
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         self.metrics.published.set(Timestamp::now().as_duration().as_secs_f64());
         if let Some(known) = known {
-            self.state.written = Some(rules::Written { uid: facts.uid, wanted, got: known.record.clone() });
+            self.state.written =
+                Some(rules::LastWrite { uid: facts.uid, desired: wanted, accepted: known.state.clone() });
             self.state.server = Some(known);
         }
         self.settled();
@@ -309,7 +318,7 @@ impl Daemon {
         self.state.write_backoff.reset();
     }
 
-    fn failed(&mut self, error: &object::Error) -> Instant {
+    fn failed(&mut self, error: &node_network::Error) -> Instant {
         let problem = ErrorChain(error).to_string();
         if error.is_missing() {
             // Somebody deleted it between two looks: the next write makes it anew.
@@ -332,15 +341,15 @@ impl Daemon {
         self.state.event.get_or_insert_with(Instant::now);
     }
 
-    fn see_node(&mut self, seen: Seen<Node>) {
+    fn see_node(&mut self, seen: ObjectEvent<Node>) {
         let node = match seen {
-            Seen::Synced(nodes) => {
+            ObjectEvent::Synced(nodes) => {
                 self.recovered(Part::NodeWatch, Kind::Node);
                 nodes.into_iter().next()
             }
-            Seen::Changed(node) => Some(node),
-            Seen::Gone(_) => None,
-            Seen::Failed(error) => return self.broken(Part::NodeWatch, Kind::Node, &error),
+            ObjectEvent::Changed(node) => Some(node),
+            ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Failed(error) => return self.broken(Part::NodeWatch, Kind::Node, &error),
         };
         if node.is_some() {
             if self.health.well(Part::Node) == News::Changed {
@@ -352,50 +361,51 @@ impl Daemon {
                 warn!(node = self.name, "there is no such Node, waiting for it; is --node-name right?");
             }
         }
-        self.state.facts = node.as_ref().map(object::facts);
+        self.state.facts = node.as_ref().map(node_network::node_info);
         if node.is_none() {
-            self.bridges.lose_own_node();
+            self.bridges.clear_own_node();
         }
         self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 
-    fn see_networks(&mut self, seen: Seen<DynamicObject>) {
+    fn see_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
         match seen {
-            Seen::Synced(objects) => {
+            ObjectEvent::Synced(objects) => {
                 self.recovered(Part::NetworkWatch, Kind::BridgeNetwork);
-                self.bridges.see_all_networks(&objects);
+                self.bridges.replace_networks(&objects);
             }
-            Seen::Changed(object) => self.bridges.see_network(&object),
-            Seen::Gone(object) => self.bridges.lose_network(&object),
-            Seen::Failed(error) => self.broken(Part::NetworkWatch, Kind::BridgeNetwork, &error),
+            ObjectEvent::Changed(object) => self.bridges.apply_network(&object),
+            ObjectEvent::Deleted(object) => self.bridges.delete_network(&object),
+            ObjectEvent::Failed(error) => self.broken(Part::NetworkWatch, Kind::BridgeNetwork, &error),
         }
     }
 
-    fn see_nodes(&mut self, seen: Seen<DynamicObject>) {
+    fn see_nodes(&mut self, seen: ObjectEvent<DynamicObject>) {
         match seen {
-            Seen::Synced(objects) => {
+            ObjectEvent::Synced(objects) => {
                 self.recovered(Part::NodesWatch, Kind::NodeNetwork);
                 self.state.synced = true;
                 let server = self.state.server.take();
                 let own = objects.iter().find(|object| object.name_any() == self.name);
-                self.state.server = own.map(|object| Known::latest(server, Known::read(object)));
-                self.bridges.see_all_nodes(&objects, &self.name);
+                self.state.server =
+                    own.map(|object| ServerObject::latest(server, ServerObject::read(object)));
+                self.bridges.replace_peers(&objects, &self.name);
                 // The API server is back: what waits is written now.
                 self.state.pause = None;
             }
-            Seen::Changed(object) if object.name_any() == self.name => {
+            ObjectEvent::Changed(object) if object.name_any() == self.name => {
                 let server = self.state.server.take();
-                self.state.server = Some(Known::latest(server, Known::read(&object)));
+                self.state.server = Some(ServerObject::latest(server, ServerObject::read(&object)));
             }
-            Seen::Changed(object) => self.bridges.see_node(&object),
-            Seen::Gone(object) if object.name_any() == self.name => {
-                let gone = Known::read(&object);
+            ObjectEvent::Changed(object) => self.bridges.apply_peer(&object),
+            ObjectEvent::Deleted(object) if object.name_any() == self.name => {
+                let gone = ServerObject::read(&object);
                 if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
                     self.state.server = None;
                 }
             }
-            Seen::Gone(object) => self.bridges.lose_node(&object),
-            Seen::Failed(error) => self.broken(Part::NodesWatch, Kind::NodeNetwork, &error),
+            ObjectEvent::Deleted(object) => self.bridges.delete_peer(&object),
+            ObjectEvent::Failed(error) => self.broken(Part::NodesWatch, Kind::NodeNetwork, &error),
         }
     }
 
@@ -454,10 +464,10 @@ mod tests {
     #[tokio::test]
     async fn a_list_that_is_older_than_the_last_write_replaces_nothing() {
         let mut daemon = daemon();
-        daemon.see_nodes(Seen::Synced(vec![object("10")]));
-        daemon.see_nodes(Seen::Synced(vec![object("9")]));
-        assert_eq!(daemon.state.server, Some(Known::read(&object("10"))));
-        daemon.see_nodes(Seen::Synced(Vec::new()));
+        daemon.see_nodes(ObjectEvent::Synced(vec![object("10")]));
+        daemon.see_nodes(ObjectEvent::Synced(vec![object("9")]));
+        assert_eq!(daemon.state.server, Some(ServerObject::read(&object("10"))));
+        daemon.see_nodes(ObjectEvent::Synced(Vec::new()));
         assert_eq!(daemon.state.server, None);
     }
 
@@ -465,16 +475,16 @@ mod tests {
     async fn an_api_server_that_is_back_is_written_to_at_once() {
         let mut daemon = daemon();
         daemon.state.pause = Some(Instant::now() + Duration::from_secs(30));
-        daemon.see_nodes(Seen::Failed(watch::Error::Deadline));
+        daemon.see_nodes(ObjectEvent::Failed(watch::Error::Deadline));
         assert!(daemon.state.pause.is_some());
-        daemon.see_nodes(Seen::Synced(Vec::new()));
+        daemon.see_nodes(ObjectEvent::Synced(Vec::new()));
         assert_eq!(daemon.state.pause, None);
     }
 
     #[tokio::test]
     async fn looks_at_the_kernel_say_nothing_about_writes_that_fail() {
         let mut daemon = daemon();
-        let fail = |daemon: &mut Daemon| daemon.failed(&object::Error::Deadline { name: "a".into() });
+        let fail = |daemon: &mut Daemon| daemon.failed(&node_network::Error::Deadline { name: "a".into() });
         for _ in 0..8 {
             fail(&mut daemon);
         }

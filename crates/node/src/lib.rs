@@ -12,11 +12,11 @@ mod daemon;
 pub mod event;
 mod health;
 pub mod ipam;
+mod link_records;
 mod metrics;
 mod network;
-mod object;
+mod node_network;
 mod probe;
-mod record;
 mod socket;
 mod watch;
 
@@ -39,14 +39,14 @@ pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
 
 use crate::{
-    bridges::{Bridges, Tools},
+    bridges::{BridgeController, Deps},
     cri::Runtime,
     daemon::{Daemon, Settings},
     event::Events,
     health::{Health, News, Part},
     ipam::{BlockController, Ipam, Timings},
+    link_records::LinkRecords,
     metrics::Metrics,
-    record::Records,
 };
 
 /// How often the CNI plugin is looked at.
@@ -73,7 +73,7 @@ pub enum Error {
     #[error("open the socket {path}")]
     Socket { path: PathBuf, source: std::io::Error },
     #[error("read what is kept about networks")]
-    Records(#[source] record::Error),
+    Records(#[source] link_records::Error),
     #[error("read what is kept about addresses")]
     Ipam(#[source] ipam::JournalError),
     #[error("serve the admin socket")]
@@ -125,12 +125,12 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
     let (boot, tell_of) = (host.known_boot.clone(), events.clone());
-    let tools = Tools {
+    let tools = Deps {
         boot: host.boot.clone(),
         changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
-        records: Records::open(&state_dir).map_err(Error::Records)?,
+        records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
         servers: addresses(api_server.as_deref()).await,
-        tell,
+        published: tell,
         events,
         metrics: metrics.clone(),
     };
@@ -152,7 +152,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let cni = cni::Server::bind(&places, networks, ipam, calls)?;
     let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
+    let daemon = Daemon::new(client, settings, monitor, BridgeController::new(tools), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
     // Ends with us even if the caller never asks to stop.

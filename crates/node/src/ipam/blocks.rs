@@ -40,7 +40,7 @@ use crate::{
     Error,
     cni::Networks,
     event::Events,
-    watch::{Seen, Watch},
+    watch::{ObjectEvent, ObjectWatch},
 };
 
 /// How long the API server may take to answer.
@@ -222,7 +222,7 @@ struct SilentLender {
 }
 
 struct LenderWatch {
-    watch: Watch<IPBlock>,
+    watch: ObjectWatch<IPBlock>,
     /// Whether it has been read.
     synced: bool,
     /// When its holder last said anything.
@@ -279,11 +279,11 @@ impl BlockController {
 
     /// Runs until `stop`.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut blocks: Option<Watch<IPBlock>> = None;
+        let mut blocks: Option<ObjectWatch<IPBlock>> = None;
         loop {
             if self.update_networks() {
                 let selector = format!("{NODE_ROLE_LABEL_PREFIX}{}", self.holder.uid);
-                blocks = Some(Watch::labelled(self.api.clone(), &selector));
+                blocks = Some(ObjectWatch::labelled(self.api.clone(), &selector));
                 self.objects = None;
                 self.confirm_blocks();
             }
@@ -306,7 +306,7 @@ impl BlockController {
 
     /// Takes in what comes right behind, so that all who ask are answered with one word. What the API server has sent is
     /// read from the connection piece by piece: the next one is there a moment after it was asked for, never at once.
-    async fn catch_up(&mut self, blocks: &mut Option<Watch<IPBlock>>) {
+    async fn catch_up(&mut self, blocks: &mut Option<ObjectWatch<IPBlock>>) {
         let started = Instant::now();
         while started.elapsed() < BATCH_WINDOW {
             tokio::select! {
@@ -343,20 +343,20 @@ impl BlockController {
         }
     }
 
-    fn apply_event(&mut self, event: Seen<IPBlock>) {
+    fn apply_event(&mut self, event: ObjectEvent<IPBlock>) {
         match event {
-            Seen::Synced(all) => {
+            ObjectEvent::Synced(all) => {
                 let all = all.into_iter().filter_map(observed);
                 self.objects = Some(all.filter(|(_, one)| !self.deleted_uids.contains(&one.uid)).collect());
                 self.retry_at = None;
                 self.confirm_blocks();
                 self.ipam.set_contact(Contact::Now);
             }
-            Seen::Changed(one) => {
+            ObjectEvent::Changed(one) => {
                 self.insert(one);
                 self.ipam.set_contact(Contact::Now);
             }
-            Seen::Gone(one) => {
+            ObjectEvent::Deleted(one) => {
                 let (name, uid) = (one.name_any(), one.uid());
                 if let Some(objects) = &mut self.objects
                     && objects.get(&name).map(|object| &object.uid) == uid.as_ref()
@@ -366,23 +366,23 @@ impl BlockController {
                 }
                 self.ipam.set_contact(Contact::Now);
             }
-            Seen::Failed(error) => {
+            ObjectEvent::Failed(error) => {
                 debug!(error = %ErrorChain(&error), "the watch of address blocks broke and is tried again");
                 self.ipam.set_contact(Contact::LostAt(std::time::Instant::now()));
             }
         }
     }
 
-    fn apply_lender_event(&mut self, name: &str, event: Seen<IPBlock>) {
+    fn apply_lender_event(&mut self, name: &str, event: ObjectEvent<IPBlock>) {
         let Some(lender) = self.lenders.get_mut(name) else { return };
         let now = match event {
-            Seen::Synced(all) => all.into_iter().next(),
-            Seen::Changed(one) => {
+            ObjectEvent::Synced(all) => all.into_iter().next(),
+            ObjectEvent::Changed(one) => {
                 lender.last_update = Some(Instant::now());
                 Some(one)
             }
-            Seen::Gone(_) => None,
-            Seen::Failed(_) => return,
+            ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Failed(_) => return,
         };
         (lender.synced, lender.block) = (true, now.and_then(observed).map(|(_, object)| object));
     }
@@ -633,7 +633,7 @@ impl BlockController {
 }
 
 /// The next word about the blocks of this node, once it is known which node it is.
-async fn next_block_event(blocks: &mut Option<Watch<IPBlock>>) -> Seen<IPBlock> {
+async fn next_block_event(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEvent<IPBlock> {
     match blocks {
         Some(watch) => watch.next().await,
         None => pending().await,
@@ -641,7 +641,7 @@ async fn next_block_event(blocks: &mut Option<Watch<IPBlock>>) -> Seen<IPBlock> 
 }
 
 /// The next word about a block that an address is asked of.
-async fn next_lender_event(lenders: &mut BTreeMap<String, LenderWatch>) -> (String, Seen<IPBlock>) {
+async fn next_lender_event(lenders: &mut BTreeMap<String, LenderWatch>) -> (String, ObjectEvent<IPBlock>) {
     if lenders.is_empty() {
         return pending().await;
     }

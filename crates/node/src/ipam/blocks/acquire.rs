@@ -13,7 +13,7 @@ use super::{
     EXHAUSTED_TTL, FIRST_STATUS_DELAY, LIST_TTL, MAX_ATTEMPTS, MAX_COLLISIONS, REFUSED_TTL, SilentLender,
     with_timeout,
 };
-use crate::{event::Reason, ipam::PendingRequest};
+use crate::{event::EventReason, ipam::PendingRequest};
 
 impl BlockController {
     pub(super) async fn acquire(
@@ -203,7 +203,7 @@ impl BlockController {
         let last = self.exhausted_events.get(network);
         if last.is_none_or(|last| *last + EVENT_INTERVAL <= now) {
             self.exhausted_events.insert(network.to_owned(), now);
-            self.events.tell(&pool.name, network, Reason::AddressesExhausted, why.clone());
+            self.events.record(&pool.name, network, EventReason::AddressesExhausted, why.clone());
         }
         self.ipam.fail_request(PendingRequest::Any(network.to_owned(), family), why);
     }

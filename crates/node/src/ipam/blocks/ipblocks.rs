@@ -21,7 +21,7 @@ use super::{
     BlockController, BlockError, CreateOutcome, LENT_CHECK_INTERVAL, LIST_PAGE, LIST_TTL,
     MAX_REMEMBERED_UIDS, UNANSWERED_CREATE_TTL, observed, with_timeout,
 };
-use crate::event::Reason;
+use crate::event::EventReason;
 
 impl BlockController {
     /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
@@ -92,7 +92,7 @@ impl BlockController {
             self.holder.node
         );
         warn!("{note}");
-        self.events.tell(network, &block.network, Reason::AddressBlockLost, note);
+        self.events.record(network, &block.network, EventReason::AddressBlockLost, note);
     }
 
     /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.

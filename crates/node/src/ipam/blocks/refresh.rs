@@ -11,7 +11,7 @@ use super::{
     BACKOFF_MEMORY, BUSY_LENDER_TIMEOUT, BlockController, CONTENTION_BACKOFF, LENDER_BACKOFF, LENDER_TIMEOUT,
     LenderWatch, MAX_NAMED_RANGES, REFUSED_TTL, SilentLender, UNANSWERED_CREATE_TTL, VERIFY_INTERVAL,
 };
-use crate::{event::Reason, ipam::PendingRequest, watch::Watch};
+use crate::{event::EventReason, ipam::PendingRequest, watch::ObjectWatch};
 
 impl BlockController {
     /// Forgets what is past, and notes since when blocks are empty.
@@ -48,7 +48,7 @@ impl BlockController {
         self.lenders.retain(|name, _| names.contains(name));
         for name in names {
             let watch = || LenderWatch {
-                watch: Watch::one(self.api.clone(), &name),
+                watch: ObjectWatch::one(self.api.clone(), &name),
                 synced: false,
                 last_update: None,
                 block: None,
@@ -107,7 +107,7 @@ impl BlockController {
                 these until the machine is started anew; drain and reboot it when it suits you",
                 self.holder.node
             );
-            self.events.tell(&name, &uid, Reason::AddressBlockUnverified, note);
+            self.events.record(&name, &uid, EventReason::AddressBlockUnverified, note);
         }
     }
 
