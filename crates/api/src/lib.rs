@@ -9,6 +9,7 @@ pub mod bridgenetwork;
 pub mod chain;
 pub mod condition;
 pub mod digest;
+pub mod duration;
 pub mod ifname;
 pub mod ipam;
 pub mod ipblock;

@@ -7,11 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use wire::socket::{Message, Reader, Reply, receive, send};
+use wire::socket::{FrameReader, Message, Reply, receive, send};
 
-const SOCKET: &str = "/run/patchbay/cni.sock";
+const DEFAULT_SOCKET: &str = "/run/patchbay/cni.sock";
 /// Longer than the daemon lets a call wait, shorter than runtimes wait for a plugin.
-const DEADLINE: Duration = Duration::from_secs(30);
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why there is no answer.
 #[derive(Debug)]
@@ -34,17 +34,18 @@ impl fmt::Display for Error {
 }
 
 /// Sends the frame, and with it the descriptor, and waits for the reply.
-pub fn ask(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
-    let path = env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
+pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
+    let path =
+        env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);
     let socket = UnixStream::connect(&path).map_err(|error| Error::Connect(path, error))?;
-    converse(&socket, frame, descriptor).map_err(Error::Broken)
+    exchange(&socket, frame, descriptor).map_err(Error::Broken)
 }
 
-fn converse(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-    let deadline = Instant::now() + DEADLINE;
-    socket.set_write_timeout(Some(DEADLINE))?;
+fn exchange(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+    let deadline = Instant::now() + CALL_TIMEOUT;
+    socket.set_write_timeout(Some(CALL_TIMEOUT))?;
     send(socket, frame, descriptor)?;
-    let (mut reader, mut buffer) = (Reader::default(), [0; 8 * 1024]);
+    let (mut reader, mut buffer) = (FrameReader::default(), [0; 8 * 1024]);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

@@ -52,7 +52,7 @@ fn router(health: Arc<Health>, registry: Registry) -> Router {
 }
 
 async fn live(State(health): State<Arc<Health>>) -> (StatusCode, String) {
-    verdict("not alive", health.hang())
+    verdict("not alive", health.stalled())
 }
 
 async fn ready(State(health): State<Arc<Health>>) -> (StatusCode, String) {

@@ -1,9 +1,9 @@
 //! What the command line may say.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use api::{
-    Patterns,
+    Patterns, duration,
     names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, SHIM, STATE_DIR},
 };
 
@@ -56,22 +56,29 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_RUNTIME_SOCKET", value_name = "FILE")]
     pub runtime_socket: Option<PathBuf>,
 
-    /// How often that is asked, in seconds. An address is freed so only if it was given at least this long ago, and five
-    /// minutes: a sandbox is listed a little later than it has its addresses.
-    #[arg(long, env = "PATCHBAY_SWEEP_SECONDS", value_name = "SECONDS", default_value_t = 600,
-        value_parser = clap::value_parser!(u64).range(1..))]
-    pub sweep_seconds: u64,
+    /// How often the daemon compares its leases with the sandboxes of the container runtime, such as 10m. It releases a
+    /// lease without a sandbox only if the lease is older than this interval and older than five minutes.
+    #[arg(long, env = "PATCHBAY_GC_INTERVAL", value_name = "DURATION", default_value = "10m", value_parser = gc_interval)]
+    pub gc_interval: Duration,
 }
 
 /// Flags of `patchbay probe`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProbeArgs {
     /// What to ask the daemon of this node.
-    pub question: Probe,
+    pub probe: Probe,
 
     /// Directory for sockets.
     #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
     pub run_dir: PathBuf,
+}
+
+fn gc_interval(text: &str) -> Result<Duration, String> {
+    let interval = duration::parse(text).map_err(|error| error.to_string())?;
+    if interval < Duration::from_secs(1) {
+        return Err("must be at least 1s".to_owned());
+    }
+    Ok(interval)
 }
 
 /// A Node's name is a DNS subdomain; it goes into field selectors and object names as it is.
@@ -118,6 +125,17 @@ mod tests {
         let long = "a".repeat(254);
         for name in ["", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long] {
             assert!(parse(&["--node-name", name]).is_err(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn the_gc_interval_is_a_duration_of_at_least_a_second() {
+        let interval =
+            |text| parse(&["--node-name", "a", "--gc-interval", text]).map(|args| args.gc_interval);
+        assert_eq!(parse(&["--node-name", "a"]).unwrap().gc_interval, Duration::from_secs(600));
+        assert_eq!(interval("1m30s").unwrap(), Duration::from_secs(90));
+        for text in ["", "600", "0s", "999ms", "-1s"] {
+            assert!(interval(text).is_err(), "{text:?}");
         }
     }
 

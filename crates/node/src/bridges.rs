@@ -21,9 +21,9 @@ use tokio::{sync::watch, task, time::Instant};
 use tracing::{debug, info, warn};
 
 use crate::{
-    cni::{NetworkView, Networks, State},
+    cni::{NetworkState, NetworkView, Networks},
     event::{Events, Reason},
-    metrics::{Change, Metrics, Outcome, Verb},
+    metrics::{ChangeLabels, ChangeVerb, Metrics, ResultLabel},
     network::{self, Known, Labels},
     record::{self, Records},
 };
@@ -327,7 +327,8 @@ impl Bridges {
         self.hands = Some(hands);
         let mut repaired = BTreeSet::new();
         for (step, result) in done {
-            let change = Change { verb: Verb::of(&step.action), result: Outcome::of(&result) };
+            let change =
+                ChangeLabels { verb: ChangeVerb::of(&step.action), result: ResultLabel::of(&result) };
             self.metrics.changes.get_or_create(&change).inc();
             match result {
                 Ok(()) => {
@@ -405,19 +406,19 @@ impl Bridges {
         // A change in place is no reason to send pods away from a bridge that they could join before.
         let was_ready = |known: &Known, bridge: u32| {
             told.by_name.get(known.name()).is_some_and(|view| {
-                let same = |state: &State| matches!(state, State::Ready { bridge_index, .. } if *bridge_index == bridge);
+                let same = |state: &NetworkState| matches!(state, NetworkState::Ready { bridge_index, .. } if *bridge_index == bridge);
                 view.uid == known.uid() && same(&view.state)
             })
         };
         let state = |known: &Known| {
             if known.is_undone() {
-                return State::Removing;
+                return NetworkState::Removing;
             }
             if !known.selects(labels) {
-                return State::NotSelected;
+                return NetworkState::NotSelected;
             }
             let Some(report) = reports.get(known.uid()) else {
-                return State::NotReady { reason: "Pending".to_owned(), message: String::new() };
+                return NetworkState::NotReady { reason: "Pending".to_owned(), message: String::new() };
             };
             let mtu = known.mtu().min(report.mtu.and_then(|mtu| u32::try_from(mtu).ok()));
             match (indexes.get(report.bridge.as_str()), mtu) {
@@ -425,14 +426,16 @@ impl Bridges {
                     if report.ready
                         || report.reason == reason::APPLYING && was_ready(known, bridge_index) =>
                 {
-                    State::Ready { bridge_index, mtu, removing: known.is_deleted() }
+                    NetworkState::Ready { bridge_index, mtu, removing: known.is_deleted() }
                 }
-                _ => State::NotReady { reason: report.reason.clone(), message: report.message.clone() },
+                _ => {
+                    NetworkState::NotReady { reason: report.reason.clone(), message: report.message.clone() }
+                }
             }
         };
         let unreadable = self.unreadable.iter().map(|(uid, name)| {
             let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
-            let state = State::NotReady { reason, message };
+            let state = NetworkState::NotReady { reason, message };
             (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None })
         });
         let by_name = self
@@ -505,7 +508,7 @@ fn failure(action: &Action, error: &Refusal) -> Failure {
          program"
             .to_owned()
     } else {
-        format!("{}: {}", Verb::of(action).sentence(), Chain(error))
+        format!("{}: {}", ChangeVerb::of(action).sentence(), Chain(error))
     };
     Failure { reason: reason.to_owned(), message }
 }

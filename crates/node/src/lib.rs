@@ -7,8 +7,8 @@ mod admin;
 mod args;
 mod bridges;
 pub mod cni;
+mod controller;
 pub mod cri;
-mod daemon;
 pub mod event;
 mod health;
 pub mod ipam;
@@ -40,30 +40,30 @@ pub use probe::{Probe, probe};
 
 use crate::{
     bridges::{Bridges, Tools},
-    cri::Runtime,
-    daemon::{Daemon, Settings},
+    controller::{NodeConfig, NodeController},
+    cri::ContainerRuntime,
     event::Events,
-    health::{Health, News, Part},
+    health::{Component, Health, HealthChange},
     ipam::{Ipam, Keeper, Pace},
     metrics::Metrics,
     record::Records,
 };
 
 /// How often the CNI plugin is looked at.
-const PLUGIN: Duration = Duration::from_secs(20);
+const PLUGIN_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 /// How long it can take at most from a sandbox's first address until the runtime lists it: the kubelet gives up after four
 /// minutes.
-const CREATION: Duration = Duration::from_secs(300);
+const SANDBOX_CREATION_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// What the name of this daemon's own pod begins with.
 const OWN_POD: &str = "patchbay-node";
 
 /// How long the API server's name may take to be found.
-const LOOKUP: Duration = Duration::from_secs(3);
+const DNS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long the parts of the daemon may take to finish. A pod has ten seconds.
-const GRACE: Duration = Duration::from_secs(8);
+/// How long the tasks of the daemon may take to finish. A pod has ten seconds.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(8);
 
 /// Why the daemon cannot run, or a probe has no good answer.
 #[derive(Debug, thiserror::Error)]
@@ -83,13 +83,13 @@ pub enum Error {
     #[error("a part of the daemon panicked")]
     Panicked(#[source] tokio::task::JoinError),
     #[error("a part of the daemon ended by itself")]
-    Ended,
+    Exited,
     #[error("ask the daemon at {path}: is it running?")]
-    Ask { path: PathBuf, source: std::io::Error },
+    Query { path: PathBuf, source: std::io::Error },
     #[error("the daemon at {path} gave no answer within {} s", limit.as_secs())]
-    Deadline { path: PathBuf, limit: Duration },
+    Timeout { path: PathBuf, limit: Duration },
     #[error("{answer}")]
-    Refused { answer: String },
+    NotOk { answer: String },
 }
 
 /// Runs a daemon in this network namespace until `stop`.
@@ -104,7 +104,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim,
         api_server,
         runtime_socket,
-        sweep_seconds,
+        gc_interval,
     } = args;
     info!(
         node = node_name,
@@ -116,61 +116,60 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim = %shim.display(),
         api_server,
         ?runtime_socket,
-        sweep_seconds,
+        ?gc_interval,
         "starting"
     );
-    let host = Host::find(&host_root);
+    let host = Host::detect(&host_root);
     let health = Arc::new(Health::new());
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
-    let (boot, tell_of) = (host.known_boot.clone(), events.clone());
+    let (boot, tell_of) = (host.boot_id.clone(), events.clone());
     let tools = Tools {
         boot: host.boot.clone(),
         changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
         records: Records::open(&state_dir).map_err(Error::Records)?,
-        servers: addresses(api_server.as_deref()).await,
+        servers: resolve_api_server(api_server.as_deref()).await,
         tell,
         events,
         metrics: metrics.clone(),
     };
-    let places = cni::Places { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
+    let paths = cni::CniPaths { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
     let calls = cni::Metrics::default();
     calls.register(&mut registry);
     let numbers = ipam::Metrics::default();
     numbers.register(&mut registry);
-    let ipam = open_addresses(&places.state_dir, boot, numbers).await?;
-    let sweep = Duration::from_secs(sweep_seconds);
+    let ipam = open_ipam(&paths.state_dir, boot, numbers).await?;
     let keeper = Keeper::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         tell_of,
         sandboxes(&host_root, runtime_socket),
-        Pace { sweep, young: sweep.max(CREATION), ..Pace::default() },
+        Pace { sweep: gc_interval, young: gc_interval.max(SANDBOX_CREATION_TIMEOUT), ..Pace::default() },
     );
-    let cni = cni::Server::bind(&places, networks, ipam, calls)?;
-    let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
+    let cni = cni::CniServer::bind(&paths, networks, ipam, calls)?;
+    let settings = NodeConfig { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
+    let daemon = NodeController::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
     // Ends with us even if the caller never asks to stop.
     let stop = stop.child_token();
-    let mut parts = JoinSet::new();
+    let mut tasks = JoinSet::new();
     let plugged = Arc::clone(&health);
-    parts.spawn(admin::serve(listener, health, registry, stop.clone()));
-    parts.spawn(daemon.run(stop.clone()));
-    parts.spawn(sender.run(stop.clone()));
+    tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
+    tasks.spawn(daemon.run(stop.clone()));
+    tasks.spawn(sender.run(stop.clone()));
     // The socket is there before the plugin that looks for it.
-    parts.spawn(plugin(shim, cni_bin_dir, plugged, stop.clone()));
-    parts.spawn(cni.run(stop.clone()));
-    parts.spawn(keeper.run(stop.clone()));
-    all(parts, stop).await
+    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugged, stop.clone()));
+    tasks.spawn(cni.run(stop.clone()));
+    tasks.spawn(keeper.run(stop.clone()));
+    supervise(tasks, stop).await
 }
 
 /// Reads the journal of addresses. The daemon before this one may still have it.
-async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
+async fn open_ipam(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
     let state_dir = state_dir.to_owned();
     let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
@@ -179,8 +178,10 @@ async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) 
 /// Asks the runtime of the host which sandboxes it has.
 fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
     let runtime = match socket {
-        Some(socket) => Runtime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))]),
-        None => Runtime::below(host_root),
+        Some(socket) => {
+            ContainerRuntime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))])
+        }
+        None => ContainerRuntime::discover(host_root),
     };
     Box::new(move || {
         let runtime = runtime.clone();
@@ -202,7 +203,7 @@ struct Host {
     /// Another one for each time that the host was started.
     boot: String,
     /// The same, or empty if it cannot be read.
-    known_boot: String,
+    boot_id: String,
     /// What the kernel shows as files.
     proc: PathBuf,
     /// The kernel's settings; those of the network are of the namespace that asks.
@@ -211,7 +212,7 @@ struct Host {
 
 impl Host {
     /// In a pod `/proc/sys` cannot be written, and the host's can.
-    fn find(root: &Path) -> Self {
+    fn detect(root: &Path) -> Self {
         let mounted = root.join("proc");
         let proc = if mounted.join("sys/net").is_dir() { mounted } else { PathBuf::from("/proc") };
         let sysctls = proc.join("sys");
@@ -220,31 +221,31 @@ impl Host {
         let known = read("boot_id").map(|boot| boot.trim().to_owned());
         let boot = known.clone().or_else(|| read("uuid"));
         let boot = boot.unwrap_or_else(|| format!("{:?} {}", SystemTime::now(), std::process::id()));
-        Self { boot: boot.trim().to_owned(), known_boot: known.unwrap_or_default(), proc, sysctls }
+        Self { boot: boot.trim().to_owned(), boot_id: known.unwrap_or_default(), proc, sysctls }
     }
 }
 
 /// Keeps the CNI plugin in place: whoever upgrades the other plugins of a node may empty their directory. A node without
 /// it still publishes, and says what is missing.
-async fn plugin(
+async fn keep_plugin_installed(
     shim: PathBuf,
     bin_dir: PathBuf,
     health: Arc<Health>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    let mut rounds = tokio::time::interval(PLUGIN);
+    let mut rounds = tokio::time::interval(PLUGIN_CHECK_INTERVAL);
     while stop.run_until_cancelled(rounds.tick()).await.is_some() {
         let (shim, bin_dir) = (shim.clone(), bin_dir.clone());
         let installed = tokio::task::spawn_blocking(move || cni::install(&shim, &bin_dir)).await;
         match installed.map_err(Error::Panicked)? {
             Ok(written) => {
-                if health.well(Part::Plugin) == News::Changed || written {
+                if health.ok(Component::Plugin) == HealthChange::Changed || written {
                     info!(written, "the CNI plugin is in place");
                 }
             }
             Err(error) => {
                 let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
-                if health.ill(Part::Plugin, problem.clone()) == News::Changed {
+                if health.fail(Component::Plugin, problem.clone()) == HealthChange::Changed {
                     warn!(error = problem, "the CNI plugin is not in place");
                 }
             }
@@ -255,9 +256,9 @@ async fn plugin(
 
 /// The addresses of the API server. One that cannot be found is no reason to wait: without a global address, a link
 /// hardly leads anywhere.
-async fn addresses(host: Option<&str>) -> Vec<IpAddr> {
+async fn resolve_api_server(host: Option<&str>) -> Vec<IpAddr> {
     let Some(host) = host else { return Vec::new() };
-    let Ok(Ok(found)) = timeout(LOOKUP, lookup_host((host, 443))).await else {
+    let Ok(Ok(found)) = timeout(DNS_TIMEOUT, lookup_host((host, 443))).await else {
         warn!(host, "the address of the API server cannot be found");
         return Vec::new();
     };
@@ -265,18 +266,18 @@ async fn addresses(host: Option<&str>) -> Vec<IpAddr> {
 }
 
 /// Waits for the first part to end, asks the others to, and says why the first one failed that did.
-async fn all(mut parts: JoinSet<Result<(), Error>>, stop: CancellationToken) -> Result<(), Error> {
-    let mut result = finished(&mut parts, &stop).await;
+async fn supervise(mut tasks: JoinSet<Result<(), Error>>, stop: CancellationToken) -> Result<(), Error> {
+    let mut result = next_result(&mut tasks, &stop).await;
     stop.cancel();
     let rest = async {
-        while !parts.is_empty() {
-            let next = finished(&mut parts, &stop).await;
+        while !tasks.is_empty() {
+            let next = next_result(&mut tasks, &stop).await;
             if result.is_ok() {
                 result = next;
             }
         }
     };
-    if timeout(GRACE, rest).await.is_err() {
+    if timeout(SHUTDOWN_GRACE, rest).await.is_err() {
         warn!("not everything ended in time, the rest is cut off");
     }
     info!("stopped; links stay as they are");
@@ -284,9 +285,9 @@ async fn all(mut parts: JoinSet<Result<(), Error>>, stop: CancellationToken) -> 
 }
 
 /// Waits for one part. Parts end when they are asked to and not before.
-async fn finished(parts: &mut JoinSet<Result<(), Error>>, stop: &CancellationToken) -> Result<(), Error> {
-    match parts.join_next().await {
-        Some(Ok(Ok(()))) if !stop.is_cancelled() => Err(Error::Ended),
+async fn next_result(tasks: &mut JoinSet<Result<(), Error>>, stop: &CancellationToken) -> Result<(), Error> {
+    match tasks.join_next().await {
+        Some(Ok(Ok(()))) if !stop.is_cancelled() => Err(Error::Exited),
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(Error::Panicked(error)),
         None => Ok(()),
@@ -324,7 +325,7 @@ mod tests {
         let said = async {
             loop {
                 match probe(&run_dir, Probe::Ready).await {
-                    Err(Error::Refused { answer }) if answer.contains("watch Node:") => return answer,
+                    Err(Error::NotOk { answer }) if answer.contains("watch Node:") => return answer,
                     _ => tokio::task::yield_now().await,
                 }
             }
@@ -342,19 +343,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn the_first_failure_is_told_even_if_the_rest_never_ends() {
-        let mut parts = JoinSet::new();
-        parts.spawn(async { Err(Error::Ended) });
-        parts.spawn(std::future::pending());
-        assert!(matches!(all(parts, CancellationToken::new()).await, Err(Error::Ended)));
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async { Err(Error::Exited) });
+        tasks.spawn(std::future::pending());
+        assert!(matches!(supervise(tasks, CancellationToken::new()).await, Err(Error::Exited)));
     }
 
     #[tokio::test]
     async fn a_failure_on_the_way_out_is_told_too() {
-        let mut parts = JoinSet::new();
-        parts.spawn(async { Ok(()) });
-        parts.spawn(async { Err(Error::Serve(std::io::Error::other("late"))) });
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async { Ok(()) });
+        tasks.spawn(async { Err(Error::Serve(std::io::Error::other("late"))) });
         let stop = CancellationToken::new();
         stop.cancel();
-        assert!(matches!(all(parts, stop).await, Err(Error::Serve(_))));
+        assert!(matches!(supervise(tasks, stop).await, Err(Error::Serve(_))));
     }
 }

@@ -12,39 +12,39 @@ use prometheus_client::{
 /// The numbers of one daemon.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    pub writes: Family<Write, Counter>,
-    pub looks: Family<Look, Counter>,
+    pub writes: Family<WriteLabels, Counter>,
+    pub observations: Family<ObserveLabels, Counter>,
     pub events: Counter,
     pub overruns: Counter,
-    pub watch_failures: Family<Watched, Counter>,
+    pub watch_failures: Family<WatchLabels, Counter>,
     pub interfaces: Gauge,
     pub networks: Gauge,
     pub networks_ready: Gauge,
-    pub changes: Family<Change, Counter>,
+    pub changes: Family<ChangeLabels, Counter>,
     pub repairs: Counter,
     pub published: Gauge<f64, AtomicU64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Write {
-    pub part: Written,
-    pub result: Outcome,
+pub struct WriteLabels {
+    pub part: WriteKind,
+    pub result: ResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Look {
-    pub result: Outcome,
+pub struct ObserveLabels {
+    pub result: ResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Change {
-    pub verb: Verb,
-    pub result: Outcome,
+pub struct ChangeLabels {
+    pub verb: ChangeVerb,
+    pub result: ResultLabel,
 }
 
 /// A change to the kernel or to the records on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Verb {
+pub enum ChangeVerb {
     Record,
     Forget,
     CreateBridge,
@@ -56,15 +56,15 @@ pub enum Verb {
     SetMtu,
     SetAdmin,
     DisableIpv6,
-    DeafenIpv4,
+    IsolateIpv4,
     RemoveAddress,
-    Join,
-    Part,
+    SetMaster,
+    ClearMaster,
     AddFlood,
     RemoveFlood,
 }
 
-impl Verb {
+impl ChangeVerb {
     pub fn of(action: &Action) -> Self {
         match action {
             Action::Record(_) => Self::Record,
@@ -78,10 +78,10 @@ impl Verb {
             Action::SetMtu { .. } => Self::SetMtu,
             Action::SetAdmin { .. } => Self::SetAdmin,
             Action::DisableIpv6 { .. } => Self::DisableIpv6,
-            Action::DeafenIpv4 { .. } => Self::DeafenIpv4,
+            Action::DeafenIpv4 { .. } => Self::IsolateIpv4,
             Action::RemoveAddress { .. } => Self::RemoveAddress,
-            Action::Join { .. } => Self::Join,
-            Action::Part { .. } => Self::Part,
+            Action::Join { .. } => Self::SetMaster,
+            Action::Part { .. } => Self::ClearMaster,
             Action::AddFlood { .. } => Self::AddFlood,
             Action::RemoveFlood { .. } => Self::RemoveFlood,
         }
@@ -101,10 +101,10 @@ impl Verb {
             Self::SetMtu => "set an MTU",
             Self::SetAdmin => "set a link up or down",
             Self::DisableIpv6 => "switch IPv6 off on a link",
-            Self::DeafenIpv4 => "keep IPv4 of the host off a link",
+            Self::IsolateIpv4 => "keep IPv4 of the host off a link",
             Self::RemoveAddress => "remove an address from the bridge",
-            Self::Join => "make a link a port of the bridge",
-            Self::Part => "take a port off the bridge",
+            Self::SetMaster => "make a link a port of the bridge",
+            Self::ClearMaster => "take a port off the bridge",
             Self::AddFlood => "add a node to the overlay",
             Self::RemoveFlood => "remove a node from the overlay",
         }
@@ -112,13 +112,13 @@ impl Verb {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Watched {
-    pub kind: Kind,
+pub struct WatchLabels {
+    pub kind: WatchedKind,
 }
 
 /// What was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Written {
+pub enum WriteKind {
     Object,
     Status,
     /// The owners again, to remove those that somebody else added.
@@ -128,19 +128,19 @@ pub enum Written {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
+pub enum ResultLabel {
     Ok,
     Error,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Kind {
+pub enum WatchedKind {
     Node,
     NodeNetwork,
     BridgeNetwork,
 }
 
-impl Outcome {
+impl ResultLabel {
     pub fn of<T, E>(result: &Result<T, E>) -> Self {
         if result.is_ok() { Self::Ok } else { Self::Error }
     }
@@ -152,7 +152,7 @@ impl Metrics {
         let metrics = Self::default();
         let mut all = Registry::with_prefix("patchbay_node");
         all.register("writes", "Writes to the NodeNetwork", metrics.writes.clone());
-        all.register("looks", "Looks at all links of the node", metrics.looks.clone());
+        all.register("looks", "Looks at all links of the node", metrics.observations.clone());
         all.register("events", "Events of the kernel about links", metrics.events.clone());
         all.register("overruns", "Times that the kernel threw events away", metrics.overruns.clone());
         all.register("watch_failures", "Failures of a watch", metrics.watch_failures.clone());

@@ -13,7 +13,7 @@ use plan::nodenetwork::{Facts, Owner, Record, Writes};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::metrics::{Metrics, Outcome, Write, Written};
+use crate::metrics::{Metrics, ResultLabel, WriteKind, WriteLabels};
 
 /// How long the API server may take for one write.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -140,7 +140,7 @@ impl Object {
             let wanted = Owner::of(facts);
             let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&wanted)]}), None);
             let patch = Patch::Apply(body);
-            let now = self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?;
+            let now = self.call(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
             // An apply leaves alone the owners that another manager added.
             let foreign = now.record.owners != [wanted.clone()];
             known = Some(if foreign { self.disown(&now, &wanted).await? } else { now });
@@ -148,7 +148,7 @@ impl Object {
         if writes.status {
             let body = self.body(json!({"name": self.name}), Some(wanted));
             let patch = Patch::Apply(body);
-            let now = self.call(Written::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
+            let now = self.call(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
             // An apply leaves alone what another manager put into the status; all of it is ours.
             let foreign = now.record.status.as_ref() != Some(wanted);
             known = Some(if foreign { self.repair(wanted).await? } else { now });
@@ -160,7 +160,7 @@ impl Object {
     async fn disown(&self, seen: &Known, wanted: &Owner) -> Result<Known, Error> {
         let metadata = json!({"resourceVersion": seen.version, "ownerReferences": [reference(wanted)]});
         let patch = Patch::Merge(json!({"metadata": metadata}));
-        self.call(Written::Owners, self.api.patch(&self.name, &update(), &patch)).await
+        self.call(WriteKind::Owners, self.api.patch(&self.name, &update(), &patch)).await
     }
 
     /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
@@ -170,7 +170,7 @@ impl Object {
         let status =
             json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
-        self.call(Written::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
+        self.call(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }
 
     fn body(&self, metadata: Value, status: Option<&NodeNetworkStatus>) -> Value {
@@ -184,7 +184,7 @@ impl Object {
 
     async fn call(
         &self,
-        part: Written,
+        part: WriteKind,
         call: impl Future<Output = kube::Result<DynamicObject>>,
     ) -> Result<Known, Error> {
         let name = || self.name.clone();
@@ -193,7 +193,7 @@ impl Object {
             Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
             Err(_) => Err(Error::Deadline { name: name() }),
         };
-        self.metrics.writes.get_or_create(&Write { part, result: Outcome::of(&result) }).inc();
+        self.metrics.writes.get_or_create(&WriteLabels { part, result: ResultLabel::of(&result) }).inc();
         result
     }
 }

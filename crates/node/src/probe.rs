@@ -10,11 +10,11 @@ use tokio::{
 
 use crate::{Error, admin};
 
-const LIMIT: Duration = Duration::from_secs(5);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 /// More than any answer has.
-const LONGEST: u64 = 4 * 1024 * 1024;
+const MAX_RESPONSE: u64 = 4 * 1024 * 1024;
 
-/// A question.
+/// A probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Probe {
     /// Whether the daemon is alive.
@@ -36,35 +36,35 @@ impl Probe {
 }
 
 /// Asks the daemon that serves `run_dir`, and returns what it says. An answer other than "OK" is an error.
-pub async fn probe(run_dir: &Path, question: Probe) -> Result<String, Error> {
+pub async fn probe(run_dir: &Path, probe: Probe) -> Result<String, Error> {
     let path = admin::path(run_dir);
-    let answer = match timeout(LIMIT, ask(&path, question)).await {
-        Err(_) => return Err(Error::Deadline { path, limit: LIMIT }),
-        Ok(Err(source)) => return Err(Error::Ask { path, source }),
+    let answer = match timeout(PROBE_TIMEOUT, get(&path, probe)).await {
+        Err(_) => return Err(Error::Timeout { path, limit: PROBE_TIMEOUT }),
+        Ok(Err(source)) => return Err(Error::Query { path, source }),
         Ok(Ok(answer)) => answer,
     };
-    match split(&answer) {
+    match parse_response(&answer) {
         Some((200, body)) => Ok(body.to_owned()),
-        Some((_, body)) => Err(Error::Refused { answer: body.trim_end().to_owned() }),
+        Some((_, body)) => Err(Error::NotOk { answer: body.trim_end().to_owned() }),
         None => {
             let source = io::Error::new(io::ErrorKind::InvalidData, "the answer is not HTTP");
-            Err(Error::Ask { path, source })
+            Err(Error::Query { path, source })
         }
     }
 }
 
-async fn ask(path: &Path, question: Probe) -> io::Result<String> {
+async fn get(path: &Path, probe: Probe) -> io::Result<String> {
     let mut stream = UnixStream::connect(path).await?;
-    let request = format!("GET {} HTTP/1.0\r\n\r\n", question.path());
+    let request = format!("GET {} HTTP/1.0\r\n\r\n", probe.path());
     stream.write_all(request.as_bytes()).await?;
     let mut answer = String::new();
-    stream.take(LONGEST).read_to_string(&mut answer).await?;
+    stream.take(MAX_RESPONSE).read_to_string(&mut answer).await?;
     Ok(answer)
 }
 
 /// The status and the body of an HTTP/1.0 answer.
-fn split(answer: &str) -> Option<(u16, &str)> {
-    let (head, body) = answer.split_once("\r\n\r\n")?;
+fn parse_response(response: &str) -> Option<(u16, &str)> {
+    let (head, body) = response.split_once("\r\n\r\n")?;
     let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?.parse().ok()?;
     Some((status, body))
 }
@@ -83,7 +83,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        health::{Health, Part},
+        health::{Component, Health},
         metrics::Metrics,
     };
 
@@ -126,8 +126,14 @@ mod tests {
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
         let error = probe(&dir.0, Probe::Ready).await.unwrap_err().to_string();
         assert!(error.starts_with("not ready: the links of this node have not been read yet;"), "{error}");
-        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
-            health.well(part);
+        for component in [
+            Component::Kernel,
+            Component::NodeWatch,
+            Component::NetworkWatch,
+            Component::NodeNetworkWatch,
+            Component::Publish,
+        ] {
+            health.ok(component);
         }
         assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
         let metrics = probe(&dir.0, Probe::Metrics).await.unwrap();
@@ -142,8 +148,14 @@ mod tests {
         let dir = Dir::new("generations");
         let stop = CancellationToken::new();
         let (old, new) = (Arc::new(Health::new()), Arc::new(Health::new()));
-        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
-            new.well(part);
+        for component in [
+            Component::Kernel,
+            Component::NodeWatch,
+            Component::NetworkWatch,
+            Component::NodeNetworkWatch,
+            Component::Publish,
+        ] {
+            new.ok(component);
         }
         let _old = serve(admin::bind(&dir.0).unwrap(), &old, &stop);
         assert!(probe(&dir.0, Probe::Ready).await.is_err());
@@ -180,7 +192,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(60)).await;
         let error = probe(&dir.0, Probe::Live).await.unwrap_err().to_string();
         assert_eq!(error, "not alive: the loop has stood still for 60 s");
-        health.turned();
+        health.heartbeat();
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
     }
 
@@ -188,25 +200,25 @@ mod tests {
     async fn no_daemon_is_an_error_that_names_the_socket() {
         let dir = Dir::new("nobody");
         let error = probe(&dir.0, Probe::Live).await.unwrap_err();
-        assert!(matches!(&error, Error::Ask { path, .. } if path.ends_with("node.sock")), "{error}");
+        assert!(matches!(&error, Error::Query { path, .. } if path.ends_with("node.sock")), "{error}");
         // A socket that nobody serves any more.
         drop(admin::bind(&dir.0).unwrap());
-        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Ask { .. })));
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Query { .. })));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_daemon_that_hangs_is_given_up() {
         let dir = Dir::new("hangs");
         let _listener = admin::bind(&dir.0).unwrap();
-        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Deadline { .. })));
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Timeout { .. })));
     }
 
     #[test]
     fn only_http_is_an_answer() {
-        assert_eq!(split("HTTP/1.0 200 OK\r\na: b\r\n\r\nok"), Some((200, "ok")));
-        assert_eq!(split("HTTP/1.1 503 Service Unavailable\r\n\r\n"), Some((503, "")));
+        assert_eq!(parse_response("HTTP/1.0 200 OK\r\na: b\r\n\r\nok"), Some((200, "ok")));
+        assert_eq!(parse_response("HTTP/1.1 503 Service Unavailable\r\n\r\n"), Some((503, "")));
         for nonsense in ["", "ok", "HTTP/1.0 x\r\n\r\n", "HTTP/2 200\r\n\r\n"] {
-            assert_eq!(split(nonsense), None);
+            assert_eq!(parse_response(nonsense), None);
         }
     }
 }

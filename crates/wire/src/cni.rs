@@ -62,7 +62,7 @@ impl FromStr for Verb {
         all.into_iter().find(|verb| verb.as_str() == text).ok_or_else(|| {
             Error::new(
                 Code::InvalidEnvironment,
-                format!("CNI_COMMAND is {:?}, which is no command", short(text)),
+                format!("CNI_COMMAND is {:?}, which is no command", truncate(text)),
             )
         })
     }
@@ -110,7 +110,7 @@ impl FromStr for Version {
             return Ok(Self::V0_1_0);
         }
         Self::ALL.into_iter().find(|version| version.to_string() == text).ok_or_else(|| {
-            let (text, spoken) = (short(text), crate::CNI_VERSIONS.join(", "));
+            let (text, spoken) = (truncate(text), crate::CNI_VERSIONS.join(", "));
             Error::new(Code::IncompatibleVersion, format!("cniVersion {text:?} is not spoken, only {spoken}"))
         })
     }
@@ -181,7 +181,7 @@ fn bytes(value: &Value) -> Vec<u8> {
 }
 
 /// As much of somebody else's text as belongs into a sentence.
-fn short(text: &str) -> String {
+fn truncate(text: &str) -> String {
     text.chars().take(64).collect()
 }
 

@@ -16,11 +16,11 @@ use rustix::net::{
 };
 
 /// The name of the socket in the daemon's directory of sockets.
-pub const NAME: &str = "cni.sock";
+pub const SOCKET_NAME: &str = "cni.sock";
 /// The directory of the tombstones in the daemon's directory of state. A tombstone is a file that holds one request.
-pub const TOMBSTONES: &str = "tombstones";
+pub const TOMBSTONE_DIR: &str = "tombstones";
 /// The longest frame.
-pub const LIMIT: usize = 1 << 20;
+pub const MAX_FRAME: usize = 1 << 20;
 
 const VERSION: u8 = 1;
 const REQUEST: u8 = 1;
@@ -65,7 +65,7 @@ pub enum Message {
 /// Why bytes are no frame, or a message does not fit into one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Error {
-    /// Longer than [`LIMIT`].
+    /// Longer than [`MAX_FRAME`].
     TooLong,
     /// A version of the frames that is not spoken.
     Version(u8),
@@ -76,7 +76,7 @@ pub enum Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLong => write!(f, "a frame has at most {LIMIT} bytes"),
+            Self::TooLong => write!(f, "a frame has at most {MAX_FRAME} bytes"),
             Self::Version(version) => write!(f, "frames of version {version} are not spoken here"),
             Self::Malformed => f.write_str("these bytes are no frame"),
         }
@@ -88,7 +88,7 @@ impl std::error::Error for Error {}
 impl Request {
     /// The frame.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
-        let mut frame = Frame::new(REQUEST);
+        let mut frame = FrameBuilder::new(REQUEST);
         for text in self.texts() {
             frame.field(text.as_bytes());
         }
@@ -133,7 +133,7 @@ impl Request {
 impl Reply {
     /// The frame.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
-        let mut frame = Frame::new(REPLY);
+        let mut frame = FrameBuilder::new(REPLY);
         frame.field(&[self.exit]);
         frame.field(&self.stdout);
         frame.finish()
@@ -147,9 +147,9 @@ impl Reply {
 }
 
 /// A frame under construction.
-struct Frame(Vec<u8>);
+struct FrameBuilder(Vec<u8>);
 
-impl Frame {
+impl FrameBuilder {
     fn new(kind: u8) -> Self {
         Self(vec![VERSION, kind, 0, 0, 0, 0])
     }
@@ -162,7 +162,7 @@ impl Frame {
     }
 
     fn finish(mut self) -> Result<Vec<u8>, Error> {
-        if self.0.len() > LIMIT {
+        if self.0.len() > MAX_FRAME {
             return Err(Error::TooLong);
         }
         let length = u32::try_from(self.0.len() - HEADER).map_err(|_| Error::TooLong)?;
@@ -184,11 +184,11 @@ fn field<'a>(body: &mut &'a [u8]) -> Option<&'a [u8]> {
 
 /// Puts messages together from bytes that come in pieces.
 #[derive(Debug, Default)]
-pub struct Reader {
+pub struct FrameReader {
     bytes: Vec<u8>,
 }
 
-impl Reader {
+impl FrameReader {
     /// Takes the next bytes.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
@@ -206,7 +206,7 @@ impl Reader {
             return Err(Error::Version(version));
         }
         let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).map_err(|_| Error::TooLong)?;
-        if length > LIMIT - HEADER {
+        if length > MAX_FRAME - HEADER {
             return Err(Error::TooLong);
         }
         let Some(body) = self.bytes.get(HEADER..HEADER + length) else { return Ok(None) };
@@ -287,7 +287,7 @@ mod tests {
         }
     }
 
-    fn read_all(reader: &mut Reader) -> Vec<Message> {
+    fn read_all(reader: &mut FrameReader) -> Vec<Message> {
         std::iter::from_fn(|| reader.message().unwrap()).collect()
     }
 
@@ -298,7 +298,7 @@ mod tests {
             pieces in proptest::collection::vec(1_usize..40, 1..20),
         ) {
             let bytes = messages.iter().flat_map(encode).collect::<Vec<_>>();
-            let (mut reader, mut read, mut rest) = (Reader::default(), Vec::new(), bytes.as_slice());
+            let (mut reader, mut read, mut rest) = (FrameReader::default(), Vec::new(), bytes.as_slice());
             let mut pieces = pieces.iter().cycle();
             while !rest.is_empty() {
                 let (piece, after) = rest.split_at(rest.len().min(*pieces.next().unwrap()));
@@ -314,7 +314,7 @@ mod tests {
             begin in proptest::option::of(Just([VERSION, REQUEST])),
             bytes in proptest::collection::vec(any::<u8>(), 0..200),
         ) {
-            let mut reader = Reader::default();
+            let mut reader = FrameReader::default();
             reader.feed(&begin.unwrap_or_default());
             reader.feed(&bytes);
             while let Ok(Some(_)) = reader.message() {}
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn what_is_no_frame_is_told() {
         let read = |bytes: &[u8]| {
-            let mut reader = Reader::default();
+            let mut reader = FrameReader::default();
             reader.feed(bytes);
             reader.message()
         };
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn what_fits_no_frame_is_not_sent() {
-        let request = Request { stdin: vec![0; LIMIT], ..Request::default() };
+        let request = Request { stdin: vec![0; MAX_FRAME], ..Request::default() };
         assert_eq!(request.encode(), Err(Error::TooLong));
     }
 
@@ -367,7 +367,7 @@ mod tests {
         let zero = File::open("/dev/null").unwrap();
         send(&here, &request.encode().unwrap(), Some(zero.as_fd())).unwrap();
         drop(here);
-        let (mut reader, mut descriptor, mut buffer) = (Reader::default(), None, [0; 16]);
+        let (mut reader, mut descriptor, mut buffer) = (FrameReader::default(), None, [0; 16]);
         loop {
             match receive(&there, &mut buffer, &mut descriptor).unwrap() {
                 0 => break,

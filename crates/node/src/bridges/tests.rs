@@ -119,8 +119,10 @@ async fn a_change_in_place_sends_no_pod_away() {
         bridges.publish(around, &observed);
         told.borrow_and_update().by_name["blue"].state.clone()
     };
-    assert!(matches!(say(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING));
-    let ready = |mtu| State::Ready { bridge_index: 7, mtu, removing: false };
+    assert!(
+        matches!(say(&mut bridges, 1400), NetworkState::NotReady { reason, .. } if reason == reason::APPLYING)
+    );
+    let ready = |mtu| NetworkState::Ready { bridge_index: 7, mtu, removing: false };
     assert_eq!(say(&mut bridges, 1500), ready(1500));
     assert_eq!(say(&mut bridges, 1400), ready(1400));
 }

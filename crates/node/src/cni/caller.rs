@@ -18,7 +18,7 @@ impl<'a> Caller<'a> {
     }
 
     /// Whether nobody is there any more, as the kernel knows it now. One that has only ended its own words still listens.
-    pub fn is_gone(&self) -> bool {
+    pub fn is_disconnected(&self) -> bool {
         // A hang-up is told without being asked for.
         let mut one = [PollFd::new(self.0, PollFlags::empty())];
         let told = poll(&mut one, PollTimeout::ZERO).is_ok();
@@ -26,8 +26,8 @@ impl<'a> Caller<'a> {
     }
 
     /// Refuses to begin anything for nobody.
-    pub fn is_there(&self) -> Result<(), Error> {
-        if !self.is_gone() {
+    pub fn check_connected(&self) -> Result<(), Error> {
+        if !self.is_disconnected() {
             return Ok(());
         }
         Err(Error::new(Code::TryAgainLater, "the plugin that asked has gone: nothing was done"))

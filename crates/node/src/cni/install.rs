@@ -8,10 +8,10 @@ use std::{
 };
 
 /// The names that the shim goes by.
-const NAMES: [&str; 2] = ["patchbay-bridge", "patchbay-ipam"];
+const PLUGIN_NAMES: [&str; 2] = ["patchbay-bridge", "patchbay-ipam"];
 const MODE: u32 = 0o755;
 /// The end of the name that a copy has until it is whole.
-const TEMPORARY: &str = ".patchbay-new";
+const TEMPORARY_SUFFIX: &str = ".patchbay-new";
 
 /// Why the shim is not where it should be.
 #[derive(Debug, thiserror::Error)]
@@ -32,9 +32,9 @@ pub fn install(shim: &Path, bin_dir: &Path) -> Result<bool, Error> {
     let wanted = fs::read(shim).map_err(failed("read the CNI shim", shim))?;
     fs::create_dir_all(bin_dir).map_err(failed("make the directory of CNI plugins", bin_dir))?;
     let mut changed = false;
-    for name in NAMES {
+    for name in PLUGIN_NAMES {
         let path = bin_dir.join(name);
-        let temporary = bin_dir.join(format!(".{name}{TEMPORARY}"));
+        let temporary = bin_dir.join(format!(".{name}{TEMPORARY_SUFFIX}"));
         // Left by a daemon that was killed in the middle of this.
         match fs::remove_file(&temporary) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -42,7 +42,7 @@ pub fn install(shim: &Path, bin_dir: &Path) -> Result<bool, Error> {
             }
             _ => {}
         }
-        if is(&path, &wanted) {
+        if is_installed(&path, &wanted) {
             continue;
         }
         write(&temporary, &path, &wanted).map_err(failed("install the CNI plugin", &path))?;
@@ -56,7 +56,7 @@ pub fn install(shim: &Path, bin_dir: &Path) -> Result<bool, Error> {
 }
 
 /// Whether the file is a plain one that holds this and can be run.
-fn is(path: &Path, wanted: &[u8]) -> bool {
+fn is_installed(path: &Path, wanted: &[u8]) -> bool {
     let plain = fs::symlink_metadata(path)
         .is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o7777 == MODE);
     plain && fs::read(path).is_ok_and(|found| found == wanted)

@@ -16,23 +16,23 @@ use wire::cni::{Code, Error, Verb};
 /// The numbers of the CNI server.
 #[derive(Debug, Clone)]
 pub struct Metrics {
-    calls: Family<Call, Counter>,
-    durations: Family<Asked, Histogram>,
+    calls: Family<CniCallLabels, Counter>,
+    durations: Family<CniCommandLabels, Histogram>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Call {
-    command: Command,
-    result: Outcome,
+struct CniCallLabels {
+    command: CniCommand,
+    result: CniResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Asked {
-    command: Command,
+struct CniCommandLabels {
+    command: CniCommand,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-enum Command {
+enum CniCommand {
     Add,
     Del,
     Check,
@@ -44,14 +44,14 @@ enum Command {
 
 /// How a call ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
+pub enum CniResultLabel {
     Ok,
     /// The runtime was asked to try again.
     Later,
     Error,
 }
 
-impl Outcome {
+impl CniResultLabel {
     pub fn of<T>(answer: &Result<T, Error>) -> Self {
         match answer {
             Ok(_) => Self::Ok,
@@ -77,17 +77,17 @@ impl Metrics {
         registry.register_with_unit("cni_duration", help, Unit::Seconds, self.durations.clone());
     }
 
-    pub fn count(&self, verb: Option<Verb>, result: Outcome, took: Duration) {
+    pub fn count(&self, verb: Option<Verb>, result: CniResultLabel, took: Duration) {
         let command = match verb {
-            Some(Verb::Add) => Command::Add,
-            Some(Verb::Del) => Command::Del,
-            Some(Verb::Check) => Command::Check,
-            Some(Verb::Status) => Command::Status,
-            Some(Verb::Gc) => Command::Gc,
-            Some(Verb::Version) => Command::Version,
-            None => Command::Unknown,
+            Some(Verb::Add) => CniCommand::Add,
+            Some(Verb::Del) => CniCommand::Del,
+            Some(Verb::Check) => CniCommand::Check,
+            Some(Verb::Status) => CniCommand::Status,
+            Some(Verb::Gc) => CniCommand::Gc,
+            Some(Verb::Version) => CniCommand::Version,
+            None => CniCommand::Unknown,
         };
-        self.calls.get_or_create(&Call { command, result }).inc();
-        self.durations.get_or_create(&Asked { command }).observe(took.as_secs_f64());
+        self.calls.get_or_create(&CniCallLabels { command, result }).inc();
+        self.durations.get_or_create(&CniCommandLabels { command }).observe(took.as_secs_f64());
     }
 }

@@ -9,13 +9,13 @@ use std::{
 
 use api::Chain;
 use tracing::{info, warn};
-use wire::socket::{LIMIT, Message, Reader, Request};
+use wire::socket::{FrameReader, MAX_FRAME, Message, Request};
 
 /// A file without its final name that is older than this is nobody's any more.
-const ABANDONED: Duration = Duration::from_secs(600);
+const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 
 /// Gives every tombstone to `apply`, and removes durably those that it has applied.
-pub fn each(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
+pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
     let mut removed = false;
     for name in names(directory).into_iter().filter(|name| !name.starts_with('.')) {
         let path = directory.join(&name);
@@ -41,7 +41,7 @@ pub fn each(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
 }
 
 /// Removes the tombstone of an interface that is about to be made again, durably.
-pub fn forget(directory: &Path, request: &Request) -> io::Result<()> {
+pub fn remove(directory: &Path, request: &Request) -> io::Result<()> {
     match fs::remove_file(directory.join(request.key())) {
         Ok(()) => sync(directory),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -54,12 +54,12 @@ fn sync(directory: &Path) -> io::Result<()> {
 }
 
 /// Removes what shims left behind that were killed in the middle of writing.
-pub fn tidy(directory: &Path) {
+pub fn remove_abandoned(directory: &Path) {
     for name in names(directory).into_iter().filter(|name| name.starts_with('.')) {
         let path = directory.join(name);
         let written = fs::symlink_metadata(&path).and_then(|metadata| metadata.modified());
         let age = written.ok().and_then(|written| SystemTime::now().duration_since(written).ok());
-        if age.is_some_and(|age| age > ABANDONED) {
+        if age.is_some_and(|age| age > ABANDONED_AFTER) {
             _ = fs::remove_file(path);
         }
     }
@@ -74,8 +74,8 @@ fn names(directory: &Path) -> Vec<String> {
 /// The request in a file; none if it is something else.
 fn read(path: &Path) -> io::Result<Option<Request>> {
     let mut bytes = Vec::new();
-    File::open(path)?.take(LIMIT as u64 + 1).read_to_end(&mut bytes)?;
-    let mut reader = Reader::default();
+    File::open(path)?.take(MAX_FRAME as u64 + 1).read_to_end(&mut bytes)?;
+    let mut reader = FrameReader::default();
     reader.feed(&bytes);
     match reader.message() {
         Ok(Some(Message::Request(request))) => Ok(Some(request)),

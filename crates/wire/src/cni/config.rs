@@ -3,11 +3,11 @@
 use serde::Deserialize;
 use serde_json::{Map, Value, error::Category};
 
-use super::{Code, Error, Version, short};
+use super::{Code, Error, Version, truncate};
 
 /// The smallest MTU that the kernel takes for a pair of links.
-const SMALLEST_MTU: u32 = 68;
-const LARGEST_MTU: u32 = 65_535;
+const MIN_MTU: u32 = 68;
+const MAX_MTU: u32 = 65_535;
 
 /// A configuration of a plugin of ours. Texts in it are as somebody wrote them.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,13 +50,13 @@ pub struct Attachment {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Written {
+struct RawConfig {
     cni_version: Option<String>,
     name: Option<String>,
     network: Option<String>,
     mtu: Option<u32>,
-    runtime_config: Option<Wishes>,
-    args: Option<Arguments>,
+    runtime_config: Option<RuntimeRequest>,
+    args: Option<RawArgs>,
     ipam: Option<Map<String, Value>>,
     prev_result: Option<Value>,
     #[serde(rename = "cni.dev/valid-attachments")]
@@ -64,13 +64,13 @@ struct Written {
 }
 
 #[derive(Deserialize)]
-struct Arguments {
-    cni: Option<Wishes>,
+struct RawArgs {
+    cni: Option<RuntimeRequest>,
 }
 
 /// What somebody asks for.
 #[derive(Default, Deserialize)]
-struct Wishes {
+struct RuntimeRequest {
     mac: Option<String>,
     ips: Option<Vec<String>>,
 }
@@ -84,30 +84,30 @@ struct OnlyVersion {
 impl Config {
     /// Reads a configuration. Fields that are not ours are ignored, as CNI wants it.
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
-        let written: Written = serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
-        let version = written.cni_version.unwrap_or_default().parse()?;
-        let ipam = written.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
+        let raw: RawConfig = serde_json::from_slice(bytes).map_err(|error| decode_error(&error))?;
+        let version = raw.cni_version.unwrap_or_default().parse()?;
+        let ipam = raw.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
         let ipam =
-            ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| unreadable(&error))?;
-        let mtu = written.mtu.filter(|&mtu| mtu != 0);
-        if let Some(mtu) = mtu.filter(|mtu| !(SMALLEST_MTU..=LARGEST_MTU).contains(mtu)) {
-            let msg = format!("mtu {mtu} is not between {SMALLEST_MTU} and {LARGEST_MTU}");
+            ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| decode_error(&error))?;
+        let mtu = raw.mtu.filter(|&mtu| mtu != 0);
+        if let Some(mtu) = mtu.filter(|mtu| !(MIN_MTU..=MAX_MTU).contains(mtu)) {
+            let msg = format!("mtu {mtu} is not between {MIN_MTU} and {MAX_MTU}");
             return Err(Error::new(Code::InvalidConfig, msg));
         }
-        let asked = written.runtime_config.unwrap_or_default();
-        let argued = written.args.and_then(|args| args.cni).unwrap_or_default();
+        let asked = raw.runtime_config.unwrap_or_default();
+        let cni_args = raw.args.and_then(|args| args.cni).unwrap_or_default();
         let filled = |mac: Option<String>| mac.filter(|mac| !mac.is_empty());
         let some = |ips: Option<Vec<String>>| ips.filter(|ips| !ips.is_empty());
         Ok(Self {
             version,
-            name: written.name.unwrap_or_default(),
-            network: written.network.filter(|network| !network.is_empty()),
+            name: raw.name.unwrap_or_default(),
+            network: raw.network.filter(|network| !network.is_empty()),
             mtu,
-            mac: filled(asked.mac).or_else(|| filled(argued.mac)),
-            ips: some(asked.ips).or_else(|| some(argued.ips)).unwrap_or_default(),
+            mac: filled(asked.mac).or_else(|| filled(cni_args.mac)),
+            ips: some(asked.ips).or_else(|| some(cni_args.ips)).unwrap_or_default(),
             ipam: ipam.map(|ipam| Ipam { network: ipam.network.filter(|name| !name.is_empty()), ..ipam }),
-            prev_result: written.prev_result,
-            valid_attachments: written.valid_attachments,
+            prev_result: raw.prev_result,
+            valid_attachments: raw.valid_attachments,
         })
     }
 }
@@ -120,12 +120,12 @@ impl Version {
     }
 }
 
-fn unreadable(error: &serde_json::Error) -> Error {
+fn decode_error(error: &serde_json::Error) -> Error {
     let (code, msg) = match error.classify() {
         Category::Data => (Code::InvalidConfig, "the configuration has a value that does not fit"),
         Category::Syntax | Category::Eof | Category::Io => (Code::Decode, "the configuration is no JSON"),
     };
-    Error::new(code, msg).details(short(&error.to_string()))
+    Error::new(code, msg).details(truncate(&error.to_string()))
 }
 
 /// What `CNI_ARGS` says.
@@ -152,11 +152,11 @@ impl Args {
         let (mut args, mut unknown, mut ignore) = (Self::default(), None, false);
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
-                return Err(refused(format!("CNI_ARGS has {:?}, which is no key=value", short(pair))));
+                return Err(refused(format!("CNI_ARGS has {:?}, which is no key=value", truncate(pair))));
             };
             let value = value.to_owned();
             match key {
-                "IgnoreUnknown" => ignore = truth(&value)?,
+                "IgnoreUnknown" => ignore = parse_bool(&value)?,
                 "IP" => args.ip = Some(value).filter(|ip| !ip.is_empty()),
                 "MAC" => args.mac = Some(value).filter(|mac| !mac.is_empty()),
                 "K8S_POD_NAMESPACE" => args.pod.namespace = value,
@@ -169,7 +169,7 @@ impl Args {
         }
         match unknown {
             Some(key) if !ignore => {
-                let key = short(key);
+                let key = truncate(key);
                 Err(refused(format!("CNI_ARGS has {key:?}, which is not known, and no IgnoreUnknown=1")))
             }
             _ => Ok(args),
@@ -177,12 +177,12 @@ impl Args {
     }
 }
 
-fn truth(text: &str) -> Result<bool, Error> {
+fn parse_bool(text: &str) -> Result<bool, Error> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" => Ok(true),
         "0" | "false" | "" => Ok(false),
         _ => {
-            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}, which is neither 1 nor 0", short(text));
+            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}, which is neither 1 nor 0", truncate(text));
             Err(Error::new(Code::InvalidEnvironment, msg))
         }
     }

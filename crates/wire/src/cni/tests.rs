@@ -171,7 +171,7 @@ fn a_configuration_that_cannot_be_is_refused_with_the_right_number() {
         (r#"{"ipam":[]}"#, Code::InvalidConfig),
         (r#"{"runtimeConfig":{"ips":"10.0.0.1"}}"#, Code::InvalidConfig),
     ] {
-        assert_eq!(Config::parse(text.as_bytes()).unwrap_err().code, code, "{:?}", short(text));
+        assert_eq!(Config::parse(text.as_bytes()).unwrap_err().code, code, "{:?}", truncate(text));
     }
 }
 

@@ -20,8 +20,8 @@ use tracing::{debug, info, warn};
 use crate::{
     Error,
     bridges::{Around, Bridges},
-    health::{Health, News, Part},
-    metrics::{Kind, Look, Metrics, Outcome, Watched},
+    health::{Component, Health, HealthChange},
+    metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
     network::Labels,
     object::{self, Known, Object},
     watch::{self, Seen, Watch},
@@ -31,17 +31,17 @@ use crate::{
 const HEARTBEAT: Duration = Duration::from_secs(20);
 
 /// How often a turn goes on after a write: a network is listed, made, and told to be ready.
-const ROUNDS: usize = 4;
+const MAX_PASSES: usize = 4;
 
 /// What became of a publication.
-enum Published {
+enum PublishOutcome {
     Written,
     /// When to come back, unless something happens before.
-    Not(Option<Instant>),
+    Pending(Option<Instant>),
 }
 
 /// Keeps the bridge networks and the NodeNetwork of one node.
-pub struct Daemon {
+pub struct NodeController {
     name: String,
     ignored: Patterns,
     monitor: Monitor,
@@ -53,11 +53,11 @@ pub struct Daemon {
     sysctls: PathBuf,
     metrics: Metrics,
     health: Arc<Health>,
-    state: State,
+    state: ControllerState,
 }
 
 /// What a daemon is told at its start.
-pub struct Settings {
+pub struct NodeConfig {
     pub name: String,
     pub ignored: Patterns,
     pub sysctls: PathBuf,
@@ -66,7 +66,7 @@ pub struct Settings {
 
 /// What is known, and what was done.
 #[derive(Default)]
-struct State {
+struct ControllerState {
     facts: Option<Facts>,
     labels: Labels,
     observed: Option<Observed>,
@@ -77,25 +77,25 @@ struct State {
     written: Option<rules::Written>,
     last_write: Option<Instant>,
     /// The first event since the last look.
-    event: Option<Instant>,
-    last_look: Option<Instant>,
+    pending_event: Option<Instant>,
+    last_observe: Option<Instant>,
     /// How long to wait after looks that failed one after the other.
-    look_backoff: DefaultBackoff,
+    observe_backoff: DefaultBackoff,
     /// No write is tried before, after a failure.
-    pause: Option<Instant>,
+    retry_at: Option<Instant>,
     /// How long to wait after writes that failed one after the other.
     write_backoff: DefaultBackoff,
 }
 
-impl Daemon {
+impl NodeController {
     pub fn new(
         client: Client,
-        settings: Settings,
+        settings: NodeConfig,
         monitor: Monitor,
         bridges: Bridges,
         health: Arc<Health>,
     ) -> Self {
-        let Settings { name, ignored, sysctls, metrics } = settings;
+        let NodeConfig { name, ignored, sysctls, metrics } = settings;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: Object::new(client.clone(), name.clone(), metrics.clone()),
@@ -109,7 +109,7 @@ impl Daemon {
             metrics,
             health,
             // The first look is owed from the beginning.
-            state: State { event: Some(Instant::now()), ..State::default() },
+            state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
         }
     }
 
@@ -119,7 +119,7 @@ impl Daemon {
         let mut nodes = Watch::all(self.object.api().clone());
         let mut networks = Watch::all(self.networks.clone());
         loop {
-            let Some(wake) = stop.run_until_cancelled(self.turn()).await else {
+            let Some(wake) = stop.run_until_cancelled(self.reconcile()).await else {
                 return Ok(());
             };
             let beat = Instant::now() + HEARTBEAT;
@@ -127,12 +127,12 @@ impl Daemon {
             tokio::select! {
                 biased;
                 () = stop.cancelled() => return Ok(()),
-                seen = node.next() => self.see_node(seen),
-                seen = nodes.next() => self.see_nodes(seen),
-                seen = networks.next() => self.see_networks(seen),
+                seen = node.next() => self.apply_node(seen),
+                seen = nodes.next() => self.apply_node_networks(seen),
+                seen = networks.next() => self.apply_networks(seen),
                 // One event is enough to look; the kernel keeps the others until then.
-                changed = self.monitor.changed(), if self.state.event.is_none() => {
-                    self.hear(changed.map_err(Error::Kernel)?);
+                changed = self.monitor.changed(), if self.state.pending_event.is_none() => {
+                    self.record_kernel_events(changed.map_err(Error::Kernel)?);
                 }
                 () = sleep_until(wake) => {}
             }
@@ -140,17 +140,17 @@ impl Daemon {
     }
 
     /// Does what is due, and says when to come back unless something happens before.
-    async fn turn(&mut self) -> Option<Instant> {
-        self.health.turned();
-        let due = self.look().await;
+    async fn reconcile(&mut self) -> Option<Instant> {
+        self.health.heartbeat();
+        let due = self.observe().await;
         let mut wakes = [due, None, None];
-        for _ in 0..ROUNDS {
-            self.health.turned();
-            wakes[1] = self.converge().await;
-            self.health.turned();
+        for _ in 0..MAX_PASSES {
+            self.health.heartbeat();
+            wakes[1] = self.reconcile_bridges().await;
+            self.health.heartbeat();
             match self.publish().await {
-                Published::Written => {}
-                Published::Not(at) => {
+                PublishOutcome::Written => {}
+                PublishOutcome::Pending(at) => {
                     wakes[2] = at;
                     break;
                 }
@@ -160,8 +160,8 @@ impl Daemon {
     }
 
     /// Makes the links of the networks what they should be.
-    async fn converge(&mut self) -> Option<Instant> {
-        let State { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
+    async fn reconcile_bridges(&mut self) -> Option<Instant> {
+        let ControllerState { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
             return None;
         };
         let listed: BTreeSet<String> = server
@@ -172,42 +172,42 @@ impl Daemon {
         let around = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
         match self.bridges.converge(&self.monitor, around, observed.as_mut()?).await {
             Ok(again) => again,
-            Err(error) => Some(self.blind(&error)),
+            Err(error) => Some(self.observe_failed(&error)),
         }
     }
 
     /// Looks at the kernel if it is time to.
-    async fn look(&mut self) -> Option<Instant> {
-        let event = self.state.event?;
-        let last = self.state.last_look.map(Instant::into_std);
+    async fn observe(&mut self) -> Option<Instant> {
+        let event = self.state.pending_event?;
+        let last = self.state.last_observe.map(Instant::into_std);
         let at = Instant::from_std(rules::look(event.into_std(), last));
         if Instant::now() < at {
             return Some(at);
         }
         // What happened before the look is seen by it; what happens meanwhile leads to another.
         if let Some(Ok(changed)) = self.monitor.changed().now_or_never() {
-            self.hear(changed);
+            self.record_kernel_events(changed);
         }
-        self.state.event = None;
+        self.state.pending_event = None;
         let seen = self.monitor.observe().await;
-        self.state.last_look = Some(Instant::now());
-        self.metrics.looks.get_or_create(&Look { result: Outcome::of(&seen) }).inc();
+        self.state.last_observe = Some(Instant::now());
+        self.metrics.observations.get_or_create(&ObserveLabels { result: ResultLabel::of(&seen) }).inc();
         match seen {
             Ok(observed) => {
                 debug!(links = observed.links.len(), "looked at the kernel");
-                if self.health.well(Part::Kernel) == News::Changed {
+                if self.health.ok(Component::Kernel) == HealthChange::Changed {
                     info!(links = observed.links.len(), "can look at the kernel");
                 }
-                self.state.look_backoff.reset();
+                self.state.observe_backoff.reset();
                 if observed.partial {
                     debug!("the kernel was interrupted each time, looking again");
-                    self.state.event = Some(Instant::now());
+                    self.state.pending_event = Some(Instant::now());
                 }
                 self.state.observed = Some(observed);
                 self.state.netfilter = self.netfilter();
                 None
             }
-            Err(error) => Some(self.blind(&error)),
+            Err(error) => Some(self.observe_failed(&error)),
         }
     }
 
@@ -220,31 +220,33 @@ impl Daemon {
     }
 
     /// The kernel could not be looked at; says when to try again.
-    fn blind(&mut self, error: &link::Error) -> Instant {
+    fn observe_failed(&mut self, error: &link::Error) -> Instant {
         let problem = Chain(error).to_string();
-        if self.health.ill(Part::Kernel, problem.clone()) == News::Changed {
+        if self.health.fail(Component::Kernel, problem.clone()) == HealthChange::Changed {
             warn!(error = problem, "cannot look at the kernel, trying again");
         }
-        let again = Instant::now() + self.state.look_backoff.next().unwrap_or_default();
-        self.state.event = Some(again);
+        let again = Instant::now() + self.state.observe_backoff.next().unwrap_or_default();
+        self.state.pending_event = Some(again);
         // Nothing is decided on an older picture: since then pods may have joined.
         self.state.observed = None;
         again
     }
 
     /// Writes the NodeNetwork if it is to be written now.
-    async fn publish(&mut self) -> Published {
+    async fn publish(&mut self) -> PublishOutcome {
         let now = Instant::now();
-        let Some((facts, wanted, decision)) = self.decide(now) else { return Published::Not(None) };
+        let Some((facts, wanted, decision)) = self.plan_publish(now) else {
+            return PublishOutcome::Pending(None);
+        };
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             Publish::Nothing => {
-                self.settled();
-                return Published::Not(None);
+                self.mark_published();
+                return PublishOutcome::Pending(None);
             }
-            Publish::At(at) => return Published::Not(Some(Instant::from_std(at))),
-            Publish::Now(_) if self.state.pause.is_some_and(|until| now < until) => {
-                return Published::Not(self.state.pause);
+            Publish::At(at) => return PublishOutcome::Pending(Some(Instant::from_std(at))),
+            Publish::Now(_) if self.state.retry_at.is_some_and(|until| now < until) => {
+                return PublishOutcome::Pending(self.state.retry_at);
             }
             Publish::Now(writes) => writes,
         };
@@ -253,16 +255,17 @@ impl Daemon {
         self.state.last_write = Some(Instant::now());
         match result {
             Ok(known) => {
-                self.wrote(facts, wanted, writes, known);
-                Published::Written
+                self.publish_succeeded(facts, wanted, writes, known);
+                PublishOutcome::Written
             }
-            Err(error) => Published::Not(Some(self.failed(&error))),
+            Err(error) => PublishOutcome::Pending(Some(self.publish_failed(&error))),
         }
     }
 
     /// Asks the rules. None as long as too little is known.
-    fn decide(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
-        let State { facts, observed, synced: true, server, written, last_write, netfilter, .. } = &self.state
+    fn plan_publish(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
+        let ControllerState { facts, observed, synced: true, server, written, last_write, netfilter, .. } =
+            &self.state
         else {
             return None;
         };
@@ -285,7 +288,13 @@ impl Daemon {
         Some((facts.clone(), wanted, decision))
     }
 
-    fn wrote(&mut self, facts: Facts, wanted: NodeNetworkStatus, writes: Writes, known: Option<Known>) {
+    fn publish_succeeded(
+        &mut self,
+        facts: Facts,
+        wanted: NodeNetworkStatus,
+        writes: Writes,
+        known: Option<Known>,
+    ) {
         info!(
             node = self.name,
             interfaces = wanted.interfaces.len(),
@@ -299,17 +308,17 @@ impl Daemon {
             self.state.written = Some(rules::Written { uid: facts.uid, wanted, got: known.record.clone() });
             self.state.server = Some(known);
         }
-        self.settled();
+        self.mark_published();
     }
 
     /// The API server has what it should have.
-    fn settled(&mut self) {
-        self.health.well(Part::Publish);
-        self.state.pause = None;
+    fn mark_published(&mut self) {
+        self.health.ok(Component::Publish);
+        self.state.retry_at = None;
         self.state.write_backoff.reset();
     }
 
-    fn failed(&mut self, error: &object::Error) -> Instant {
+    fn publish_failed(&mut self, error: &object::Error) -> Instant {
         let problem = Chain(error).to_string();
         if error.is_missing() {
             // Somebody deleted it between two looks: the next write makes it anew.
@@ -318,37 +327,37 @@ impl Daemon {
         let delay = self.state.write_backoff.next().unwrap_or_default();
         if error.is_conflict() {
             debug!(node = self.name, ?delay, "somebody else wrote at the same time, trying again");
-        } else if self.health.ill(Part::Publish, problem.clone()) == News::Changed {
+        } else if self.health.fail(Component::Publish, problem.clone()) == HealthChange::Changed {
             warn!(node = self.name, error = problem, ?delay, "cannot publish, trying again");
         }
         let again = Instant::now() + delay;
-        self.state.pause = Some(again);
+        self.state.retry_at = Some(again);
         again
     }
 
-    fn hear(&mut self, changed: Changed) {
+    fn record_kernel_events(&mut self, changed: Changed) {
         self.metrics.events.inc_by(changed.events);
         self.metrics.overruns.inc_by(changed.overruns);
-        self.state.event.get_or_insert_with(Instant::now);
+        self.state.pending_event.get_or_insert_with(Instant::now);
     }
 
-    fn see_node(&mut self, seen: Seen<Node>) {
+    fn apply_node(&mut self, seen: Seen<Node>) {
         let node = match seen {
             Seen::Synced(nodes) => {
-                self.recovered(Part::NodeWatch, Kind::Node);
+                self.watch_recovered(Component::NodeWatch, WatchedKind::Node);
                 nodes.into_iter().next()
             }
             Seen::Changed(node) => Some(node),
             Seen::Gone(_) => None,
-            Seen::Failed(error) => return self.broken(Part::NodeWatch, Kind::Node, &error),
+            Seen::Failed(error) => return self.watch_failed(Component::NodeWatch, WatchedKind::Node, &error),
         };
         if node.is_some() {
-            if self.health.well(Part::Node) == News::Changed {
+            if self.health.ok(Component::Node) == HealthChange::Changed {
                 info!(node = self.name, "the Node is there");
             }
         } else {
             let problem = format!("there is no Node named {}; waiting for it", self.name);
-            if self.health.ill(Part::Node, problem) == News::Changed {
+            if self.health.fail(Component::Node, problem) == HealthChange::Changed {
                 warn!(node = self.name, "there is no such Node, waiting for it; is --node-name right?");
             }
         }
@@ -359,29 +368,31 @@ impl Daemon {
         self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 
-    fn see_networks(&mut self, seen: Seen<DynamicObject>) {
+    fn apply_networks(&mut self, seen: Seen<DynamicObject>) {
         match seen {
             Seen::Synced(objects) => {
-                self.recovered(Part::NetworkWatch, Kind::BridgeNetwork);
+                self.watch_recovered(Component::NetworkWatch, WatchedKind::BridgeNetwork);
                 self.bridges.see_all_networks(&objects);
             }
             Seen::Changed(object) => self.bridges.see_network(&object),
             Seen::Gone(object) => self.bridges.lose_network(&object),
-            Seen::Failed(error) => self.broken(Part::NetworkWatch, Kind::BridgeNetwork, &error),
+            Seen::Failed(error) => {
+                self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error)
+            }
         }
     }
 
-    fn see_nodes(&mut self, seen: Seen<DynamicObject>) {
+    fn apply_node_networks(&mut self, seen: Seen<DynamicObject>) {
         match seen {
             Seen::Synced(objects) => {
-                self.recovered(Part::NodesWatch, Kind::NodeNetwork);
+                self.watch_recovered(Component::NodeNetworkWatch, WatchedKind::NodeNetwork);
                 self.state.synced = true;
                 let server = self.state.server.take();
                 let own = objects.iter().find(|object| object.name_any() == self.name);
                 self.state.server = own.map(|object| Known::latest(server, Known::read(object)));
                 self.bridges.see_all_nodes(&objects, &self.name);
                 // The API server is back: what waits is written now.
-                self.state.pause = None;
+                self.state.retry_at = None;
             }
             Seen::Changed(object) if object.name_any() == self.name => {
                 let server = self.state.server.take();
@@ -395,20 +406,22 @@ impl Daemon {
                 }
             }
             Seen::Gone(object) => self.bridges.lose_node(&object),
-            Seen::Failed(error) => self.broken(Part::NodesWatch, Kind::NodeNetwork, &error),
+            Seen::Failed(error) => {
+                self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error)
+            }
         }
     }
 
-    fn recovered(&self, part: Part, kind: Kind) {
-        if self.health.well(part) == News::Changed {
+    fn watch_recovered(&self, component: Component, kind: WatchedKind) {
+        if self.health.ok(component) == HealthChange::Changed {
             info!(node = self.name, ?kind, "watching");
         }
     }
 
-    fn broken(&self, part: Part, kind: Kind, error: &watch::Error) {
-        self.metrics.watch_failures.get_or_create(&Watched { kind }).inc();
+    fn watch_failed(&self, component: Component, kind: WatchedKind, error: &watch::Error) {
+        self.metrics.watch_failures.get_or_create(&WatchLabels { kind }).inc();
         let problem = format!("watch {kind:?}: {}", Chain(error));
-        if self.health.ill(part, problem.clone()) == News::Changed {
+        if self.health.fail(component, problem.clone()) == HealthChange::Changed {
             warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
         }
     }
@@ -425,7 +438,7 @@ mod tests {
     use super::*;
 
     /// A daemon whose API server has nothing, and nothing ever changes there.
-    fn daemon() -> Daemon {
+    fn daemon() -> NodeController {
         let service = tower::service_fn(async |request: Request<Body>| {
             if request.uri().query().is_some_and(|query| query.contains("watch=")) {
                 pending::<()>().await;
@@ -438,8 +451,8 @@ mod tests {
         let (metrics, _) = Metrics::new();
         let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
         let settings =
-            Settings { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
-        Daemon::new(client, settings, monitor, bridges, Arc::new(Health::new()))
+            NodeConfig { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
+        NodeController::new(client, settings, monitor, bridges, Arc::new(Health::new()))
     }
 
     fn object(version: &str) -> DynamicObject {
@@ -450,33 +463,35 @@ mod tests {
     #[tokio::test]
     async fn a_list_that_is_older_than_the_last_write_replaces_nothing() {
         let mut daemon = daemon();
-        daemon.see_nodes(Seen::Synced(vec![object("10")]));
-        daemon.see_nodes(Seen::Synced(vec![object("9")]));
+        daemon.apply_node_networks(Seen::Synced(vec![object("10")]));
+        daemon.apply_node_networks(Seen::Synced(vec![object("9")]));
         assert_eq!(daemon.state.server, Some(Known::read(&object("10"))));
-        daemon.see_nodes(Seen::Synced(Vec::new()));
+        daemon.apply_node_networks(Seen::Synced(Vec::new()));
         assert_eq!(daemon.state.server, None);
     }
 
     #[tokio::test]
     async fn an_api_server_that_is_back_is_written_to_at_once() {
         let mut daemon = daemon();
-        daemon.state.pause = Some(Instant::now() + Duration::from_secs(30));
-        daemon.see_nodes(Seen::Failed(watch::Error::Deadline));
-        assert!(daemon.state.pause.is_some());
-        daemon.see_nodes(Seen::Synced(Vec::new()));
-        assert_eq!(daemon.state.pause, None);
+        daemon.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
+        daemon.apply_node_networks(Seen::Failed(watch::Error::Deadline));
+        assert!(daemon.state.retry_at.is_some());
+        daemon.apply_node_networks(Seen::Synced(Vec::new()));
+        assert_eq!(daemon.state.retry_at, None);
     }
 
     #[tokio::test]
     async fn looks_at_the_kernel_say_nothing_about_writes_that_fail() {
         let mut daemon = daemon();
-        let fail = |daemon: &mut Daemon| daemon.failed(&object::Error::Deadline { name: "a".into() });
+        let fail = |daemon: &mut NodeController| {
+            daemon.publish_failed(&object::Error::Deadline { name: "a".into() })
+        };
         for _ in 0..8 {
             fail(&mut daemon);
         }
         // Due at once.
-        daemon.state.event = Some(Instant::now() - Duration::from_secs(1));
-        daemon.look().await;
+        daemon.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
+        daemon.observe().await;
         assert!(daemon.state.observed.is_some());
         assert!(fail(&mut daemon) - Instant::now() > Duration::from_secs(5));
     }
@@ -490,7 +505,7 @@ mod tests {
         tasks.spawn(daemon.run(stop.clone()));
         for _ in 0..30 {
             tokio::time::sleep(Duration::from_secs(10)).await;
-            assert_eq!(health.hang(), None);
+            assert_eq!(health.stalled(), None);
         }
         stop.cancel();
         tasks.join_next().await.unwrap().unwrap().unwrap();

@@ -18,34 +18,34 @@ use wire::{
 };
 
 use super::{
-    NetworkView, Networks, Shared, State,
+    CniHandler, NetworkState, NetworkView, Networks,
     address::{Given, place, requested},
     caller::Caller,
     tombstone,
 };
 
 /// A network that a pod can join.
-struct Ready<'a> {
+struct ReadyNetwork<'a> {
     uid: &'a str,
     bridge: u32,
     mtu: u32,
 }
 
-/// Whose interface it is.
-pub(super) struct Whose<'a> {
+/// AttachmentId interface it is.
+pub(super) struct AttachmentId<'a> {
     container_id: &'a str,
     ifname: &'a str,
     pub(super) host: IfName,
 }
 
 /// A call that can be read.
-pub(super) struct Call<'a> {
+pub(super) struct CniCall<'a> {
     pub(super) request: &'a Request,
     pub(super) config: &'a Config,
     pub(super) caller: &'a Caller<'a>,
 }
 
-impl Shared {
+impl CniHandler {
     /// Does what is asked: what to print, or why not. Waits for the kernel.
     pub(super) fn serve(
         &self,
@@ -58,7 +58,7 @@ impl Shared {
         match verb {
             Verb::Del => {
                 self.delete(request)?;
-                self.bury();
+                self.apply_tombstones();
                 return Ok(Vec::new());
             }
             Verb::Version => return Ok(cni::versions()),
@@ -66,29 +66,29 @@ impl Shared {
         }
         let config = Config::parse(&request.stdin)?;
         verb.allowed_in(config.version)?;
-        let call = Call { request, config: &config, caller };
+        let call = CniCall { request, config: &config, caller };
         if request.plugin == IPAM_PLUGIN {
             return self.serve_addresses(verb, &call);
         }
         match verb {
             Verb::Add => self.add(&call, namespace).map(|made| made.render(config.version)),
             Verb::Check => self.check(request, namespace, &config).map(|()| Vec::new()),
-            Verb::Gc => self.collect(&config).map(|()| Vec::new()),
+            Verb::Gc => self.collect_garbage(&config).map(|()| Vec::new()),
             Verb::Status => self.status(&config).map(|()| Vec::new()),
             Verb::Del | Verb::Version => Ok(Vec::new()),
         }
     }
 
-    fn add(&self, call: &Call<'_>, namespace: Option<&OwnedFd>) -> Result<Success, Error> {
-        let Call { request, config, caller } = *call;
+    fn add(&self, call: &CniCall<'_>, namespace: Option<&OwnedFd>) -> Result<Success, Error> {
+        let CniCall { request, config, caller } = *call;
         let args = Args::parse(&request.args)?;
-        let whose = whose(request)?;
+        let id = attachment_id(request)?;
         let inside = inside(request)?;
-        let namespace = namespace.ok_or_else(no_namespace)?;
-        let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
+        let namespace = namespace.ok_or_else(missing_namespace)?;
+        let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
         let asked_for = requested(config, &args)?;
-        let leases = hands_out(config)?.then_some(&asked_for);
+        let leases = uses_patchbay_ipam(config)?.then_some(&asked_for);
         if let (None, Some(address)) = (leases, asked_for.first()) {
             let msg = format!(
                 "address {} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
@@ -98,14 +98,14 @@ impl Shared {
             return Err(Error::new(Code::InvalidConfig, msg));
         }
 
-        let _lock = self.lock(&whose.host);
+        let _lock = self.lock(&id.host);
         // Whoever had the lock may have taken long, and may have been the DEL of this very interface.
-        caller.is_there()?;
+        caller.check_connected()?;
         let view = self.view();
         let ready = ready(&view, network)?;
         let mtu = mtu(config, network, &ready)?;
         // One that is left would be applied to the new link, and to its addresses.
-        tombstone::forget(&self.tombstones, request).map_err(|error| {
+        tombstone::remove(&self.tombstones, request).map_err(|error| {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
         let given = match leases {
@@ -117,24 +117,24 @@ impl Shared {
             given.routes.iter().map(|route| attach::Route { dst: route.dst, gw: route.gw }).collect();
         let wanted = Attach {
             namespace: namespace.as_fd(),
-            host: &whose.host,
+            host: &id.host,
             inside: &inside,
-            mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
+            mac: requested_mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
             mtu,
             bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
+            alias: &attachment::alias(ready.uid, &config.name, id.container_id, id.ifname),
             proc_root: &self.proc_root,
             addresses: &addresses,
             routes: &routes,
         };
-        let made = attach::attach(&wanted).map_err(|error| failed(&error))?;
-        self.still_joined(&view, network, &whose.host)?;
+        let made = attach::attach(&wanted).map_err(|error| attach_error(&error))?;
+        self.verify_still_ready(&view, network, &id.host)?;
         info!(
             network,
-            container_id = whose.container_id,
-            ifname = whose.ifname,
+            container_id = id.container_id,
+            ifname = id.ifname,
             pod = format!("{}/{}", args.pod.namespace, args.pod.name),
-            host = %whose.host,
+            host = %id.host,
             mac = %wanted.mac,
             mtu,
             ?addresses,
@@ -148,14 +148,19 @@ impl Shared {
 
     /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
     /// being removed and then looks for links of pods, so one of the two sees the other.
-    pub(super) fn still_joined(&self, before: &Networks, network: &str, host: &IfName) -> Result<(), Error> {
+    pub(super) fn verify_still_ready(
+        &self,
+        before: &Networks,
+        network: &str,
+        host: &IfName,
+    ) -> Result<(), Error> {
         let (joined, now) = (ready(before, network)?, self.view());
         let error = match ready(&now, network) {
             Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
             Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
             Err(error) => error,
         };
-        attach::detach(host).map_err(|error| failed(&error))?;
+        attach::detach(host).map_err(|error| attach_error(&error))?;
         Err(error)
     }
 
@@ -166,8 +171,8 @@ impl Shared {
 
     /// The same, if it still is to be done when nobody else does anything to the pair.
     pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
-        let whose = whose(request)?;
-        let _lock = self.lock(&whose.host);
+        let id = attachment_id(request)?;
+        let _lock = self.lock(&id.host);
         if !still() {
             return Ok(());
         }
@@ -175,14 +180,14 @@ impl Shared {
         if request.plugin == IPAM_PLUGIN {
             return self.ipam.delete(&place).map(drop);
         }
-        match attach::detach(&whose.host) {
+        match attach::detach(&id.host) {
             Ok(true) => {
-                let Whose { container_id, ifname, host } = whose;
+                let AttachmentId { container_id, ifname, host } = id;
                 info!(container_id, ifname, %host, "a pod left");
             }
             // What somebody else made under this name is not the pod's.
             Ok(false) | Err(attach::Error::Foreign { .. }) => {}
-            Err(error) => return Err(failed(&error)),
+            Err(error) => return Err(attach_error(&error)),
         }
         // Not before the link is gone that has them.
         self.ipam.delete(&place).map(drop)
@@ -190,34 +195,34 @@ impl Shared {
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
         let args = Args::parse(&request.args)?;
-        let whose = whose(request)?;
+        let id = attachment_id(request)?;
         let inside = inside(request)?;
-        let namespace = namespace.ok_or_else(no_namespace)?;
+        let namespace = namespace.ok_or_else(missing_namespace)?;
         let network = network(config)?;
-        let asked = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
-        let before = answered(config, &request.ifname);
+        let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
+        let before = previous_interface(config, &request.ifname);
         let text = before.and_then(|interface| interface["mac"].as_str());
-        let asked = text.map(mac).transpose()?.or(asked);
+        let requested_mac = text.map(mac).transpose()?.or(requested_mac);
         let mtu = before.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
-        let given = if hands_out(config)? { self.check_lease(request, config)? } else { Vec::new() };
+        let given = if uses_patchbay_ipam(config)? { self.check_lease(request, config)? } else { Vec::new() };
 
-        let _lock = self.lock(&whose.host);
+        let _lock = self.lock(&id.host);
         let view = self.view();
         let ready = ready(&view, network)?;
         let wanted = Attach {
             namespace: namespace.as_fd(),
-            host: &whose.host,
+            host: &id.host,
             inside: &inside,
-            mac: asked.unwrap_or_else(|| attachment::mac(whose.container_id, whose.ifname, ready.uid)),
+            mac: requested_mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
             mtu: mtu.unwrap_or(ready.mtu),
             bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, &config.name, whose.container_id, whose.ifname),
+            alias: &attachment::alias(ready.uid, &config.name, id.container_id, id.ifname),
             proc_root: &self.proc_root,
             addresses: &given,
             routes: &[],
         };
-        let mut differences = attach::inspect(&wanted).map_err(|error| failed(&error))?;
-        // The host's end may follow a network whose MTU was raised, and only 1.1.0 remembers what the pod was given.
+        let mut differences = attach::inspect(&wanted).map_err(|error| attach_error(&error))?;
+        // The host's end may follow a network id MTU was raised, and only 1.1.0 remembers what the pod was given.
         differences.retain(|one| one.what != Aspect::Mtu || (mtu.is_some() && one.link == inside));
         if differences.is_empty() {
             return Ok(());
@@ -228,7 +233,7 @@ impl Shared {
     }
 
     /// Removes the links that were made for this configuration and that the runtime does not know any more.
-    fn collect(&self, config: &Config) -> Result<(), Error> {
+    fn collect_garbage(&self, config: &Config) -> Result<(), Error> {
         let network = network(config)?;
         let valid = config.valid_attachments.as_ref().ok_or_else(|| {
             Error::new(
@@ -239,19 +244,19 @@ impl Shared {
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
             // A network that there is not has no links here; one that is not known yet may have.
-            return read(&view, Code::TryAgainLater);
+            return require_synced(&view, Code::TryAgainLater);
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends =
-            attach::ends(&attachment::alias_of_config(uid, &config.name)).map_err(|error| failed(&error))?;
+        let ends = attach::ends(&attachment::alias_of_config(uid, &config.name))
+            .map_err(|error| attach_error(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
         for host in names.filter(|name| !keep.contains(name)) {
             let _lock = self.lock(&host);
             match attach::detach(&host) {
                 Ok(_) => info!(network, %host, "a link that the runtime has forgotten is removed"),
-                Err(error) => problem = Some(failed(&error)),
+                Err(error) => problem = Some(attach_error(&error)),
             }
         }
         match problem {
@@ -262,8 +267,8 @@ impl Shared {
     }
 
     fn status(&self, config: &Config) -> Result<(), Error> {
-        read(&self.view(), Code::NotAvailable)?;
-        if hands_out(config)? { self.ipam.status() } else { Ok(()) }
+        require_synced(&self.view(), Code::NotAvailable)?;
+        if uses_patchbay_ipam(config)? { self.ipam.status() } else { Ok(()) }
     }
 
     pub(super) fn view(&self) -> Arc<Networks> {
@@ -271,32 +276,32 @@ impl Shared {
     }
 }
 
-const UNREAD: &str = "the patchbay node daemon has not yet read the networks from the API server; \
+const NOT_SYNCED: &str = "the patchbay node daemon has not yet read the networks from the API server; \
     if this lasts, look at the log of its pod on this node";
 
 /// Refuses as long as the networks are not known.
-pub(super) fn read(view: &Networks, code: Code) -> Result<(), Error> {
-    if view.synced { Ok(()) } else { Err(Error::new(code, UNREAD)) }
+pub(super) fn require_synced(view: &Networks, code: Code) -> Result<(), Error> {
+    if view.synced { Ok(()) } else { Err(Error::new(code, NOT_SYNCED)) }
 }
 
-fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
+fn ready<'a>(view: &'a Networks, name: &str) -> Result<ReadyNetwork<'a>, Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
     match view.by_name.get(name) {
-        None if !view.synced => later(UNREAD.to_owned()),
+        None if !view.synced => later(NOT_SYNCED.to_owned()),
         None => later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration")),
         Some(NetworkView { uid, state, .. }) => match state {
-            State::Ready { bridge_index, mtu, removing: _ } => {
-                Ok(Ready { uid, bridge: *bridge_index, mtu: *mtu })
+            NetworkState::Ready { bridge_index, mtu, removing: _ } => {
+                Ok(ReadyNetwork { uid, bridge: *bridge_index, mtu: *mtu })
             }
-            State::NotReady { reason, message } => later(format!(
+            NetworkState::NotReady { reason, message } => later(format!(
                 "network {name:?} is not ready on this node ({reason}): {message}; \
                 the pod starts by itself once it is"
             )),
-            State::NotSelected => later(format!(
+            NetworkState::NotSelected => later(format!(
                 "this node is not selected by network {name:?}: run the pod on a node with the label \
                 network.patchbay.dev/{name}=true, or change spec.nodeSelector of the BridgeNetwork"
             )),
-            State::Removing => later(format!(
+            NetworkState::Removing => later(format!(
                 "network {name:?} is being removed from this node: take it out of the pod, or create it again"
             )),
         },
@@ -305,7 +310,7 @@ fn ready<'a>(view: &'a Networks, name: &str) -> Result<Ready<'a>, Error> {
 
 /// What the pod's link gets. A NetworkAttachmentDefinition can be ahead of this node when an MTU is raised, so more than
 /// the network has is no mistake yet.
-fn mtu(config: &Config, network: &str, ready: &Ready<'_>) -> Result<u32, Error> {
+fn mtu(config: &Config, network: &str, ready: &ReadyNetwork<'_>) -> Result<u32, Error> {
     match config.mtu {
         Some(asked) if asked > ready.mtu => {
             let has = ready.mtu;
@@ -319,7 +324,7 @@ fn mtu(config: &Config, network: &str, ready: &Ready<'_>) -> Result<u32, Error> 
     }
 }
 
-pub(super) fn whose(request: &Request) -> Result<Whose<'_>, Error> {
+pub(super) fn attachment_id(request: &Request) -> Result<AttachmentId<'_>, Error> {
     let refused = |msg: &str| Error::new(Code::InvalidEnvironment, msg);
     let Request { container_id, ifname, .. } = request;
     if container_id.is_empty() {
@@ -329,7 +334,7 @@ pub(super) fn whose(request: &Request) -> Result<Whose<'_>, Error> {
         return Err(refused("CNI_IFNAME is missing"));
     }
     let host = attachment::host_end(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
-    Ok(Whose { container_id, ifname, host })
+    Ok(AttachmentId { container_id, ifname, host })
 }
 
 fn inside(request: &Request) -> Result<IfName, Error> {
@@ -340,12 +345,12 @@ fn inside(request: &Request) -> Result<IfName, Error> {
     request.ifname.parse().map_err(refused)
 }
 
-fn no_namespace() -> Error {
+fn missing_namespace() -> Error {
     Error::new(Code::InvalidEnvironment, "CNI_NETNS is missing, or cannot be opened")
 }
 
 /// Whether the configuration wants addresses of ours.
-fn hands_out(config: &Config) -> Result<bool, Error> {
+fn uses_patchbay_ipam(config: &Config) -> Result<bool, Error> {
     match &config.ipam {
         None => Ok(false),
         Some(ipam) if ipam.plugin == IPAM_PLUGIN => match (&ipam.network, &config.network) {
@@ -389,7 +394,7 @@ fn mac(text: &str) -> Result<Mac, Error> {
 }
 
 /// What ADD had answered about the interface inside.
-fn answered<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value> {
+fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value> {
     let interfaces = config.prev_result.as_ref()?.get("interfaces")?.as_array()?;
     let inside =
         |interface: &&Value| interface["sandbox"].as_str().is_some_and(|sandbox| !sandbox.is_empty());
@@ -409,7 +414,7 @@ fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
 }
 
 /// The answer about something that the kernel did not do.
-fn failed(error: &attach::Error) -> Error {
+fn attach_error(error: &attach::Error) -> Error {
     use attach::Error as E;
     let code = match error {
         E::Taken { .. } | E::RouteTaken { .. } | E::NoNamespace(_) | E::OwnNamespace => {

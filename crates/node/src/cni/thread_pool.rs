@@ -1,4 +1,4 @@
-//! The threads that stand at the socket. Each takes in a call, does it and answers, so that a call wakes one thread and
+//! The workers that stand at the socket. Each takes in a call, does it and answers, so that a call wakes one thread and
 //! not one after another.
 
 use std::{
@@ -18,93 +18,93 @@ use nix::sys::socket::{Shutdown, shutdown};
 use tracing::{error, warn};
 
 /// How many calls are served at a time; others wait in the socket's queue.
-const CALLS: usize = 256;
-/// How many threads stay when there is nothing to do.
-const STAY: usize = 4;
+const MAX_WORKERS: usize = 256;
+/// How many workers stay when there is nothing to do.
+const MIN_IDLE_WORKERS: usize = 4;
 /// How long to leave the socket alone after it could not be accepted from.
-const PAUSE: Duration = Duration::from_millis(100);
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-type Serve = dyn Fn(UnixStream) + Send + Sync;
+type Handler = dyn Fn(UnixStream) + Send + Sync;
 
 /// A socket that is served until this is dropped.
-pub struct Door(Arc<Hall>);
+pub struct ThreadPool(Arc<PoolState>);
 
-struct Hall {
+struct PoolState {
     listener: UnixListener,
-    serve: Box<Serve>,
-    threads: Mutex<Threads>,
-    left: Condvar,
+    handler: Box<Handler>,
+    workers: Mutex<WorkerCounts>,
+    call_ended: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Threads {
+struct WorkerCounts {
     /// Stand at the socket.
-    waiting: usize,
-    /// Serve a call.
+    idle: usize,
+    /// Handler a call.
     busy: usize,
     closed: bool,
 }
 
-impl Door {
-    /// Lets threads of the caller's namespaces serve the socket.
-    pub fn open(
+impl ThreadPool {
+    /// Lets workers of the caller's namespaces handler the socket.
+    pub fn start(
         listener: UnixListener,
-        serve: impl Fn(UnixStream) + Send + Sync + 'static,
+        handler: impl Fn(UnixStream) + Send + Sync + 'static,
     ) -> io::Result<Self> {
         listener.set_nonblocking(false)?;
-        let (threads, left) = (Mutex::default(), Condvar::new());
-        let door = Self(Arc::new(Hall { listener, serve: Box::new(serve), threads, left }));
-        for _ in 0..STAY {
-            door.0.call(&mut door.0.lock())?;
+        let (workers, call_ended) = (Mutex::default(), Condvar::new());
+        let pool = Self(Arc::new(PoolState { listener, handler: Box::new(handler), workers, call_ended }));
+        for _ in 0..MIN_IDLE_WORKERS {
+            pool.0.spawn_worker(&mut pool.0.lock())?;
         }
-        Ok(door)
+        Ok(pool)
     }
 
-    /// Takes in nobody any more, and waits so long for those who are inside; says whether all have left.
-    pub fn close(self, grace: Duration) -> bool {
-        self.0.shut();
+    /// Takes in nobody any more, and waits so long for those who are inside; says whether all have call_ended.
+    pub fn drain(self, grace: Duration) -> bool {
+        self.0.stop_accepting();
         let until = Instant::now() + grace;
-        let mut threads = self.0.lock();
-        while threads.busy > 0 {
+        let mut workers = self.0.lock();
+        while workers.busy > 0 {
             let Some(rest) = until.checked_duration_since(Instant::now()) else { return false };
-            threads = self.0.left.wait_timeout(threads, rest).unwrap_or_else(PoisonError::into_inner).0;
+            workers = self.0.call_ended.wait_timeout(workers, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }
 }
 
-impl Drop for Door {
+impl Drop for ThreadPool {
     fn drop(&mut self) {
-        self.0.shut();
+        self.0.stop_accepting();
     }
 }
 
-impl Hall {
-    fn lock(&self) -> MutexGuard<'_, Threads> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+impl PoolState {
+    fn lock(&self) -> MutexGuard<'_, WorkerCounts> {
+        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn shut(&self) {
+    fn stop_accepting(&self) {
         self.lock().closed = true;
         // All who wait in `accept` return.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
 
     /// One thread more at the socket.
-    fn call(self: &Arc<Self>, threads: &mut Threads) -> io::Result<()> {
-        let hall = Arc::clone(self);
-        thread::Builder::new().name("cni".to_owned()).spawn(move || hall.stand())?;
-        threads.waiting += 1;
+    fn spawn_worker(self: &Arc<Self>, workers: &mut WorkerCounts) -> io::Result<()> {
+        let pool = Arc::clone(self);
+        thread::Builder::new().name("cni".to_owned()).spawn(move || pool.worker())?;
+        workers.idle += 1;
         Ok(())
     }
 
-    fn stand(self: Arc<Self>) {
+    fn worker(self: Arc<Self>) {
         let mut failing = false;
         loop {
             let accepted = self.listener.accept();
-            let mut threads = self.lock();
-            if threads.closed {
-                threads.waiting -= 1;
+            let mut workers = self.lock();
+            if workers.closed {
+                workers.idle -= 1;
                 return;
             }
             let stream = match accepted {
@@ -113,37 +113,37 @@ impl Hall {
                     stream
                 }
                 Err(error) => {
-                    drop(threads);
+                    drop(workers);
                     if !failing {
                         warn!(error = %Chain(&error), "cannot accept CNI calls, trying again");
                     }
                     failing = true;
-                    thread::park_timeout(PAUSE);
+                    thread::park_timeout(ACCEPT_RETRY);
                     continue;
                 }
             };
-            threads.waiting -= 1;
-            threads.busy += 1;
-            if threads.waiting == 0
-                && threads.busy < CALLS
-                && let Err(error) = self.call(&mut threads)
+            workers.idle -= 1;
+            workers.busy += 1;
+            if workers.idle == 0
+                && workers.busy < MAX_WORKERS
+                && let Err(error) = self.spawn_worker(&mut workers)
             {
                 // The next one who is done stands there again.
                 warn!(error = %Chain(&error), "cannot start a thread for CNI calls");
             }
-            drop(threads);
+            drop(workers);
             // Whatever happens in there, this one stands here again.
-            let served = catch_unwind(AssertUnwindSafe(|| (self.serve)(stream)));
+            let served = catch_unwind(AssertUnwindSafe(|| (self.handler)(stream)));
             if served.is_err() {
                 error!("a CNI call was not answered: see the panic before this line");
             }
-            let mut threads = self.lock();
-            threads.busy -= 1;
-            self.left.notify_all();
-            if threads.closed || threads.waiting >= STAY {
+            let mut workers = self.lock();
+            workers.busy -= 1;
+            self.call_ended.notify_all();
+            if workers.closed || workers.idle >= MIN_IDLE_WORKERS {
                 return;
             }
-            threads.waiting += 1;
+            workers.idle += 1;
         }
     }
 }
@@ -163,13 +163,13 @@ mod tests {
 
     impl Socket {
         fn new(name: &str) -> (Self, UnixListener) {
-            let path = std::env::temp_dir().join(format!("patchbay-door-{}-{name}", std::process::id()));
+            let path = std::env::temp_dir().join(format!("patchbay-pool-{}-{name}", std::process::id()));
             let listener = UnixListener::bind(&path).unwrap();
             (Self(path), listener)
         }
 
-        /// What is said at the door.
-        fn hear(&self) -> io::Result<String> {
+        /// What is said at the pool.
+        fn read_reply(&self) -> io::Result<String> {
             let (mut stream, mut said) = (UnixStream::connect(&self.0)?, String::new());
             stream.read_to_string(&mut said)?;
             Ok(said)
@@ -184,10 +184,10 @@ mod tests {
 
     #[test]
     fn as_many_calls_as_come_are_served_at_once_and_few_threads_stay() {
-        const CROWD: usize = 40;
+        const CLIENTS: usize = 40;
         let (socket, listener) = Socket::new("crowd");
-        let all = Barrier::new(CROWD);
-        let door = Door::open(listener, move |mut stream| {
+        let all = Barrier::new(CLIENTS);
+        let pool = ThreadPool::start(listener, move |mut stream| {
             // Nobody leaves before everybody is there.
             all.wait();
             stream.write_all(b"hello").unwrap();
@@ -195,16 +195,17 @@ mod tests {
         .unwrap();
         for _ in 0..2 {
             thread::scope(|scope| {
-                let callers: Vec<_> = (0..CROWD).map(|_| scope.spawn(|| socket.hear().unwrap())).collect();
+                let callers: Vec<_> =
+                    (0..CLIENTS).map(|_| scope.spawn(|| socket.read_reply().unwrap())).collect();
                 assert!(callers.into_iter().all(|caller| caller.join().unwrap() == "hello"));
             });
         }
-        let begun = Instant::now();
-        while door.0.lock().busy > 0 {
-            assert!(begun.elapsed() < Duration::from_secs(10));
+        let started = Instant::now();
+        while pool.0.lock().busy > 0 {
+            assert!(started.elapsed() < Duration::from_secs(10));
             thread::yield_now();
         }
-        assert_eq!(door.0.lock().waiting, STAY);
+        assert_eq!(pool.0.lock().idle, MIN_IDLE_WORKERS);
     }
 
     #[test]
@@ -212,28 +213,28 @@ mod tests {
         let (socket, listener) = Socket::new("closed");
         let (enter, leave) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
         let inside = (Arc::clone(&enter), Arc::clone(&leave));
-        let door = Door::open(listener, move |mut stream| {
+        let pool = ThreadPool::start(listener, move |mut stream| {
             inside.0.wait();
             inside.1.wait();
             stream.write_all(b"bye").unwrap();
         })
         .unwrap();
-        let hall = Arc::clone(&door.0);
+        let state = Arc::clone(&pool.0);
         thread::scope(|scope| {
-            let caller = scope.spawn(|| socket.hear());
+            let caller = scope.spawn(|| socket.read_reply());
             enter.wait();
-            let closing = scope.spawn(|| door.close(Duration::from_secs(10)));
-            while !hall.lock().closed {
+            let closing = scope.spawn(|| pool.drain(Duration::from_secs(10)));
+            while !state.lock().closed {
                 thread::yield_now();
             }
             leave.wait();
             assert!(closing.join().unwrap());
             assert_eq!(caller.join().unwrap().unwrap(), "bye");
         });
-        assert!(socket.hear().is_err());
-        let begun = Instant::now();
-        while Arc::strong_count(&hall) > 1 {
-            assert!(begun.elapsed() < Duration::from_secs(10), "threads are left");
+        assert!(socket.read_reply().is_err());
+        let started = Instant::now();
+        while Arc::strong_count(&state) > 1 {
+            assert!(started.elapsed() < Duration::from_secs(10), "workers are call_ended");
             thread::yield_now();
         }
     }
@@ -241,11 +242,11 @@ mod tests {
     #[test]
     fn a_call_that_panics_takes_no_place_away() {
         let (socket, listener) = Socket::new("panic");
-        let door = Door::open(listener, |_| panic!("as a test does")).unwrap();
-        for _ in 0..2 * CALLS {
-            assert_eq!(socket.hear().unwrap(), "");
+        let pool = ThreadPool::start(listener, |_| panic!("as a test does")).unwrap();
+        for _ in 0..2 * MAX_WORKERS {
+            assert_eq!(socket.read_reply().unwrap(), "");
         }
-        assert!(door.close(Duration::from_secs(10)));
+        assert!(pool.drain(Duration::from_secs(10)));
     }
 
     #[test]
@@ -253,15 +254,15 @@ mod tests {
         let (socket, listener) = Socket::new("stays");
         let (enter, leave) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
         let inside = (Arc::clone(&enter), Arc::clone(&leave));
-        let door = Door::open(listener, move |_| {
+        let pool = ThreadPool::start(listener, move |_| {
             inside.0.wait();
             inside.1.wait();
         })
         .unwrap();
         thread::scope(|scope| {
-            scope.spawn(|| socket.hear());
+            scope.spawn(|| socket.read_reply());
             enter.wait();
-            assert!(!door.close(Duration::from_millis(50)));
+            assert!(!pool.drain(Duration::from_millis(50)));
             leave.wait();
         });
     }
