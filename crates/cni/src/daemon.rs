@@ -1,4 +1,4 @@
-//! Asking the daemon of this node.
+//! The client of the daemon's CNI socket.
 
 use std::{
     env, fmt, io,
@@ -10,15 +10,15 @@ use std::{
 use wire::socket::{FrameReader, Message, Reply, receive, send};
 
 const DEFAULT_SOCKET: &str = "/run/patchbay/cni.sock";
-/// Longer than the daemon lets a call wait, shorter than runtimes wait for a plugin.
+/// Longer than the daemon lets a call wait, shorter than the plugin timeout of runtimes.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why there is no answer.
+/// The daemon did not reply.
 #[derive(Debug)]
 pub enum Error {
-    /// Nobody is there.
+    /// No daemon listens on the socket.
     Connect(PathBuf, io::Error),
-    /// The connection broke, or the deadline passed.
+    /// The connection failed, or the call timed out.
     Broken(io::Error),
 }
 
@@ -27,13 +27,13 @@ impl fmt::Display for Error {
         f.write_str("the patchbay node daemon does not answer on this node (")?;
         match self {
             Self::Connect(path, error) => write!(f, "{}: {error}", path.display())?,
-            Self::Broken(error) => write!(f, "in the middle of the call: {error}")?,
+            Self::Broken(error) => write!(f, "connection lost during the call: {error}")?,
         }
-        f.write_str("): look at its pod in the namespace patchbay-system; the call is tried again by itself")
+        f.write_str("): check its pod in namespace patchbay-system; the runtime retries the call")
     }
 }
 
-/// Sends the frame, and with it the descriptor, and waits for the reply.
+/// Sends the frame with the descriptor and waits for the reply.
 pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
     let path =
         env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);

@@ -1,4 +1,4 @@
-//! One call: what the runtime says, and who answers it.
+//! Forwards one call of the runtime to the daemon.
 
 use std::{
     env,
@@ -17,7 +17,7 @@ use crate::{
     tombstone,
 };
 
-/// Answers the call that the environment and the standard input describe.
+/// Runs the call that the environment and standard input describe.
 pub fn run() -> PluginOutput {
     let mut request = Request {
         plugin: plugin_name(),
@@ -29,19 +29,19 @@ pub fn run() -> PluginOutput {
         path: variable("CNI_PATH"),
         stdin: Vec::new(),
     };
-    if let Err(answer) = check_environment(&request) {
-        return answer;
+    if let Err(output) = check_environment(&request) {
+        return output;
     }
     if request.command == "VERSION" {
         return PluginOutput::versions();
     }
-    // So much alone is more than a frame holds.
+    // This much input alone exceeds a frame.
     if let Err(error) = io::stdin().lock().take(MAX_FRAME as u64).read_to_end(&mut request.stdin) {
-        return PluginOutput::error(ErrorCode::Io, &format!("read the configuration: {error}"));
+        return PluginOutput::error(ErrorCode::Io, &format!("cannot read the configuration: {error}"));
     }
     let frame = match request.encode() {
         Err(_) if request.command == "DEL" => {
-            // What is gone is gone whatever the configuration says, so that is left out.
+            // DEL does not depend on the configuration.
             request.stdin.clear();
             request.encode()
         }
@@ -50,17 +50,17 @@ pub fn run() -> PluginOutput {
     let frame = match frame {
         Ok(frame) => frame,
         Err(error) => {
-            return PluginOutput::error(ErrorCode::InvalidConfig, &format!("the call is too long: {error}"));
+            return PluginOutput::error(ErrorCode::InvalidConfig, &format!("the call is too large: {error}"));
         }
     };
     forward(&request, &frame)
 }
 
-/// Passes the call to the daemon, and answers for one that is not there.
+/// Sends the call to the daemon. Without a daemon, DEL writes a tombstone and other commands fail.
 fn forward(request: &Request, frame: &[u8]) -> PluginOutput {
     let namespace = match open_namespace(request) {
         Ok(namespace) => namespace,
-        Err(answer) => return answer,
+        Err(output) => return output,
     };
     let descriptor = namespace.as_ref().map(|file| file.as_fd());
     match daemon::call(frame, descriptor) {
@@ -74,7 +74,7 @@ fn daemon_unavailable(request: &Request, frame: &[u8], error: &Error) -> PluginO
         "DEL" => match tombstone::write(request, frame) {
             Ok(()) => PluginOutput::ok(Vec::new()),
             Err(failure) => {
-                let msg = format!("{error}, and that the pod is gone cannot be written down: {failure}");
+                let msg = format!("{error}; cannot record the deletion: {failure}");
                 PluginOutput::error(ErrorCode::TryAgainLater, &msg)
             }
         },
@@ -83,18 +83,18 @@ fn daemon_unavailable(request: &Request, frame: &[u8], error: &Error) -> PluginO
     }
 }
 
-/// The pod's network namespace, where the call is about the inside of it.
+/// Opens the pod's network namespace for commands that enter it.
 fn open_namespace(request: &Request) -> Result<Option<File>, PluginOutput> {
     if !matches!(request.command.as_str(), "ADD" | "CHECK") {
         return Ok(None);
     }
     File::open(&request.netns).map(Some).map_err(|error| {
-        let msg = format!("open the network namespace {:?} of CNI_NETNS: {error}", request.netns);
+        let msg = format!("cannot open the network namespace {:?} of CNI_NETNS: {error}", request.netns);
         PluginOutput::error(ErrorCode::InvalidEnvironment, &msg)
     })
 }
 
-/// Refuses a call that lacks what its command needs.
+/// Checks that the variables that the command needs are set.
 fn check_environment(request: &Request) -> Result<(), PluginOutput> {
     let Request { container_id, ifname, netns, .. } = request;
     let needed: &[(&str, &String)] = match request.command.as_str() {
@@ -102,7 +102,7 @@ fn check_environment(request: &Request) -> Result<(), PluginOutput> {
         "DEL" => &[("CNI_CONTAINERID", container_id), ("CNI_IFNAME", ifname)],
         "GC" | "STATUS" | "VERSION" => &[],
         other => {
-            let msg = format!("CNI_COMMAND is {other:?}, which is no command");
+            let msg = format!("unknown CNI_COMMAND {other:?}");
             return Err(PluginOutput::error(ErrorCode::InvalidEnvironment, &msg));
         }
     };
@@ -114,10 +114,10 @@ fn check_environment(request: &Request) -> Result<(), PluginOutput> {
     }
 }
 
-/// The name that the plugin was called by.
+/// The name under which the plugin was started.
 fn plugin_name() -> String {
-    let called = env::args_os().next().unwrap_or_default();
-    Path::new(&called).file_name().map(OsStr::to_string_lossy).unwrap_or_default().into_owned()
+    let program = env::args_os().next().unwrap_or_default();
+    Path::new(&program).file_name().map(OsStr::to_string_lossy).unwrap_or_default().into_owned()
 }
 
 fn variable(name: &str) -> String {

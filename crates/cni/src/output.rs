@@ -1,16 +1,16 @@
-//! What the plugin prints when it answers by itself.
+//! Output of the plugin that does not come from the daemon.
 
 use std::fmt::Write as _;
 
 use wire::CNI_VERSIONS;
 
-/// The answer to the runtime.
+/// Exit code and standard output for the runtime.
 pub struct PluginOutput {
     pub exit: u8,
     pub stdout: Vec<u8>,
 }
 
-/// The numbers of CNI for what can go wrong here.
+/// The CNI error codes that the plugin itself returns.
 #[derive(Debug, Clone, Copy)]
 pub enum ErrorCode {
     InvalidEnvironment = 4,
@@ -33,7 +33,7 @@ impl PluginOutput {
         Self { exit: 1, stdout: json.into_bytes() }
     }
 
-    /// Every version that is spoken.
+    /// The result of VERSION.
     pub fn versions() -> Self {
         let newest = CNI_VERSIONS.last().copied().unwrap_or_default();
         let all = CNI_VERSIONS.join(r#"",""#);

@@ -1,4 +1,4 @@
-//! Writing down that a pod is gone, for a daemon that cannot be told now.
+//! Records a DEL call for a daemon that does not answer.
 
 use std::{
     env,
@@ -13,7 +13,7 @@ use wire::socket::{Request, TOMBSTONE_DIR};
 
 const STATE_DIR: &str = "/var/lib/patchbay";
 
-/// Writes the call under a name that is the same for every repetition of it. It survives a power cut from here on.
+/// Writes the request as a tombstone. Repeated calls use the same file. The file survives a power failure once this returns.
 pub fn write(request: &Request, frame: &[u8]) -> io::Result<()> {
     let state = env::var_os("PATCHBAY_STATE_DIR").map_or_else(|| PathBuf::from(STATE_DIR), PathBuf::from);
     let directory = state.join(TOMBSTONE_DIR);
@@ -27,7 +27,7 @@ pub fn write(request: &Request, frame: &[u8]) -> io::Result<()> {
     let temporary = directory.join(format!(".{key}.{}", process::id()));
     let written = write_file(&temporary, frame).and_then(|()| fs::rename(&temporary, directory.join(key)));
     if written.is_err() {
-        // The first error is the one to tell.
+        // The write error is returned, not this one.
         _ = fs::remove_file(&temporary);
     }
     written.and_then(|()| sync(&directory))

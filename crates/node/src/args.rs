@@ -1,4 +1,4 @@
-//! What the command line may say.
+//! Command-line flags of `patchbay node` and `patchbay probe`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -16,8 +16,8 @@ pub struct Args {
     #[arg(long, env = "NODE_NAME", value_parser = node_name)]
     pub node_name: String,
 
-    /// Links that NodeNetwork leaves out, as globs separated by commas; links that Patchbay made are listed by network.
-    /// Replaces the list that comes with the program, which leaves out links of pods, virtual machines and other network software.
+    /// Links to omit from the NodeNetwork, as globs separated by commas; links of Patchbay are listed by network. Replaces
+    /// the built-in list, which omits links of pods, virtual machines and other network software.
     #[arg(
         long,
         env = "PATCHBAY_IGNORE_INTERFACES",
@@ -27,7 +27,7 @@ pub struct Args {
     )]
     pub ignore_interfaces: Patterns,
 
-    /// Directory for what must survive a restart.
+    /// Directory for state that must survive a restart.
     #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = STATE_DIR)]
     pub state_dir: PathBuf,
 
@@ -35,19 +35,19 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
     pub run_dir: PathBuf,
 
-    /// Where the root of the host is mounted.
+    /// Mount point of the host's root file system.
     #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = HOST_ROOT)]
     pub host_root: PathBuf,
 
-    /// Directory that the CNI plugins are put into.
+    /// Directory to install the CNI plugins into.
     #[arg(long, env = "PATCHBAY_CNI_BIN_DIR", value_name = "DIR", default_value = CNI_BIN_DIR)]
     pub cni_bin_dir: PathBuf,
 
-    /// The CNI plugin to put there.
+    /// The CNI plugin to install.
     #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = SHIM)]
     pub shim: PathBuf,
 
-    /// Host of the API server: a link that leads to it is never taken as an uplink.
+    /// Host of the API server. A link on the route to it is never used as an uplink.
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "HOST")]
     pub api_server: Option<String>,
 
@@ -65,7 +65,7 @@ pub struct Args {
 /// Flags of `patchbay probe`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProbeArgs {
-    /// What to ask the daemon of this node.
+    /// What to query.
     pub probe: Probe,
 
     /// Directory for sockets.
@@ -81,7 +81,7 @@ fn gc_interval(text: &str) -> Result<Duration, String> {
     Ok(interval)
 }
 
-/// A Node's name is a DNS subdomain; it goes into field selectors and object names as it is.
+/// Parses the name of a Node, a DNS subdomain. It is used verbatim in field selectors and object names.
 fn node_name(text: &str) -> Result<String, &'static str> {
     let label = |label: &str| {
         let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
@@ -90,7 +90,7 @@ fn node_name(text: &str) -> Result<String, &'static str> {
     if text.len() <= 253 && text.split('.').all(label) {
         Ok(text.to_owned())
     } else {
-        Err("the name of a Node is made of a-z, 0-9, '-' and '.'; take it from spec.nodeName of the pod")
+        Err("the name of a Node consists of a-z, 0-9, '-' and '.'; set it from spec.nodeName of the pod")
     }
 }
 
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_of_the_node_is_enough() {
+    fn only_the_node_name_is_required() {
         let args = parse(&["--node-name", "node-1.example.com"]).unwrap();
         assert_eq!(args.node_name, "node-1.example.com");
         assert!(args.ignore_interfaces.matches("veth1234") && !args.ignore_interfaces.matches("eth0"));
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_node_has_are_refused() {
+    fn invalid_node_names_are_rejected() {
         let long = "a".repeat(254);
         for name in ["", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long] {
             assert!(parse(&["--node-name", name]).is_err(), "{name:?}");
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_of_patterns_leaves_nothing_out() {
+    fn an_empty_list_of_patterns_omits_no_link() {
         let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
         assert_eq!(args.ignore_interfaces, Patterns::default());
         let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();

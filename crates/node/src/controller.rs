@@ -1,4 +1,4 @@
-//! The loop: what comes in from the kernel and the API server, and what is done about it.
+//! The node's reconcile loop: observes the kernel and the API server, changes links, and publishes the NodeNetwork.
 
 use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
 
@@ -27,20 +27,20 @@ use crate::{
     watch::{self, Seen, Watch},
 };
 
-/// How often the loop turns at least, to show that it can.
+/// Longest time between two passes of the loop, so that a stall is detected.
 const HEARTBEAT: Duration = Duration::from_secs(20);
 
-/// How often a turn goes on after a write: a network is listed, made, and told to be ready.
+/// Passes after successive writes: a network is listed, its links are created, and it is reported ready.
 const MAX_PASSES: usize = 4;
 
-/// What became of a publication.
+/// The result of publishing the NodeNetwork.
 enum PublishOutcome {
     Written,
-    /// When to come back, unless something happens before.
+    /// Not written; when to reconcile again, if not at the next event.
     Pending(Option<Instant>),
 }
 
-/// Keeps the bridge networks and the NodeNetwork of one node.
+/// Reconciles the bridge networks of one node and publishes its NodeNetwork.
 pub struct NodeController {
     name: String,
     ignored: Patterns,
@@ -49,14 +49,14 @@ pub struct NodeController {
     nodes: Api<Node>,
     networks: Api<DynamicObject>,
     bridges: Bridges,
-    /// Where the kernel's settings are.
+    /// `/proc/sys` of the host.
     sysctls: PathBuf,
     metrics: Metrics,
     health: Arc<Health>,
     state: ControllerState,
 }
 
-/// What a daemon is told at its start.
+/// Settings of a [`NodeController`].
 pub struct NodeConfig {
     pub name: String,
     pub ignored: Patterns,
@@ -64,38 +64,38 @@ pub struct NodeConfig {
     pub metrics: Metrics,
 }
 
-/// What is known, and what was done.
+/// What the controller observed and wrote.
 #[derive(Default)]
 struct ControllerState {
     facts: Option<Facts>,
     labels: Labels,
     observed: Option<Observed>,
     netfilter: bool,
-    /// Whether the API server has said what it has.
+    /// Whether the NodeNetworks have been listed.
     synced: bool,
     server: Option<Known>,
     written: Option<rules::Written>,
     last_write: Option<Instant>,
-    /// The first event since the last look.
+    /// The first kernel event since the last observation.
     pending_event: Option<Instant>,
     last_observe: Option<Instant>,
-    /// How long to wait after looks that failed one after the other.
+    /// Backoff after failed observations.
     observe_backoff: DefaultBackoff,
-    /// No write is tried before, after a failure.
+    /// The earliest next write after a failed one.
     retry_at: Option<Instant>,
-    /// How long to wait after writes that failed one after the other.
+    /// Backoff after failed writes.
     write_backoff: DefaultBackoff,
 }
 
 impl NodeController {
     pub fn new(
         client: Client,
-        settings: NodeConfig,
+        config: NodeConfig,
         monitor: Monitor,
         bridges: Bridges,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics } = settings;
+        let NodeConfig { name, ignored, sysctls, metrics } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: Object::new(client.clone(), name.clone(), metrics.clone()),
@@ -108,12 +108,12 @@ impl NodeController {
             sysctls,
             metrics,
             health,
-            // The first look is owed from the beginning.
+            // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
         }
     }
 
-    /// Runs until `stop`. The API server may come and go; only the kernel falling silent ends it.
+    /// Runs until `stop`. Retries while the API server is unavailable; fails only if the kernel's event stream fails.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
         let mut node = Watch::one(self.nodes.clone(), &self.name);
         let mut nodes = Watch::all(self.object.api().clone());
@@ -130,7 +130,7 @@ impl NodeController {
                 seen = node.next() => self.apply_node(seen),
                 seen = nodes.next() => self.apply_node_networks(seen),
                 seen = networks.next() => self.apply_networks(seen),
-                // One event is enough to look; the kernel keeps the others until then.
+                // One event triggers an observation; the kernel queues the others until then.
                 changed = self.monitor.changed(), if self.state.pending_event.is_none() => {
                     self.record_kernel_events(changed.map_err(Error::Kernel)?);
                 }
@@ -139,7 +139,7 @@ impl NodeController {
         }
     }
 
-    /// Does what is due, and says when to come back unless something happens before.
+    /// Runs one pass. Returns when to run the next one if no event arrives earlier.
     async fn reconcile(&mut self) -> Option<Instant> {
         self.health.heartbeat();
         let due = self.observe().await;
@@ -159,7 +159,7 @@ impl NodeController {
         wakes.into_iter().flatten().min()
     }
 
-    /// Makes the links of the networks what they should be.
+    /// Reconciles the links of the bridge networks. Returns when to reconcile again.
     async fn reconcile_bridges(&mut self) -> Option<Instant> {
         let ControllerState { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
             return None;
@@ -169,14 +169,14 @@ impl NodeController {
             .filter_map(|known| known.record.status.as_ref())
             .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
             .collect();
-        let around = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
-        match self.bridges.converge(&self.monitor, around, observed.as_mut()?).await {
-            Ok(again) => again,
+        let context = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        match self.bridges.converge(&self.monitor, context, observed.as_mut()?).await {
+            Ok(requeue_at) => requeue_at,
             Err(error) => Some(self.observe_failed(&error)),
         }
     }
 
-    /// Looks at the kernel if it is time to.
+    /// Observes the kernel if an event is pending and due. Returns when the next observation is due.
     async fn observe(&mut self) -> Option<Instant> {
         let event = self.state.pending_event?;
         let last = self.state.last_observe.map(Instant::into_std);
@@ -184,7 +184,7 @@ impl NodeController {
         if Instant::now() < at {
             return Some(at);
         }
-        // What happened before the look is seen by it; what happens meanwhile leads to another.
+        // The observation covers earlier events; an event during the observation triggers another one.
         if let Some(Ok(changed)) = self.monitor.changed().now_or_never() {
             self.record_kernel_events(changed);
         }
@@ -194,13 +194,13 @@ impl NodeController {
         self.metrics.observations.get_or_create(&ObserveLabels { result: ResultLabel::of(&seen) }).inc();
         match seen {
             Ok(observed) => {
-                debug!(links = observed.links.len(), "looked at the kernel");
+                debug!(links = observed.links.len(), "observed the kernel's links");
                 if self.health.ok(Component::Kernel) == HealthChange::Changed {
-                    info!(links = observed.links.len(), "can look at the kernel");
+                    info!(links = observed.links.len(), "observing the kernel's links works");
                 }
                 self.state.observe_backoff.reset();
                 if observed.partial {
-                    debug!("the kernel was interrupted each time, looking again");
+                    debug!("the dump of the links was inconsistent; observing again");
                     self.state.pending_event = Some(Instant::now());
                 }
                 self.state.observed = Some(observed);
@@ -211,7 +211,7 @@ impl NodeController {
         }
     }
 
-    /// Whether bridged packets are shown to iptables. A kernel without that has no such setting.
+    /// Whether iptables sees bridged packets. A kernel without br_netfilter has no such sysctl.
     fn netfilter(&self) -> bool {
         ["bridge-nf-call-iptables", "bridge-nf-call-ip6tables"].iter().any(|name| {
             fs::read_to_string(self.sysctls.join("net/bridge").join(name))
@@ -219,20 +219,20 @@ impl NodeController {
         })
     }
 
-    /// The kernel could not be looked at; says when to try again.
+    /// Records a failed observation. Returns when to retry.
     fn observe_failed(&mut self, error: &link::Error) -> Instant {
         let problem = Chain(error).to_string();
         if self.health.fail(Component::Kernel, problem.clone()) == HealthChange::Changed {
-            warn!(error = problem, "cannot look at the kernel, trying again");
+            warn!(error = problem, "cannot observe the kernel's links; retrying");
         }
         let again = Instant::now() + self.state.observe_backoff.next().unwrap_or_default();
         self.state.pending_event = Some(again);
-        // Nothing is decided on an older picture: since then pods may have joined.
+        // An older observation must not be used: pods may have been attached since.
         self.state.observed = None;
         again
     }
 
-    /// Writes the NodeNetwork if it is to be written now.
+    /// Writes the NodeNetwork if it differs and a write is due.
     async fn publish(&mut self) -> PublishOutcome {
         let now = Instant::now();
         let Some((facts, wanted, decision)) = self.plan_publish(now) else {
@@ -251,7 +251,7 @@ impl NodeController {
             Publish::Now(writes) => writes,
         };
         let result = self.object.write(&facts, &wanted, writes).await;
-        // The end counts, so that a second lies between the last request of this write and the first of the next.
+        // Measured from the end of the write, so that a second passes between its last request and the next write.
         self.state.last_write = Some(Instant::now());
         match result {
             Ok(known) => {
@@ -262,7 +262,7 @@ impl NodeController {
         }
     }
 
-    /// Asks the rules. None as long as too little is known.
+    /// Plans the next write. `None` until the Node, the NodeNetworks and the kernel have been read.
     fn plan_publish(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
         let ControllerState { facts, observed, synced: true, server, written, last_write, netfilter, .. } =
             &self.state
@@ -270,10 +270,10 @@ impl NodeController {
             return None;
         };
         let facts = facts.as_ref()?;
-        // Until the networks are known, what stands there is kept: it may be of links that are there.
+        // Until the networks have been read, keep the published ones: their links may exist.
         let before = server.as_ref().and_then(|known| known.record.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
-        let picture = Picture {
+        let input = Picture {
             observed: observed.as_ref()?,
             facts,
             ignored: &self.ignored,
@@ -283,8 +283,8 @@ impl NodeController {
             networks: self.bridges.reports().unwrap_or(before),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
         };
-        let wanted = rules::status(&picture, Timestamp::now());
-        let decision = rules::publish(&picture, &wanted, now.into_std());
+        let wanted = rules::status(&input, Timestamp::now());
+        let decision = rules::publish(&input, &wanted, now.into_std());
         Some((facts.clone(), wanted, decision))
     }
 
@@ -311,7 +311,7 @@ impl NodeController {
         self.mark_published();
     }
 
-    /// The API server has what it should have.
+    /// Records that the NodeNetwork is up to date.
     fn mark_published(&mut self) {
         self.health.ok(Component::Publish);
         self.state.retry_at = None;
@@ -321,14 +321,14 @@ impl NodeController {
     fn publish_failed(&mut self, error: &object::Error) -> Instant {
         let problem = Chain(error).to_string();
         if error.is_missing() {
-            // Somebody deleted it between two looks: the next write makes it anew.
+            // The object was deleted; the next write recreates it.
             self.state.server = None;
         }
         let delay = self.state.write_backoff.next().unwrap_or_default();
         if error.is_conflict() {
-            debug!(node = self.name, ?delay, "somebody else wrote at the same time, trying again");
+            debug!(node = self.name, ?delay, "write conflict; retrying");
         } else if self.health.fail(Component::Publish, problem.clone()) == HealthChange::Changed {
-            warn!(node = self.name, error = problem, ?delay, "cannot publish, trying again");
+            warn!(node = self.name, error = problem, ?delay, "cannot publish the NodeNetwork; retrying");
         }
         let again = Instant::now() + delay;
         self.state.retry_at = Some(again);
@@ -353,12 +353,12 @@ impl NodeController {
         };
         if node.is_some() {
             if self.health.ok(Component::Node) == HealthChange::Changed {
-                info!(node = self.name, "the Node is there");
+                info!(node = self.name, "the Node exists");
             }
         } else {
             let problem = format!("there is no Node named {}; waiting for it", self.name);
             if self.health.fail(Component::Node, problem) == HealthChange::Changed {
-                warn!(node = self.name, "there is no such Node, waiting for it; is --node-name right?");
+                warn!(node = self.name, "the Node does not exist; waiting for it. Check --node-name");
             }
         }
         self.state.facts = node.as_ref().map(object::facts);
@@ -391,7 +391,7 @@ impl NodeController {
                 let own = objects.iter().find(|object| object.name_any() == self.name);
                 self.state.server = own.map(|object| Known::latest(server, Known::read(object)));
                 self.bridges.see_all_nodes(&objects, &self.name);
-                // The API server is back: what waits is written now.
+                // The API server is back: skip the backoff.
                 self.state.retry_at = None;
             }
             Seen::Changed(object) if object.name_any() == self.name => {
@@ -414,7 +414,7 @@ impl NodeController {
 
     fn watch_recovered(&self, component: Component, kind: WatchedKind) {
         if self.health.ok(component) == HealthChange::Changed {
-            info!(node = self.name, ?kind, "watching");
+            info!(node = self.name, ?kind, "watch established");
         }
     }
 
@@ -422,7 +422,7 @@ impl NodeController {
         self.metrics.watch_failures.get_or_create(&WatchLabels { kind }).inc();
         let problem = format!("watch {kind:?}: {}", Chain(error));
         if self.health.fail(component, problem.clone()) == HealthChange::Changed {
-            warn!(node = self.name, ?kind, error = problem, "a watch failed and is tried again");
+            warn!(node = self.name, ?kind, error = problem, "watch failed; retrying");
         }
     }
 }
@@ -437,8 +437,8 @@ mod tests {
 
     use super::*;
 
-    /// A daemon whose API server has nothing, and nothing ever changes there.
-    fn daemon() -> NodeController {
+    /// A controller whose API server holds no objects and sends no events.
+    fn controller() -> NodeController {
         let service = tower::service_fn(async |request: Request<Body>| {
             if request.uri().query().is_some_and(|query| query.contains("watch=")) {
                 pending::<()>().await;
@@ -450,9 +450,9 @@ mod tests {
         let monitor = Monitor::open().unwrap();
         let (metrics, _) = Metrics::new();
         let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
-        let settings =
+        let config =
             NodeConfig { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
-        NodeController::new(client, settings, monitor, bridges, Arc::new(Health::new()))
+        NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }
 
     fn object(version: &str) -> DynamicObject {
@@ -461,48 +461,48 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_list_that_is_older_than_the_last_write_replaces_nothing() {
-        let mut daemon = daemon();
-        daemon.apply_node_networks(Seen::Synced(vec![object("10")]));
-        daemon.apply_node_networks(Seen::Synced(vec![object("9")]));
-        assert_eq!(daemon.state.server, Some(Known::read(&object("10"))));
-        daemon.apply_node_networks(Seen::Synced(Vec::new()));
-        assert_eq!(daemon.state.server, None);
+    async fn a_list_older_than_the_last_write_is_ignored() {
+        let mut controller = controller();
+        controller.apply_node_networks(Seen::Synced(vec![object("10")]));
+        controller.apply_node_networks(Seen::Synced(vec![object("9")]));
+        assert_eq!(controller.state.server, Some(Known::read(&object("10"))));
+        controller.apply_node_networks(Seen::Synced(Vec::new()));
+        assert_eq!(controller.state.server, None);
     }
 
     #[tokio::test]
-    async fn an_api_server_that_is_back_is_written_to_at_once() {
-        let mut daemon = daemon();
-        daemon.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
-        daemon.apply_node_networks(Seen::Failed(watch::Error::Deadline));
-        assert!(daemon.state.retry_at.is_some());
-        daemon.apply_node_networks(Seen::Synced(Vec::new()));
-        assert_eq!(daemon.state.retry_at, None);
+    async fn a_returning_api_server_resets_the_write_backoff() {
+        let mut controller = controller();
+        controller.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
+        controller.apply_node_networks(Seen::Failed(watch::Error::Deadline));
+        assert!(controller.state.retry_at.is_some());
+        controller.apply_node_networks(Seen::Synced(Vec::new()));
+        assert_eq!(controller.state.retry_at, None);
     }
 
     #[tokio::test]
-    async fn looks_at_the_kernel_say_nothing_about_writes_that_fail() {
-        let mut daemon = daemon();
-        let fail = |daemon: &mut NodeController| {
-            daemon.publish_failed(&object::Error::Deadline { name: "a".into() })
+    async fn a_successful_observation_keeps_the_write_backoff() {
+        let mut controller = controller();
+        let fail = |controller: &mut NodeController| {
+            controller.publish_failed(&object::Error::Deadline { name: "a".into() })
         };
         for _ in 0..8 {
-            fail(&mut daemon);
+            fail(&mut controller);
         }
         // Due at once.
-        daemon.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
-        daemon.observe().await;
-        assert!(daemon.state.observed.is_some());
-        assert!(fail(&mut daemon) - Instant::now() > Duration::from_secs(5));
+        controller.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
+        controller.observe().await;
+        assert!(controller.state.observed.is_some());
+        assert!(fail(&mut controller) - Instant::now() > Duration::from_secs(5));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_loop_with_nothing_to_do_still_turns() {
-        let daemon = daemon();
-        let health = Arc::clone(&daemon.health);
+    async fn an_idle_loop_keeps_its_heartbeat() {
+        let controller = controller();
+        let health = Arc::clone(&controller.health);
         let stop = CancellationToken::new();
         let mut tasks = tokio::task::JoinSet::new();
-        tasks.spawn(daemon.run(stop.clone()));
+        tasks.spawn(controller.run(stop.clone()));
         for _ in 0..30 {
             tokio::time::sleep(Duration::from_secs(10)).await;
             assert_eq!(health.stalled(), None);

@@ -1,4 +1,4 @@
-//! What keeps the daemon from being ready, and whether its loop still turns.
+//! Readiness and liveness of the daemon.
 
 use std::{
     collections::BTreeMap,
@@ -8,10 +8,10 @@ use std::{
 
 use tokio::time::Instant;
 
-/// How long a turn of the loop may take. The calls of one turn have deadlines that are shorter together.
+/// How long one pass of the reconcile loop may take. The timeouts of all calls in one pass add up to less.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A component of the daemon that must be well.
+/// A component that must work for the daemon to be ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Component {
     Kernel,
@@ -23,7 +23,7 @@ pub enum Component {
     Plugin,
 }
 
-/// The problems of each component, and the last turn of the loop. Ready means no problem.
+/// The problem of each component, and the last heartbeat of the reconcile loop. The daemon is ready if there is no problem.
 #[derive(Debug)]
 pub struct Health(Mutex<HealthState>);
 
@@ -33,7 +33,7 @@ struct HealthState {
     last_heartbeat: Instant,
 }
 
-/// Whether saying so was news.
+/// Whether a report changed the recorded health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealthChange {
     Changed,
@@ -41,7 +41,7 @@ pub enum HealthChange {
 }
 
 impl Health {
-    /// A daemon that has only just started.
+    /// The health of a daemon that has just started.
     pub fn new() -> Self {
         let problems = [
             (Component::Kernel, "the links of this node have not been read yet"),
@@ -54,7 +54,7 @@ impl Health {
         Self(Mutex::new(HealthState { problems, last_heartbeat: Instant::now() }))
     }
 
-    /// This component is well.
+    /// Records that a component works.
     pub fn ok(&self, component: Component) -> HealthChange {
         if self.state().problems.remove(&component).is_some() {
             HealthChange::Changed
@@ -63,7 +63,7 @@ impl Health {
         }
     }
 
-    /// This component is not well, because of `problem`.
+    /// Records why a component does not work.
     pub fn fail(&self, component: Component, problem: String) -> HealthChange {
         let problems = &mut self.state().problems;
         if problems.get(&component) == Some(&problem) {
@@ -73,26 +73,27 @@ impl Health {
         HealthChange::Changed
     }
 
-    /// The loop has come this far.
+    /// Records that the reconcile loop makes progress.
     pub fn heartbeat(&self) {
         self.state().last_heartbeat = Instant::now();
     }
 
-    /// Why the daemon is not ready; none if it is.
+    /// Why the daemon is not ready; `None` if it is ready.
     pub fn problem(&self) -> Option<String> {
         let state = self.state();
         let all: Vec<&str> = state.problems.values().map(String::as_str).collect();
         (!all.is_empty()).then(|| all.join("; "))
     }
 
-    /// Why only a restart can help; none if the loop turns.
+    /// Why the daemon must be restarted; `None` if the reconcile loop makes progress.
     pub fn stalled(&self) -> Option<String> {
         let since = self.state().last_heartbeat.elapsed();
-        (since >= STALL_TIMEOUT).then(|| format!("the loop has stood still for {} s", since.as_secs()))
+        (since >= STALL_TIMEOUT)
+            .then(|| format!("the reconcile loop made no progress for {} s", since.as_secs()))
     }
 
     fn state(&self) -> MutexGuard<'_, HealthState> {
-        // Texts and a time are as good after a panic as before.
+        // The state has no invariant that a panic could break.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ready_means_that_every_part_is_well() {
+    fn ready_means_that_every_component_works() {
         let health = Health::new();
         for component in
             [Component::Kernel, Component::NodeWatch, Component::NetworkWatch, Component::NodeNetworkWatch]
@@ -117,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_problem_is_news_once() {
+    fn a_repeated_problem_is_no_change() {
         let health = Health::new();
         assert_eq!(health.fail(Component::Node, "gone".into()), HealthChange::Changed);
         assert_eq!(health.fail(Component::Node, "gone".into()), HealthChange::Unchanged);
@@ -126,13 +127,13 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_loop_that_stands_still_for_a_minute_hangs() {
+    async fn a_loop_without_progress_for_a_minute_is_stalled() {
         let health = Health::new();
         advance(Duration::from_secs(59)).await;
         assert_eq!(health.stalled(), None);
         health.heartbeat();
         advance(Duration::from_secs(61)).await;
-        assert_eq!(health.stalled().unwrap(), "the loop has stood still for 61 s");
+        assert_eq!(health.stalled().unwrap(), "the reconcile loop made no progress for 61 s");
         health.heartbeat();
         assert_eq!(health.stalled(), None);
     }

@@ -1,4 +1,4 @@
-//! Opening the sockets of the daemon.
+//! Opens the sockets of the daemon.
 
 use std::{
     fs, io,
@@ -11,8 +11,8 @@ use std::{
 
 use crate::Error;
 
-/// Opens a socket under a name of its own and renames it over the old one: in a rolling update the older daemon
-/// still serves those that it has, and there is no moment without a socket. Only root may use it.
+/// Binds a temporary name and renames it over the old socket. During a rolling update the old daemon still serves its
+/// open connections, and the path exists at all times. Only root may connect.
 pub fn bind(run_dir: &Path, name: &str) -> Result<UnixListener, Error> {
     let path = run_dir.join(name);
     let prefix = format!(".{}.", name.strip_suffix(".sock").unwrap_or(name));
@@ -28,7 +28,7 @@ pub fn bind(run_dir: &Path, name: &str) -> Result<UnixListener, Error> {
     open().map_err(|source| Error::Socket { path: path.clone(), source })
 }
 
-/// Removes what processes that were killed between opening and renaming left behind.
+/// Removes sockets of processes that were killed between bind and rename.
 fn remove_stale(run_dir: &Path, prefix: &str) -> io::Result<()> {
     for entry in fs::read_dir(run_dir)? {
         let entry = entry?;
@@ -42,7 +42,7 @@ fn remove_stale(run_dir: &Path, prefix: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The numbers of a process, and nothing that somebody else could mean.
+/// Whether the name is the prefix followed by numbers separated by dots, as [`bind`] names its temporary sockets.
 fn is_temporary(name: &str, prefix: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     name.strip_prefix(prefix).is_some_and(|rest| rest.split('.').all(number))

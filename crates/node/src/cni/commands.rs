@@ -1,4 +1,4 @@
-//! One CNI call: what it asks, and doing it.
+//! The CNI commands: ADD, DEL, CHECK, GC and STATUS.
 
 use std::{
     collections::BTreeSet,
@@ -31,14 +31,14 @@ struct ReadyNetwork<'a> {
     mtu: u32,
 }
 
-/// AttachmentId interface it is.
+/// A sandbox's interface and the name of its host end.
 pub(super) struct AttachmentId<'a> {
     container_id: &'a str,
     ifname: &'a str,
     pub(super) host: IfName,
 }
 
-/// A call that can be read.
+/// A call with a valid configuration.
 pub(super) struct CniCall<'a> {
     pub(super) request: &'a Request,
     pub(super) config: &'a Config,
@@ -46,7 +46,7 @@ pub(super) struct CniCall<'a> {
 }
 
 impl CniHandler {
-    /// Does what is asked: what to print, or why not. Waits for the kernel.
+    /// Runs a call and returns what the plugin prints. Blocks on the kernel.
     pub(super) fn serve(
         &self,
         request: &Request,
@@ -54,7 +54,7 @@ impl CniHandler {
         caller: &Caller<'_>,
     ) -> Result<Vec<u8>, Error> {
         let verb: Verb = request.command.parse()?;
-        // What is gone must not depend on a configuration that can still be read.
+        // DEL must succeed even if the configuration is no longer readable.
         match verb {
             Verb::Del => {
                 self.delete(request)?;
@@ -71,7 +71,7 @@ impl CniHandler {
             return self.serve_addresses(verb, &call);
         }
         match verb {
-            Verb::Add => self.add(&call, namespace).map(|made| made.render(config.version)),
+            Verb::Add => self.add(&call, namespace).map(|result| result.render(config.version)),
             Verb::Check => self.check(request, namespace, &config).map(|()| Vec::new()),
             Verb::Gc => self.collect_garbage(&config).map(|()| Vec::new()),
             Verb::Status => self.status(&config).map(|()| Vec::new()),
@@ -87,29 +87,29 @@ impl CniHandler {
         let namespace = namespace.ok_or_else(missing_namespace)?;
         let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
-        let asked_for = requested(config, &args)?;
-        let leases = uses_patchbay_ipam(config)?.then_some(&asked_for);
-        if let (None, Some(address)) = (leases, asked_for.first()) {
+        let requested_ips = requested(config, &args)?;
+        let leases = uses_patchbay_ipam(config)?.then_some(&requested_ips);
+        if let (None, Some(address)) = (leases, requested_ips.first()) {
             let msg = format!(
-                "address {} is asked for, but this attachment hands out none: write \"ipam\": {{\"type\": \
-                \"{IPAM_PLUGIN}\"}} in its configuration, or ask for none",
+                "address {} is requested, but this attachment has no IPAM: set \"ipam\": {{\"type\": \
+                \"{IPAM_PLUGIN}\"}} in its configuration, or request no address",
                 address.addr()
             );
             return Err(Error::new(Code::InvalidConfig, msg));
         }
 
         let _lock = self.lock(&id.host);
-        // Whoever had the lock may have taken long, and may have been the DEL of this very interface.
+        // The previous holder of the lock may have taken long, and may have been the DEL of this interface.
         caller.check_connected()?;
         let view = self.view();
         let ready = ready(&view, network)?;
         let mtu = mtu(config, network, &ready)?;
-        // One that is left would be applied to the new link, and to its addresses.
+        // A remaining tombstone would delete the new link and release its addresses.
         tombstone::remove(&self.tombstones, request).map_err(|error| {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
         let given = match leases {
-            Some(asked) => self.lease(&view, network, call, &args, asked)?,
+            Some(requested) => self.lease(&view, network, call, &args, requested)?,
             None => Given::default(),
         };
         let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
@@ -127,7 +127,7 @@ impl CniHandler {
             addresses: &addresses,
             routes: &routes,
         };
-        let made = attach::attach(&wanted).map_err(|error| attach_error(&error))?;
+        let created = attach::attach(&wanted).map_err(|error| attach_error(&error))?;
         self.verify_still_ready(&view, network, &id.host)?;
         info!(
             network,
@@ -138,16 +138,16 @@ impl CniHandler {
             mac = %wanted.mac,
             mtu,
             ?addresses,
-            before = made == attach::Made::Before,
-            "a pod joined"
+            already_existed = created == attach::Made::Before,
+            "attached a pod"
         );
         let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
         let ips = given.ips.into_iter().map(inside).collect();
         Ok(Success { interfaces: interfaces(request, &wanted), ips, routes: given.routes })
     }
 
-    /// Takes the link away again if the network has gone while it was made. The daemon first says that a network is
-    /// being removed and then looks for links of pods, so one of the two sees the other.
+    /// Deletes the new link again if the network was removed in the meantime. The controller first publishes that a network
+    /// is being removed and then lists the links of pods, so one of the two sees the other.
     pub(super) fn verify_still_ready(
         &self,
         before: &Networks,
@@ -157,19 +157,22 @@ impl CniHandler {
         let (joined, now) = (ready(before, network)?, self.view());
         let error = match ready(&now, network) {
             Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
-            Ok(_) => Error::new(Code::TryAgainLater, format!("network {network:?} was made anew meanwhile")),
+            Ok(_) => Error::new(
+                Code::TryAgainLater,
+                format!("network {network:?} was recreated during the call; retrying"),
+            ),
             Err(error) => error,
         };
         attach::detach(host).map_err(|error| attach_error(&error))?;
         Err(error)
     }
 
-    /// Whatever else the call says, the pair of this sandbox and interface is gone afterwards.
+    /// Deletes the links of this sandbox and interface, whatever else the call contains.
     fn delete(&self, request: &Request) -> Result<(), Error> {
         self.delete_if(request, || true)
     }
 
-    /// The same, if it still is to be done when nobody else does anything to the pair.
+    /// Does the same if `still` holds once the pair of links is locked.
     pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
         let id = attachment_id(request)?;
         let _lock = self.lock(&id.host);
@@ -183,13 +186,13 @@ impl CniHandler {
         match attach::detach(&id.host) {
             Ok(true) => {
                 let AttachmentId { container_id, ifname, host } = id;
-                info!(container_id, ifname, %host, "a pod left");
+                info!(container_id, ifname, %host, "detached a pod");
             }
-            // What somebody else made under this name is not the pod's.
+            // A foreign link of this name does not belong to the pod.
             Ok(false) | Err(attach::Error::Foreign { .. }) => {}
             Err(error) => return Err(attach_error(&error)),
         }
-        // Not before the link is gone that has them.
+        // The addresses are released only after the link that carries them is deleted.
         self.ipam.delete(&place).map(drop)
     }
 
@@ -200,10 +203,10 @@ impl CniHandler {
         let namespace = namespace.ok_or_else(missing_namespace)?;
         let network = network(config)?;
         let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
-        let before = previous_interface(config, &request.ifname);
-        let text = before.and_then(|interface| interface["mac"].as_str());
+        let previous = previous_interface(config, &request.ifname);
+        let text = previous.and_then(|interface| interface["mac"].as_str());
         let requested_mac = text.map(mac).transpose()?.or(requested_mac);
-        let mtu = before.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
+        let mtu = previous.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
         let given = if uses_patchbay_ipam(config)? { self.check_lease(request, config)? } else { Vec::new() };
 
         let _lock = self.lock(&id.host);
@@ -222,28 +225,30 @@ impl CniHandler {
             routes: &[],
         };
         let mut differences = attach::inspect(&wanted).map_err(|error| attach_error(&error))?;
-        // The host's end may follow a network id MTU was raised, and only 1.1.0 remembers what the pod was given.
-        differences.retain(|one| one.what != Aspect::Mtu || (mtu.is_some() && one.link == inside));
+        // The host end follows a raised MTU of the network, and only CNI 1.1.0 records the MTU that the pod got.
+        differences.retain(|difference| {
+            difference.what != Aspect::Mtu || (mtu.is_some() && difference.link == inside)
+        });
         if differences.is_empty() {
             return Ok(());
         }
-        let told: Vec<String> = differences.iter().map(ToString::to_string).collect();
-        let msg = format!("the pod's link to network {network:?} is not as it was made");
-        Err(Error::new(Code::Differs, msg).details(told.join("; ")))
+        let list: Vec<String> = differences.iter().map(ToString::to_string).collect();
+        let msg = format!("the pod's link to network {network:?} differs from the result of ADD");
+        Err(Error::new(Code::Differs, msg).details(list.join("; ")))
     }
 
-    /// Removes the links that were made for this configuration and that the runtime does not know any more.
+    /// Deletes links of this configuration that are not among the runtime's valid attachments.
     fn collect_garbage(&self, config: &Config) -> Result<(), Error> {
         let network = network(config)?;
         let valid = config.valid_attachments.as_ref().ok_or_else(|| {
             Error::new(
                 Code::InvalidConfig,
-                "GC needs cni.dev/valid-attachments, or it would remove everything",
+                "GC needs cni.dev/valid-attachments; without it, it would delete every link",
             )
         })?;
         let view = self.view();
         let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
-            // A network that there is not has no links here; one that is not known yet may have.
+            // An unknown network has no links here once the networks are synced.
             return require_synced(&view, Code::TryAgainLater);
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
@@ -255,13 +260,13 @@ impl CniHandler {
         for host in names.filter(|name| !keep.contains(name)) {
             let _lock = self.lock(&host);
             match attach::detach(&host) {
-                Ok(_) => info!(network, %host, "a link that the runtime has forgotten is removed"),
+                Ok(_) => info!(network, %host, "deleted a link that the runtime no longer uses"),
                 Err(error) => problem = Some(attach_error(&error)),
             }
         }
         match problem {
             Some(problem) => Err(problem),
-            // Not before the links are gone that have them.
+            // The addresses are released only after the links that carry them are deleted.
             None => self.collect_addresses(uid, config, valid),
         }
     }
@@ -277,9 +282,9 @@ impl CniHandler {
 }
 
 const NOT_SYNCED: &str = "the patchbay node daemon has not yet read the networks from the API server; \
-    if this lasts, look at the log of its pod on this node";
+    if this persists, see the log of its pod on this node";
 
-/// Refuses as long as the networks are not known.
+/// Fails until the networks have been read from the API server.
 pub(super) fn require_synced(view: &Networks, code: Code) -> Result<(), Error> {
     if view.synced { Ok(()) } else { Err(Error::new(code, NOT_SYNCED)) }
 }
@@ -295,32 +300,32 @@ fn ready<'a>(view: &'a Networks, name: &str) -> Result<ReadyNetwork<'a>, Error> 
             }
             NetworkState::NotReady { reason, message } => later(format!(
                 "network {name:?} is not ready on this node ({reason}): {message}; \
-                the pod starts by itself once it is"
+                the pod starts once the network is ready"
             )),
             NetworkState::NotSelected => later(format!(
-                "this node is not selected by network {name:?}: run the pod on a node with the label \
+                "network {name:?} does not select this node: run the pod on a node with the label \
                 network.patchbay.dev/{name}=true, or change spec.nodeSelector of the BridgeNetwork"
             )),
             NetworkState::Removing => later(format!(
-                "network {name:?} is being removed from this node: take it out of the pod, or create it again"
+                "network {name:?} is being removed from this node: remove it from the pod, or create it again"
             )),
         },
     }
 }
 
-/// What the pod's link gets. A NetworkAttachmentDefinition can be ahead of this node when an MTU is raised, so more than
-/// the network has is no mistake yet.
+/// The MTU of the pod's link. While an MTU is being raised, a NetworkAttachmentDefinition can be ahead of this node, so a
+/// larger value is retried.
 fn mtu(config: &Config, network: &str, ready: &ReadyNetwork<'_>) -> Result<u32, Error> {
     match config.mtu {
-        Some(asked) if asked > ready.mtu => {
+        Some(requested) if requested > ready.mtu => {
             let has = ready.mtu;
             let msg = format!(
-                "mtu {asked} is more than the {has} of network {network:?} on this node: if it has just been raised \
-                the node follows by itself, otherwise write {has} or less"
+                "mtu {requested} exceeds the MTU {has} of network {network:?} on this node: wait if it was just raised, \
+                otherwise set {has} or less"
             );
             Err(Error::new(Code::TryAgainLater, msg))
         }
-        asked => Ok(asked.unwrap_or(ready.mtu)),
+        requested => Ok(requested.unwrap_or(ready.mtu)),
     }
 }
 
@@ -339,31 +344,32 @@ pub(super) fn attachment_id(request: &Request) -> Result<AttachmentId<'_>, Error
 
 fn inside(request: &Request) -> Result<IfName, Error> {
     let refused = |error: api::ifname::Error| {
-        Error::new(Code::InvalidEnvironment, "CNI_IFNAME is no name of an interface")
+        Error::new(Code::InvalidEnvironment, "CNI_IFNAME is not a valid interface name")
             .details(error.to_string())
     };
     request.ifname.parse().map_err(refused)
 }
 
 fn missing_namespace() -> Error {
-    Error::new(Code::InvalidEnvironment, "CNI_NETNS is missing, or cannot be opened")
+    Error::new(Code::InvalidEnvironment, "CNI_NETNS is missing or cannot be opened")
 }
 
-/// Whether the configuration wants addresses of ours.
+/// Whether the configuration uses Patchbay's IPAM.
 fn uses_patchbay_ipam(config: &Config) -> Result<bool, Error> {
     match &config.ipam {
         None => Ok(false),
         Some(ipam) if ipam.plugin == IPAM_PLUGIN => match (&ipam.network, &config.network) {
-            (Some(one), Some(other)) if one != other => {
-                let msg = "ipam.network is another one than network: a pod has addresses of the network that it joins";
+            (Some(ipam), Some(network)) if ipam != network => {
+                let msg =
+                    "ipam.network differs from network: a pod gets addresses of the network that it joins";
                 Err(Error::new(Code::InvalidConfig, msg))
             }
             _ => Ok(true),
         },
         Some(ipam) => {
             let msg = format!(
-                "patchbay-bridge has its addresses from {IPAM_PLUGIN} and from no other plugin, such as {:?}: write \
-                \"ipam\": {{\"type\": \"{IPAM_PLUGIN}\"}}, or leave it out",
+                "patchbay-bridge supports only the IPAM plugin {IPAM_PLUGIN}, not {:?}: set \
+                \"ipam\": {{\"type\": \"{IPAM_PLUGIN}\"}}, or remove it",
                 ipam.plugin.chars().take(64).collect::<String>()
             );
             Err(Error::new(Code::UnsupportedField, msg))
@@ -373,27 +379,25 @@ fn uses_patchbay_ipam(config: &Config) -> Result<bool, Error> {
 
 fn network(config: &Config) -> Result<&str, Error> {
     config.network.as_deref().ok_or_else(|| {
-        let msg = "the configuration names no network: write \"network\": \"<name of a BridgeNetwork>\"";
+        let msg = "the configuration names no network: set \"network\": \"<name of a BridgeNetwork>\"";
         Error::new(Code::InvalidConfig, msg)
     })
 }
 
-/// An address that one station can have.
+/// Parses a unicast MAC address.
 fn mac(text: &str) -> Result<Mac, Error> {
     let refused = |msg: String| Error::new(Code::InvalidConfig, msg);
     let mac: Mac = text.parse().map_err(|error: api::mac::Error| refused(error.to_string()))?;
     if mac.octets()[0] & 1 != 0 {
-        return Err(refused(format!(
-            "mac {mac} is a multicast address: the first pair of digits must be even"
-        )));
+        return Err(refused(format!("mac {mac} is a multicast address: the first octet must be even")));
     }
     if mac.octets() == [0; 6] {
-        return Err(refused(format!("mac {mac} is nobody's address")));
+        return Err(refused(format!("mac {mac} is not a valid address of an interface")));
     }
     Ok(mac)
 }
 
-/// What ADD had answered about the interface inside.
+/// The pod's interface in the result of ADD.
 fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value> {
     let interfaces = config.prev_result.as_ref()?.get("interfaces")?.as_array()?;
     let inside =
@@ -401,19 +405,19 @@ fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value>
     interfaces.iter().filter(inside).find(|interface| interface["name"] == ifname)
 }
 
-fn interfaces(request: &Request, made: &Attach<'_>) -> Vec<Interface> {
-    let mtu = Some(made.mtu);
-    let host = Interface { name: made.host.to_string(), mtu, mac: None, sandbox: None };
+fn interfaces(request: &Request, attached: &Attach<'_>) -> Vec<Interface> {
+    let mtu = Some(attached.mtu);
+    let host = Interface { name: attached.host.to_string(), mtu, mac: None, sandbox: None };
     let inside = Interface {
-        name: made.inside.to_string(),
-        mac: Some(made.mac.to_string()),
+        name: attached.inside.to_string(),
+        mac: Some(attached.mac.to_string()),
         mtu,
         sandbox: Some(request.netns.clone()),
     };
     vec![host, inside]
 }
 
-/// The answer about something that the kernel did not do.
+/// The CNI error for a failed kernel operation.
 fn attach_error(error: &attach::Error) -> Error {
     use attach::Error as E;
     let code = match error {

@@ -1,4 +1,4 @@
-//! What can be counted about CNI calls.
+//! Metrics of CNI calls.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use prometheus_client::{
 };
 use wire::cni::{Code, Error, Verb};
 
-/// The numbers of the CNI server.
+/// Metrics of the CNI server.
 #[derive(Debug, Clone)]
 pub struct Metrics {
     calls: Family<CniCallLabels, Counter>,
@@ -42,11 +42,11 @@ enum CniCommand {
     Unknown,
 }
 
-/// How a call ended.
+/// The result of a call, as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
 pub enum CniResultLabel {
     Ok,
-    /// The runtime was asked to try again.
+    /// The runtime retries.
     Later,
     Error,
 }
@@ -70,10 +70,9 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Shows the numbers.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("cni_calls", "CNI calls", self.calls.clone());
-        let help = "How long CNI calls took in the daemon";
+        let help = "Duration of CNI calls in the daemon";
         registry.register_with_unit("cni_duration", help, Unit::Seconds, self.durations.clone());
     }
 

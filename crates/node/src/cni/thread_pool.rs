@@ -1,5 +1,5 @@
-//! The workers that stand at the socket. Each takes in a call, does it and answers, so that a call wakes one thread and
-//! not one after another.
+//! The threads that serve the CNI socket. One worker handles each connection from accept to reply, so that a call wakes
+//! only one thread.
 
 use std::{
     io,
@@ -17,16 +17,16 @@ use api::Chain;
 use nix::sys::socket::{Shutdown, shutdown};
 use tracing::{error, warn};
 
-/// How many calls are served at a time; others wait in the socket's queue.
+/// Calls that are handled concurrently; more wait in the socket's backlog.
 const MAX_WORKERS: usize = 256;
-/// How many workers stay when there is nothing to do.
+/// Workers that wait for connections when the socket is idle.
 const MIN_IDLE_WORKERS: usize = 4;
-/// How long to leave the socket alone after it could not be accepted from.
+/// Pause after a failed `accept`.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 type Handler = dyn Fn(UnixStream) + Send + Sync;
 
-/// A socket that is served until this is dropped.
+/// Serves a socket until it is dropped.
 pub struct ThreadPool(Arc<PoolState>);
 
 struct PoolState {
@@ -38,15 +38,15 @@ struct PoolState {
 
 #[derive(Debug, Default)]
 struct WorkerCounts {
-    /// Stand at the socket.
+    /// Wait in `accept`.
     idle: usize,
-    /// Handler a call.
+    /// Handle a call.
     busy: usize,
     closed: bool,
 }
 
 impl ThreadPool {
-    /// Lets workers of the caller's namespaces handler the socket.
+    /// Starts the workers. They inherit the namespaces of the calling thread.
     pub fn start(
         listener: UnixListener,
         handler: impl Fn(UnixStream) + Send + Sync + 'static,
@@ -60,7 +60,7 @@ impl ThreadPool {
         Ok(pool)
     }
 
-    /// Takes in nobody any more, and waits so long for those who are inside; says whether all have call_ended.
+    /// Stops accepting and waits up to `grace` for running calls. Returns whether all of them finished.
     pub fn drain(self, grace: Duration) -> bool {
         self.0.stop_accepting();
         let until = Instant::now() + grace;
@@ -86,11 +86,10 @@ impl PoolState {
 
     fn stop_accepting(&self) {
         self.lock().closed = true;
-        // All who wait in `accept` return.
+        // Every blocked `accept` returns.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
     }
 
-    /// One thread more at the socket.
     fn spawn_worker(self: &Arc<Self>, workers: &mut WorkerCounts) -> io::Result<()> {
         let pool = Arc::clone(self);
         thread::Builder::new().name("cni".to_owned()).spawn(move || pool.worker())?;
@@ -115,7 +114,7 @@ impl PoolState {
                 Err(error) => {
                     drop(workers);
                     if !failing {
-                        warn!(error = %Chain(&error), "cannot accept CNI calls, trying again");
+                        warn!(error = %Chain(&error), "cannot accept CNI connections; retrying");
                     }
                     failing = true;
                     thread::park_timeout(ACCEPT_RETRY);
@@ -128,14 +127,14 @@ impl PoolState {
                 && workers.busy < MAX_WORKERS
                 && let Err(error) = self.spawn_worker(&mut workers)
             {
-                // The next one who is done stands there again.
-                warn!(error = %Chain(&error), "cannot start a thread for CNI calls");
+                // The next worker that finishes a call accepts again.
+                warn!(error = %Chain(&error), "cannot start a worker thread for CNI calls");
             }
             drop(workers);
-            // Whatever happens in there, this one stands here again.
-            let served = catch_unwind(AssertUnwindSafe(|| (self.handler)(stream)));
-            if served.is_err() {
-                error!("a CNI call was not answered: see the panic before this line");
+            // A panic must not cost the pool a worker.
+            let handled = catch_unwind(AssertUnwindSafe(|| (self.handler)(stream)));
+            if handled.is_err() {
+                error!("a CNI call panicked and got no reply; see the panic logged before this line");
             }
             let mut workers = self.lock();
             workers.busy -= 1;
@@ -158,37 +157,37 @@ mod tests {
 
     use super::*;
 
-    /// A socket in a directory that goes with it.
-    struct Socket(PathBuf);
+    /// Removes the socket on drop.
+    struct TestSocket(PathBuf);
 
-    impl Socket {
+    impl TestSocket {
         fn new(name: &str) -> (Self, UnixListener) {
             let path = std::env::temp_dir().join(format!("patchbay-pool-{}-{name}", std::process::id()));
             let listener = UnixListener::bind(&path).unwrap();
             (Self(path), listener)
         }
 
-        /// What is said at the pool.
+        /// Connects and reads until the server closes the connection.
         fn read_reply(&self) -> io::Result<String> {
-            let (mut stream, mut said) = (UnixStream::connect(&self.0)?, String::new());
-            stream.read_to_string(&mut said)?;
-            Ok(said)
+            let (mut stream, mut reply) = (UnixStream::connect(&self.0)?, String::new());
+            stream.read_to_string(&mut reply)?;
+            Ok(reply)
         }
     }
 
-    impl Drop for Socket {
+    impl Drop for TestSocket {
         fn drop(&mut self) {
             let _ = std::fs::remove_file(&self.0);
         }
     }
 
     #[test]
-    fn as_many_calls_as_come_are_served_at_once_and_few_threads_stay() {
+    fn concurrent_calls_are_handled_in_parallel_and_few_workers_remain() {
         const CLIENTS: usize = 40;
-        let (socket, listener) = Socket::new("crowd");
+        let (socket, listener) = TestSocket::new("concurrent");
         let all = Barrier::new(CLIENTS);
         let pool = ThreadPool::start(listener, move |mut stream| {
-            // Nobody leaves before everybody is there.
+            // No call finishes before all of them run.
             all.wait();
             stream.write_all(b"hello").unwrap();
         })
@@ -209,40 +208,40 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_door_lets_nobody_in_and_waits_for_those_inside() {
-        let (socket, listener) = Socket::new("closed");
-        let (enter, leave) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
-        let inside = (Arc::clone(&enter), Arc::clone(&leave));
+    fn drain_accepts_no_new_calls_and_waits_for_running_ones() {
+        let (socket, listener) = TestSocket::new("closed");
+        let (entered, finish) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+        let barriers = (Arc::clone(&entered), Arc::clone(&finish));
         let pool = ThreadPool::start(listener, move |mut stream| {
-            inside.0.wait();
-            inside.1.wait();
+            barriers.0.wait();
+            barriers.1.wait();
             stream.write_all(b"bye").unwrap();
         })
         .unwrap();
         let state = Arc::clone(&pool.0);
         thread::scope(|scope| {
             let caller = scope.spawn(|| socket.read_reply());
-            enter.wait();
-            let closing = scope.spawn(|| pool.drain(Duration::from_secs(10)));
+            entered.wait();
+            let draining = scope.spawn(|| pool.drain(Duration::from_secs(10)));
             while !state.lock().closed {
                 thread::yield_now();
             }
-            leave.wait();
-            assert!(closing.join().unwrap());
+            finish.wait();
+            assert!(draining.join().unwrap());
             assert_eq!(caller.join().unwrap().unwrap(), "bye");
         });
         assert!(socket.read_reply().is_err());
         let started = Instant::now();
         while Arc::strong_count(&state) > 1 {
-            assert!(started.elapsed() < Duration::from_secs(10), "workers are call_ended");
+            assert!(started.elapsed() < Duration::from_secs(10), "worker threads are still running");
             thread::yield_now();
         }
     }
 
     #[test]
-    fn a_call_that_panics_takes_no_place_away() {
-        let (socket, listener) = Socket::new("panic");
-        let pool = ThreadPool::start(listener, |_| panic!("as a test does")).unwrap();
+    fn a_panicking_call_costs_no_worker() {
+        let (socket, listener) = TestSocket::new("panic");
+        let pool = ThreadPool::start(listener, |_| panic!("expected by this test")).unwrap();
         for _ in 0..2 * MAX_WORKERS {
             assert_eq!(socket.read_reply().unwrap(), "");
         }
@@ -250,20 +249,20 @@ mod tests {
     }
 
     #[test]
-    fn somebody_who_does_not_leave_is_not_waited_for_without_end() {
-        let (socket, listener) = Socket::new("stays");
-        let (enter, leave) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
-        let inside = (Arc::clone(&enter), Arc::clone(&leave));
+    fn drain_gives_up_on_a_call_that_does_not_finish() {
+        let (socket, listener) = TestSocket::new("stays");
+        let (entered, finish) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
+        let barriers = (Arc::clone(&entered), Arc::clone(&finish));
         let pool = ThreadPool::start(listener, move |_| {
-            inside.0.wait();
-            inside.1.wait();
+            barriers.0.wait();
+            barriers.1.wait();
         })
         .unwrap();
         thread::scope(|scope| {
             scope.spawn(|| socket.read_reply());
-            enter.wait();
+            entered.wait();
             assert!(!pool.drain(Duration::from_millis(50)));
-            leave.wait();
+            finish.wait();
         });
     }
 }

@@ -1,42 +1,42 @@
-//! What a runtime gives to a plugin: the configuration on its standard input, and `CNI_ARGS`.
+//! The input of a plugin: the configuration on standard input, and `CNI_ARGS`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, error::Category};
 
 use super::{Code, Error, Version, truncate};
 
-/// The smallest MTU that the kernel takes for a pair of links.
+/// The smallest MTU that the kernel accepts for a veth pair.
 const MIN_MTU: u32 = 68;
 const MAX_MTU: u32 = 65_535;
 
-/// A configuration of a plugin of ours. Texts in it are as somebody wrote them.
+/// The configuration of a Patchbay plugin. Strings in it are not validated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub version: Version,
-    /// The name of the NetworkAttachmentDefinition, as far as we write it.
+    /// The name of the configuration; that of the NetworkAttachmentDefinition if Patchbay generated it.
     pub name: String,
     /// The BridgeNetwork.
     pub network: Option<String>,
     pub mtu: Option<u32>,
-    /// The address that is asked for, by `runtimeConfig.mac` or else `args.cni.mac`.
+    /// The requested MAC address: `runtimeConfig.mac`, else `args.cni.mac`.
     pub mac: Option<String>,
-    /// The addresses that are asked for, by `runtimeConfig.ips` or else `args.cni.ips`.
+    /// The requested IP addresses: `runtimeConfig.ips`, else `args.cni.ips`.
     pub ips: Vec<String>,
-    /// Who hands out addresses, if anybody does.
+    /// The IPAM section, if it is not empty.
     pub ipam: Option<Ipam>,
-    /// What ADD had answered.
+    /// The result of ADD.
     pub prev_result: Option<Value>,
-    /// For GC: everything that is still used.
+    /// The attachments that GC keeps.
     pub valid_attachments: Option<Vec<Attachment>>,
 }
 
-/// Who hands out addresses.
+/// The IPAM section of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Ipam {
-    /// The name of the plugin.
+    /// The name of the IPAM plugin.
     #[serde(rename = "type", default)]
     pub plugin: String,
-    /// The BridgeNetwork whose addresses they are.
+    /// The BridgeNetwork to allocate from.
     pub network: Option<String>,
 }
 
@@ -68,7 +68,7 @@ struct RawArgs {
     cni: Option<RuntimeRequest>,
 }
 
-/// What somebody asks for.
+/// Addresses that the pod requests.
 #[derive(Default, Deserialize)]
 struct RuntimeRequest {
     mac: Option<String>,
@@ -82,7 +82,7 @@ struct OnlyVersion {
 }
 
 impl Config {
-    /// Reads a configuration. Fields that are not ours are ignored, as CNI wants it.
+    /// Parses a configuration. Unknown fields are ignored, as the CNI specification requires.
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
         let raw: RawConfig = serde_json::from_slice(bytes).map_err(|error| decode_error(&error))?;
         let version = raw.cni_version.unwrap_or_default().parse()?;
@@ -94,7 +94,7 @@ impl Config {
             let msg = format!("mtu {mtu} is not between {MIN_MTU} and {MAX_MTU}");
             return Err(Error::new(Code::InvalidConfig, msg));
         }
-        let asked = raw.runtime_config.unwrap_or_default();
+        let runtime = raw.runtime_config.unwrap_or_default();
         let cni_args = raw.args.and_then(|args| args.cni).unwrap_or_default();
         let filled = |mac: Option<String>| mac.filter(|mac| !mac.is_empty());
         let some = |ips: Option<Vec<String>>| ips.filter(|ips| !ips.is_empty());
@@ -103,8 +103,8 @@ impl Config {
             name: raw.name.unwrap_or_default(),
             network: raw.network.filter(|network| !network.is_empty()),
             mtu,
-            mac: filled(asked.mac).or_else(|| filled(cni_args.mac)),
-            ips: some(asked.ips).or_else(|| some(cni_args.ips)).unwrap_or_default(),
+            mac: filled(runtime.mac).or_else(|| filled(cni_args.mac)),
+            ips: some(runtime.ips).or_else(|| some(cni_args.ips)).unwrap_or_default(),
             ipam: ipam.map(|ipam| Ipam { network: ipam.network.filter(|name| !name.is_empty()), ..ipam }),
             prev_result: raw.prev_result,
             valid_attachments: raw.valid_attachments,
@@ -113,7 +113,7 @@ impl Config {
 }
 
 impl Version {
-    /// The version of a configuration, for the answer about one that cannot be read otherwise.
+    /// The version of a configuration that may be otherwise invalid, for the error result about it.
     pub fn of(bytes: &[u8]) -> Self {
         let version = serde_json::from_slice::<OnlyVersion>(bytes).ok().and_then(|only| only.cni_version);
         version.and_then(|version| version.parse().ok()).unwrap_or(Self::NEWEST)
@@ -122,22 +122,24 @@ impl Version {
 
 fn decode_error(error: &serde_json::Error) -> Error {
     let (code, msg) = match error.classify() {
-        Category::Data => (Code::InvalidConfig, "the configuration has a value that does not fit"),
-        Category::Syntax | Category::Eof | Category::Io => (Code::Decode, "the configuration is no JSON"),
+        Category::Data => (Code::InvalidConfig, "the configuration has an invalid value"),
+        Category::Syntax | Category::Eof | Category::Io => {
+            (Code::Decode, "the configuration is not valid JSON")
+        }
     };
     Error::new(code, msg).details(truncate(&error.to_string()))
 }
 
-/// What `CNI_ARGS` says.
+/// The content of `CNI_ARGS`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Args {
     pub mac: Option<String>,
-    /// An address that is asked for.
+    /// The requested IP address.
     pub ip: Option<String>,
     pub pod: Pod,
 }
 
-/// Whose sandbox it is, as far as the runtime said so.
+/// The pod of the sandbox, as far as the runtime passed it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pod {
     pub namespace: String,
@@ -146,13 +148,13 @@ pub struct Pod {
 }
 
 impl Args {
-    /// Reads pairs such as `IgnoreUnknown=1;MAC=02:00:5e:10:00:01`.
+    /// Parses pairs such as `IgnoreUnknown=1;MAC=02:00:5e:10:00:01`.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let refused = |msg: String| Error::new(Code::InvalidEnvironment, msg);
         let (mut args, mut unknown, mut ignore) = (Self::default(), None, false);
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
-                return Err(refused(format!("CNI_ARGS has {:?}, which is no key=value", truncate(pair))));
+                return Err(refused(format!("CNI_ARGS has {:?}, which is not key=value", truncate(pair))));
             };
             let value = value.to_owned();
             match key {
@@ -162,7 +164,7 @@ impl Args {
                 "K8S_POD_NAMESPACE" => args.pod.namespace = value,
                 "K8S_POD_NAME" => args.pod.name = value,
                 "K8S_POD_UID" => args.pod.uid = value,
-                // It is the container id once more.
+                // Equals CNI_CONTAINERID.
                 "K8S_POD_INFRA_CONTAINER_ID" => {}
                 _ => unknown = unknown.or(Some(key)),
             }
@@ -170,7 +172,7 @@ impl Args {
         match unknown {
             Some(key) if !ignore => {
                 let key = truncate(key);
-                Err(refused(format!("CNI_ARGS has {key:?}, which is not known, and no IgnoreUnknown=1")))
+                Err(refused(format!("CNI_ARGS has the unknown key {key:?} and no IgnoreUnknown=1")))
             }
             _ => Ok(args),
         }
@@ -182,7 +184,7 @@ fn parse_bool(text: &str) -> Result<bool, Error> {
         "1" | "true" => Ok(true),
         "0" | "false" | "" => Ok(false),
         _ => {
-            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}, which is neither 1 nor 0", truncate(text));
+            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}: use 1 or 0", truncate(text));
             Err(Error::new(Code::InvalidEnvironment, msg))
         }
     }

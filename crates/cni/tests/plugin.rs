@@ -1,4 +1,4 @@
-//! The real program against a daemon that is not one.
+//! The plugin binary against a fake daemon.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "the functions around the tests are test code too")]
 
 use std::{
@@ -19,7 +19,7 @@ use std::{
 
 use wire::socket::{FrameReader, MAX_FRAME, Message, Reply, Request, receive, send};
 
-/// A directory with the shim in it under its name, and room for a socket and tombstones.
+/// A directory with the plugin, a socket and the state directory; removed on drop.
 struct TempDir(PathBuf);
 
 impl TempDir {
@@ -46,7 +46,7 @@ impl TempDir {
     }
 
     fn call_with(&self, command: &str, changes: &[(&str, &str)], stdin: &[u8]) -> Output {
-        let mut shim = Command::new(self.0.join("patchbay-bridge"))
+        let mut plugin = Command::new(self.0.join("patchbay-bridge"))
             .env_clear()
             .env("PATCHBAY_CNI_SOCKET", self.0.join("cni.sock"))
             .env("PATCHBAY_STATE_DIR", self.0.join("state"))
@@ -62,9 +62,9 @@ impl TempDir {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // A shim that needs no configuration may be gone before it is written.
-        _ = shim.stdin.take().unwrap().write_all(stdin);
-        shim.wait_with_output().unwrap()
+        // A plugin that needs no configuration may exit before it reads.
+        _ = plugin.stdin.take().unwrap().write_all(stdin);
+        plugin.wait_with_output().unwrap()
     }
 }
 
@@ -74,18 +74,18 @@ impl Drop for TempDir {
     }
 }
 
-/// Takes one call, and answers it if there is an answer.
-fn serve(listener: &UnixListener, answer: Option<&Reply>) -> (Request, Option<OwnedFd>) {
+/// Accepts one call and sends the reply, if there is one.
+fn serve(listener: &UnixListener, reply: Option<&Reply>) -> (Request, Option<OwnedFd>) {
     let (socket, _) = listener.accept().unwrap();
     let (mut reader, mut descriptor, mut buffer) = (FrameReader::default(), None, [0; 4096]);
     loop {
         let length = receive(&socket, &mut buffer, &mut descriptor).unwrap();
-        assert!(length > 0, "the shim hung up");
+        assert!(length > 0, "the plugin closed the connection");
         reader.feed(&buffer[..length]);
         if let Some(message) = reader.message().unwrap() {
             let Message::Request(request) = message else { panic!("{message:?}") };
-            if let Some(answer) = answer {
-                send(&socket, &answer.encode().unwrap(), None).unwrap();
+            if let Some(reply) = reply {
+                send(&socket, &reply.encode().unwrap(), None).unwrap();
             }
             return (request, descriptor);
         }
@@ -102,7 +102,7 @@ fn has_code(output: &Output, code: u32) {
 }
 
 #[test]
-fn a_call_is_passed_on_with_all_it_has_and_its_answer_printed() {
+fn a_call_is_forwarded_in_full_and_the_reply_printed() {
     let dir = TempDir::new("add");
     let listener = dir.listen();
     let reply = Reply { exit: 7, stdout: b"{\"anything\":1}\n".to_vec() };
@@ -123,12 +123,12 @@ fn a_call_is_passed_on_with_all_it_has_and_its_answer_printed() {
         stdin: br#"{"cniVersion":"1.0.0"}"#.to_vec(),
     };
     assert_eq!(request, wanted);
-    let came = File::from(descriptor.unwrap()).metadata().unwrap();
-    assert_eq!(came.ino(), fs::metadata(netns).unwrap().ino());
+    let received = File::from(descriptor.unwrap()).metadata().unwrap();
+    assert_eq!(received.ino(), fs::metadata(netns).unwrap().ino());
 }
 
 #[test]
-fn versions_are_told_without_a_daemon() {
+fn version_needs_no_daemon() {
     let output = TempDir::new("version").call("VERSION", &[("CNI_CONTAINERID", "")]);
     assert!(output.status.success());
     let wanted = r#"{"cniVersion":"1.1.0","supportedVersions":["0.1.0","0.2.0","0.3.0","0.3.1","0.4.0","1.0.0","1.1.0"]}"#;
@@ -136,7 +136,7 @@ fn versions_are_told_without_a_daemon() {
 }
 
 #[test]
-fn without_a_daemon_every_command_but_del_fails_at_once() {
+fn without_a_daemon_every_command_but_del_fails_immediately() {
     let dir = TempDir::new("away");
     let started = Instant::now();
     for (command, code) in [("ADD", 11), ("CHECK", 11), ("GC", 11), ("STATUS", 50)] {
@@ -152,7 +152,7 @@ fn without_a_daemon_every_command_but_del_fails_at_once() {
 }
 
 #[test]
-fn without_a_daemon_del_leaves_one_tombstone_and_succeeds() {
+fn without_a_daemon_del_writes_one_tombstone_and_succeeds() {
     let dir = TempDir::new("tombstone");
     for _ in 0..3 {
         let output = dir.call("DEL", &[("CNI_NETNS", "")]);
@@ -170,7 +170,7 @@ fn without_a_daemon_del_leaves_one_tombstone_and_succeeds() {
 }
 
 #[test]
-fn a_hostile_container_id_stays_in_the_directory() {
+fn a_hostile_container_id_cannot_escape_the_tombstone_directory() {
     let dir = TempDir::new("hostile");
     for id in ["../../../etc/passwd", "/etc/passwd", "..", &"a".repeat(1000), "\n\u{1b}[31m"] {
         assert!(dir.call("DEL", &[("CNI_CONTAINERID", id)]).status.success());
@@ -181,14 +181,14 @@ fn a_hostile_container_id_stays_in_the_directory() {
 }
 
 #[test]
-fn a_state_directory_that_cannot_be_written_makes_del_fail() {
+fn del_fails_if_the_state_directory_is_not_writable() {
     let dir = TempDir::new("unwritable");
     File::create(dir.0.join("state")).unwrap();
     has_code(&dir.call("DEL", &[]), 11);
 }
 
 #[test]
-fn a_daemon_that_hangs_up_is_one_that_does_not_answer() {
+fn a_closed_connection_counts_as_no_answer() {
     for (command, code) in [("ADD", Some(11)), ("STATUS", Some(50)), ("DEL", None)] {
         let dir = TempDir::new(&format!("hangup-{command}"));
         let listener = dir.listen();
@@ -205,7 +205,7 @@ fn a_daemon_that_hangs_up_is_one_that_does_not_answer() {
 }
 
 #[test]
-fn a_daemon_that_is_none_is_one_that_does_not_answer() {
+fn a_malformed_reply_counts_as_no_answer() {
     let dir = TempDir::new("garbage");
     let listener = dir.listen();
     let output = thread::scope(|scope| {
@@ -219,7 +219,7 @@ fn a_daemon_that_is_none_is_one_that_does_not_answer() {
 }
 
 #[test]
-fn a_call_that_lacks_something_is_refused() {
+fn a_call_with_missing_variables_is_rejected() {
     let dir = TempDir::new("lacks");
     for (command, variable, value) in [
         ("", "CNI_IFNAME", "net1"),
@@ -235,7 +235,7 @@ fn a_call_that_lacks_something_is_refused() {
 }
 
 #[test]
-fn a_configuration_that_is_too_long_is_refused_and_no_hindrance_to_del() {
+fn an_oversized_configuration_is_rejected_except_by_del() {
     let dir = TempDir::new("long");
     let long = vec![b' '; MAX_FRAME + 1];
     has_code(&dir.call_with("ADD", &[], &long), 7);
@@ -244,7 +244,7 @@ fn a_configuration_that_is_too_long_is_refused_and_no_hindrance_to_del() {
 }
 
 #[test]
-fn the_program_tells_its_version() {
+fn the_plugin_prints_its_version() {
     let output = Command::new(env!("CARGO_BIN_EXE_patchbay-cni")).arg("--version").output().unwrap();
     assert!(text(&output).starts_with("patchbay-cni "), "{output:?}");
 }
