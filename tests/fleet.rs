@@ -19,7 +19,7 @@ use kube::{
 };
 use lab::wait;
 use node::{
-    cni::{NetworkView, Networks, State},
+    cni::{NetworkState, NetworkView, Networks},
     event::Events,
     ipam::{BlockController, Ipam, ListSandboxes, Metrics, Timings, uptime},
 };
@@ -89,8 +89,11 @@ impl Fleet {
             node: format!("sim-{number}-{}", self.network),
             uid: format!("{}-{number}", self.network),
         };
-        let view =
-            NetworkView { uid: self.uid(), state: State::NotSelected, ipam: Some(Arc::clone(&self.pool)) };
+        let view = NetworkView {
+            uid: self.uid(),
+            state: NetworkState::NotSelected,
+            ipam: Some(Arc::clone(&self.pool)),
+        };
         let by_name = BTreeMap::from([(self.network.clone(), view)]);
         let networks = Networks { synced: true, node: Some(holder.clone()), by_name };
         self.machines.push(Machine {

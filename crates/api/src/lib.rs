@@ -7,6 +7,7 @@
 pub mod bridgenetwork;
 pub mod condition;
 pub mod digest;
+pub mod duration;
 pub mod error_chain;
 pub mod ifname;
 pub mod ipam;

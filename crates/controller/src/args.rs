@@ -8,7 +8,7 @@ use std::{
 use api::names::{HEALTH_PORT, WEBHOOK_PORT, WEBHOOK_SERVICE};
 use plan::{certs::LONGEST_LIFE, lease::LONGEST_TERM};
 
-use crate::duration;
+use api::duration;
 
 /// Settings of one replica. Every flag can also be given through the environment.
 #[derive(Clone, Debug, PartialEq, Eq, clap::Args)]

@@ -23,10 +23,10 @@ use tokio::{sync::watch, task, time::Instant};
 use tracing::{debug, info, warn};
 
 use crate::{
-    cni::{NetworkView, Networks, State},
+    cni::{NetworkState, NetworkView, Networks},
     event::{EventReason, Events},
     link_records::{self, LinkRecords},
-    metrics::{Change, Metrics, Outcome, Verb},
+    metrics::{ChangeLabels, ChangeVerb, Metrics, ResultLabel},
     network::{self, Labels, ParsedNetwork},
 };
 
@@ -333,7 +333,8 @@ impl BridgeController {
         self.executor = Some(executor);
         let mut repaired = BTreeSet::new();
         for (step, result) in results {
-            let change = Change { verb: Verb::of(&step.action), result: Outcome::of(&result) };
+            let change =
+                ChangeLabels { verb: ChangeVerb::of(&step.action), result: ResultLabel::of(&result) };
             self.metrics.changes.get_or_create(&change).inc();
             match result {
                 Ok(()) => {
@@ -411,19 +412,19 @@ impl BridgeController {
         // Pods can still join a bridge that was ready while it is changed in place.
         let was_ready = |network: &ParsedNetwork, bridge: u32| {
             previous.by_name.get(network.name()).is_some_and(|view| {
-                let same = |state: &State| matches!(state, State::Ready { bridge_index, .. } if *bridge_index == bridge);
+                let same = |state: &NetworkState| matches!(state, NetworkState::Ready { bridge_index, .. } if *bridge_index == bridge);
                 view.uid == network.uid() && same(&view.state)
             })
         };
         let state = |network: &ParsedNetwork| {
             if network.is_terminating() {
-                return State::Removing;
+                return NetworkState::Removing;
             }
             if !network.selects(labels) {
-                return State::NotSelected;
+                return NetworkState::NotSelected;
             }
             let Some(report) = reports.get(network.uid()) else {
-                return State::NotReady { reason: "Pending".to_owned(), message: String::new() };
+                return NetworkState::NotReady { reason: "Pending".to_owned(), message: String::new() };
             };
             let mtu = network.mtu().min(report.mtu.and_then(|mtu| u32::try_from(mtu).ok()));
             match (indexes.get(report.bridge.as_str()), mtu) {
@@ -431,14 +432,16 @@ impl BridgeController {
                     if report.ready
                         || report.reason == reason::APPLYING && was_ready(network, bridge_index) =>
                 {
-                    State::Ready { bridge_index, mtu, removing: network.is_deleted() }
+                    NetworkState::Ready { bridge_index, mtu, removing: network.is_deleted() }
                 }
-                _ => State::NotReady { reason: report.reason.clone(), message: report.message.clone() },
+                _ => {
+                    NetworkState::NotReady { reason: report.reason.clone(), message: report.message.clone() }
+                }
             }
         };
         let unreadable = self.unreadable.iter().map(|(uid, name)| {
             let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
-            let state = State::NotReady { reason, message };
+            let state = NetworkState::NotReady { reason, message };
             (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None })
         });
         let by_name = self
@@ -510,7 +513,7 @@ fn failure(action: &Action, error: &StepError) -> ApplyFailure {
          program"
             .to_owned()
     } else {
-        format!("{}: {}", Verb::of(action).sentence(), ErrorChain(error))
+        format!("{}: {}", ChangeVerb::of(action).sentence(), ErrorChain(error))
     };
     ApplyFailure { reason: reason.to_owned(), message }
 }

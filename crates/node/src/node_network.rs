@@ -13,7 +13,7 @@ use plan::nodenetwork::{NodeInfo, Owner, PublishedState, WriteParts};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::metrics::{Metrics, Outcome, Write, Written};
+use crate::metrics::{Metrics, ResultLabel, WriteKind, WriteLabels};
 
 /// Bounds one write.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -144,7 +144,7 @@ impl NodeNetworkClient {
             let desired = Owner::of(node_info);
             let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&desired)]}), None);
             let patch = Patch::Apply(body);
-            let object = self.call(Written::Object, self.api.patch(&self.name, &apply, &patch)).await?;
+            let object = self.call(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
             // An apply does not remove owner references that other field managers added.
             let foreign = object.state.owners != [desired.clone()];
             written = Some(if foreign { self.replace_owners(&object, &desired).await? } else { object });
@@ -153,7 +153,7 @@ impl NodeNetworkClient {
             let body = self.body(json!({"name": self.name}), Some(desired));
             let patch = Patch::Apply(body);
             let object =
-                self.call(Written::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
+                self.call(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
             // An apply does not remove status fields of other field managers; the whole status is ours.
             let foreign = object.state.status.as_ref() != Some(desired);
             written = Some(if foreign { self.replace_status(desired).await? } else { object });
@@ -165,7 +165,7 @@ impl NodeNetworkClient {
     async fn replace_owners(&self, current: &ServerObject, desired: &Owner) -> Result<ServerObject, Error> {
         let metadata = json!({"resourceVersion": current.version, "ownerReferences": [reference(desired)]});
         let patch = Patch::Merge(json!({"metadata": metadata}));
-        self.call(Written::Owners, self.api.patch(&self.name, &update(), &patch)).await
+        self.call(WriteKind::Owners, self.api.patch(&self.name, &update(), &patch)).await
     }
 
     /// Replaces the whole status. After an apply this only removes fields, so it owns no field that a later apply could
@@ -175,7 +175,7 @@ impl NodeNetworkClient {
         let status =
             json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
-        self.call(Written::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
+        self.call(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }
 
     fn body(&self, metadata: Value, status: Option<&NodeNetworkStatus>) -> Value {
@@ -189,7 +189,7 @@ impl NodeNetworkClient {
 
     async fn call(
         &self,
-        part: Written,
+        part: WriteKind,
         call: impl Future<Output = kube::Result<DynamicObject>>,
     ) -> Result<ServerObject, Error> {
         let name = || self.name.clone();
@@ -198,7 +198,7 @@ impl NodeNetworkClient {
             Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
             Err(_) => Err(Error::Deadline { name: name() }),
         };
-        self.metrics.writes.get_or_create(&Write { part, result: Outcome::of(&result) }).inc();
+        self.metrics.writes.get_or_create(&WriteLabels { part, result: ResultLabel::of(&result) }).inc();
         result
     }
 }

@@ -121,9 +121,9 @@ async fn a_change_in_place_keeps_a_network_ready_for_pods() {
         published.borrow_and_update().by_name["blue"].state.clone()
     };
     assert!(
-        matches!(publish(&mut bridges, 1400), State::NotReady { reason, .. } if reason == reason::APPLYING)
+        matches!(publish(&mut bridges, 1400), NetworkState::NotReady { reason, .. } if reason == reason::APPLYING)
     );
-    let ready = |mtu| State::Ready { bridge_index: 7, mtu, removing: false };
+    let ready = |mtu| NetworkState::Ready { bridge_index: 7, mtu, removing: false };
     assert_eq!(publish(&mut bridges, 1500), ready(1500));
     assert_eq!(publish(&mut bridges, 1400), ready(1400));
 }

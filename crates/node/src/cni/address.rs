@@ -16,8 +16,8 @@ use wire::{
 };
 
 use super::{
-    NetworkView, Networks, Shared, State,
-    call::{self, Call},
+    CniHandler, NetworkState, NetworkView, Networks,
+    commands::{self, CniCall},
     tombstone,
 };
 use crate::{
@@ -35,19 +35,19 @@ pub struct AllocatedIps {
     pub routes: Vec<Route>,
 }
 
-impl Shared {
+impl CniHandler {
     /// The address plugin.
-    pub(super) fn serve_addresses(&self, verb: Verb, call: &Call<'_>) -> Result<Vec<u8>, Error> {
-        let Call { request, config, caller } = *call;
+    pub(super) fn serve_addresses(&self, verb: Verb, call: &CniCall<'_>) -> Result<Vec<u8>, Error> {
+        let CniCall { request, config, caller } = *call;
         match verb {
             Verb::Add => {
                 let args = Args::parse(&request.args)?;
                 let requested = requested_addresses(config, &args)?;
                 let network = network(config)?;
-                let host = call::whose(request)?.host;
+                let host = commands::attachment_id(request)?.host;
                 let _lock = self.lock(&host);
-                caller.is_there()?;
-                tombstone::forget(&self.tombstones, request).map_err(|error| {
+                caller.check_connected()?;
+                tombstone::remove(&self.tombstones, request).map_err(|error| {
                     Error::new(Code::Io, "remove the tombstone of earlier addresses")
                         .details(error.to_string())
                 })?;
@@ -65,12 +65,12 @@ impl Shared {
                 match view.by_name.get(network(config)?) {
                     Some(NetworkView { uid, .. }) => self.gc_addresses(uid, config, valid)?,
                     // A network that there is not has given nothing; one that is not known yet may have.
-                    None => call::read(&view, Code::TryAgainLater)?,
+                    None => commands::require_synced(&view, Code::TryAgainLater)?,
                 }
                 Ok(Vec::new())
             }
             Verb::Status => {
-                call::read(&self.view(), Code::NotAvailable)?;
+                commands::require_synced(&self.view(), Code::NotAvailable)?;
                 self.ipam.status().map(|()| Vec::new())
             }
             Verb::Del | Verb::Version => Ok(Vec::new()),
@@ -82,11 +82,11 @@ impl Shared {
         &self,
         view: &Networks,
         network: &str,
-        call: &Call<'_>,
+        call: &CniCall<'_>,
         args: &Args,
         requested: &[IpNet],
     ) -> Result<AllocatedIps, Error> {
-        let Call { request, config, caller } = *call;
+        let CniCall { request, config, caller } = *call;
         let (uid, pool) = pool(view, network)?;
         let pod = &args.pod;
         let lease = Lease {
@@ -98,7 +98,8 @@ impl Shared {
             since: uptime(),
             addresses: Vec::new(),
         };
-        let wait = CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive: &|| caller.is_there() };
+        let wait =
+            CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive: &|| caller.check_connected() };
         let grant = self.ipam.allocate(pool, lease, requested, &wait)?;
         info!(
             network,
@@ -179,16 +180,16 @@ fn network(config: &Config) -> Result<&str, Error> {
 fn pool<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Pool), Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
     let Some(network) = view.by_name.get(name) else {
-        call::read(view, Code::TryAgainLater)?;
+        commands::require_synced(view, Code::TryAgainLater)?;
         return later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration"));
     };
-    if network.state == State::Removing {
+    if network.state == NetworkState::Removing {
         return later(format!(
             "network {name:?} is being removed: take it out of the pod, or create it again"
         ));
     }
     match &network.ipam {
-        None if matches!(&network.state, State::NotReady { reason, .. } if reason == UNREADABLE) => {
+        None if matches!(&network.state, NetworkState::NotReady { reason, .. } if reason == UNREADABLE) => {
             later(format!(
                 "BridgeNetwork {name:?} cannot be read on this node: is the node daemon older than the kind?"
             ))

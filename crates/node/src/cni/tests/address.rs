@@ -11,7 +11,7 @@ fn spec(text: Value) -> Spec {
     serde_json::from_value(text).unwrap()
 }
 
-impl World {
+impl TestHost {
     /// The network says this about addresses.
     fn set_ipam(&self, ipam: &Spec) {
         let pool = Pool::new("blue", ipam, |family| family.block_length(ipam), true);
@@ -126,7 +126,7 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
     on_server("delegated", async |world| {
         world.set_ipam(&spec(dual()));
         // The bridge need not be here.
-        world.set("red", State::NotSelected);
+        world.set("red", NetworkState::NotSelected);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         for (number, version) in wire::CNI_VERSIONS.iter().enumerate() {
@@ -265,8 +265,8 @@ fn who_cannot_have_an_address_is_told_why() {
 }
 
 /// Asks as a shim does that does not stay for the answer.
-fn ask(world: &World, request: &Request, pod: &Namespace) -> UnixStream {
-    let client = UnixStream::connect(path(&world.places.run_dir)).unwrap();
+fn ask(world: &TestHost, request: &Request, pod: &Namespace) -> UnixStream {
+    let client = UnixStream::connect(path(&world.paths.run_dir)).unwrap();
     frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
     client
 }
@@ -284,7 +284,7 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 /// How many calls of ADD have ended.
-fn ended(world: &World) -> usize {
+fn ended(world: &TestHost) -> usize {
     let mut registry = Registry::default();
     world.metrics.register(&mut registry);
     let mut text = String::new();

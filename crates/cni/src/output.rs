@@ -1,18 +1,18 @@
-//! What the plugin prints when it answers by itself.
+//! Output of the plugin that does not come from the daemon.
 
 use std::fmt::Write as _;
 
 use wire::CNI_VERSIONS;
 
-/// The answer to the runtime.
-pub struct Answer {
+/// Exit code and standard output for the runtime.
+pub struct PluginOutput {
     pub exit: u8,
     pub stdout: Vec<u8>,
 }
 
-/// The numbers of CNI for what can go wrong here.
+/// The CNI error codes that the plugin itself returns.
 #[derive(Debug, Clone, Copy)]
-pub enum Code {
+pub enum ErrorCode {
     InvalidEnvironment = 4,
     Io = 5,
     InvalidConfig = 7,
@@ -20,12 +20,12 @@ pub enum Code {
     NotAvailable = 50,
 }
 
-impl Answer {
+impl PluginOutput {
     pub fn ok(stdout: Vec<u8>) -> Self {
         Self { exit: 0, stdout }
     }
 
-    pub fn error(code: Code, msg: &str) -> Self {
+    pub fn error(code: ErrorCode, msg: &str) -> Self {
         let newest = CNI_VERSIONS.last().copied().unwrap_or_default();
         let mut json = format!(r#"{{"cniVersion":"{newest}","code":{},"msg":"#, code as u8);
         quote(&mut json, msg);
@@ -33,7 +33,7 @@ impl Answer {
         Self { exit: 1, stdout: json.into_bytes() }
     }
 
-    /// Every version that is spoken.
+    /// The result of VERSION.
     pub fn versions() -> Self {
         let newest = CNI_VERSIONS.last().copied().unwrap_or_default();
         let all = CNI_VERSIONS.join(r#"",""#);

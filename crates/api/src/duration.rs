@@ -6,10 +6,13 @@ use std::time::Duration;
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     #[error("a duration is numbers with units, such as 90d, 12h, 1h30m, 30s or 500ms")]
+    /// Not a sequence of numbers with units.
     Form,
     #[error("unknown unit {0:?}: use d, h, m, s or ms")]
+    /// A unit other than d, h, m, s and ms.
     Unit(String),
     #[error("a duration this long cannot be represented")]
+    /// Overflows.
     TooLong,
 }
 

@@ -1,4 +1,4 @@
-//! The real program against a daemon that is not one.
+//! The plugin binary against a fake daemon.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "the functions around the tests are test code too")]
 
 use std::{
@@ -17,12 +17,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use wire::socket::{LIMIT, Message, Reader, Reply, Request, receive, send};
+use wire::socket::{FrameReader, MAX_FRAME, Message, Reply, Request, receive, send};
 
-/// A directory with the shim in it under its name, and room for a socket and tombstones.
-struct Place(PathBuf);
+/// A directory with the plugin, a socket and the state directory; removed on drop.
+struct TempDir(PathBuf);
 
-impl Place {
+impl TempDir {
     fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("patchbay-cni-{}-{name}", std::process::id()));
         _ = fs::remove_dir_all(&path);
@@ -46,7 +46,7 @@ impl Place {
     }
 
     fn call_with(&self, command: &str, changes: &[(&str, &str)], stdin: &[u8]) -> Output {
-        let mut shim = Command::new(self.0.join("patchbay-bridge"))
+        let mut plugin = Command::new(self.0.join("patchbay-bridge"))
             .env_clear()
             .env("PATCHBAY_CNI_SOCKET", self.0.join("cni.sock"))
             .env("PATCHBAY_STATE_DIR", self.0.join("state"))
@@ -62,30 +62,30 @@ impl Place {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // A shim that needs no configuration may be gone before it is written.
-        _ = shim.stdin.take().unwrap().write_all(stdin);
-        shim.wait_with_output().unwrap()
+        // A plugin that needs no configuration may exit before it reads.
+        _ = plugin.stdin.take().unwrap().write_all(stdin);
+        plugin.wait_with_output().unwrap()
     }
 }
 
-impl Drop for Place {
+impl Drop for TempDir {
     fn drop(&mut self) {
         _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Takes one call, and answers it if there is an answer.
-fn serve(listener: &UnixListener, answer: Option<&Reply>) -> (Request, Option<OwnedFd>) {
+/// Accepts one call and sends the reply, if there is one.
+fn serve(listener: &UnixListener, reply: Option<&Reply>) -> (Request, Option<OwnedFd>) {
     let (socket, _) = listener.accept().unwrap();
-    let (mut reader, mut descriptor, mut buffer) = (Reader::default(), None, [0; 4096]);
+    let (mut reader, mut descriptor, mut buffer) = (FrameReader::default(), None, [0; 4096]);
     loop {
         let length = receive(&socket, &mut buffer, &mut descriptor).unwrap();
-        assert!(length > 0, "the shim hung up");
+        assert!(length > 0, "the plugin closed the connection");
         reader.feed(&buffer[..length]);
         if let Some(message) = reader.message().unwrap() {
             let Message::Request(request) = message else { panic!("{message:?}") };
-            if let Some(answer) = answer {
-                send(&socket, &answer.encode().unwrap(), None).unwrap();
+            if let Some(reply) = reply {
+                send(&socket, &reply.encode().unwrap(), None).unwrap();
             }
             return (request, descriptor);
         }
@@ -102,16 +102,16 @@ fn has_code(output: &Output, code: u32) {
 }
 
 #[test]
-fn a_call_is_passed_on_with_all_it_has_and_its_answer_printed() {
-    let place = Place::new("add");
-    let listener = place.listen();
+fn a_call_is_forwarded_in_full_and_the_reply_printed() {
+    let dir = TempDir::new("add");
+    let listener = dir.listen();
     let reply = Reply { exit: 7, stdout: b"{\"anything\":1}\n".to_vec() };
     let (output, (request, descriptor)) = thread::scope(|scope| {
         let served = scope.spawn(|| serve(&listener, Some(&reply)));
-        (place.call("ADD", &[]), served.join().unwrap())
+        (dir.call("ADD", &[]), served.join().unwrap())
     });
     assert_eq!((output.status.code(), text(&output).as_bytes()), (Some(7), reply.stdout.as_slice()));
-    let netns = place.0.join("netns");
+    let netns = dir.0.join("netns");
     let wanted = Request {
         plugin: "patchbay-bridge".to_owned(),
         command: "ADD".to_owned(),
@@ -123,24 +123,24 @@ fn a_call_is_passed_on_with_all_it_has_and_its_answer_printed() {
         stdin: br#"{"cniVersion":"1.0.0"}"#.to_vec(),
     };
     assert_eq!(request, wanted);
-    let came = File::from(descriptor.unwrap()).metadata().unwrap();
-    assert_eq!(came.ino(), fs::metadata(netns).unwrap().ino());
+    let received = File::from(descriptor.unwrap()).metadata().unwrap();
+    assert_eq!(received.ino(), fs::metadata(netns).unwrap().ino());
 }
 
 #[test]
-fn versions_are_told_without_a_daemon() {
-    let output = Place::new("version").call("VERSION", &[("CNI_CONTAINERID", "")]);
+fn version_needs_no_daemon() {
+    let output = TempDir::new("version").call("VERSION", &[("CNI_CONTAINERID", "")]);
     assert!(output.status.success());
     let wanted = r#"{"cniVersion":"1.1.0","supportedVersions":["0.1.0","0.2.0","0.3.0","0.3.1","0.4.0","1.0.0","1.1.0"]}"#;
     assert_eq!(text(&output).trim(), wanted);
 }
 
 #[test]
-fn without_a_daemon_every_command_but_del_fails_at_once() {
-    let place = Place::new("away");
+fn without_a_daemon_every_command_but_del_fails_immediately() {
+    let dir = TempDir::new("away");
     let started = Instant::now();
     for (command, code) in [("ADD", 11), ("CHECK", 11), ("GC", 11), ("STATUS", 50)] {
-        let output = place.call(command, &[]);
+        let output = dir.call(command, &[]);
         has_code(&output, code);
         assert!(
             text(&output).contains("the patchbay node daemon does not answer on this node"),
@@ -148,79 +148,79 @@ fn without_a_daemon_every_command_but_del_fails_at_once() {
         );
     }
     assert!(started.elapsed() < Duration::from_secs(5));
-    assert_eq!(place.tombstones(), Vec::<PathBuf>::new());
+    assert_eq!(dir.tombstones(), Vec::<PathBuf>::new());
 }
 
 #[test]
-fn without_a_daemon_del_leaves_one_tombstone_and_succeeds() {
-    let place = Place::new("tombstone");
+fn without_a_daemon_del_writes_one_tombstone_and_succeeds() {
+    let dir = TempDir::new("tombstone");
     for _ in 0..3 {
-        let output = place.call("DEL", &[("CNI_NETNS", "")]);
+        let output = dir.call("DEL", &[("CNI_NETNS", "")]);
         assert_eq!((output.status.code(), text(&output)), (Some(0), String::new()));
     }
-    let [tombstone] = place.tombstones().try_into().unwrap();
+    let [tombstone] = dir.tombstones().try_into().unwrap();
     assert_eq!(fs::metadata(&tombstone).unwrap().permissions().mode() & 0o777, 0o600);
-    let mut reader = Reader::default();
+    let mut reader = FrameReader::default();
     reader.feed(&fs::read(tombstone).unwrap());
     let Ok(Some(Message::Request(request))) = reader.message() else { panic!("no request") };
     assert_eq!((request.command.as_str(), request.container_id.as_str()), ("DEL", "container"));
 
-    place.call("DEL", &[("CNI_IFNAME", "net2")]);
-    assert_eq!(place.tombstones().len(), 2);
+    dir.call("DEL", &[("CNI_IFNAME", "net2")]);
+    assert_eq!(dir.tombstones().len(), 2);
 }
 
 #[test]
-fn a_hostile_container_id_stays_in_the_directory() {
-    let place = Place::new("hostile");
+fn a_hostile_container_id_cannot_escape_the_tombstone_directory() {
+    let dir = TempDir::new("hostile");
     for id in ["../../../etc/passwd", "/etc/passwd", "..", &"a".repeat(1000), "\n\u{1b}[31m"] {
-        assert!(place.call("DEL", &[("CNI_CONTAINERID", id)]).status.success());
+        assert!(dir.call("DEL", &[("CNI_CONTAINERID", id)]).status.success());
     }
-    assert_eq!(place.tombstones().len(), 5);
-    let state: Vec<_> = fs::read_dir(place.0.join("state")).unwrap().flatten().collect();
+    assert_eq!(dir.tombstones().len(), 5);
+    let state: Vec<_> = fs::read_dir(dir.0.join("state")).unwrap().flatten().collect();
     assert_eq!(state.len(), 1);
 }
 
 #[test]
-fn a_state_directory_that_cannot_be_written_makes_del_fail() {
-    let place = Place::new("unwritable");
-    File::create(place.0.join("state")).unwrap();
-    has_code(&place.call("DEL", &[]), 11);
+fn del_fails_if_the_state_directory_is_not_writable() {
+    let dir = TempDir::new("unwritable");
+    File::create(dir.0.join("state")).unwrap();
+    has_code(&dir.call("DEL", &[]), 11);
 }
 
 #[test]
-fn a_daemon_that_hangs_up_is_one_that_does_not_answer() {
+fn a_closed_connection_counts_as_no_answer() {
     for (command, code) in [("ADD", Some(11)), ("STATUS", Some(50)), ("DEL", None)] {
-        let place = Place::new(&format!("hangup-{command}"));
-        let listener = place.listen();
+        let dir = TempDir::new(&format!("hangup-{command}"));
+        let listener = dir.listen();
         let output = thread::scope(|scope| {
             scope.spawn(|| serve(&listener, None));
-            place.call(command, &[])
+            dir.call(command, &[])
         });
         match code {
             Some(code) => has_code(&output, code),
             None => assert!(output.status.success()),
         }
-        assert_eq!(place.tombstones().len(), usize::from(code.is_none()));
+        assert_eq!(dir.tombstones().len(), usize::from(code.is_none()));
     }
 }
 
 #[test]
-fn a_daemon_that_is_none_is_one_that_does_not_answer() {
-    let place = Place::new("garbage");
-    let listener = place.listen();
+fn a_malformed_reply_counts_as_no_answer() {
+    let dir = TempDir::new("garbage");
+    let listener = dir.listen();
     let output = thread::scope(|scope| {
         scope.spawn(|| {
             let (mut socket, _) = listener.accept().unwrap();
             socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
         });
-        place.call("ADD", &[])
+        dir.call("ADD", &[])
     });
     has_code(&output, 11);
 }
 
 #[test]
-fn a_call_that_lacks_something_is_refused() {
-    let place = Place::new("lacks");
+fn a_call_with_missing_variables_is_rejected() {
+    let dir = TempDir::new("lacks");
     for (command, variable, value) in [
         ("", "CNI_IFNAME", "net1"),
         ("REMOVE", "CNI_IFNAME", "net1"),
@@ -230,21 +230,21 @@ fn a_call_that_lacks_something_is_refused() {
         ("CHECK", "CNI_IFNAME", ""),
         ("DEL", "CNI_CONTAINERID", ""),
     ] {
-        has_code(&place.call(command, &[(variable, value)]), 4);
+        has_code(&dir.call(command, &[(variable, value)]), 4);
     }
 }
 
 #[test]
-fn a_configuration_that_is_too_long_is_refused_and_no_hindrance_to_del() {
-    let place = Place::new("long");
-    let long = vec![b' '; LIMIT + 1];
-    has_code(&place.call_with("ADD", &[], &long), 7);
-    assert!(place.call_with("DEL", &[], &long).status.success());
-    assert_eq!(place.tombstones().len(), 1);
+fn an_oversized_configuration_is_rejected_except_by_del() {
+    let dir = TempDir::new("long");
+    let long = vec![b' '; MAX_FRAME + 1];
+    has_code(&dir.call_with("ADD", &[], &long), 7);
+    assert!(dir.call_with("DEL", &[], &long).status.success());
+    assert_eq!(dir.tombstones().len(), 1);
 }
 
 #[test]
-fn the_program_tells_its_version() {
+fn the_plugin_prints_its_version() {
     let output = Command::new(env!("CARGO_BIN_EXE_patchbay-cni")).arg("--version").output().unwrap();
     assert!(text(&output).starts_with("patchbay-cni "), "{output:?}");
 }
