@@ -181,7 +181,7 @@ fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
             (
                 json!(["10.1.0.3/16"]),
                 7,
-                "with length /16, but its subnet 10.1.0.0/24 has /24: ask for 10.1.0.3/24",
+                "with prefix length /16, but its subnet 10.1.0.0/24 has /24: request 10.1.0.3/24",
             ),
         ] {
             let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
@@ -219,8 +219,9 @@ fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_f
                 let (exit, answer) = world.call(&add, Some(&pod)).await;
                 assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
                 let (address, length) = asked.split_once('/').unwrap();
-                let words =
-                    format!("address {address} is asked for with length /{length}, but its subnet {subnet}");
+                let words = format!(
+                    "address {address} is requested with prefix length /{length}, but its subnet {subnet}"
+                );
                 assert!(answer["msg"].as_str().unwrap().contains(&words), "{answer}");
             }
         }
