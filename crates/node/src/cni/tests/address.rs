@@ -1,4 +1,4 @@
-//! Addresses through the socket: of `patchbay-bridge`, and of `patchbay-ipam` for any other plugin.
+//! Addresses through the socket: for `patchbay-bridge`, and for other plugins that delegate to `patchbay-ipam`.
 
 use std::io::Write as _;
 
@@ -12,7 +12,7 @@ fn spec(text: Value) -> Spec {
 }
 
 impl World {
-    /// The network says this about addresses.
+    /// Sets `spec.ipam` of the network.
     fn set_ipam(&self, ipam: &Spec) {
         let pool = Pool::new("blue", ipam, |family| family.block_length(ipam), true);
         self.networks.send_modify(|networks| {
@@ -28,7 +28,7 @@ fn dual() -> Value {
     })
 }
 
-/// A call of the address plugin by some other plugin.
+/// A call of `patchbay-ipam` by another plugin.
 fn delegated(command: &str, id: &str, changes: Value) -> Request {
     let mut config = json!({
         "cniVersion": "1.1.0", "name": "theirs", "type": "macvlan",
@@ -48,7 +48,7 @@ fn ours() -> Value {
 }
 
 #[test]
-fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
+fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
     on_server("addresses", async |world| {
         world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
@@ -70,7 +70,7 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
         assert!(shown.contains("10.1.0.2/24") && shown.contains("fd01::2/64"), "{shown}");
         assert!(pod.ip("route").unwrap().contains("10.9.0.0/16 via 10.1.0.1"));
         assert!(pod.ip("-6 route").unwrap().contains("fd09::/64 via fd01::9"));
-        // Asked again, it is the same; and a check agrees.
+        // A repeated ADD returns the same result, and CHECK agrees.
         assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
         let mut check = ours();
         check["prevResult"] = made.clone();
@@ -90,7 +90,7 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
 }
 
 #[test]
-fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_gone() {
+fn a_repeated_add_and_check_agree_with_the_first_add_after_the_subnet_is_removed() {
     on_server("drained", async |world| {
         world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
@@ -122,10 +122,10 @@ fn key(id: &str) -> plan::ipam::AttachmentKey {
 }
 
 #[test]
-fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
+fn other_plugins_get_addresses_in_the_result_format_of_their_version() {
     on_server("delegated", async |world| {
         world.set_ipam(&spec(dual()));
-        // The bridge need not be here.
+        // The bridge need not be on this node.
         world.set("red", State::NotSelected);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
@@ -157,7 +157,7 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
 }
 
 #[test]
-fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
+fn a_requested_address_is_allocated_or_refused_with_a_reason() {
     on_server("requested", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
@@ -175,9 +175,9 @@ fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
             (json!(["10.1.0.9"]), 7, "excluded"),
             (json!(["10.2.0.9"]), 7, "in no subnet"),
             (json!(["10.1.0.3", "10.1.0.4"]), 7, "two addresses of one family"),
-            (json!(["tea"]), 7, "no address"),
-            (json!(["10.1.0.3/tea"]), 7, "no address"),
-            (json!(["10.1.0.3/33"]), 7, "no address"),
+            (json!(["tea"]), 7, "not an IP address"),
+            (json!(["10.1.0.3/tea"]), 7, "not an IP address"),
+            (json!(["10.1.0.3/33"]), 7, "not an IP address"),
             (
                 json!(["10.1.0.3/16"]),
                 7,
@@ -191,7 +191,7 @@ fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
     });
 }
 
-/// Every way to ask for an address, by any plugin and by a bridge.
+/// Every way to request an address, through another plugin and through `patchbay-bridge`.
 fn ways(asked: &str, id: &str) -> Vec<Request> {
     let by_config = json!({"runtimeConfig": {"ips": [asked]}});
     let by_args = json!({"args": {"cni": {"ips": [asked]}}});
@@ -208,7 +208,7 @@ fn ways(asked: &str, id: &str) -> Vec<Request> {
 }
 
 #[test]
-fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_for() {
+fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
     on_server("length", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
@@ -237,7 +237,7 @@ fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_f
 }
 
 #[test]
-fn who_cannot_have_an_address_is_told_why() {
+fn an_add_without_addresses_fails_with_the_reason() {
     on_server("no-address", async |world| {
         let pod = Namespace::new();
         let why = async |changes: Value, id: &str| world.refused("ADD", id, &pod, changes).await;
@@ -257,7 +257,7 @@ fn who_cannot_have_an_address_is_told_why() {
         let (code, msg) = world.refused("ADD", "c3", &third, ours()).await;
         assert!(code == 11 && msg.contains("no new address"), "{msg}");
         assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await.1["code"], 50);
-        // Who has one keeps it, and can give it back.
+        // Existing leases are kept and can be released.
         world.done("ADD", "c1", &pod, ours()).await;
         world.done("DEL", "c1", &pod, ours()).await;
         assert_eq!(world.ipam.grant(&key("c1")), None);
@@ -265,15 +265,15 @@ fn who_cannot_have_an_address_is_told_why() {
     });
 }
 
-/// Asks as a shim does that does not stay for the answer.
-fn ask(world: &World, request: &Request, pod: &Namespace) -> UnixStream {
+/// Sends a request like a shim that does not wait for the answer.
+fn send(world: &World, request: &Request, pod: &Namespace) -> UnixStream {
     let client = UnixStream::connect(path(&world.places.run_dir)).unwrap();
     frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
     client
 }
 
-/// Far less than a pod waits for an address.
-const AT_ONCE: Duration = Duration::from_secs(4);
+/// Far less than an ADD waits for an address.
+const PROMPT: Duration = Duration::from_secs(4);
 
 async fn until(what: &str, is_so: impl Fn() -> bool) {
     let wait = async {
@@ -281,11 +281,11 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(AT_ONCE, wait).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+    timeout(PROMPT, wait).await.unwrap_or_else(|_| panic!("timed out: {what}"));
 }
 
-/// How many calls of ADD have ended.
-fn ended(world: &World) -> usize {
+/// How many ADD calls have finished.
+fn finished(world: &World) -> usize {
     let mut registry = Registry::default();
     world.metrics.register(&mut registry);
     let mut text = String::new();
@@ -295,28 +295,28 @@ fn ended(world: &World) -> usize {
 }
 
 #[test]
-fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
+fn a_plugin_that_disconnects_while_it_waits_gets_no_address() {
     on_server("hung-up", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
-        // The API server is heard of, and there is nothing to give.
+        // The API server is reachable, and the network has no block.
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
         for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
-            let before = ended(world);
-            let client = ask(world, &add, &pod);
+            let before = finished(world);
+            let client = send(world, &add, &pod);
             until("the pod waits", || world.ipam.has_waiters()).await;
             drop(client);
-            until("the call ends", || ended(world) > before).await;
+            until("the call ends", || finished(world) > before).await;
             assert!(!world.ipam.has_waiters());
         }
 
-        // One that goes at the last moment, and one that goes while it waits for the other.
-        let first = ask(world, &request("ADD", "c1", ours()), &pod);
+        // One client disconnects at the last moment, another while it waits for the first.
+        let first = send(world, &request("ADD", "c1", ours()), &pod);
         until("the pod waits", || world.ipam.has_waiters()).await;
-        drop(ask(world, &request("ADD", "c1", json!({})), &pod));
+        drop(send(world, &request("ADD", "c1", json!({})), &pod));
         drop(first);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("all calls end", || ended(world) == 4).await;
+        until("all calls end", || finished(world) == 4).await;
         assert_eq!((world.ipam.grant(&key("c1")), pod.links()), (None, 1));
 
         let made = world.done("ADD", "c1", &pod, ours()).await;
@@ -325,19 +325,19 @@ fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
 }
 
 #[test]
-fn a_plugin_that_says_no_more_and_listens_is_answered() {
+fn a_plugin_that_closes_only_its_write_half_is_answered() {
     use std::net::Shutdown;
 
     on_server("half-closed", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
-        let client = ask(world, &delegated("ADD", "c1", json!({})), &pod);
+        let client = send(world, &delegated("ADD", "c1", json!({})), &pod);
         (&client).write_all(b"and more").unwrap();
         client.shutdown(Shutdown::Write).unwrap();
         until("the pod waits", || world.ipam.has_waiters()).await;
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("the call ends", || ended(world) == 1).await;
+        until("the call ends", || finished(world) == 1).await;
         assert!(world.ipam.grant(&key("c1")).is_some());
     });
 }

@@ -71,8 +71,9 @@ impl BlockController {
         }
         let now = Instant::now();
         if now < self.next_verify {
-            let released = unverified.iter().filter(|(block, empty)| *empty && self.idle.contains_key(block));
-            empty.extend(released.map(|(block, _)| block.clone()));
+            let known_empty =
+                unverified.iter().filter(|(block, empty)| *empty && self.idle.contains_key(block));
+            empty.extend(known_empty.map(|(block, _)| block.clone()));
             return;
         }
         self.next_verify = now + VERIFY_INTERVAL.min(self.timings.gc_interval);
@@ -111,7 +112,8 @@ impl BlockController {
         }
     }
 
-    /// Checks the answers of lenders. Gives up addresses that are refused or not granted in time.
+    /// Checks the answers of lenders. Fails the ADDs that wait for an address that is refused or not granted in time, and
+    /// abandons the latter.
     pub(super) fn check_lenders(&mut self, acquiring: BTreeMap<BlockKey, String>, now: Instant) {
         for (block, network) in acquiring {
             let Some(lender) =
@@ -143,7 +145,7 @@ impl BlockController {
             };
             let ttl = if refused { REFUSED_TTL } else { LENDER_TIMEOUT };
             self.refused_addresses.insert((block.network.clone(), address), now + ttl);
-            self.ipam.fail_request(PendingRequest::Address(block.network.clone(), address), reason.clone());
+            self.ipam.fail_request(PendingRequest::Address(block.network.clone(), address), reason);
             if silent {
                 let holder = enclosing.spec.holder.clone();
                 let before = self.silent_lenders.get(&holder.uid);
