@@ -301,14 +301,14 @@ impl Fleet {
     }
 
     /// Deletes the abandoned blocks of deleted nodes, as the controller does.
-    pub async fn delete_abandoned(&self, gone: &BTreeSet<String>) -> Result<usize> {
+    pub async fn delete_abandoned(&self, deleted_nodes: &BTreeSet<String>) -> Result<usize> {
         let all = self.objects().await?;
         let read = |block: &IPBlock| {
             let (spec, status) = (block.spec.clone(), block.status.clone().unwrap_or_default());
             ObservedIpBlock { uid: block.uid().unwrap_or_default(), spec, status }
         };
         let objects: Vec<ObservedIpBlock> = all.iter().map(read).collect();
-        let blocks = abandoned(&objects, |holder| gone.contains(&holder.uid));
+        let blocks = abandoned(&objects, |holder| deleted_nodes.contains(&holder.uid));
         let count = blocks.len();
         for object in blocks {
             let found = all

@@ -205,13 +205,13 @@ async fn a_lender_that_does_not_answer_is_named(lab: Lab) -> Result<()> {
     })
     .await?;
     fleet.power_off(0).await;
-    let gone = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
-    ensure!(fleet.delete_abandoned(&gone).await? == 0, "a block with a lent address was deleted");
+    let deleted_nodes = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
+    ensure!(fleet.delete_abandoned(&deleted_nodes).await? == 0, "a block with a lent address was deleted");
     fleet.delete(1, "borrower")?;
     wait::until(SOON, "the block of the deleted node to be deleted", || async {
-        fleet.delete_abandoned(&gone).await?;
+        fleet.delete_abandoned(&deleted_nodes).await?;
         let left = fleet.objects().await?;
-        Ok((!left.iter().any(|one| gone.contains(&one.spec.holder.uid))).then_some(()))
+        Ok((!left.iter().any(|one| deleted_nodes.contains(&one.spec.holder.uid))).then_some(()))
     })
     .await?;
     let taken = fleet.add(2, "successor", vec![IpAddr::V4(first)], SOON).await??;
@@ -358,11 +358,11 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     let mut live: Vec<(usize, String)> = Vec::new();
     // The addresses that sandboxes really have, even if a daemon lost its journal.
     let mut actual: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
-    let mut gone: BTreeSet<String> = BTreeSet::new();
+    let mut deleted_nodes: BTreeSet<String> = BTreeSet::new();
     let mut recent: VecDeque<String> = VecDeque::new();
     for step in 0..steps {
         let number = dice.roll(fleet.machines.len());
-        let is_gone = gone.contains(&fleet.machines[number].holder.uid);
+        let is_deleted = deleted_nodes.contains(&fleet.machines[number].holder.uid);
         let action = match dice.roll(100) {
             0..45 if fleet.is_up(number) => {
                 // Several concurrent ADDs, on several nodes.
@@ -427,11 +427,11 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 fleet.damage(number, first, count).await?;
                 "damage"
             }
-            88 if !is_gone => {
+            88 if !is_deleted => {
                 fleet.lose_disk(number).await;
                 "lose disk"
             }
-            89 if !is_gone => {
+            89 if !is_deleted => {
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
                 fleet.recreate_node(number, &uid);
                 "recreate node"
@@ -441,25 +441,25 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 live.retain(|(holder, _)| *holder != number);
                 "reboot"
             }
-            92 if is_gone => {
+            92 if is_deleted => {
                 // Rejoins with its disk, under a new Node.
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
                 fleet.recreate_node(number, &uid);
                 fleet.start(number)?;
                 "rejoin"
             }
-            92..94 if gone.len() < 6 && !is_gone => {
+            92..94 if deleted_nodes.len() < 6 && !is_deleted => {
                 fleet.power_off(number).await;
                 live.retain(|(holder, _)| *holder != number);
-                gone.insert(fleet.machines[number].holder.uid.clone());
+                deleted_nodes.insert(fleet.machines[number].holder.uid.clone());
                 "delete node"
             }
             94..96 => {
-                fleet.delete_abandoned(&gone).await?;
+                fleet.delete_abandoned(&deleted_nodes).await?;
                 "delete abandoned"
             }
             _ => {
-                if !is_gone {
+                if !is_deleted {
                     fleet.start(number)?;
                 }
                 "start"
@@ -476,7 +476,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             .with_context(|| format!("step {step}: {action}\n{recent:#?}\n{}", fleet.describe()))?;
     }
     for number in 0..fleet.machines.len() {
-        if !gone.contains(&fleet.machines[number].holder.uid) {
+        if !deleted_nodes.contains(&fleet.machines[number].holder.uid) {
             fleet.start(number)?;
         }
     }
@@ -485,11 +485,11 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     }
     // Deleted nodes stay deleted, with the blocks that their earlier Nodes may have held.
     for machine in &fleet.machines {
-        gone.extend(machine.former.iter().cloned());
+        deleted_nodes.extend(machine.former.iter().cloned());
     }
     wait::until(SOON * 2, "all blocks and leases to be released", || async {
         fleet.check_no_duplicates()?;
-        fleet.delete_abandoned(&gone).await?;
+        fleet.delete_abandoned(&deleted_nodes).await?;
         ensure!(fleet.leases().is_empty(), "{:?}", fleet.leases());
         let left = fleet.objects().await?;
         let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();

@@ -440,10 +440,10 @@ impl IpamState {
         for (request, count) in &self.waiters {
             match request {
                 PendingRequest::Any(network, family) => {
-                    _ = pending.any.insert((network.clone(), *family), *count)
+                    _ = pending.any.insert((network.clone(), *family), *count);
                 }
                 PendingRequest::Address(network, address) => {
-                    _ = pending.addresses.insert((network.clone(), *address))
+                    _ = pending.addresses.insert((network.clone(), *address));
                 }
             }
         }

@@ -594,7 +594,7 @@ impl BlockController {
             }
             BlockStep::Delete { block, object } => self.delete_block(block, &object).await?,
             BlockStep::UpdateStatus { block, object, status } => {
-                self.update_status(block, &object, status).await?
+                self.update_status(block, &object, status).await?;
             }
             BlockStep::Acquire { network, family, missing } => {
                 return self.acquire(&network, family, missing).await;

@@ -520,7 +520,7 @@ pub fn lending_candidate(
 /// them.
 pub fn abandoned<'a>(
     objects: impl IntoIterator<Item = &'a ObservedIpBlock> + Clone,
-    gone: impl Fn(&Holder) -> bool,
+    is_gone: impl Fn(&Holder) -> bool,
 ) -> Vec<&'a ObservedIpBlock> {
     let mut holders: BTreeMap<&Uid, &Holder> = BTreeMap::new();
     for object in objects.clone() {
@@ -529,9 +529,9 @@ pub fn abandoned<'a>(
     let used = |object: &ObservedIpBlock| {
         let lent = object.status.lent.iter();
         // A borrower that is gone too never returns the address.
-        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !gone(holder))
+        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !is_gone(holder))
     };
-    objects.into_iter().filter(|object| gone(&object.spec.holder) && !used(object)).collect()
+    objects.into_iter().filter(|object| is_gone(&object.spec.holder) && !used(object)).collect()
 }
 
 /// The address counts of one family of a network, summed over its blocks.

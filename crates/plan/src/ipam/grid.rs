@@ -144,8 +144,8 @@ impl BlockGrid {
     fn within(&self, first: u128, last: u128) -> Vec<Span> {
         let from = self.spans.partition_point(|&(_, end)| end < first);
         let rest = self.spans.get(from..).unwrap_or_default().iter();
-        let inside = rest.take_while(|&&(begin, _)| begin <= last);
-        inside.map(|&(begin, end)| (begin.max(first), end.min(last))).collect()
+        let inside = rest.take_while(|&&(start, _)| start <= last);
+        inside.map(|&(start, end)| (start.max(first), end.min(last))).collect()
     }
 
     /// The first free address of a range, searched from `from` and then from the start of the range. Tests no more addresses
@@ -160,8 +160,8 @@ impl BlockGrid {
         let middle = from.map_or(first, number).clamp(first, last);
         let before = if middle > first { self.within(first, middle - 1) } else { Vec::new() };
         let mut spans = self.within(middle, last).into_iter().chain(before);
-        spans.find_map(|(begin, end)| {
-            let mut number = begin;
+        spans.find_map(|(start, end)| {
+            let mut number = start;
             loop {
                 let address = self.family.address(number);
                 if !taken(address) {
@@ -186,19 +186,19 @@ impl BlockGrid {
         let mut rest: Option<Span> = None;
         std::iter::from_fn(move || {
             loop {
-                let (mut begin, end) = rest.take().or_else(|| spans.next())?;
-                while begin <= end && taken(self.family.address(begin)) {
-                    begin = begin.checked_add(1)?;
+                let (mut start, end) = rest.take().or_else(|| spans.next())?;
+                while start <= end && taken(self.family.address(start)) {
+                    start = start.checked_add(1)?;
                 }
-                if begin > end {
+                if start > end {
                     continue;
                 }
-                let mut stop = begin;
+                let mut stop = start;
                 while stop < end && !taken(self.family.address(stop + 1)) {
                     stop += 1;
                 }
                 rest = (stop < end).then(|| (stop + 1, end));
-                return Some((self.family.address(begin), self.family.address(stop)));
+                return Some((self.family.address(start), self.family.address(stop)));
             }
         })
     }

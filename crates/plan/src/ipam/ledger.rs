@@ -370,7 +370,7 @@ impl Ledger {
     pub fn apply(&mut self, record: &LedgerRecord) {
         match record {
             LedgerRecord::Acquiring { block, network } => {
-                self.set_holding(block, network, Stage::Acquiring, None)
+                self.set_holding(block, network, Stage::Acquiring, None);
             }
             LedgerRecord::Acquired { block, object } => {
                 if let Some(holding) = self.holdings.get_mut(block) {

@@ -54,16 +54,16 @@ fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let result = world.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(
-            made["ips"],
+            result["ips"],
             json!([
                 {"address": "10.1.0.2/24", "gateway": "10.1.0.1", "interface": 1},
                 {"address": "fd01::2/64", "gateway": "fd01::1", "interface": 1},
             ])
         );
         assert_eq!(
-            made["routes"],
+            result["routes"],
             json!([{"dst": "10.9.0.0/16", "gw": "10.1.0.1"}, {"dst": "fd09::/64", "gw": "fd01::9"}])
         );
         let shown = pod.ip("addr show net1").unwrap();
@@ -71,9 +71,9 @@ fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
         assert!(pod.ip("route").unwrap().contains("10.9.0.0/16 via 10.1.0.1"));
         assert!(pod.ip("-6 route").unwrap().contains("fd09::/64 via fd01::9"));
         // A repeated ADD returns the same result, and CHECK agrees.
-        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
         let mut check = ours();
-        check["prevResult"] = made.clone();
+        check["prevResult"] = result.clone();
         world.done("CHECK", "c1", &pod, check.clone()).await;
         pod.ip("addr del 10.1.0.2/24 dev net1").unwrap();
         assert_eq!(world.refused("CHECK", "c1", &pod, check).await.0, 100);
@@ -96,17 +96,17 @@ fn a_repeated_add_and_check_agree_with_the_first_add_after_the_subnet_is_removed
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let result = world.done("ADD", "c1", &pod, ours()).await;
         let (_, theirs) = world.call(&delegated("ADD", "c2", json!({})), None).await;
         assert_eq!(theirs["ips"][0], json!({"address": "10.1.0.3/24", "gateway": "10.1.0.1"}));
         for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
             let mut now = dual();
             (now["subnets"], now["gateways"]) = (subnets, json!([]));
             world.set_ipam(&spec(now));
-            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
             assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
             let mut check = ours();
-            check["prevResult"] = made.clone();
+            check["prevResult"] = result.clone();
             world.done("CHECK", "c1", &pod, check.clone()).await;
             let same = delegated("CHECK", "c2", json!({"prevResult": theirs}));
             assert_eq!(world.call(&same, None).await, (0, Value::Null));
@@ -132,19 +132,19 @@ fn other_plugins_get_addresses_in_the_result_format_of_their_version() {
         for (number, version) in wire::CNI_VERSIONS.iter().enumerate() {
             let id = format!("c{number}");
             let add = delegated("ADD", &id, json!({"cniVersion": version}));
-            let (exit, made) = world.call(&add, None).await;
-            assert_eq!((exit, &made["cniVersion"]), (0, &json!(version)), "{made}");
+            let (exit, result) = world.call(&add, None).await;
+            assert_eq!((exit, &result["cniVersion"]), (0, &json!(version)), "{result}");
             let four = format!("10.1.0.{}/24", number + 2);
-            let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
-            assert_eq!(said, &json!(four), "{made}");
-            assert!(made.get("interfaces").is_none());
+            let address = if number < 2 { &result["ip4"]["ip"] } else { &result["ips"][0]["address"] };
+            assert_eq!(address, &json!(four), "{result}");
+            assert!(result.get("interfaces").is_none());
             let lease = world.ipam.grant(&key(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
-        let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
-        let check = delegated("CHECK", "c6", json!({"prevResult": made}));
+        let (_, result) = world.call(&delegated("ADD", "c6", json!({})), None).await;
+        let check = delegated("CHECK", "c6", json!({"prevResult": result}));
         assert_eq!(world.call(&check, None).await, (0, Value::Null));
-        let check = delegated("CHECK", "c99", json!({"prevResult": made}));
+        let check = delegated("CHECK", "c99", json!({"prevResult": result}));
         assert_eq!(world.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
         assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
@@ -161,16 +161,16 @@ fn a_requested_address_is_allocated_or_refused_with_a_reason() {
     on_server("requested", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        let asked = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
+        let with_ips = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
         let add = |id: &str, changes: Value| delegated("ADD", id, changes);
-        let (_, made) = world.call(&add("c1", asked(json!(["10.1.0.5/24"]))), None).await;
-        assert_eq!(made["ips"][0]["address"], "10.1.0.5/24", "{made}");
+        let (_, result) = world.call(&add("c1", with_ips(json!(["10.1.0.5/24"]))), None).await;
+        assert_eq!(result["ips"][0]["address"], "10.1.0.5/24", "{result}");
         let by_args = json!({"args": {"cni": {"ips": ["10.1.0.6"]}}});
         assert_eq!(world.call(&add("c2", by_args), None).await.1["ips"][0]["address"], "10.1.0.6/24");
         let mut third = add("c3", json!({}));
         third.args.push_str(";IP=10.1.0.7");
         assert_eq!(world.call(&third, None).await.1["ips"][0]["address"], "10.1.0.7/24");
-        for (ips, code, word) in [
+        for (ips, code, text) in [
             (json!(["10.1.0.5"]), 11, "in use by pod default/pod"),
             (json!(["10.1.0.9"]), 7, "excluded"),
             (json!(["10.2.0.9"]), 7, "in no subnet"),
@@ -184,18 +184,18 @@ fn a_requested_address_is_allocated_or_refused_with_a_reason() {
                 "with prefix length /16, but its subnet 10.1.0.0/24 has /24: request 10.1.0.3/24",
             ),
         ] {
-            let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
+            let (_, answer) = world.call(&add("c9", with_ips(ips)), None).await;
             assert_eq!(answer["code"], code, "{answer}");
-            assert!(answer["msg"].as_str().unwrap().contains(word), "{answer}");
+            assert!(answer["msg"].as_str().unwrap().contains(text), "{answer}");
         }
     });
 }
 
 /// Every way to request an address, through another plugin and through `patchbay-bridge`.
-fn ways(asked: &str, id: &str) -> Vec<Request> {
-    let by_config = json!({"runtimeConfig": {"ips": [asked]}});
-    let by_args = json!({"args": {"cni": {"ips": [asked]}}});
-    let by_variable = format!(";IP={asked}");
+fn ways(requested: &str, id: &str) -> Vec<Request> {
+    let by_config = json!({"runtimeConfig": {"ips": [requested]}});
+    let by_args = json!({"args": {"cni": {"ips": [requested]}}});
+    let by_variable = format!(";IP={requested}");
     let mut all = Vec::new();
     for (mut changes, more) in [(by_config, ""), (by_args, ""), (json!({}), by_variable.as_str())] {
         let theirs = delegated("ADD", id, changes.clone());
@@ -214,11 +214,11 @@ fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        for (asked, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
-            for add in ways(asked, "c1") {
+        for (requested, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
+            for add in ways(requested, "c1") {
                 let (exit, answer) = world.call(&add, Some(&pod)).await;
                 assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
-                let (address, length) = asked.split_once('/').unwrap();
+                let (address, length) = requested.split_once('/').unwrap();
                 let words = format!(
                     "address {address} is requested with prefix length /{length}, but its subnet {subnet}"
                 );
@@ -226,10 +226,10 @@ fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
             }
         }
         assert_eq!((world.ipam.leases(), pod.links()), (Vec::new(), 1));
-        for (number, asked) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
-            for add in ways(asked, &format!("d{number}")) {
-                let (exit, made) = world.call(&add, Some(&pod)).await;
-                assert_eq!((exit, &made["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{made}");
+        for (number, requested) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
+            for add in ways(requested, &format!("d{number}")) {
+                let (exit, result) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &result["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{result}");
                 assert_eq!(world.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
             }
         }
@@ -319,8 +319,8 @@ fn a_plugin_that_disconnects_while_it_waits_gets_no_address() {
         until("all calls end", || finished(world) == 4).await;
         assert_eq!((world.ipam.grant(&key("c1")), pod.links()), (None, 1));
 
-        let made = world.done("ADD", "c1", &pod, ours()).await;
-        assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
+        let result = world.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(result["ips"][0]["address"], "10.1.0.1/24");
     });
 }
 

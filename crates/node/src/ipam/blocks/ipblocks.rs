@@ -122,11 +122,11 @@ impl BlockController {
         }
         self.lent_checked.remove(&key);
         // The borrower created its IPBlock again, perhaps while a pod uses the address: lend it without a gap.
-        let asks = |found: &IPBlock| {
+        let is_request = |found: &IPBlock| {
             let lender = found.spec.lender.as_ref().map(|lender| &lender.uid);
             found.spec.network_uid == block.network && lender == Some(&self.holder.uid)
         };
-        if let Some(object) = found.filter(asks).and_then(|found| found.uid()) {
+        if let Some(object) = found.filter(is_request).and_then(|found| found.uid()) {
             self.ipam.record(LedgerRecord::Lent { block, address, object })?;
             return Ok(true);
         }
