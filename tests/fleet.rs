@@ -1,5 +1,5 @@
-//! Many nodes that hand out addresses, in one process: each with a journal and a keeper of its own, against a real API
-//! server. Their pods are names.
+//! Many simulated nodes in one process, each with its own journal and block controller, against a real API server. Their
+//! pods are only names.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,7 +31,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use wire::cni::Error as Refused;
 
-/// The nodes of one network.
+/// Simulated nodes that share one network.
 pub struct Fleet {
     pub network: String,
     pub pool: Arc<Pool>,
@@ -44,7 +44,7 @@ pub struct Fleet {
 /// One node.
 pub struct Machine {
     pub holder: NodeRef,
-    /// The UIDs that its Node had before.
+    /// The UIDs of its earlier Nodes.
     pub former: Vec<String>,
     dir: PathBuf,
     boot: u64,
@@ -54,18 +54,18 @@ pub struct Machine {
     sandboxes: Arc<Mutex<BTreeSet<String>>>,
 }
 
-/// Nodes hurry here: what takes minutes outside takes a moment.
+/// Short timings: what takes minutes in production takes milliseconds.
 pub const FAST: Timings = Timings {
     idle_block: Duration::from_millis(100),
     idle_address: Duration::from_millis(50),
     status_interval: Duration::from_millis(200),
     gc_interval: Duration::from_millis(200),
-    // A sweep looks at the sandboxes first and at the leases then: one that was made in between must not seem left over.
+    // GC lists the sandboxes before it reads the leases: a lease from in between must not be collected.
     min_lease_age: Duration::from_secs(1),
 };
 
 impl Fleet {
-    /// Makes so many nodes that are off.
+    /// Creates this many nodes, all off.
     pub fn new(
         clients: Vec<Client>,
         network: &str,
@@ -84,7 +84,7 @@ impl Fleet {
     }
 
     fn add_machine(&mut self, number: usize) {
-        // Fleets share an API server, and a node takes over what an earlier Node of its name held.
+        // Fleets share an API server, and a node adopts the blocks of an earlier Node of its name.
         let holder = NodeRef {
             node: format!("sim-{number}-{}", self.network),
             uid: format!("{}-{number}", self.network),
@@ -146,14 +146,14 @@ impl Fleet {
         (0..self.machines.len()).try_for_each(|number| self.start(number))
     }
 
-    /// Ends the daemon of a node wherever it is just now.
+    /// Kills the daemon of a node at any point.
     pub async fn crash(&mut self, number: usize) {
         let machine = &mut self.machines[number];
         machine.controller.shutdown().await;
         machine.ipam = None;
     }
 
-    /// Crashes a node together with all its sandboxes, and forgets which boot it was.
+    /// Crashes a node with all its sandboxes; the next start is a new boot.
     pub async fn power_off(&mut self, number: usize) {
         self.crash(number).await;
         let machine = &mut self.machines[number];
@@ -161,13 +161,13 @@ impl Fleet {
         machine.live().clear();
     }
 
-    /// A crash after which nothing is left on the disk; the sandboxes go on.
+    /// Crashes the daemon and deletes its state; the sandboxes keep running.
     pub async fn lose_disk(&mut self, number: usize) {
         self.crash(number).await;
         let _ = fs::remove_dir_all(&self.machines[number].dir);
     }
 
-    /// A crash after which some lines of the journal cannot be read, the first of them and how many; the sandboxes go on.
+    /// Crashes the daemon and zeroes `count` lines of its journal from line `first`; the sandboxes keep running.
     pub async fn damage(&mut self, number: usize, first: usize, count: usize) -> Result<()> {
         self.crash(number).await;
         let path = self.machines[number].dir.join("ipam/journal");
@@ -180,7 +180,7 @@ impl Fleet {
         fs::write(&path, bytes).context("damage a journal")
     }
 
-    /// The Node of a machine is deleted and made anew.
+    /// Deletes the Node of a machine and creates it again with this UID.
     pub fn recreate_node(&mut self, number: usize, uid: &str) {
         let machine = &mut self.machines[number];
         machine.former.push(std::mem::replace(&mut machine.holder.uid, uid.to_owned()));
@@ -192,7 +192,7 @@ impl Fleet {
         self.machines[number].ipam.is_some()
     }
 
-    /// A call of ADD for a sandbox.
+    /// Calls ADD for a sandbox.
     pub fn add(
         &self,
         number: usize,
@@ -225,7 +225,7 @@ impl Fleet {
         }
     }
 
-    /// A call of DEL.
+    /// Calls DEL.
     pub fn delete(&self, number: usize, container: &str) -> Result<()> {
         let machine = &self.machines[number];
         machine.live().remove(container);
@@ -233,12 +233,12 @@ impl Fleet {
         ipam.release(&attachment_key(container)).map(drop).map_err(anyhow::Error::from)
     }
 
-    /// A sandbox goes and nobody says so.
+    /// Removes a sandbox without DEL.
     pub fn remove_sandbox(&self, number: usize, container: &str) {
         self.machines[number].live().remove(container);
     }
 
-    /// What every node that is up says its sandboxes have.
+    /// The leases of all nodes that are up.
     pub fn leases(&self) -> Vec<(usize, Lease)> {
         let up = self.machines.iter().enumerate();
         up.filter_map(|(number, one)| Some((number, one.ipam.as_ref()?)))
@@ -246,13 +246,13 @@ impl Fleet {
             .collect()
     }
 
-    /// Fails if any address has two owners.
+    /// Fails if an address belongs to two sandboxes. Returns the number of addresses in use.
     pub fn check_no_duplicates(&self) -> Result<usize> {
         let mut owners: BTreeMap<IpAddr, (usize, AttachmentKey)> = BTreeMap::new();
         for (number, lease) in self.leases() {
             for address in &lease.addresses {
                 let before = owners.insert(*address, (number, lease.key.clone()));
-                // A damaged journal may bring back the lease of a sandbox that is gone, until it is swept.
+                // A damaged journal may restore the lease of a removed sandbox, until GC collects it.
                 let live = |number: usize, key: &AttachmentKey| {
                     self.machines[number].live().contains(&key.container)
                 };
@@ -267,7 +267,7 @@ impl Fleet {
         Ok(owners.len())
     }
 
-    /// What every node that is up holds.
+    /// The blocks of all nodes that are up.
     pub fn describe(&self) -> String {
         let mut text = String::new();
         for machine in &self.machines {
@@ -281,7 +281,7 @@ impl Fleet {
         text
     }
 
-    /// How many blocks and addresses every node that is up holds, by their stage, and how many pods it has.
+    /// The number of blocks and single addresses of each node that is up, by stage, and of its pods.
     pub fn summary(&self) -> String {
         let mut text = String::new();
         for machine in &self.machines {
@@ -303,18 +303,21 @@ impl Fleet {
         Ok(self.api().list(&params).await?.items)
     }
 
-    /// Does what the controller does about nodes that are gone.
-    pub async fn delete_abandoned(&self, gone: &BTreeSet<String>) -> Result<usize> {
+    /// Deletes the abandoned blocks of deleted nodes, as the controller does.
+    pub async fn delete_abandoned(&self, deleted_nodes: &BTreeSet<String>) -> Result<usize> {
         let all = self.objects().await?;
         let read = |block: &IPBlock| {
             let (spec, status) = (block.spec.clone(), block.status.clone().unwrap_or_default());
             ObservedIpBlock { uid: block.uid().unwrap_or_default(), spec, status }
         };
         let objects: Vec<ObservedIpBlock> = all.iter().map(read).collect();
-        let left = abandoned(&objects, |holder| gone.contains(&holder.uid));
-        let count = left.len();
-        for object in left {
-            let found = all.iter().find(|block| block.uid().as_ref() == Some(&object.uid)).context("it")?;
+        let blocks = abandoned(&objects, |holder| deleted_nodes.contains(&holder.uid));
+        let count = blocks.len();
+        for object in blocks {
+            let found = all
+                .iter()
+                .find(|block| block.uid().as_ref() == Some(&object.uid))
+                .context("the abandoned IPBlock")?;
             let only = Preconditions { uid: found.uid(), resource_version: found.resource_version() };
             let params = DeleteParams::default().preconditions(only);
             match self.api().delete(&found.name_any(), &params).await {
@@ -326,10 +329,10 @@ impl Fleet {
         Ok(count)
     }
 
-    /// Waits until no block is left: every node has given back what nobody has.
+    /// Waits until all nodes have released their blocks.
     pub async fn wait_until_released(&self, within: Duration) -> Result<()> {
-        ensure!(self.leases().is_empty(), "somebody still has {:?}", self.leases());
-        wait::until(within, "every block to be given back", || async {
+        ensure!(self.leases().is_empty(), "there are still leases: {:?}", self.leases());
+        wait::until(within, "every block to be released", || async {
             let left = self.objects().await?;
             let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();
             ensure!(names.is_empty(), "{names:?}");
@@ -338,7 +341,7 @@ impl Fleet {
         .await
     }
 
-    /// Ends all nodes, and removes what they kept.
+    /// Stops all nodes and removes their state.
     pub async fn shutdown(mut self) {
         for number in 0..self.machines.len() {
             self.crash(number).await;

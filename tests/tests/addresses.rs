@@ -1,4 +1,4 @@
-//! Addresses: many nodes against a real API server, in a lab without nodes of its own.
+//! Address management of many simulated nodes against a real API server, in a lab without nodes.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
 
 use std::{
@@ -28,22 +28,22 @@ fn main() -> ExitCode {
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { install(&lab) }),
         tests: tests![
-            nodes_take_blocks_and_hand_out_every_address_once,
+            nodes_acquire_blocks_and_allocate_every_address_once,
             a_small_subnet_is_usable_to_its_last_address_from_any_node,
-            an_address_in_somebody_elses_block_is_lent,
-            a_holder_that_is_silent_is_named,
+            an_address_in_the_block_of_another_node_is_lent,
+            a_lender_that_does_not_answer_is_named,
             blocks_survive_a_crash_and_a_new_node_object,
             a_thousand_addresses_cost_few_requests,
-            random_histories_never_give_an_address_twice_and_leak_none,
+            random_histories_never_allocate_an_address_twice_and_leak_none,
         ],
     }
     .run()
 }
 
-/// Only the kinds: who may write is another suite's.
+/// Installs only the CRDs; another suite tests RBAC.
 fn install(lab: &Lab) -> Result<()> {
     let path = patchbay::manifests_dir().join("00-crds.yaml");
-    lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
+    lab.kubectl(&["apply", "-f", path.to_str().context("the path is not UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     Ok(())
 }
@@ -71,17 +71,17 @@ async fn add(fleet: &Fleet, number: usize, container: &str) -> Result<Vec<IpAddr
     Ok(fleet.add(number, container, Vec::new(), SOON).await??)
 }
 
-async fn nodes_take_blocks_and_hand_out_every_address_once(lab: Lab) -> Result<()> {
+async fn nodes_acquire_blocks_and_allocate_every_address_once(lab: Lab) -> Result<()> {
     let ipam = json!({"subnets": ["10.1.0.0/22", "fd01::/64"], "gateways": ["10.1.0.1"]});
     let fleet = fleet(&lab, "plain", ipam, 5).await?;
-    let begun = Instant::now();
+    let started = Instant::now();
     let names: Vec<(usize, String)> = (0..200).map(|pod| (pod % 5, format!("pod-{pod}"))).collect();
     let all = join_all(names.iter().map(|(number, name)| add(&fleet, *number, name))).await;
     for addresses in all {
         let addresses = addresses?;
         ensure!(addresses.len() == 2 && addresses[0].is_ipv4() && addresses[1].is_ipv6(), "{addresses:?}");
     }
-    println!("200 pods of 5 nodes after {:?}", begun.elapsed());
+    println!("200 pods of 5 nodes after {:?}", started.elapsed());
     ensure!(fleet.check_no_duplicates()? == 400);
     ensure!(
         !fleet
@@ -96,7 +96,7 @@ async fn nodes_take_blocks_and_hand_out_every_address_once(lab: Lab) -> Result<(
             .into_iter()
             .find(|(_, lease)| lease.key.container == *name)
             .context("the lease")?;
-        ensure!(again == lease.addresses, "asked again it is {again:?}");
+        ensure!(again == lease.addresses, "a repeated ADD returned {again:?}");
     }
     let table = lab.kubectl(&["get", "ipblocks"])?;
     println!("{}", table.lines().take(4).collect::<Vec<_>>().join("\n"));
@@ -121,17 +121,17 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
         }
         ensure!(found.len() == count && fleet.check_no_duplicates()? == count, "{found:?}");
         let last = fleet.add(0, "one-too-many", Vec::new(), SOON).await?;
-        let error = last.err().context("there is one more than there can be")?;
+        let error = last.err().context("allocated more addresses than the subnet has")?;
         ensure!(error.code as u32 == 11 && error.msg.contains("no free"), "{error}");
-        // One goes on one node, and comes on another.
+        // An address released on one node is allocated on another.
         fleet.delete(0, "pod-0")?;
-        let begun = Instant::now();
-        wait::until(SOON, "the freed address", || async {
+        let started = Instant::now();
+        wait::until(SOON, "the released address", || async {
             Ok(fleet.add(1, "late", Vec::new(), SOON).await?.ok())
         })
         .await
         .with_context(|| fleet.describe())?;
-        println!("{subnet}: {count} addresses, one moved to another node after {:?}", begun.elapsed());
+        println!("{subnet}: {count} addresses, one moved to another node after {:?}", started.elapsed());
         fleet.check_no_duplicates()?;
         for number in 0..3 {
             for (_, lease) in fleet.leases().into_iter().filter(|(holder, _)| *holder == number) {
@@ -145,7 +145,7 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
     Ok(())
 }
 
-async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
+async fn an_address_in_the_block_of_another_node_is_lent(lab: Lab) -> Result<()> {
     let fleet = fleet(&lab, "lend", json!({"subnets": ["10.3.0.0/24"]}), 2).await?;
     let first = add(&fleet, 0, "first").await?[0];
     let IpAddr::V4(first) = first else { anyhow::bail!("{first}") };
@@ -153,33 +153,33 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
         let base = first.to_bits() & !15;
         IpAddr::V4((base + offset).into())
     };
-    let wanted = (2..14).map(near).find(|one| *one != IpAddr::V4(first)).context("another one")?;
+    let wanted = (2..14).map(near).find(|one| *one != IpAddr::V4(first)).context("no other address")?;
     let lent = fleet.add(1, "borrower", vec![wanted], SOON).await??;
     ensure!(lent == [wanted], "{lent:?}");
     let objects = fleet.objects().await?;
-    let single = objects.iter().find(|one| one.spec.cidr == wanted.into()).context("its block")?;
+    let single = objects.iter().find(|one| one.spec.cidr == wanted.into()).context("the borrowed IPBlock")?;
     ensure!(single.spec.holder.node == "sim-1-lend", "{:?}", single.spec);
-    let around =
-        objects.iter().find(|one| one.spec.holder.node == "sim-0-lend").context("the block around")?;
-    let told = around.status.clone().unwrap_or_default();
-    ensure!(told.lent.iter().any(|one| one.address == wanted), "{told:?}");
-    // Nobody gets it twice, neither there nor here.
+    let enclosing =
+        objects.iter().find(|one| one.spec.holder.node == "sim-0-lend").context("the enclosing block")?;
+    let status = enclosing.status.clone().unwrap_or_default();
+    ensure!(status.lent.iter().any(|one| one.address == wanted), "{status:?}");
+    // Neither the lender nor the borrower allocates it twice.
     for number in [0, 1] {
-        let again = fleet.add(number, "thief", vec![wanted], SOON).await?;
-        let error = again.err().context("it was given twice")?;
+        let again = fleet.add(number, "duplicate", vec![wanted], SOON).await?;
+        let error = again.err().context("it was allocated twice")?;
         println!("{error}");
     }
     let used = fleet.add(1, "other", vec![IpAddr::V4(first)], SOON).await?;
-    let error = used.err().context("it was given twice")?;
+    let error = used.err().context("it was allocated twice")?;
     ensure!(error.msg.contains("in use on node sim-0"), "{error}");
-    // It comes back when it is free, and the holder can give it again.
+    // The borrower returns it after its pod, and the lender can allocate it again.
     fleet.delete(1, "borrower")?;
-    wait::until(SOON, "the address to come back", || async {
+    wait::until(SOON, "the address to be returned", || async {
         Ok(fleet.add(0, "next", vec![wanted], SOON).await?.ok())
     })
     .await
     .with_context(|| fleet.describe())?;
-    for (number, name) in [(0, "first"), (0, "next"), (0, "thief"), (1, "thief"), (1, "other")] {
+    for (number, name) in [(0, "first"), (0, "next"), (0, "duplicate"), (1, "duplicate"), (1, "other")] {
         fleet.delete(number, name)?;
     }
     fleet.wait_until_released(SOON).await?;
@@ -187,36 +187,36 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
     Ok(())
 }
 
-async fn a_holder_that_is_silent_is_named(lab: Lab) -> Result<()> {
+async fn a_lender_that_does_not_answer_is_named(lab: Lab) -> Result<()> {
     let mut fleet = fleet(&lab, "silent", json!({"subnets": ["10.4.0.0/24"]}), 3).await?;
     let first = add(&fleet, 0, "first").await?[0];
     let IpAddr::V4(first) = first else { anyhow::bail!("{first}") };
     let near = first.to_bits() ^ 1;
     let wanted: IpAddr = Ipv4Addr::from(if near.trailing_zeros() >= 4 { near ^ 2 } else { near }).into();
     fleet.crash(0).await;
-    let asked = fleet.add(1, "borrower", vec![wanted], SOON).await?;
-    let error = asked.err().context("it was given without its holder")?;
+    let result = fleet.add(1, "borrower", vec![wanted], SOON).await?;
+    let error = result.err().context("it was allocated without its lender")?;
     ensure!(error.code as u32 == 11 && error.msg.contains("sim-0"), "{error}");
     println!("{error}");
-    // Back again, it lends; and gone for good, its block is freed and can be taken.
+    // After a restart it lends. After its Node is deleted, its block is deleted and another node can acquire it.
     fleet.start(0)?;
     wait::until(SOON, "the address", || async {
         Ok(fleet.add(1, "borrower", vec![wanted], SOON).await?.ok())
     })
     .await?;
     fleet.power_off(0).await;
-    let gone = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
-    ensure!(fleet.delete_abandoned(&gone).await? == 0, "a block with a lent address was freed");
+    let deleted_nodes = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
+    ensure!(fleet.delete_abandoned(&deleted_nodes).await? == 0, "a block with a lent address was deleted");
     fleet.delete(1, "borrower")?;
-    wait::until(SOON, "the block of the node that is gone to be freed", || async {
-        fleet.delete_abandoned(&gone).await?;
+    wait::until(SOON, "the block of the deleted node to be deleted", || async {
+        fleet.delete_abandoned(&deleted_nodes).await?;
         let left = fleet.objects().await?;
-        Ok((!left.iter().any(|one| gone.contains(&one.spec.holder.uid))).then_some(()))
+        Ok((!left.iter().any(|one| deleted_nodes.contains(&one.spec.holder.uid))).then_some(()))
     })
     .await?;
-    let taken = fleet.add(2, "heir", vec![IpAddr::V4(first)], SOON).await??;
+    let taken = fleet.add(2, "successor", vec![IpAddr::V4(first)], SOON).await??;
     ensure!(taken == [IpAddr::V4(first)]);
-    fleet.delete(2, "heir")?;
+    fleet.delete(2, "successor")?;
     fleet.wait_until_released(SOON).await?;
     fleet.shutdown().await;
     Ok(())
@@ -228,44 +228,47 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     fleet.crash(0).await;
     fleet.start(0)?;
     ensure!(add(&fleet, 0, "first").await? == first);
-    // A sandbox that vanished without a word is swept; the other stays.
-    add(&fleet, 0, "ghost").await?;
-    fleet.remove_sandbox(0, "ghost");
-    wait::until(SOON, "the ghost to be swept", || async {
+    // The lease of a sandbox that was removed without DEL is collected; the other stays.
+    add(&fleet, 0, "removed").await?;
+    fleet.remove_sandbox(0, "removed");
+    wait::until(SOON, "the lease of the removed sandbox to be collected", || async {
         Ok((fleet.check_no_duplicates()? == 1).then_some(()))
     })
     .await?;
-    // The Node was deleted and made anew: the machine ran on, and its block is still its own.
+    // The Node was deleted and created again while the machine ran: it keeps its block.
     fleet.recreate_node(0, "crash-0-new");
-    wait::until(SOON, "the block to be taken over", || async {
+    wait::until(SOON, "the block to be adopted", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-new").then_some(()))
     })
     .await?;
     ensure!(add(&fleet, 0, "first").await? == first);
     add(&fleet, 0, "second").await?;
-    // Somebody deletes a block by hand: it is made again, and nothing is lost.
+    // A user deletes an IPBlock: the daemon creates it again, and no lease is lost.
     let name = ipblock(&fleet).await?;
     lab.kubectl(&["delete", "ipblock", &name, "--wait=false"])?;
-    wait::until(SOON, "the block to be made again", || async {
+    wait::until(SOON, "the block to be created again", || async {
         let objects = fleet.objects().await?;
         Ok((objects.len() == 1 && objects[0].metadata.deletion_timestamp.is_none()).then_some(()))
     })
     .await?;
     ensure!(add(&fleet, 0, "first").await? == first);
     add(&fleet, 0, "third").await?;
-    // Its journal is lost, and its Node is another one again: what it holds is still its own, and gives nothing new.
+    // The journal is lost and the Node created again: the node keeps its block, which serves no new address.
     fleet.lose_disk(0).await;
     fleet.recreate_node(0, "crash-0-third");
     fleet.start(0)?;
-    wait::until(SOON, "the block to be taken over without a journal", || async {
+    wait::until(SOON, "the block to be adopted without a journal", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-third").then_some(()))
     })
     .await?;
-    ensure!(fleet.delete_abandoned(&BTreeSet::from(["crash-0-new".to_owned()])).await? == 0, "it was freed");
-    ensure!(!first.contains(&add(&fleet, 0, "fourth").await?[0]), "it was given twice");
-    // The node is started anew: its sandboxes are gone, and so are their addresses.
+    ensure!(
+        fleet.delete_abandoned(&BTreeSet::from(["crash-0-new".to_owned()])).await? == 0,
+        "its block was deleted"
+    );
+    ensure!(!first.contains(&add(&fleet, 0, "fourth").await?[0]), "an address was allocated twice");
+    // After a reboot the addresses of the earlier sandboxes are free.
     fleet.power_off(0).await;
     fleet.start(0)?;
     ensure!(fleet.check_no_duplicates()? == 0);
@@ -285,25 +288,24 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     let mut fleet = Fleet::new(clients(&lab, 1).await?, "many", &spec, 10, node::ipam::Timings::default())?;
     fleet.start_all()?;
     let mark = lab.audit_offset()?;
-    let begun = Instant::now();
+    let started = Instant::now();
     let adds = (0..1000).map(|pod| {
         let fleet = &fleet;
         async move { add(fleet, pod % 10, &format!("pod-{pod}")).await }
     });
     join_all(adds).await.into_iter().collect::<Result<Vec<_>>>()?;
-    let took = begun.elapsed();
+    let elapsed = started.elapsed();
     ensure!(fleet.check_no_duplicates()? == 1000);
     let blocks = fleet.objects().await?.len();
-    let ours = |asked: &AuditedRequest| asked.resource == "ipblocks";
-    let requests: Vec<AuditedRequest> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
+    let of_ipblocks = |request: &AuditedRequest| request.resource == "ipblocks";
+    let requests: Vec<AuditedRequest> = lab.requests_since(mark)?.into_iter().filter(of_ipblocks).collect();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
-    for asked in &requests {
-        *verbs.entry(asked.verb.clone()).or_default() += 1;
+    for request in &requests {
+        *verbs.entry(request.verb.clone()).or_default() += 1;
     }
     let watches = verbs.get("watch").copied().unwrap_or(0);
-    println!("1000 addresses on 10 nodes in {took:?}: {blocks} blocks, requests {verbs:?}");
-    // The nodes were started in the same moment: each begins its watch with a list, and looks for blocks that it may have
-    // held before its journal began.
+    println!("1000 addresses on 10 nodes in {elapsed:?}: {blocks} blocks, requests {verbs:?}");
+    // All nodes have just started: each lists once for its watch and once for blocks that it held before its journal existed.
     let work = requests.len() - watches;
     ensure!(work <= 2 * blocks + 21, "{work} requests for {blocks} blocks");
     fleet.shutdown().await;
@@ -311,7 +313,7 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     Ok(())
 }
 
-/// A small generator: the same seed is the same history.
+/// A small random number generator: the same seed yields the same history.
 struct Dice(u64);
 
 impl Dice {
@@ -321,31 +323,31 @@ impl Dice {
     }
 }
 
-/// How many histories go on at the same time.
-const AT_ONCE: usize = 4;
+/// How many histories run concurrently.
+const CONCURRENT_HISTORIES: usize = 4;
 
-async fn random_histories_never_give_an_address_twice_and_leak_none(lab: Lab) -> Result<()> {
+async fn random_histories_never_allocate_an_address_twice_and_leak_none(lab: Lab) -> Result<()> {
     let (histories, steps) = if e2e::soak() { (100, 1000) } else { (3, 200) };
-    let begun = Instant::now();
-    // They are of different networks, so they do not meet.
+    let started = Instant::now();
+    // Each has its own network, so they do not interfere.
     let all = (0..histories).map(|seed| {
         let lab = &lab;
         async move { history(lab, seed, steps).await.with_context(|| format!("seed {seed}")) }
     });
-    let mut all = futures::stream::iter(all).buffer_unordered(AT_ONCE);
+    let mut all = futures::stream::iter(all).buffer_unordered(CONCURRENT_HISTORIES);
     let mut totals: BTreeMap<&'static str, usize> = BTreeMap::new();
     while let Some(counts) = all.next().await {
-        for (what, count) in counts? {
-            *totals.entry(what).or_default() += count;
+        for (action, count) in counts? {
+            *totals.entry(action).or_default() += count;
         }
     }
-    println!("{histories} histories of {steps} steps in {:?}: {totals:?}", begun.elapsed());
+    println!("{histories} histories of {steps} steps in {:?}: {totals:?}", started.elapsed());
     Ok(())
 }
 
 async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static str, usize>> {
     let mut totals: BTreeMap<&'static str, usize> = BTreeMap::new();
-    // Few addresses for many: borrowing is the rule.
+    // Fewer addresses than pods, so that nodes borrow often.
     let subnets =
         [json!(["10.7.0.0/27"]), json!(["10.7.0.0/28", "10.7.9.0/29"]), json!(["10.7.0.0/27", "fd07::/123"])];
     let mut dice = Dice(seed.wrapping_mul(977).wrapping_add(13));
@@ -354,16 +356,16 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     let count = 3 + dice.roll(6);
     let mut fleet = fleet(lab, &name, json!({"subnets": subnets}), count).await?;
     let mut live: Vec<(usize, String)> = Vec::new();
-    // What sandboxes really have, whatever a daemon has forgotten.
-    let mut truth: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
-    let mut gone: BTreeSet<String> = BTreeSet::new();
-    let mut told: VecDeque<String> = VecDeque::new();
+    // The addresses that sandboxes really have, even if a daemon lost its journal.
+    let mut actual: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
+    let mut deleted_nodes: BTreeSet<String> = BTreeSet::new();
+    let mut recent: VecDeque<String> = VecDeque::new();
     for step in 0..steps {
         let number = dice.roll(fleet.machines.len());
-        let is_gone = gone.contains(&fleet.machines[number].holder.uid);
-        let what = match dice.roll(100) {
+        let is_deleted = deleted_nodes.contains(&fleet.machines[number].holder.uid);
+        let action = match dice.roll(100) {
             0..45 if fleet.is_up(number) => {
-                // Several at once, on several nodes.
+                // Several concurrent ADDs, on several nodes.
                 let mut adds = Vec::new();
                 for _ in 0..=dice.roll(4) {
                     let number = dice.roll(fleet.machines.len());
@@ -384,17 +386,17 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 for ((number, container, _), outcome) in adds.iter().zip(join_all(calls).await) {
                     match outcome? {
                         Ok(addresses) => {
-                            let twice =
-                                truth.iter().find(|(_, has)| has.iter().any(|one| addresses.contains(one)));
+                            let owner =
+                                actual.iter().find(|(_, has)| has.iter().any(|one| addresses.contains(one)));
                             ensure!(
-                                twice.is_none(),
-                                "step {step}: {addresses:?} for {container} on {number}, but {twice:?}\n{told:#?}\n{}",
+                                owner.is_none(),
+                                "step {step}: {addresses:?} for {container} on {number}, but {owner:?} has it\n{recent:#?}\n{}",
                                 fleet.describe()
                             );
-                            truth.insert(container.clone(), addresses);
+                            actual.insert(container.clone(), addresses);
                             live.push((*number, container.clone()));
                         }
-                        // The runtime cleans up after a call that failed.
+                        // The runtime calls DEL after a failed ADD.
                         Err(_) => fleet.delete(*number, container)?,
                     }
                 }
@@ -405,7 +407,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 if fleet.is_up(number) {
                     fleet.delete(number, &container)?;
                 } else {
-                    // The tombstone of a daemon that is down.
+                    // Stands in for the tombstone that the plugin writes while the daemon is down.
                     fleet.start(number)?;
                     fleet.delete(number, &container)?;
                 }
@@ -414,7 +416,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             80..84 if !live.is_empty() => {
                 let (number, container) = live.swap_remove(dice.roll(live.len()));
                 fleet.remove_sandbox(number, &container);
-                "vanish"
+                "remove sandbox"
             }
             84..87 => {
                 fleet.crash(number).await;
@@ -425,69 +427,69 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 fleet.damage(number, first, count).await?;
                 "damage"
             }
-            88 if !is_gone => {
+            88 if !is_deleted => {
                 fleet.lose_disk(number).await;
-                "forget"
+                "lose disk"
             }
-            89 if !is_gone => {
+            89 if !is_deleted => {
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
                 fleet.recreate_node(number, &uid);
-                "rename"
+                "recreate node"
             }
             90..92 => {
                 fleet.power_off(number).await;
                 live.retain(|(holder, _)| *holder != number);
                 "reboot"
             }
-            92 if is_gone => {
-                // Back with what it had on its disk, under a new Node.
+            92 if is_deleted => {
+                // Rejoins with its disk, under a new Node.
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
                 fleet.recreate_node(number, &uid);
                 fleet.start(number)?;
-                "return"
+                "rejoin"
             }
-            92..94 if gone.len() < 6 && !is_gone => {
+            92..94 if deleted_nodes.len() < 6 && !is_deleted => {
                 fleet.power_off(number).await;
                 live.retain(|(holder, _)| *holder != number);
-                gone.insert(fleet.machines[number].holder.uid.clone());
-                "lose"
+                deleted_nodes.insert(fleet.machines[number].holder.uid.clone());
+                "delete node"
             }
             94..96 => {
-                fleet.delete_abandoned(&gone).await?;
-                "release"
+                fleet.delete_abandoned(&deleted_nodes).await?;
+                "delete abandoned"
             }
             _ => {
-                if !is_gone {
+                if !is_deleted {
                     fleet.start(number)?;
                 }
                 "start"
             }
         };
-        *totals.entry(what).or_default() += 1;
-        told.push_back(format!("step {step}: {what} on {number}; {live:?}"));
-        if told.len() > 40 {
-            told.pop_front();
+        *totals.entry(action).or_default() += 1;
+        recent.push_back(format!("step {step}: {action} on {number}; {live:?}"));
+        if recent.len() > 40 {
+            recent.pop_front();
         }
-        truth.retain(|container, _| live.iter().any(|(_, one)| one == container));
+        actual.retain(|container, _| live.iter().any(|(_, one)| one == container));
         fleet
             .check_no_duplicates()
-            .with_context(|| format!("step {step}: {what}\n{told:#?}\n{}", fleet.describe()))?;
+            .with_context(|| format!("step {step}: {action}\n{recent:#?}\n{}", fleet.describe()))?;
     }
     for number in 0..fleet.machines.len() {
-        if !gone.contains(&fleet.machines[number].holder.uid) {
+        if !deleted_nodes.contains(&fleet.machines[number].holder.uid) {
             fleet.start(number)?;
         }
     }
     for (number, container) in live {
         fleet.delete(number, &container)?;
     }
-    // Those that were lost stay lost, with all that an earlier Node of theirs may have held.
+    // Deleted nodes stay deleted, with the blocks that their earlier Nodes may have held.
     for machine in &fleet.machines {
-        gone.extend(machine.former.iter().cloned());
+        deleted_nodes.extend(machine.former.iter().cloned());
     }
-    wait::until(SOON * 2, "nothing to be left", || async {
+    wait::until(SOON * 2, "all blocks and leases to be released", || async {
         fleet.check_no_duplicates()?;
-        fleet.delete_abandoned(&gone).await?;
+        fleet.delete_abandoned(&deleted_nodes).await?;
         ensure!(fleet.leases().is_empty(), "{:?}", fleet.leases());
         let left = fleet.objects().await?;
         let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();

@@ -1,6 +1,6 @@
-//! The addresses of this node: hands them out, takes them back, and keeps on disk who has which.
+//! The addresses of this node: allocates and releases them, and journals which attachment has which.
 //!
-//! A pod is answered out of the blocks that the node holds, without asking anybody. [`BlockController`] sees to it that there are
+//! An ADD is served from blocks that the node holds, without a request to the API server. [`BlockController`] acquires
 //! enough of them.
 
 mod blocks;
@@ -33,34 +33,34 @@ pub use self::{
     metrics::Metrics,
 };
 
-/// How long a node goes on with what it holds after it has lost the API server. A watch can have been dead for two minutes
-/// and a half before that is noticed, and after five minutes nothing new may be handed out.
+/// How long the daemon allocates without contact to the API server. A broken watch can go unnoticed for 150 s, and five
+/// minutes after the last contact the daemon must not allocate.
 const OFFLINE_GRACE: Duration = Duration::from_secs(5 * 60 - 150);
-/// How often somebody who waits looks whether the one is still there for whom.
+/// How often a waiting ADD checks that its client is still connected.
 const CALLER_POLL: Duration = Duration::from_millis(500);
-/// How often what follows from records is looked for at once.
+/// How often one call of [`Ipam::plan`] plans again after it has applied records.
 const MAX_PLAN_ROUNDS: usize = 64;
 
-/// What pods wait for.
+/// Addresses that waiting ADDs need, by the UID of the network.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum PendingRequest {
     Any(String, Family),
     Address(String, IpAddr),
 }
 
-/// How long an interface waits for addresses, and for whom.
+/// How long an ADD waits for addresses.
 pub struct CallerWait<'a> {
     pub deadline: Instant,
-    /// Fails once nobody is there who would get the answer.
+    /// Fails once the caller has disconnected.
     pub caller_alive: &'a dyn Fn() -> Result<(), Error>,
 }
 
 /// The addresses of a node.
 pub struct Ipam {
     state: Mutex<IpamState>,
-    /// Something that pods wait for may be there.
+    /// Wakes waiting ADDs.
     changed: Condvar,
-    /// The keeper has something to do.
+    /// Wakes the [`BlockController`].
     wake: Notify,
     boot: String,
     metrics: Metrics,
@@ -69,16 +69,16 @@ pub struct Ipam {
 struct IpamState {
     ledger: Ledger,
     journal: Journal,
-    /// How many pods wait for what.
+    /// How many ADDs wait, by what they wait for.
     waiters: BTreeMap<PendingRequest, usize>,
-    /// Why there is nothing, for those who wait.
+    /// Why a request fails, for the ADDs that wait for it.
     failures: BTreeMap<PendingRequest, String>,
     contact: Contact,
-    /// The UIDs of this node's blocks that the API server is known to have, by their name.
+    /// The UIDs of this node's IPBlocks that the API server is known to have, by name.
     confirmed: BTreeMap<String, String>,
 }
 
-/// Whether the API server was heard of.
+/// Contact with the API server.
 #[derive(Debug, Clone, Copy)]
 enum Contact {
     Never,
@@ -97,7 +97,7 @@ impl Contact {
 }
 
 impl Ipam {
-    /// Reads what earlier runs kept, and frees what pods had before the node was started anew. Waits for the disk.
+    /// Opens the journal and releases the leases of earlier boots. Blocks on the disk.
     pub fn open(state_dir: &Path, boot: &str, metrics: Metrics) -> Result<Self, JournalError> {
         let (journal, ledger) = Journal::open(state_dir)?;
         let state = IpamState {
@@ -116,16 +116,16 @@ impl Ipam {
             metrics,
         };
         let mut state = ipam.lock();
-        let mut dead: Vec<LedgerRecord> =
+        let mut records: Vec<LedgerRecord> =
             state.ledger.leases_of_other_boots(boot).into_iter().map(LedgerRecord::Freed).collect();
         if !boot.is_empty() && state.ledger.boot() != boot {
             if !state.ledger.boot().is_empty() {
-                info!(count = dead.len(), "the node was started: addresses of its former sandboxes are free");
+                info!(count = records.len(), "node rebooted; released the leases of its earlier sandboxes");
             }
-            dead.push(LedgerRecord::Booted(boot.to_owned()));
+            records.push(LedgerRecord::Booted(boot.to_owned()));
         }
-        if !dead.is_empty() {
-            state.append(&dead)?;
+        if !records.is_empty() {
+            state.append(&records)?;
         }
         ipam.update_metrics(&state);
         drop(state);
@@ -140,7 +140,7 @@ impl Ipam {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an interface its addresses on behalf of somebody who stays until the deadline.
+    /// Like [`Self::allocate`], for a caller that stays connected until the deadline.
     pub fn allocate_until(
         &self,
         pool: &Pool,
@@ -153,8 +153,8 @@ impl Ipam {
         self.allocate(pool, lease, &requested, &wait).map(|grant| grant.lease)
     }
 
-    /// Gives an interface its addresses; they are on disk when this returns. Waits until there are some, or the deadline.
-    /// Nothing is taken for somebody who has gone.
+    /// Allocates addresses for an attachment. The lease is on disk when this returns. Waits for free addresses until the
+    /// deadline; allocates nothing for a caller that has disconnected.
     pub fn allocate(
         &self,
         pool: &Pool,
@@ -166,9 +166,9 @@ impl Ipam {
         let mut waiting: BTreeSet<PendingRequest> = BTreeSet::new();
         let mut state = self.lock();
         let result = loop {
-            // Here every wait ends, and whatever is written is written in this round.
-            if let Err(gone) = (wait.caller_alive)() {
-                break Err(gone);
+            // Checked after every wait and before every write.
+            if let Err(error) = (wait.caller_alive)() {
+                break Err(error);
             }
             let request = AddressRequest {
                 lease: lease.clone(),
@@ -180,7 +180,7 @@ impl Ipam {
                 Ok(offer) if state.ledger.leases().get(&offer.lease.key) == Some(&offer.lease) => {
                     break Ok(offer);
                 }
-                // A daemon that has just been started hears of the API server in a moment.
+                // A daemon that has just started is about to reach the API server.
                 Ok(_) if !state.contact.is_fresh() => {
                     let remaining = deadline.checked_duration_since(Instant::now());
                     let Some(remaining) = remaining.filter(|_| matches!(state.contact, Contact::Never))
@@ -224,39 +224,38 @@ impl Ipam {
         }
         if result.is_ok() {
             self.update_metrics(&state);
-            // Whether enough is left is the keeper's to see.
+            // The controller may have to acquire the next block.
             self.wake.notify_one();
         }
         result
     }
 
-    /// Waits until something has changed, and not so long that nobody may be there any more.
+    /// Waits for a change, at most [`CALLER_POLL`].
     fn wait<'a>(&self, state: MutexGuard<'a, IpamState>, remaining: Duration) -> MutexGuard<'a, IpamState> {
         let waited = self.changed.wait_timeout(state, remaining.min(CALLER_POLL));
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Frees what an interface has, of whatever network; says whether there was anything.
+    /// Releases the lease of an attachment, whatever its network. Returns whether there was one.
     pub fn release(&self, key: &AttachmentKey) -> Result<bool, Error> {
-        self.release_all(vec![key.clone()], "a pod gave its addresses back").map(|count| count > 0)
+        self.release_all(vec![key.clone()], "released the addresses of an attachment").map(|count| count > 0)
     }
 
-    /// What an interface has, and was told about it.
+    /// The lease of an attachment, with what its CNI result said.
     pub fn grant(&self, key: &AttachmentKey) -> Option<Grant> {
         self.lock().ledger.grant(key)
     }
 
-    /// All that interfaces have.
     pub fn leases(&self) -> Vec<Lease> {
         self.lock().ledger.leases().values().cloned().collect()
     }
 
-    /// The blocks and single addresses that are held, or asked for.
+    /// The blocks and single addresses that this node holds or acquires.
     pub fn holdings(&self) -> Vec<(BlockKey, Holding)> {
         self.lock().ledger.holdings().iter().map(|(block, one)| (block.clone(), one.clone())).collect()
     }
 
-    /// Frees what a configuration of a network has given to others than these.
+    /// CNI GC: releases the leases of a network's configuration that are not in `valid`.
     pub fn gc_config(
         &self,
         network: &str,
@@ -264,18 +263,18 @@ impl Ipam {
         valid: &BTreeSet<AttachmentKey>,
     ) -> Result<usize, Error> {
         let keys = self.lock().ledger.leases_outside(network, config, valid);
-        self.release_all(keys, "addresses that the runtime has forgotten are free")
+        self.release_all(keys, "released addresses of an attachment that the runtime no longer lists")
     }
 
-    /// Frees what sandboxes had that are not there any more.
+    /// Releases the leases from before `before` whose sandbox is not live.
     pub fn gc_sandboxes(&self, live: &BTreeSet<String>, before: i64) -> Result<usize, Error> {
         let keys = self.lock().ledger.leases_without_sandbox(live, before);
-        let count = self.release_all(keys, "addresses of sandboxes that are gone are free")?;
+        let count = self.release_all(keys, "released addresses of a sandbox that no longer exists")?;
         self.metrics.collected.inc_by(count as u64);
         Ok(count)
     }
 
-    fn release_all(&self, keys: Vec<AttachmentKey>, why: &str) -> Result<usize, Error> {
+    fn release_all(&self, keys: Vec<AttachmentKey>, message: &str) -> Result<usize, Error> {
         let mut state = self.lock();
         let held = keys.into_iter().filter_map(|key| state.ledger.leases().get(&key).cloned());
         let held: Vec<Lease> = held.collect();
@@ -286,7 +285,7 @@ impl Ipam {
             held.iter().map(|lease| LedgerRecord::Freed(lease.key.clone())).collect();
         state.append(&records).map_err(|error| Error::new(Code::Io, ErrorChain(&error).to_string()))?;
         for lease in &held {
-            info!(container = lease.key.container, addresses = ?lease.addresses, "{why}");
+            info!(container = lease.key.container, addresses = ?lease.addresses, "{message}");
         }
         self.update_metrics(&state);
         drop(state);
@@ -295,7 +294,7 @@ impl Ipam {
         Ok(held.len())
     }
 
-    /// Whether addresses can be had at all.
+    /// CNI STATUS: whether addresses can be allocated at all.
     pub fn status(&self) -> Result<(), Error> {
         let state = self.lock();
         if state.contact.is_fresh() {
@@ -304,7 +303,7 @@ impl Ipam {
         Err(Error { code: Code::NotAvailable, ..offline_error(state.contact) })
     }
 
-    /// Notes which blocks of this node the API server has. What is not among them gives nothing from now on.
+    /// Sets which of this node's IPBlocks the API server has. No other block serves addresses.
     fn set_confirmed(&self, confirmed: BTreeMap<String, String>) {
         self.lock().confirmed = confirmed;
     }
@@ -312,7 +311,7 @@ impl Ipam {
     fn set_contact(&self, contact: Contact) {
         let mut state = self.lock();
         state.contact = match (state.contact, contact) {
-            // It is lost since the first time that it was not heard.
+            // The first loss counts.
             (Contact::LostAt(first), Contact::LostAt(_)) => Contact::LostAt(first),
             (Contact::Never, Contact::LostAt(_)) => Contact::Never,
             (_, new) => new,
@@ -321,17 +320,17 @@ impl Ipam {
         self.changed.notify_all();
     }
 
-    /// Keeps the records that the rules ask for, and says what else is to be done.
+    /// Journals the planned records until none is left, and returns the other steps.
     fn plan(&self, input: BlockPlanInput<'_>) -> Result<Vec<BlockStep>, JournalError> {
         let mut state = self.lock();
         let pending = state.pending_requests();
         let input = BlockPlanInput { pending: &pending, ..input };
         for _ in 0..MAX_PLAN_ROUNDS {
-            let (notes, steps): (Vec<BlockStep>, Vec<BlockStep>) =
+            let (records, steps): (Vec<BlockStep>, Vec<BlockStep>) =
                 plan::ipam::blocks::plan(&state.ledger, input)
                     .into_iter()
                     .partition(|step| matches!(step, BlockStep::Record(_)));
-            let records: Vec<LedgerRecord> = notes
+            let records: Vec<LedgerRecord> = records
                 .into_iter()
                 .filter_map(|step| if let BlockStep::Record(record) = step { Some(record) } else { None })
                 .collect();
@@ -339,13 +338,13 @@ impl Ipam {
                 return Ok(steps);
             }
             for record in &records {
-                info!(?record, "noted");
+                info!(?record, "recorded");
                 if let LedgerRecord::Unverified { block, network, .. } = record {
                     warn!(
                         network,
                         block = %block.range,
-                        "the journal does not know this block of this node: pods keep what they have of it, nothing new comes \
-                        out of it until the node was started anew or its pods of today are gone"
+                        "block is not in the journal; existing allocations are kept, new ones are disabled until reboot or \
+                        until the current pods exit"
                     );
                 }
             }
@@ -353,11 +352,11 @@ impl Ipam {
             self.update_metrics(&state);
             self.changed.notify_all();
         }
-        warn!("the rules about blocks come to no end");
+        warn!("planning of address blocks does not converge");
         Ok(Vec::new())
     }
 
-    /// Keeps a record.
+    /// Journals and applies a record.
     fn record(&self, record: LedgerRecord) -> Result<(), JournalError> {
         let mut state = self.lock();
         state.append(&[record])?;
@@ -367,17 +366,16 @@ impl Ipam {
         Ok(())
     }
 
-    /// Looks at the ledger.
     fn with_ledger<T>(&self, read: impl FnOnce(&Ledger) -> T) -> T {
         read(&self.lock().ledger)
     }
 
-    /// Tells those who wait why they wait in vain.
-    fn fail_request(&self, request: PendingRequest, why: String) {
+    /// Fails the ADDs that wait for a request.
+    fn fail_request(&self, request: PendingRequest, reason: String) {
         let mut state = self.lock();
         if state.waiters.contains_key(&request) {
-            info!(?request, why, "pods wait in vain for addresses");
-            state.failures.insert(request, why);
+            info!(?request, reason, "failing the ADDs that wait for addresses");
+            state.failures.insert(request, reason);
         }
         drop(state);
         self.changed.notify_all();
@@ -395,7 +393,7 @@ impl Ipam {
 
 #[cfg(test)]
 impl Ipam {
-    /// Holds a block of a network as if the API server had given it.
+    /// Adds a block of a network as if the API server had confirmed it.
     pub fn hold(&self, network: &str, range: &str) {
         let block = BlockKey { network: network.to_owned(), range: range.parse().unwrap() };
         self.set_contact(Contact::Now);
@@ -404,7 +402,7 @@ impl Ipam {
         self.record(LedgerRecord::Acquired { block, object: range.to_owned() }).unwrap();
     }
 
-    /// Loses the API server, so long ago.
+    /// Pretends that contact with the API server was lost this long ago.
     pub fn lose_contact(&self, since: Duration) {
         self.lock().contact = Contact::LostAt(Instant::now().checked_sub(since).unwrap());
     }
@@ -442,10 +440,10 @@ impl IpamState {
         for (request, count) in &self.waiters {
             match request {
                 PendingRequest::Any(network, family) => {
-                    _ = pending.any.insert((network.clone(), *family), *count)
+                    _ = pending.any.insert((network.clone(), *family), *count);
                 }
                 PendingRequest::Address(network, address) => {
-                    _ = pending.addresses.insert((network.clone(), *address))
+                    _ = pending.addresses.insert((network.clone(), *address));
                 }
             }
         }
@@ -465,7 +463,7 @@ fn rejection(network: &str, error: &AllocationError) -> Error {
     Error::new(code, format!("network {network:?}: {error}"))
 }
 
-/// Seconds since the node was started, whatever happens to its clock.
+/// Seconds since boot, unaffected by changes of the clock.
 pub fn uptime() -> i64 {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(0, |time| time.tv_sec())
 }
@@ -474,8 +472,8 @@ fn offline_error(contact: Contact) -> Error {
     let msg = match contact {
         Contact::Never => "the patchbay node daemon has not yet read its address blocks from the API server",
         _ => {
-            "the patchbay node daemon has not reached the API server for minutes, so that its address blocks may be \
-            somebody else's: no new address is handed out until it is back"
+            "the patchbay node daemon has lost the API server, so another node may hold its address blocks by now: no new \
+            addresses are allocated until it is back"
         }
     };
     Error::new(Code::TryAgainLater, msg)
@@ -483,7 +481,9 @@ fn offline_error(contact: Contact) -> Error {
 
 fn timeout_message(network: &str, contact: Contact) -> String {
     match contact {
-        Contact::Now => format!("no address of network {network:?} could be had in time: tried again"),
+        Contact::Now => {
+            format!("no address of network {network:?} became available in time; the kubelet retries")
+        }
         _ => offline_error(contact).msg,
     }
 }

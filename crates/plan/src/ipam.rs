@@ -1,7 +1,7 @@
-//! Addresses: which there are, who has them, and what a node does to have enough of them.
+//! Address management: the addresses of a network, who has them, and how a node gets enough of them.
 //!
-//! The subnets of a network are a grid of equal blocks ([`BlockGrid`]). A node holds blocks and hands out their addresses; what
-//! it holds and who has what is its [`Ledger`]. What it does next about its blocks is [`keep`]'s to say.
+//! The subnets of a network form a grid of equal blocks ([`BlockGrid`]). A node holds blocks and allocates their addresses
+//! to pods; its [`Ledger`] records both. [`blocks::plan`] decides which blocks the node acquires and releases.
 
 pub mod blocks;
 mod grid;

@@ -235,7 +235,7 @@ pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(la
         .await?;
         let after = one("third").await?;
         ensure!(!before.contains(&after[0]), "{after:?} was given twice: {before:?}");
-        let said = "has lost its record of who has the addresses of 10.58.0.";
+        let said = "has lost its record of which pods have the addresses of 10.58.0.";
         wait::until(PATIENCE, "an event about it", || async {
             let events = ["get", "events", "-A", "-o", "jsonpath={.items[*].message}"];
             Ok(lab.kubectl(&events)?.contains(said).then_some(()))

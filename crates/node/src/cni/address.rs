@@ -1,4 +1,4 @@
-//! Addresses for pods: what `patchbay-ipam` answers, and what `patchbay-bridge` asks in process.
+//! Addresses of pods: serves `patchbay-ipam`, and allocates in process for `patchbay-bridge`.
 
 use std::{
     collections::BTreeSet,
@@ -25,10 +25,10 @@ use crate::{
     ipam::{CallerWait, uptime},
 };
 
-/// How long a pod waits for an address before the runtime tries again.
+/// How long an ADD waits for an address. The kubelet retries after a failure.
 const ADD_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// What a pod was given.
+/// The addresses and routes of a CNI result.
 #[derive(Debug, Default)]
 pub struct AllocatedIps {
     pub ips: Vec<Ip>,
@@ -36,7 +36,7 @@ pub struct AllocatedIps {
 }
 
 impl CniHandler {
-    /// The address plugin.
+    /// Handles a call of `patchbay-ipam`.
     pub(super) fn serve_addresses(&self, verb: Verb, call: &CniCall<'_>) -> Result<Vec<u8>, Error> {
         let CniCall { request, config, caller } = *call;
         match verb {
@@ -48,23 +48,23 @@ impl CniHandler {
                 let _lock = self.lock(&host);
                 caller.check_connected()?;
                 tombstone::remove(&self.tombstones, request).map_err(|error| {
-                    Error::new(Code::Io, "remove the tombstone of earlier addresses")
+                    Error::new(Code::Io, "cannot remove the tombstone of earlier addresses")
                         .details(error.to_string())
                 })?;
                 let allocated = self.allocate(&self.view(), network, call, &args, &requested)?;
-                let made = Success { ips: allocated.ips, routes: allocated.routes, ..Success::default() };
-                Ok(made.render(config.version))
+                let result = Success { ips: allocated.ips, routes: allocated.routes, ..Success::default() };
+                Ok(result.render(config.version))
             }
             Verb::Check => self.check_lease(request, config).map(|_| Vec::new()),
             Verb::Gc => {
                 let valid = config.valid_attachments.as_ref().ok_or_else(|| {
-                    let msg = "GC needs cni.dev/valid-attachments, or it would free everything";
+                    let msg = "GC needs cni.dev/valid-attachments, or it would release all addresses";
                     Error::new(Code::InvalidConfig, msg)
                 })?;
                 let view = self.view();
                 match view.by_name.get(network(config)?) {
                     Some(NetworkView { uid, .. }) => self.gc_addresses(uid, config, valid)?,
-                    // A network that there is not has given nothing; one that is not known yet may have.
+                    // A network that does not exist has no leases; one that is not known yet may have some.
                     None => commands::require_synced(&view, Code::TryAgainLater)?,
                 }
                 Ok(Vec::new())
@@ -77,7 +77,7 @@ impl CniHandler {
         }
     }
 
-    /// Gives an interface its addresses.
+    /// Allocates the addresses of an attachment.
     pub(super) fn allocate(
         &self,
         view: &Networks,
@@ -107,26 +107,28 @@ impl CniHandler {
             ifname = request.ifname,
             pod = format!("{}/{}", pod.namespace, pod.name),
             addresses = ?grant.lease.addresses,
-            "a pod has its addresses"
+            "allocated addresses"
         );
         Ok(allocated_ips(pool, &grant))
     }
 
-    /// Whether the interface has what ADD said; says what that is.
+    /// CHECK: compares the lease with the result of ADD, and returns its addresses.
     pub(super) fn check_lease(&self, request: &Request, config: &Config) -> Result<Vec<IpNet>, Error> {
         let differs = |msg: String| Err(Error::new(Code::Differs, msg));
         let Some(grant) = self.ipam.grant(&attachment_key(request)) else {
-            return differs("the interface has no address of patchbay-ipam any more".to_owned());
+            return differs(
+                "the interface no longer has an address of patchbay-ipam; delete the pod".to_owned(),
+            );
         };
         let mut all = Vec::new();
         for address in &grant.lease.addresses {
             let Some(reported) = prev_result_addresses(config).into_iter().find(|net| net.addr() == *address)
             else {
-                let msg = format!("the interface has address {address}, which its result does not tell of");
+                let msg = format!("the interface has address {address}, which prevResult does not contain");
                 return differs(msg);
             };
             if let Some(info) = grant.info(*address).filter(|info| info.net != reported) {
-                let msg = format!("the interface was given {}, and its result tells of {reported}", info.net);
+                let msg = format!("the interface was given {}, but prevResult contains {reported}", info.net);
                 return differs(msg);
             }
             all.push(reported);
@@ -134,7 +136,7 @@ impl CniHandler {
         Ok(all)
     }
 
-    /// Frees what was given for this configuration and the runtime does not know any more.
+    /// GC: releases the leases of this configuration that the runtime does not list.
     pub(super) fn gc_addresses(
         &self,
         network: &str,
@@ -143,7 +145,10 @@ impl CniHandler {
     ) -> Result<(), Error> {
         let valid: BTreeSet<AttachmentKey> = valid
             .iter()
-            .map(|one| AttachmentKey { container: one.container_id.clone(), interface: one.ifname.clone() })
+            .map(|attachment| AttachmentKey {
+                container: attachment.container_id.clone(),
+                interface: attachment.ifname.clone(),
+            })
             .collect();
         self.ipam.gc_config(network, &config.name, &valid).map(drop)
     }
@@ -153,20 +158,23 @@ pub fn attachment_key(request: &Request) -> AttachmentKey {
     AttachmentKey { container: request.container_id.clone(), interface: request.ifname.clone() }
 }
 
-/// The addresses that somebody asks for, with a length or without.
+/// The addresses that the pod requests, with or without a prefix length.
 pub fn requested_addresses(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
     let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
-    let read = |text: &String| {
-        let alone = text.parse::<IpAddr>().map(IpNet::from);
-        alone.or_else(|_| text.parse::<IpNet>()).map_err(|_| {
+    let parse = |text: &String| {
+        let bare = text.parse::<IpAddr>().map(IpNet::from);
+        bare.or_else(|_| text.parse::<IpNet>()).map_err(|_| {
             let text: String = text.chars().take(64).collect();
-            Error::new(Code::InvalidConfig, format!("{text:?} is asked for, which is no address"))
+            Error::new(
+                Code::InvalidConfig,
+                format!("requested address {text:?} is not an IP address; correct it"),
+            )
         })
     };
-    texts.iter().map(read).collect()
+    texts.iter().map(parse).collect()
 }
 
-/// The network whose addresses are asked for.
+/// The network that the configuration names.
 fn network(config: &Config) -> Result<&str, Error> {
     let named = config.ipam.as_ref().and_then(|ipam| ipam.network.as_deref());
     named.ok_or_else(|| {
@@ -176,33 +184,35 @@ fn network(config: &Config) -> Result<&str, Error> {
     })
 }
 
-/// What a network says about addresses, with its UID. Its bridge need not be on this node.
+/// The UID and the address pool of a network. Its bridge need not be on this node.
 fn pool<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Pool), Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
     let Some(network) = view.by_name.get(name) else {
         commands::require_synced(view, Code::TryAgainLater)?;
-        return later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration"));
+        return later(format!(
+            "BridgeNetwork {name:?} does not exist: create it, or correct the configuration"
+        ));
     };
     if network.state == NetworkState::Removing {
         return later(format!(
-            "network {name:?} is being removed: take it out of the pod, or create it again"
+            "network {name:?} is being deleted: remove it from the pod, or create it again"
         ));
     }
     match &network.ipam {
         None if matches!(&network.state, NetworkState::NotReady { reason, .. } if reason == UNREADABLE) => {
             later(format!(
-                "BridgeNetwork {name:?} cannot be read on this node: is the node daemon older than the kind?"
+                "BridgeNetwork {name:?} cannot be parsed on this node: check that the node daemon is not older than the CRD"
             ))
         }
         None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
         Some(pool) if pool.grids.is_empty() => later(format!(
-            "network {name:?} has no address blocks yet: the patchbay controller decides their length"
+            "network {name:?} has no block length yet: check that the patchbay controller runs"
         )),
         Some(pool) => Ok((&network.uid, pool)),
     }
 }
 
-/// A lease in the words of a result.
+/// The addresses and routes of a grant, for a CNI result.
 fn allocated_ips(pool: &Pool, grant: &Grant) -> AllocatedIps {
     let ip = |info: &AddressInfo| Ip { address: info.net, gateway: info.gateway, interface: None };
     let routes = pool.routes.iter().filter_map(|route| {
@@ -213,7 +223,7 @@ fn allocated_ips(pool: &Pool, grant: &Grant) -> AllocatedIps {
     AllocatedIps { ips: grant.infos.iter().map(ip).collect(), routes: routes.collect() }
 }
 
-/// The addresses that ADD had answered, in any version.
+/// The addresses of `prevResult`, in any CNI version.
 fn prev_result_addresses(config: &Config) -> Vec<IpNet> {
     let Some(result) = &config.prev_result else { return Vec::new() };
     let ips = result["ips"].as_array().into_iter().flatten().map(|ip| &ip["address"]);

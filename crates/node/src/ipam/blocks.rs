@@ -1,7 +1,6 @@
-//! Keeps enough blocks for the pods of this node, and gives back what it does not need.
+//! Reconciles the address blocks of this node: acquires enough of them for its pods and releases the others.
 //!
-//! Decides little: `plan::ipam` says what to do. Here it is done: blocks are created, looked for, deleted and told about,
-//! one request after the other.
+//! `plan::ipam::blocks` decides the steps. The controller applies them, one API request at a time.
 
 mod acquire;
 mod ipblocks;
@@ -43,61 +42,61 @@ use crate::{
     watch::{ObjectEvent, ObjectWatch},
 };
 
-/// How long the API server may take to answer.
+/// The timeout of an API request.
 const API_TIMEOUT: Duration = Duration::from_secs(10);
-/// Changes come in bursts: so long is waited for the rest of one, unless a pod waits.
+/// How long the controller collects a burst of changes, unless an ADD waits.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
-/// How often a block or an address is asked for before the rest is left to the next turn.
+/// How many attempts one reconcile makes.
 const MAX_ATTEMPTS: usize = 64;
-/// How soon the next change of a burst follows.
+/// The longest gap between two events of a burst.
 const EVENT_GAP: Duration = Duration::from_millis(5);
-/// How long the holder of a block may take to answer whether it lends an address.
+/// How long a lender may take to answer.
 const LENDER_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a request that had no answer may still be carried out.
+/// How long the API server may still process a create request that timed out.
 const UNANSWERED_CREATE_TTL: Duration = Duration::from_secs(90);
-/// How often it is looked whether an address is still lent that nobody tells of.
+/// How often the daemon checks a lent address whose borrower IPBlock the watch does not show.
 const LENT_CHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// How long the holder of a block may take that was last_update of meanwhile: it has much to do.
+/// How long a lender may take to answer if it updates its block meanwhile: it is busy, not down.
 const BUSY_LENDER_TIMEOUT: Duration = Duration::from_secs(15);
-/// How long a holder that did not answer is left in peace, the first time and at most.
+/// How long the daemon does not borrow from a lender that did not answer: first and longest.
 const LENDER_BACKOFF: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(60));
-/// How many addresses are asked for in vain before a list is too old to choose from.
+/// How many borrow requests may collide with other nodes before the list of blocks counts as stale.
 const MAX_COLLISIONS: usize = 3;
-/// How long it is waited at least and at most until the next list, when others ask for the same addresses.
+/// How long the daemon waits before it lists again while other nodes borrow the same addresses: first and longest.
 const CONTENTION_BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// How long a list of blocks is good enough to choose from.
+/// How long a list of blocks is reused.
 const LIST_TTL: Duration = Duration::from_secs(1);
-/// How many blocks are read at once when all of them are.
+/// The page size when the daemon lists all IPBlocks.
 const LIST_PAGE: u32 = 500;
-/// How long it is believed that no block is left.
+/// How long the daemon assumes that a network has no free block.
 const EXHAUSTED_TTL: Duration = Duration::from_secs(30);
-/// How long an address is not asked for again that was not lent. The status of its block tells when it is free.
+/// How long a refused address is not requested again. The status of its block shows when it is free.
 const REFUSED_TTL: Duration = Duration::from_millis(500);
-/// How long after a block was taken it is first told how much of it is used.
+/// The delay of the first status update of a new block.
 const FIRST_STATUS_DELAY: Duration = Duration::from_secs(2);
-/// How often it is looked whether a doubtful block can go.
+/// How often the daemon checks whether an unverified block can be released.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
-/// The objects that this node has deleted that are remembered at most.
+/// How many UIDs of deleted or returned IPBlocks are remembered.
 const MAX_REMEMBERED_UIDS: usize = 1024;
-/// How long after a refusal it counts for how patient the next one is met.
+/// How long after a rejection its backoff is remembered.
 const BACKOFF_MEMORY: Duration = Duration::from_secs(120);
-/// How many ranges an event names.
+/// How many ranges an event lists.
 const MAX_NAMED_RANGES: usize = 5;
-/// The least time between two events about one network.
+/// The minimum time between two events of one network.
 const EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How patient a keeper is.
+/// The timings of a [`BlockController`].
 #[derive(Debug, Clone, Copy)]
 pub struct Timings {
-    /// How long an empty block is kept.
+    /// How long an empty block is held.
     pub idle_block: Duration,
-    /// How long a borrowed address is kept that nobody has.
+    /// How long an unused borrowed address is held.
     pub idle_address: Duration,
-    /// The least time between two words about how much of a block is used.
+    /// The minimum time between two status updates of a block.
     pub status_interval: Duration,
-    /// How often leftovers of sandboxes are looked for.
+    /// How often leases of sandboxes that no longer exist are collected.
     pub gc_interval: Duration,
-    /// How old a lease is at least whose sandbox counts as gone when it is not there.
+    /// The age at which a lease is collected if the runtime does not list its sandbox.
     pub min_lease_age: Duration,
 }
 
@@ -113,13 +112,13 @@ impl Default for Timings {
     }
 }
 
-/// The sandboxes that the runtime has.
+/// Lists the IDs of the sandboxes that the runtime has.
 pub type ListSandboxes = Box<dyn Fn() -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
 
-/// Why a request has no answer.
+/// Why a step failed.
 #[derive(Debug, thiserror::Error)]
 enum BlockError {
-    #[error("the API server gave no answer within {} s", API_TIMEOUT.as_secs())]
+    #[error("the API server did not answer within {} s", API_TIMEOUT.as_secs())]
     Timeout,
     #[error(transparent)]
     Api(#[from] kube::Error),
@@ -128,7 +127,7 @@ enum BlockError {
 }
 
 impl BlockError {
-    /// Whether the API server has understood the request and does not want it, which says nothing about others.
+    /// Whether the API server rejected this request. Other requests may still succeed.
     fn is_rejection(&self) -> bool {
         match self {
             Self::Api(kube::Error::Api(status)) => {
@@ -139,14 +138,14 @@ impl BlockError {
     }
 }
 
-/// What became of a create.
+/// The outcome of a create request.
 enum CreateOutcome {
     Created,
-    /// Somebody has an object of this name.
+    /// An IPBlock of this name exists.
     Exists,
 }
 
-/// The keeper of a node's blocks.
+/// Reconciles the address blocks of this node.
 pub struct BlockController {
     ipam: Arc<Ipam>,
     api: Api<IPBlock>,
@@ -154,60 +153,67 @@ pub struct BlockController {
     events: Events,
     sandboxes: ListSandboxes,
     timings: Timings,
+    /// This node; its UID is empty until the Node object is known.
     holder: NodeRef,
     pools: BTreeMap<String, Arc<Pool>>,
-    /// Blocks of this node and those that ask it for an address, by name. None until all of them have been read.
+    /// IPBlocks that this node holds and those that borrow from it, by name. `None` until the watch has synced.
     objects: Option<BTreeMap<String, ObservedIpBlock>>,
-    /// Names of the blocks around addresses that this node asks for, each with who holds it.
+    /// The enclosing blocks of the addresses that this node borrows, by name.
     lenders: BTreeMap<String, LenderWatch>,
-    /// What was seen of others' blocks, by the network's UID.
+    /// Ranges that other nodes were seen to hold, by the UID of the network.
     taken_ranges: BTreeMap<String, BTreeSet<IpNet>>,
-    /// Until when it is believed that no block is left.
+    /// Until when a network is assumed to have no free block.
     exhausted: BTreeMap<(String, Family), Instant>,
-    /// Addresses that were asked for in vain, until when that is believed.
+    /// Addresses that were refused, and until when they are not requested again.
     refused_addresses: BTreeMap<(String, IpAddr), Instant>,
+    /// Since when each block is empty.
     idle: BTreeMap<BlockKey, Instant>,
+    /// When the status of each block was last written.
     reported: BTreeMap<BlockKey, Instant>,
+    /// Since when this node waits for the lender of a single address.
     borrowing_since: BTreeMap<BlockKey, Instant>,
-    /// Blocks whose create had no answer, and when that was.
+    /// Blocks whose create request timed out, and when.
     unanswered_creates: BTreeMap<BlockKey, Instant>,
-    /// Lent addresses whose object is there although it is not watched, and when that was seen.
+    /// When the IPBlock of a lent address was last seen to exist although the watch does not show it.
     lent_checked: BTreeMap<(BlockKey, IpAddr), Instant>,
-    /// The UIDs of objects whose address was lent and is back.
+    /// The UIDs of IPBlocks whose borrowed address has been returned.
     returned: BTreeSet<String>,
-    /// Networks whose last addresses many nodes ask for at once, and when it is this one's turn again.
+    /// Networks whose last addresses several nodes borrow at once.
     contended: BTreeMap<(String, Family), Contention>,
-    /// Holders that did not answer, by their UID.
+    /// Lenders that did not answer, by UID.
     silent_lenders: BTreeMap<String, SilentLender>,
-    /// Networks, by their UID, whose name an earlier one has blocks of.
+    /// The UIDs of networks for whose name blocks of an earlier network still exist.
     reused_names: BTreeSet<String>,
-    /// What was listed a moment ago, by the network's UID.
+    /// The last list of blocks, by the UID of the network.
     list_cache: BTreeMap<String, (Instant, Vec<ObservedIpBlock>)>,
-    /// When a block became doubtful, and the sandboxes that were there, or were being made.
+    /// When a block became unverified, and the sandboxes that existed or were being created then.
     witnesses: BTreeMap<BlockKey, (Instant, BTreeSet<String>)>,
-    /// The doubtful blocks that were told of.
+    /// The unverified blocks that an event has reported.
     unverified_reported: BTreeSet<BlockKey>,
+    /// When an event last reported that a network is exhausted, by its UID.
     exhausted_events: BTreeMap<String, Instant>,
-    /// What the API server refuses, by the UID of the network that it is for.
+    /// Requests that the API server rejects, by the UID of the network.
     rejected: BTreeMap<(String, RequestKind), RejectedRequest>,
     backoff: DefaultBackoff,
+    /// When to continue after a failure of the API server or of the disk.
     retry_at: Option<Instant>,
     next_gc: Instant,
     next_verify: Instant,
-    /// The UIDs of objects that were deleted: word of them can still be under way.
+    /// The UIDs of IPBlocks that this node deleted: stale watch events may still arrive.
     deleted_uids: VecDeque<String>,
+    /// Varies the choice of blocks and addresses.
     attempts: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Contention {
     until: Instant,
-    /// What was waited before.
+    /// The last wait, before jitter.
     pause: Duration,
 }
 
 struct RejectedRequest {
-    /// Until when it is not asked for again.
+    /// Until when the request is not repeated.
     until: Instant,
     backoff: DefaultBackoff,
     problem: String,
@@ -215,19 +221,19 @@ struct RejectedRequest {
 
 struct SilentLender {
     node: String,
-    /// Until when it is left in peace.
+    /// Until when this node does not borrow from it.
     until: Instant,
-    /// How long that was.
+    /// How long that is in total.
     backoff: Duration,
 }
 
 struct LenderWatch {
     watch: ObjectWatch<IPBlock>,
-    /// Whether it has been read.
+    /// Whether the block has been read.
     synced: bool,
-    /// When its holder last said anything.
+    /// When its holder last changed it.
     last_update: Option<Instant>,
-    /// None if nobody holds it.
+    /// `None` if it has no holder.
     block: Option<ObservedIpBlock>,
 }
 
@@ -304,8 +310,8 @@ impl BlockController {
         }
     }
 
-    /// Takes in what comes right behind, so that all who ask are answered with one word. What the API server has sent is
-    /// read from the connection piece by piece: the next one is there a moment after it was asked for, never at once.
+    /// Applies the events that follow closely, so that one status update answers all borrowers. The watch reads events from
+    /// the connection one by one: the next is available only a moment after it was polled.
     async fn catch_up(&mut self, blocks: &mut Option<ObjectWatch<IPBlock>>) {
         let started = Instant::now();
         while started.elapsed() < BATCH_WINDOW {
@@ -317,7 +323,7 @@ impl BlockController {
         }
     }
 
-    /// Takes over what the rest of the daemon knows; says whether this node is another one than before.
+    /// Applies the current networks and Node. Returns whether the Node has another UID than before.
     fn update_networks(&mut self) -> bool {
         let networks = Arc::clone(&self.networks.borrow_and_update());
         if networks.synced {
@@ -329,7 +335,9 @@ impl BlockController {
             self.exhausted_events.retain(|uid, _| self.pools.contains_key(uid));
         }
         if networks.node.is_none() && self.objects.is_some() {
-            warn!("this node has no Node any more: no address is handed out until it has one");
+            warn!(
+                "the Node object of this node was deleted; no addresses are allocated until it exists again"
+            );
             self.holder.uid.clear();
             self.objects = None;
             self.confirm_blocks();
@@ -367,7 +375,7 @@ impl BlockController {
                 self.ipam.set_contact(Contact::Now);
             }
             ObjectEvent::Failed(error) => {
-                debug!(error = %ErrorChain(&error), "the watch of address blocks broke and is tried again");
+                debug!(error = %ErrorChain(&error), "the watch of IPBlocks failed; retrying");
                 self.ipam.set_contact(Contact::LostAt(std::time::Instant::now()));
             }
         }
@@ -387,12 +395,12 @@ impl BlockController {
         (lender.synced, lender.block) = (true, now.and_then(observed).map(|(_, object)| object));
     }
 
-    /// Does what is due, and says when to come back unless something happens before.
+    /// Applies the due steps, and returns when to requeue.
     async fn reconcile(&mut self) -> Instant {
         let now = Instant::now();
         if self.objects.is_none() {
             if self.holder.uid.is_empty() {
-                self.fail_waiters(None, "the node has no Node object at the API server");
+                self.fail_waiters(None, "the Node object of this node does not exist");
             }
             return now + self.timings.gc_interval;
         }
@@ -411,7 +419,7 @@ impl BlockController {
             Err(error) => {
                 let wait = self.backoff.next().unwrap_or(API_TIMEOUT);
                 let problem = ErrorChain(&error).to_string();
-                warn!(error = problem, ?wait, "address blocks cannot be kept, trying again");
+                warn!(error = problem, ?wait, "reconcile of address blocks failed; retrying");
                 self.retry_at = Some(Instant::now() + wait);
                 self.fail_waiters(None, &problem);
             }
@@ -419,7 +427,7 @@ impl BlockController {
         self.requeue_at(now)
     }
 
-    /// Tells whoever waits, for this network or for any, that the API server is the reason.
+    /// Fails the ADDs that wait for a block of one network, or of any.
     fn fail_waiters(&self, only: Option<&str>, problem: &str) {
         let requests: Vec<PendingRequest> = self.ipam.lock().waiters.keys().cloned().collect();
         for request in requests {
@@ -428,12 +436,12 @@ impl BlockController {
                 continue;
             }
             let name = self.pools.get(network).map_or("", |pool| &pool.name);
-            let why = format!("no address block of network {name:?} can be taken now: {problem}");
-            self.ipam.fail_request(request, why);
+            let reason = format!("no address block of network {name:?} can be acquired now: {problem}");
+            self.ipam.fail_request(request, reason);
         }
     }
 
-    /// Does not ask for a while for what the API server refuses.
+    /// Backs off from requests of a kind that the API server rejects.
     fn back_off(&mut self, network: String, kind: RequestKind, error: &BlockError) {
         let now = Instant::now();
         let new =
@@ -448,14 +456,14 @@ impl BlockController {
             ?kind,
             error = problem,
             ?wait,
-            "the API server refuses what a network needs, trying again"
+            "the API server rejected a request for address blocks; retrying"
         );
         if kind == RequestKind::Acquire {
             self.fail_waiters(Some(&network), &problem);
         }
     }
 
-    /// Whether a step is not to be tried yet; those who wait for it are told why.
+    /// Whether the backoff of a step still runs. If so, fails the ADDs that wait for it.
     fn is_backed_off(&self, step: &BlockStep, now: Instant) -> bool {
         let Some((network, kind)) = step.request_kind() else { return false };
         let refusal = self.rejected.get(&(network.to_owned(), kind));
@@ -466,7 +474,7 @@ impl BlockController {
         true
     }
 
-    /// When something is due although nothing happens. What became due since this turn began may not have been seen in it.
+    /// When the next timer fires. Timers that fired after `started` may have been missed by this reconcile and count.
     fn requeue_at(&self, started: Instant) -> Instant {
         let idle_time = |block: &BlockKey| {
             if block.is_single() { self.timings.idle_address } else { self.timings.idle_block }
@@ -508,7 +516,7 @@ impl BlockController {
             if steps.is_empty() {
                 return Ok(());
             }
-            // One that fails stands in no other's way.
+            // A step that fails does not stop the others.
             let (mut waiting, mut problem) = (true, None);
             for step in steps {
                 let kind = step.request_kind().map(|(network, kind)| (network.to_owned(), kind));
@@ -523,7 +531,7 @@ impl BlockController {
             if let Some(problem) = problem {
                 return Err(problem);
             }
-            // Somebody else has to do something first.
+            // Nothing more to do until another node or the API server acts.
             if waiting {
                 return Ok(());
             }
@@ -569,14 +577,14 @@ impl BlockController {
         self.ipam.plan(input)
     }
 
-    /// The name of the block around a single address.
+    /// The name of the block that encloses a single address.
     fn enclosing_block(&self, block: &BlockKey, network: &str) -> Option<String> {
         let grid = self.pools.get(&block.network)?.grid(Family::of(block.range.addr()))?;
         let enclosing = grid.block_of(block.range.addr()).filter(|_| block.is_single())?;
         (enclosing != block.range).then(|| ipblock::name(network, enclosing))
     }
 
-    /// Does a step, and says whether anything came of it.
+    /// Applies a step. Returns whether it changed anything.
     async fn apply_step(&mut self, step: BlockStep) -> Result<bool, BlockError> {
         match step {
             BlockStep::Record(record) => self.ipam.record(record)?,
@@ -586,7 +594,7 @@ impl BlockController {
             }
             BlockStep::Delete { block, object } => self.delete_block(block, &object).await?,
             BlockStep::UpdateStatus { block, object, status } => {
-                self.update_status(block, &object, status).await?
+                self.update_status(block, &object, status).await?;
             }
             BlockStep::Acquire { network, family, missing } => {
                 return self.acquire(&network, family, missing).await;
@@ -607,7 +615,7 @@ impl BlockController {
         }
     }
 
-    /// Nothing is handed out of a block that is not there as it was.
+    /// Lets only blocks serve addresses whose IPBlock is as expected.
     fn confirm_blocks(&self) {
         let all = self.objects.iter().flatten();
         let ours =
@@ -615,24 +623,24 @@ impl BlockController {
         self.ipam.set_confirmed(ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect());
     }
 
-    /// Frees what sandboxes had that are gone.
+    /// Releases the leases of sandboxes that no longer exist.
     async fn collect_garbage(&mut self) {
-        // What is made while the runtime answers cannot be in its answer.
+        // Sandboxes that are created during the list call are not in its result.
         let started = uptime();
         let live = match (self.sandboxes)().await {
             Ok(live) => live,
             Err(problem) => {
-                return debug!(problem, "the runtime does not say which sandboxes there are");
+                return debug!(problem, "cannot list sandboxes; leases are not collected");
             }
         };
         let min_age = i64::try_from(self.timings.min_lease_age.as_secs()).unwrap_or(i64::MAX);
         if let Err(error) = self.ipam.gc_sandboxes(&live, started.saturating_sub(min_age)) {
-            warn!(%error, "leftovers of sandboxes cannot be freed yet");
+            warn!(%error, "cannot release leases of sandboxes that no longer exist; retrying");
         }
     }
 }
 
-/// The next word about the blocks of this node, once it is known which node it is.
+/// The next event of the blocks of this node; pending until the Node is known.
 async fn next_block_event(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEvent<IPBlock> {
     match blocks {
         Some(watch) => watch.next().await,
@@ -640,7 +648,7 @@ async fn next_block_event(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEv
     }
 }
 
-/// The next word about a block that an address is asked of.
+/// The next event of a block that this node borrows from.
 async fn next_lender_event(lenders: &mut BTreeMap<String, LenderWatch>) -> (String, ObjectEvent<IPBlock>) {
     if lenders.is_empty() {
         return pending().await;
@@ -672,14 +680,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_no_is_a_refusal_and_anything_else_may_still_be_done() {
-        let answered =
-            |code| BlockError::Api(kube::Error::Api(Box::new(Status { code, ..Status::default() })));
+    fn client_errors_are_rejections_and_other_errors_are_transient() {
+        let error = |code| BlockError::Api(kube::Error::Api(Box::new(Status { code, ..Status::default() })));
         for code in [400, 403, 404, 405, 413, 422] {
-            assert!(answered(code).is_rejection(), "{code}");
+            assert!(error(code).is_rejection(), "{code}");
         }
         for code in [401, 408, 409, 410, 429, 500, 503, 504] {
-            assert!(!answered(code).is_rejection(), "{code}");
+            assert!(!error(code).is_rejection(), "{code}");
         }
         assert!(!BlockError::Timeout.is_rejection());
     }

@@ -1,7 +1,7 @@
-//! The ledger on disk: a file of records, each a line with a digest before it.
+//! The ledger on disk: a file of records, one per line, each with a digest in front.
 //!
-//! What was appended survives a power cut once [`Journal::append`] has returned. A last line that was cut off was never
-//! answered, and is dropped; a line that was damaged later makes everything doubtful that is held.
+//! Records survive a power cut once [`Journal::append`] has returned. A truncated last line was never acknowledged and is
+//! dropped. A line that was damaged later makes all held blocks unverified.
 
 use std::{
     fs::{self, File},
@@ -16,48 +16,48 @@ use nix::fcntl::{Flock, FlockArg};
 use plan::ipam::{Ledger, LedgerRecord};
 use tracing::warn;
 
-/// The directory in the daemon's directory of state.
+/// The journal's directory in the state directory of the daemon.
 const DIRECTORY: &str = "ipam";
 const FILE: &str = "journal";
 const LOCK: &str = "lock";
-/// How long the daemon before this one may take to end.
+/// How long the previous daemon may take to exit and unlock the journal.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_RETRY: Duration = Duration::from_millis(20);
-/// A journal is written anew when it has this many lines more than it needs.
+/// A journal is compacted when it has this many lines more than needed.
 const COMPACT_AFTER: usize = 4096;
-/// The digits of a digest.
+/// The hexadecimal digits of a digest.
 const DIGEST_DIGITS: usize = 16;
 
-/// Why something is not on disk.
+/// Why the journal cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{what} {}", path.display())]
     Disk { what: &'static str, path: PathBuf, source: io::Error },
-    #[error("another daemon has the journal {} open", .0.display())]
+    #[error("another patchbay node daemon holds the journal lock {}; stop it first", .0.display())]
     Busy(PathBuf),
 }
 
-/// The file.
+/// The open journal file.
 pub struct Journal {
     dir: PathBuf,
     file: File,
     lines: usize,
     length: u64,
-    /// Something could not be written: what is behind [`Self::length`] is nothing.
+    /// A write failed: the bytes after [`Self::length`] are invalid.
     broken: bool,
-    /// Held as long as the journal is open.
+    /// Keeps other daemons out while the journal is open.
     _lock: Flock<File>,
 }
 
 impl Journal {
-    /// Opens the journal, and reads what earlier runs wrote.
+    /// Opens and compacts the journal, and restores the ledger.
     pub fn open(state_dir: &Path) -> Result<(Self, Ledger), Error> {
         let dir = state_dir.join(DIRECTORY);
-        fs::create_dir_all(&dir).map_err(failed("make the directory", &dir))?;
-        // A directory whose name is lost has lost all that is in it.
+        fs::create_dir_all(&dir).map_err(failed("create directory", &dir))?;
+        // Sync the parents too: a directory entry that is lost takes its contents along.
         for parent in [Some(state_dir), state_dir.parent()].into_iter().flatten() {
             let sync = File::open(parent).and_then(|directory| directory.sync_all());
-            sync.map_err(failed("make durable the directory", parent))?;
+            sync.map_err(failed("sync directory", parent))?;
         }
         let lock = lock(&dir.join(LOCK))?;
         let path = dir.join(FILE);
@@ -66,20 +66,20 @@ impl Journal {
             other => Some(other.map_err(failed("read", &path))?),
         };
         let mut ledger = Ledger::default();
-        // One that was ever written is not empty.
+        // A journal that was ever written is not empty.
         if read.as_ref().is_none_or(Vec::is_empty) {
             ledger.apply(&LedgerRecord::Incomplete);
         }
         if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
-            warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
+            warn!(path = %path.display(), "the address journal is damaged; its blocks serve no new addresses");
             mark_unverified(&mut ledger);
         }
-        // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
+        // Drops a truncated last line, and shows that the disk is writable.
         let (file, length, lines) = write_snapshot(&dir, &ledger)?;
         Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
     }
 
-    /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.
+    /// Appends records. On success they are durable; on failure the journal is as before.
     pub fn append(&mut self, records: &[LedgerRecord], before: &Ledger) -> Result<(), Error> {
         let path = self.dir.join(FILE);
         if self.broken || self.lines > COMPACT_AFTER + 2 * before.record_count() {
@@ -89,7 +89,7 @@ impl Journal {
         let text: Vec<u8> = records.iter().flat_map(line).collect();
         let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
         if let Err(source) = written {
-            // The next one begins a new file: after a failed sync nobody knows what this one holds.
+            // After a failed sync the contents of the file are unknown, so the next append writes a new one.
             self.broken = true;
             let _ = self.file.set_len(self.length);
             return Err(failed("write to", &path)(source));
@@ -119,7 +119,7 @@ fn lock(path: &Path) -> Result<Flock<File>, Error> {
     }
 }
 
-/// Writes the whole ledger into a file that takes the place of the old one.
+/// Writes the whole ledger to a new file and replaces the journal with it.
 fn write_snapshot(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
     let (path, temporary) = (dir.join(FILE), dir.join("journal.new"));
     let (mut text, mut lines) = (Vec::new(), 0);
@@ -141,16 +141,16 @@ fn write_snapshot(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Err
 }
 
 fn line(record: &LedgerRecord) -> Vec<u8> {
-    // It has no map with keys that are no text, so it is always written.
+    // Cannot fail: all map keys of a record serialize as strings.
     let text = serde_json::to_string(record).unwrap_or_default();
     format!("{:016x} {text}\n", digest([text.as_str()])).into_bytes()
 }
 
-/// What is wrong with a journal.
+/// What replay found wrong with a journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Damage {
     None,
-    /// A line before the last good one.
+    /// A line other than a truncated last one is invalid.
     Inside,
 }
 
@@ -168,8 +168,8 @@ fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
             None => bad = true,
         }
     }
-    // A line that was cut off is a part of a line: neither a whole one that says nothing, nor nothing at all, nor zeros. And
-    // the first one was written whole, or never.
+    // A truncated line is a non-empty part of a line without a newline and without zeros. The first line was written in
+    // full or not at all.
     let whole = bytes.last() == Some(&b'\n') || bytes.contains(&0);
     if bad && (!good || whole) { Damage::Inside } else { damage }
 }
@@ -184,8 +184,8 @@ fn parse(line: &[u8]) -> Option<LedgerRecord> {
     serde_json::from_str(rest).ok()
 }
 
-/// A record that is lost may have been a lease of any block, or that the node was started: what is known of an earlier
-/// start is no sign that all sandboxes are gone.
+/// Marks everything unverified. A lost record may have been a lease of any block, or a boot, so the boot ID is unknown
+/// too and the next one does not prove a reboot.
 fn mark_unverified(ledger: &mut Ledger) {
     let held = ledger.holdings().iter().map(|(block, one)| LedgerRecord::Unverified {
         block: block.clone(),
@@ -196,7 +196,7 @@ fn mark_unverified(ledger: &mut Ledger) {
     let records: Vec<LedgerRecord> = start.into_iter().chain(held).collect();
     for record in &records {
         if let LedgerRecord::Unverified { block, network, .. } = record {
-            warn!(network, block = %block.range, "which addresses of this block pods have is not known");
+            warn!(network, block = %block.range, "block is unverified; the addresses that its pods use are unknown");
         }
         ledger.apply(record);
     }
@@ -204,7 +204,7 @@ fn mark_unverified(ledger: &mut Ledger) {
 
 #[cfg(test)]
 mod tests {
-    use std::net::IpAddr;
+    use std::{collections::BTreeSet, net::IpAddr};
 
     use ipnet::IpNet;
     use plan::ipam::{AddressInfo, AttachmentKey, BlockKey, Grant, Lease, PodRef, Stage};
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ledger_survives_and_a_journal_has_one_daemon() {
+    fn a_ledger_survives_a_restart_and_only_one_daemon_opens_the_journal() {
         let dir = JournalDir::new("survives");
         let ledger = filled(&dir);
         let (journal, again) = Journal::open(&dir.0).unwrap();
@@ -281,14 +281,14 @@ mod tests {
         assert_eq!(other.join().unwrap().unwrap(), ledger);
     }
 
-    /// A line as daemons wrote it that did not keep what a pod was told.
+    /// A lease as written by daemons that did not record the CNI result.
     const WITHOUT_INFOS: &str = concat!(
         r#"{"leased":{"place":{"container":"a","interface":"net1"},"pod":{"namespace":"","name":"","uid":""},"#,
         r#""network":"net","config":"blue","boot":"boot","since":7,"addresses":["10.0.0.1"]}}"#,
     );
 
     #[test]
-    fn a_lease_of_an_older_daemon_is_read_and_it_can_read_ours() {
+    fn leases_of_an_older_daemon_are_read_and_it_can_read_new_ones() {
         let dir = JournalDir::new("old");
         fs::create_dir_all(dir.0.join("ipam")).unwrap();
         fs::write(dir.file(), format!("{:016x} {WITHOUT_INFOS}\n", digest([WITHOUT_INFOS]))).unwrap();
@@ -298,7 +298,7 @@ mod tests {
         let key = lease.key.clone();
         assert_eq!(ledger.grant(&key), Some(Grant { lease: lease.clone(), infos: Vec::new() }));
 
-        // The older daemon leaves out what it does not know, and finds the rest where it was.
+        // The older daemon ignores the new field and finds the others.
         let new = serde_json::to_value(leased("a", "10.0.0.1")).unwrap();
         assert_eq!(serde_json::from_value::<Lease>(new["leased"].clone()).unwrap(), lease);
         assert_eq!(new["leased"]["told"], serde_json::to_value(infos).unwrap());
@@ -307,8 +307,38 @@ mod tests {
         assert_eq!(old, serde_json::from_str::<serde_json::Value>(WITHOUT_INFOS).unwrap());
     }
 
+    /// Every kind of record and every stage, as commit 6841d7b wrote them.
+    const RECORDED: &str = include_str!("../../testdata/journal-6841d7b");
+
     #[test]
-    fn a_line_that_was_cut_off_anywhere_never_was() {
+    fn records_of_commit_6841d7b_are_read_and_written_byte_for_byte() {
+        let mut tags = BTreeSet::new();
+        for text in RECORDED.split_inclusive('\n') {
+            let record = parse(text.as_bytes()).unwrap_or_else(|| panic!("{text}"));
+            assert_eq!(str::from_utf8(&line(&record)).unwrap(), text);
+            let tag = match serde_json::to_value(record).unwrap() {
+                serde_json::Value::Object(object) => object.keys().next().unwrap().clone(),
+                tag => tag.as_str().unwrap().to_owned(),
+            };
+            tags.insert(tag);
+        }
+        assert_eq!(tags.len(), 14, "{tags:?}");
+    }
+
+    #[test]
+    fn a_journal_of_commit_6841d7b_restores_its_ledger() {
+        let dir = JournalDir::new("recorded");
+        fs::create_dir_all(dir.0.join("ipam")).unwrap();
+        fs::write(dir.file(), RECORDED).unwrap();
+        let (_, ledger) = Journal::open(&dir.0).unwrap();
+        assert!(ledger.is_complete() && ledger.leases().is_empty());
+        assert_eq!(ledger.boot(), "5d4e");
+        let stages: Vec<Stage> = ledger.holdings().values().map(|holding| holding.stage).collect();
+        assert_eq!(stages, [Stage::Acquiring, Stage::Open, Stage::Releasing, Stage::Lost, Stage::Unverified]);
+    }
+
+    #[test]
+    fn a_truncated_last_line_is_dropped() {
         let dir = JournalDir::new("cut");
         let ledger = filled(&dir);
         let whole = fs::read(dir.file()).unwrap();
@@ -322,8 +352,8 @@ mod tests {
     }
 
     #[test]
-    fn what_was_lost_is_lost_however_often_the_daemon_is_started() {
-        let dir = JournalDir::new("unsure");
+    fn a_lost_journal_stays_incomplete_across_restarts() {
+        let dir = JournalDir::new("incomplete");
         for _ in 0..3 {
             assert!(!Journal::open(&dir.0).unwrap().1.is_complete());
         }
@@ -340,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_inside_makes_blocks_doubtful_and_keeps_what_can_be_read() {
+    fn damage_makes_blocks_unverified_and_keeps_readable_records() {
         let dir = JournalDir::new("damage");
         filled(&dir);
         let mut whole = fs::read(dir.file()).unwrap();
@@ -352,7 +382,7 @@ mod tests {
         assert_eq!(ledger.leases().len(), 1);
         assert!(ledger.holdings().values().all(|one| one.stage == Stage::Unverified), "{ledger:?}");
         assert_eq!(ledger.holdings().len(), 1);
-        // Which start of the node it was may be what was lost.
+        // The lost record may have been a boot, so the first known boot ID proves nothing.
         let mut later = ledger.clone();
         later.apply(&LedgerRecord::Booted("boot".to_owned()));
         assert!(later.holdings().values().all(|one| one.stage == Stage::Unverified), "{later:?}");
@@ -361,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_does_not_grow_for_ever() {
+    fn a_journal_is_compacted() {
         let dir = JournalDir::new("grow");
         let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
         for _ in 0..3 * COMPACT_AFTER / 100 {

@@ -1,11 +1,11 @@
-//! What can be counted about addresses.
+//! Metrics of address management.
 
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
     registry::Registry,
 };
 
-/// The numbers of the addresses.
+/// Metrics of address management.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
     pub addresses: Gauge,
@@ -18,20 +18,23 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Shows the numbers.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("ipam_interfaces", "Interfaces with addresses", self.addresses.clone());
         registry.register("ipam_blocks", "Address blocks and single addresses held", self.blocks.clone());
-        registry.register("ipam_blocks_taken", "Address blocks taken", self.acquired.clone());
+        registry.register("ipam_blocks_taken", "Address blocks acquired", self.acquired.clone());
         registry.register(
             "ipam_addresses_borrowed",
-            "Single addresses asked of others",
+            "Single addresses requested from other nodes",
             self.borrowed.clone(),
         );
-        registry.register("ipam_blocks_given_back", "Blocks and addresses given back", self.released.clone());
-        let help = "Times that a network had no address left";
+        registry.register(
+            "ipam_blocks_given_back",
+            "Address blocks and single addresses released",
+            self.released.clone(),
+        );
+        let help = "Times that a network had no free address";
         registry.register("ipam_exhausted", help, self.exhausted.clone());
-        let help = "Interfaces whose addresses were freed because their sandbox was gone";
+        let help = "Interfaces whose addresses were released because their sandbox no longer existed";
         registry.register("ipam_swept", help, self.collected.clone());
     }
 }

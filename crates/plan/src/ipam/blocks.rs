@@ -1,4 +1,4 @@
-//! What a node does next about its blocks.
+//! Decides which blocks a node acquires, lends, reports and releases.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use api::{
     ipblock::{self, LentAddress, MAX_DRAINING_PODS, MAX_SPARE_RANGES, MAX_STATUS_ADDRESSES, NodeRef},
 };
 
-/// An IPBlock, as last seen.
+/// An IPBlock, as last observed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObservedIpBlock {
     pub uid: Uid,
@@ -22,18 +22,18 @@ pub struct ObservedIpBlock {
     pub status: IPBlockStatus,
 }
 
-/// What a network says about addresses.
+/// The addresses that a network offers to pods.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pool {
     pub name: String,
     pub grids: Vec<BlockGrid>,
     pub routes: Vec<api::ipam::Route>,
-    /// Whether pods can join: not once it is being taken away.
+    /// Whether pods can join the network; false while it is being deleted.
     pub active: bool,
 }
 
 impl Pool {
-    /// The rules of a network with these lengths of blocks. A family whose length is not known yet is left out.
+    /// The pool of a network with these block lengths. Leaves out a family whose block length is not known yet.
     pub fn new(name: &str, ipam: &IpamSpec, lengths: impl Fn(Family) -> Option<u8>, active: bool) -> Self {
         let grids = Family::ALL.iter().filter_map(|family| BlockGrid::new(ipam, *family, lengths(*family)?));
         Self { name: name.to_owned(), grids: grids.collect(), routes: ipam.routes.clone(), active }
@@ -44,57 +44,58 @@ impl Pool {
     }
 }
 
-/// What pods of this node wait for.
+/// Addresses that waiting ADDs of this node need.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PendingRequests {
-    /// Any address of a network, by its UID: how many pods wait.
+    /// How many ADDs wait for any address, by the UID of the network.
     pub any: BTreeMap<(Uid, Family), usize>,
-    /// Just this address.
+    /// Specific addresses, with the UID of the network.
     pub addresses: BTreeSet<(Uid, IpAddr)>,
 }
 
-/// All that is known when something has to be decided.
+/// What [`plan`] decides from, besides the ledger.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockPlanInput<'a> {
+    /// This node.
     pub holder: &'a NodeRef,
-    /// By their UID; one that is missing is gone.
+    /// By UID; a network that is missing is deleted.
     pub networks: &'a BTreeMap<Uid, Arc<Pool>>,
-    /// The IPBlocks that this node holds, and those that ask it for an address, by their name.
+    /// The IPBlocks that this node holds and those that borrow from it, by name.
     pub objects: &'a BTreeMap<String, ObservedIpBlock>,
-    /// The block around each single address that this node asks for; none if nobody holds it. What is missing has not been
-    /// looked at yet.
+    /// The enclosing block of each single address that this node borrows; `None` if it has no holder. A missing entry has
+    /// not been read yet.
     pub lenders: &'a BTreeMap<BlockKey, Option<ObservedIpBlock>>,
     pub pending: &'a PendingRequests,
-    /// The networks and families of which no block is left.
+    /// The networks and families without a free block.
     pub exhausted: &'a BTreeSet<(Uid, Family)>,
-    /// The blocks that have been empty for so long that they can be given back.
+    /// The blocks that have been empty long enough to be released.
     pub idle: &'a BTreeSet<BlockKey>,
-    /// The blocks whose counts were told a moment ago.
+    /// The blocks whose status was written a moment ago.
     pub reported: &'a BTreeSet<BlockKey>,
-    /// The UIDs of objects whose address was lent and is back.
+    /// The UIDs of IPBlocks whose borrowed address has been returned.
     pub returned: &'a BTreeSet<Uid>,
 }
 
-/// Something to do.
+/// A step that the daemon applies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum BlockStep {
-    /// Keep this for good.
+    /// Journal this record.
     Record(LedgerRecord),
-    /// Ask what became of the object of a block that is not seen any more.
+    /// Read the IPBlock of a block that the watch does not show.
     Lookup(BlockKey),
-    /// Ask whether somebody still has an address that was lent, for an object that is not seen any more.
+    /// Read the borrower's IPBlock of a lent address that the watch does not show.
     LookupLent { block: BlockKey, address: IpAddr, object: Uid },
-    /// Delete the object of a block, if it is this one.
+    /// Delete the IPBlock if it has this UID.
     Delete { block: BlockKey, object: Uid },
-    /// Tell how a block is used.
+    /// Write the status of the IPBlock.
     UpdateStatus { block: BlockKey, object: Uid, status: IPBlockStatus },
-    /// Take a block, or borrow so many addresses if none is left.
+    /// Acquire a block, or borrow `missing` addresses if no block is free.
     Acquire { network: Uid, family: Family, missing: usize },
-    /// Take the block of an address, or borrow it.
+    /// Acquire the block of an address, or borrow the address.
     AcquireAddress { network: Uid, address: IpAddr },
 }
 
-/// What a step asks of the API server. Who is refused one may get another.
+/// The kind of API request that a step needs. The API server may reject one kind and accept another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RequestKind {
     Lookup,
@@ -104,7 +105,7 @@ pub enum RequestKind {
 }
 
 impl BlockStep {
-    /// The UID of the network that it is for, and what is asked; of a record, nothing.
+    /// The UID of the network and the kind of API request; `None` for a record.
     pub fn request_kind(&self) -> Option<(&str, RequestKind)> {
         match self {
             Self::Record(_) => None,
@@ -120,9 +121,9 @@ impl BlockStep {
     }
 }
 
-/// Decides what to do next. Records come first: what follows from them is decided once they are kept.
+/// Plans the next steps. If any is a record, the caller applies it and plans again before it does anything else.
 pub fn plan(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
-    // What is lent is known before anything of the block around it is handed out.
+    // Lent addresses are recorded before their block serves any pod.
     let mut steps = record_unknown_blocks(ledger, input);
     if steps.is_empty() && !ledger.is_complete() {
         steps.push(BlockStep::Record(LedgerRecord::Complete));
@@ -145,7 +146,7 @@ pub fn plan(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
     steps
 }
 
-/// The object of a block, if it is this node's.
+/// The IPBlock of a block, if this node holds it.
 fn object<'a>(input: BlockPlanInput<'a>, block: &BlockKey, holding: &Holding) -> Option<&'a ObservedIpBlock> {
     let object = input.objects.get(&ipblock::name(&holding.network, block.range))?;
     let ours = object.spec.network_uid == block.network && object.spec.holder.uid == input.holder.uid;
@@ -163,7 +164,7 @@ fn plan_holding(
         BlockStep::Record(LedgerRecord::Acquired { block: block.clone(), object: object.uid.clone() })
     };
     match (holding.stage, found) {
-        // Nobody can be asked any more.
+        // The network no longer serves addresses of this family, so the request to the lender is moot.
         (Stage::Acquiring, Some(object)) if object.spec.lender.is_some() && !is_in_service(input, block) => {
             Some(BlockStep::Record(ledger.abandon(block)))
         }
@@ -173,7 +174,7 @@ fn plan_holding(
             LendingAnswer::Pending => None,
         },
         (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => {
-            // Another object of one address is another request, which its lender has to answer.
+            // A new IPBlock of a borrowed address is a new request, which the lender has to answer.
             let network = holding.network.clone();
             let reacquire = || BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network });
             Some(if object.spec.lender.is_some() { reacquire() } else { acquired(object) })
@@ -190,7 +191,7 @@ fn plan_holding(
         (Stage::Open | Stage::Unverified, Some(_))
             if !input.networks.contains_key(&block.network)
                 && ledger.is_empty(block)
-                // Of one that is doubtful pods may have more than is known.
+                // Pods may use addresses of an unverified block that the ledger does not know.
                 && (holding.stage == Stage::Open || input.idle.contains(block)) =>
         {
             Some(BlockStep::Record(LedgerRecord::Releasing { block: block.clone() }))
@@ -199,25 +200,25 @@ fn plan_holding(
     }
 }
 
-/// Whether the network still hands out addresses of this family.
+/// Whether the network still serves addresses of the block's family.
 fn is_in_service(input: BlockPlanInput<'_>, block: &BlockKey) -> bool {
     let pool = input.networks.get(&block.network).filter(|pool| pool.active);
     pool.is_some_and(|pool| pool.grid(Family::of(block.range.addr())).is_some())
 }
 
-/// What somebody said who was asked for an address.
+/// How the lender answered a borrow request.
 enum LendingAnswer {
     Granted,
     Refused,
     Pending,
 }
 
-/// Whether a block that was asked for may be used. A whole one may, as soon as it is there.
+/// Whether this node may use a block that it acquires. A whole block is granted by its IPBlock alone.
 fn lending_answer(input: BlockPlanInput<'_>, block: &BlockKey, object: &ObservedIpBlock) -> LendingAnswer {
     let Some(lender) = &object.spec.lender else { return LendingAnswer::Granted };
     let enclosing = match input.lenders.get(block) {
         None => return LendingAnswer::Pending,
-        // Whoever asks next finds out who holds it now.
+        // The enclosing block has no holder now; the next attempt finds out who acquires it.
         Some(None) => return LendingAnswer::Refused,
         Some(Some(enclosing)) => enclosing,
     };
@@ -235,7 +236,7 @@ fn lending_answer(input: BlockPlanInput<'_>, block: &BlockKey, object: &Observed
     }
 }
 
-/// Objects of this node that it knows nothing about: its journal was lost.
+/// Records IPBlocks of this node that the ledger does not know.
 fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
     let ours = input.objects.values().filter(|object| object.spec.holder.uid == input.holder.uid);
     let blocks = ours.map(|object| {
@@ -246,19 +247,19 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
     for (block, object) in blocks {
         let network = object.spec.network.clone();
         match ledger.holdings().get(&block) {
-            // What its status says is lent is lent, whatever the journal has forgotten.
+            // Addresses that the status reports as lent are lent, even if the journal lost the record.
             Some(holding) if matches!(holding.stage, Stage::Unverified | Stage::Acquiring) => {
-                let new = |one: &&LentAddress| {
-                    !holding.lent.contains_key(&one.address) && !input.returned.contains(&one.block)
+                let new = |lent: &&LentAddress| {
+                    !holding.lent.contains_key(&lent.address) && !input.returned.contains(&lent.block)
                 };
                 let lent = object.status.lent.iter().filter(new);
-                steps.extend(lent.map(|one| {
-                    let (block, address, object) = (block.clone(), one.address, one.block.clone());
+                steps.extend(lent.map(|lent| {
+                    let (block, address, object) = (block.clone(), lent.address, lent.block.clone());
                     BlockStep::Record(LedgerRecord::Lent { block, address, object })
                 }));
             }
             Some(_) => {}
-            // It came of a request that had been given up.
+            // A create request that had been abandoned succeeded after all.
             None if ledger.is_complete() => {
                 steps.push(BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network }));
                 steps.push(BlockStep::Record(LedgerRecord::Releasing { block }));
@@ -273,8 +274,8 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
     steps
 }
 
-/// Addresses that were lent for objects that are not seen: perhaps they are given back, perhaps they only bear the mark of
-/// an earlier Node of this name.
+/// Looks up lent addresses whose borrower IPBlock the watch does not show. The borrower may have returned them, or the
+/// IPBlock may carry the label of an earlier Node of this name.
 fn lookup_lent(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
     let present: BTreeSet<&Uid> = input.objects.values().map(|object| &object.uid).collect();
     let mut steps = Vec::new();
@@ -289,7 +290,7 @@ fn lookup_lent(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
     steps
 }
 
-/// Those that ask this node for an address.
+/// The IPBlocks of other nodes that borrow an address from this node.
 fn lending_requests(input: BlockPlanInput<'_>) -> impl Iterator<Item = &ObservedIpBlock> {
     input.objects.values().filter(|object| {
         let is_request = object.spec.lender.as_ref().is_some_and(|lender| lender.uid == input.holder.uid);
@@ -297,7 +298,7 @@ fn lending_requests(input: BlockPlanInput<'_>) -> impl Iterator<Item = &Observed
     })
 }
 
-/// The block of this node that the address of a request is in.
+/// The block of this node that contains the address of a borrow request.
 fn enclosing_holding<'a>(
     ledger: &'a Ledger,
     request: &ObservedIpBlock,
@@ -321,14 +322,14 @@ fn plan_lending(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
 }
 
 fn may_lend(ledger: &Ledger, block: &BlockKey, holding: &Holding, address: IpAddr) -> bool {
-    let used = ledger.used(block).any(|(one, _)| one == address);
+    let used = ledger.used(block).any(|(used, _)| used == address);
     holding.stage == Stage::Open
         && !used
         && !holding.lent.contains_key(&address)
         && holding.lent.len() < MAX_STATUS_ADDRESSES
 }
 
-/// How many addresses a node has at hand before it takes another block.
+/// How many free addresses a node keeps before it acquires another block.
 fn reserve(ledger: &Ledger, network: &str, grid: &BlockGrid) -> usize {
     let mut used = ledger.holdings_of(network).filter(|(block, _)| is_of_family(block, grid));
     if !used.any(|(block, _)| ledger.used(block).next().is_some()) {
@@ -341,16 +342,17 @@ fn is_of_family(block: &BlockKey, grid: &BlockGrid) -> bool {
     Family::of(block.range.addr()) == grid.family()
 }
 
-/// Gives back a block that nobody needs, one at a time.
+/// Releases idle blocks that can be spared, one at a time.
 fn release_idle(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Pool) -> Option<BlockStep> {
     let idle = |block: &&BlockKey| input.idle.contains(*block) && ledger.is_empty(block);
     let releasable = |holding: &Holding| matches!(holding.stage, Stage::Open | Stage::Unverified);
-    let mut blocks = ledger.holdings_of(network).filter(|(_, one)| releasable(one)).map(|(block, _)| block);
+    let mut blocks =
+        ledger.holdings_of(network).filter(|(_, holding)| releasable(holding)).map(|(block, _)| block);
     let block = blocks.find(|block| idle(block) && can_spare(ledger, input, network, pool, block))?;
     Some(BlockStep::Record(LedgerRecord::Releasing { block: block.clone() }))
 }
 
-/// Whether what is left without a block is enough.
+/// Whether the other blocks have enough free addresses.
 fn can_spare(
     ledger: &Ledger,
     input: BlockPlanInput<'_>,
@@ -363,7 +365,7 @@ fn can_spare(
     if input.pending.any.contains_key(&(network.to_owned(), family)) {
         return false;
     }
-    // Nothing is borrowed for later: another node may wait for just this one.
+    // No reserve is borrowed: another node may need this address.
     if block.is_single() && grid.block_size() > 1 {
         return true;
     }
@@ -380,11 +382,11 @@ fn acquire(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Poo
         let waiting = input.pending.any.get(&key).copied().unwrap_or(0);
         let all = || ledger.holdings_of(network).filter(|(block, _)| is_of_family(block, grid));
         let free: usize = all().map(|(block, _)| ledger.free_count(block, grid)).sum();
-        let acquiring = all().filter(|(_, one)| one.stage == Stage::Acquiring);
+        let acquiring = all().filter(|(_, holding)| holding.stage == Stage::Acquiring);
         let incoming: usize =
             acquiring.map(|(block, _)| if block.is_single() { 1 } else { grid.block_size() }).sum();
         let exhausted = input.exhausted.contains(&key);
-        // Nothing is borrowed for later.
+        // No reserve is borrowed.
         let wanted = waiting + if exhausted { 0 } else { reserve(ledger, network, grid) };
         let missing = wanted.saturating_sub(free.saturating_add(incoming));
         if missing > 0 {
@@ -393,8 +395,9 @@ fn acquire(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Poo
     }
     let addresses = input.pending.addresses.iter().filter(|(uid, _)| uid == network);
     for (_, address) in addresses.filter(|_| pool.active) {
-        // One that is held already is at hand in a moment, or gone; or it is said why not.
-        let stage = ledger.holding_of(network, *address).map(|(_, one)| one.stage);
+        // An address in an open, acquiring or releasing block needs no step. For an unverified or lost block, the step
+        // reports why the address is not available.
+        let stage = ledger.holding_of(network, *address).map(|(_, holding)| holding.stage);
         if matches!(stage, None | Some(Stage::Unverified | Stage::Lost)) {
             steps.push(BlockStep::AcquireAddress { network: network.to_owned(), address: *address });
         }
@@ -402,7 +405,7 @@ fn acquire(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Poo
     steps
 }
 
-/// What to say about a block. Who waits for an answer gets it at once; counts are told now and then.
+/// Writes the status of a block: at once if a borrower waits for the answer, otherwise at intervals.
 fn report_status(
     ledger: &Ledger,
     input: BlockPlanInput<'_>,
@@ -426,9 +429,11 @@ fn status(ledger: &Ledger, input: BlockPlanInput<'_>, block: &BlockKey, holding:
     let grid = pool.and_then(|pool| pool.grid(Family::of(block.range.addr())));
     let lent =
         holding.lent.iter().map(|(address, object)| LentAddress { address: *address, block: object.clone() });
-    let asking = lending_requests(input)
-        .filter(|request| enclosing_holding(ledger, request).is_some_and(|(one, _)| one == block));
-    let refused = asking.filter(|request| holding.lent.get(&request.spec.cidr.addr()) != Some(&request.uid));
+    let borrowers = lending_requests(input).filter(|request| {
+        enclosing_holding(ledger, request).is_some_and(|(enclosing, _)| enclosing == block)
+    });
+    let refused =
+        borrowers.filter(|request| holding.lent.get(&request.spec.cidr.addr()) != Some(&request.uid));
     let used: Vec<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
     let outside = ledger.used(block).filter(|(address, _)| !grid.is_some_and(|grid| grid.contains(*address)));
     let draining = outside.filter_map(|(address, key)| {
@@ -457,7 +462,7 @@ fn spare_ranges(ledger: &Ledger, block: &BlockKey, holding: &Holding, grid: &Blo
     grid.free_spans(block.range, taken).take(MAX_SPARE_RANGES).map(text).collect()
 }
 
-/// The free addresses that the status of a block tells of. One without a status may have any.
+/// The free addresses that the status of a block reports. Without a status, any address may be free.
 pub fn spare_addresses(object: &ObservedIpBlock, grid: &BlockGrid) -> Vec<IpAddr> {
     let status = &object.status;
     if status.closed {
@@ -474,7 +479,7 @@ pub fn spare_addresses(object: &ObservedIpBlock, grid: &BlockGrid) -> Vec<IpAddr
     spans.flat_map(addresses_between).filter(inside).collect()
 }
 
-/// The addresses from one to another, never more than a block has.
+/// The addresses of a range, at most as many as a block may list.
 fn addresses_between((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
     let (mut all, mut address) = (Vec::new(), first);
     while address <= last && all.len() < MAX_STATUS_ADDRESSES {
@@ -484,7 +489,8 @@ fn addresses_between((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
     all
 }
 
-/// An address to borrow, and whom to ask: some free one of those that blocks of others tell of, another one for each seed.
+/// An address to borrow and the block that it is in: a free address of another node's block, chosen by the seed. Skips
+/// refused addresses and holders that do not answer.
 pub fn lending_candidate(
     objects: &[ObservedIpBlock],
     grid: &BlockGrid,
@@ -511,11 +517,11 @@ pub fn lending_candidate(
     all.get(index).map(|(address, object)| (*address, (*object).clone()))
 }
 
-/// The blocks of nodes that are gone for good, but for those that others have addresses of: these stay until they give
-/// them back.
+/// The blocks of deleted nodes, without those whose addresses are lent to other nodes: these stay until the borrowers return
+/// them.
 pub fn abandoned<'a>(
     objects: impl IntoIterator<Item = &'a ObservedIpBlock> + Clone,
-    gone: impl Fn(&NodeRef) -> bool,
+    is_gone: impl Fn(&NodeRef) -> bool,
 ) -> Vec<&'a ObservedIpBlock> {
     let mut holders: BTreeMap<&Uid, &NodeRef> = BTreeMap::new();
     for object in objects.clone() {
@@ -523,13 +529,13 @@ pub fn abandoned<'a>(
     }
     let used = |object: &ObservedIpBlock| {
         let lent = object.status.lent.iter();
-        // A borrower that is gone too gives nothing back.
-        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !gone(holder))
+        // A borrower that is gone too never returns the address.
+        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !is_gone(holder))
     };
-    objects.into_iter().filter(|object| gone(&object.spec.holder) && !used(object)).collect()
+    objects.into_iter().filter(|object| is_gone(&object.spec.holder) && !used(object)).collect()
 }
 
-/// How many addresses of a family a network has, out of the blocks that there are.
+/// The address counts of one family of a network, summed over its blocks.
 pub fn network_status<'a>(
     family: Family,
     grid: Option<&BlockGrid>,
@@ -540,11 +546,11 @@ pub fn network_status<'a>(
     for (spec, status) in blocks {
         if Family::of(spec.cidr.addr()) == family {
             let size = grid.map_or(1, |grid| grid.addresses_in(spec.cidr));
-            // Those of subnets that are gone do not lessen what is left.
+            // Addresses of removed subnets do not reduce the free count.
             if size > 0 {
                 used = used.saturating_add(status.used.into());
             }
-            // Of one that gives nothing, nothing is free.
+            // A closed block has no free address.
             if status.closed && grid.is_some() {
                 let lent = i64::try_from(status.lent.len()).unwrap_or(i64::MAX);
                 let size = i64::try_from(size).unwrap_or(i64::MAX);

@@ -1,4 +1,4 @@
-//! The addresses of a network that pods can have, of one family, and the grid of blocks over them.
+//! The addresses of a network that pods can get, for one family, and the grid of blocks over them.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::AddressInfo;
 
-/// A family of addresses.
+/// An address family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
     V4,
@@ -21,7 +21,7 @@ impl Family {
         if address.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 
-    /// How long an address is, in bits.
+    /// The length of an address in bits.
     pub fn bits(self) -> u8 {
         match self {
             Self::V4 => 32,
@@ -29,7 +29,7 @@ impl Family {
         }
     }
 
-    /// The address of a number; one that is too large for the family is cut off.
+    /// The address with this number, truncated to the length of the family.
     fn address(self, number: u128) -> IpAddr {
         match self {
             Self::V4 => {
@@ -39,24 +39,23 @@ impl Family {
         }
     }
 
-    /// The length of blocks that fits these subnets: a few blocks in a small one, enough addresses in each of a large one
-    /// that nodes seldom ask.
+    /// The block length of these subnets: small subnets have a few blocks, and blocks of large subnets have enough addresses
+    /// that nodes seldom acquire another.
     pub fn block_length(self, ipam: &IpamSpec) -> Option<u8> {
         let subnets = ipam.subnets.iter().filter(|net| Self::of(net.addr()) == self);
         let largest = subnets.map(IpNet::prefix_len).min()?;
-        let asked = ipam.block_length.and_then(|length| match self {
+        let specified = ipam.block_length.and_then(|length| match self {
             Self::V4 => length.ipv4,
             Self::V6 => length.ipv6,
         });
-        let fitting = match self {
+        let default = match self {
             Self::V4 => largest.saturating_add(4).clamp(26, 30),
             Self::V6 => largest.saturating_add(8).clamp(120, 126),
         };
-        Some(asked.unwrap_or(fitting).max(largest).min(self.bits()))
+        Some(specified.unwrap_or(default).max(largest).min(self.bits()))
     }
 }
 
-/// The number of an address.
 fn number(address: IpAddr) -> u128 {
     match address {
         IpAddr::V4(four) => u128::from(four.to_bits()),
@@ -64,36 +63,37 @@ fn number(address: IpAddr) -> u128 {
     }
 }
 
-/// From the first to the last, both included.
+/// First and last, inclusive.
 type Span = (u128, u128);
 
-/// What can be handed out, of one family. However large the subnets are, it is as small as what was written about them.
+/// The allocatable addresses of one family. It grows with the number of subnets and exclusions, not with
+/// their sizes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BlockGrid {
     family: Family,
     length: u8,
-    /// In order, and apart from each other.
+    /// Sorted and disjoint.
     spans: Vec<Span>,
-    /// The blocks that hold any of it, by their number in the whole family: in order, and apart.
+    /// The blocks that contain allocatable addresses, by their index in the whole family: sorted and disjoint.
     cells: Vec<Span>,
     subnets: Vec<IpNet>,
     gateway: Option<IpAddr>,
 }
 
 impl BlockGrid {
-    /// The part of this family; none if the network has no subnet of it.
+    /// The grid of a family; `None` if the network has no subnet of it.
     pub fn new(ipam: &IpamSpec, family: Family, length: u8) -> Option<Self> {
-        let ours = |address: IpAddr| Family::of(address) == family;
+        let in_family = |address: IpAddr| Family::of(address) == family;
         let subnets: Vec<IpNet> =
-            ipam.subnets.iter().filter(|net| ours(net.addr())).map(IpNet::trunc).collect();
+            ipam.subnets.iter().filter(|net| in_family(net.addr())).map(IpNet::trunc).collect();
         if subnets.is_empty() {
             return None;
         }
         let length = length.min(family.bits());
         let mut spans: Vec<Span> = subnets.iter().map(|net| hosts(net, family)).collect();
-        let gateway = ipam.gateways.iter().copied().find(|gateway| ours(*gateway));
-        let excluded = ipam.exclude.iter().filter(|net| ours(net.addr())).map(whole);
-        for hole in excluded.chain(gateway.map(number).map(|one| (one, one))) {
+        let gateway = ipam.gateways.iter().copied().find(|gateway| in_family(*gateway));
+        let excluded = ipam.exclude.iter().filter(|net| in_family(net.addr())).map(whole);
+        for hole in excluded.chain(gateway.map(number).map(|gateway| (gateway, gateway))) {
             spans = spans.into_iter().flat_map(|span| without(span, hole)).collect();
         }
         let spans = merged(spans);
@@ -107,49 +107,49 @@ impl BlockGrid {
         self.family
     }
 
-    /// What a pod is told about an address: the length of its subnet, and the gateway. One whose subnet is gone stands alone.
+    /// What a CNI result says about an address. An address without a subnet gets the full prefix length.
     pub fn address_info(&self, address: IpAddr) -> AddressInfo {
         let length = self.subnet_of(address).map_or(self.family.bits(), |net| net.prefix_len());
         let net = IpNet::new(address, length).unwrap_or_else(|_| address.into());
         AddressInfo { net, gateway: self.gateway }
     }
 
-    /// Whether a pod can have this address.
+    /// Whether a pod can get this address.
     pub fn contains(&self, address: IpAddr) -> bool {
         Family::of(address) == self.family && self.span_at(number(address)).is_some()
     }
 
-    /// The subnet that an address lies in, though perhaps no pod can have it.
+    /// The subnet of an address, allocatable or not.
     pub fn subnet_of(&self, address: IpAddr) -> Option<IpNet> {
         self.subnets.iter().find(|net| net.contains(&address)).copied()
     }
 
-    fn span_at(&self, one: u128) -> Option<Span> {
-        let at = self.spans.partition_point(|&(_, last)| last < one);
-        self.spans.get(at).copied().filter(|&(first, _)| first <= one)
+    fn span_at(&self, number: u128) -> Option<Span> {
+        let at = self.spans.partition_point(|&(_, last)| last < number);
+        self.spans.get(at).copied().filter(|&(first, _)| first <= number)
     }
 
-    /// How many addresses there are.
+    /// How many addresses pods can get.
     pub fn addresses(&self) -> u128 {
         total(&self.spans)
     }
 
-    /// How many of them are in a range.
+    /// How many of these are in a range.
     pub fn addresses_in(&self, range: IpNet) -> u128 {
         let (first, last) = whole(&range);
         total(&self.within(first, last))
     }
 
-    /// The part of it between two numbers.
+    /// The allocatable spans between two numbers.
     fn within(&self, first: u128, last: u128) -> Vec<Span> {
         let from = self.spans.partition_point(|&(_, end)| end < first);
         let rest = self.spans.get(from..).unwrap_or_default().iter();
-        let inside = rest.take_while(|&&(begin, _)| begin <= last);
-        inside.map(|&(begin, end)| (begin.max(first), end.min(last))).collect()
+        let inside = rest.take_while(|&&(start, _)| start <= last);
+        inside.map(|&(start, end)| (start.max(first), end.min(last))).collect()
     }
 
-    /// The first address of a range, from a place on and around its end, that is not taken. Looks at no more addresses
-    /// than are taken.
+    /// The first free address of a range, searched from `from` and then from the start of the range. Tests no more addresses
+    /// than are taken, plus one.
     pub fn free_in(
         &self,
         range: IpNet,
@@ -160,22 +160,22 @@ impl BlockGrid {
         let middle = from.map_or(first, number).clamp(first, last);
         let before = if middle > first { self.within(first, middle - 1) } else { Vec::new() };
         let mut spans = self.within(middle, last).into_iter().chain(before);
-        spans.find_map(|(begin, end)| {
-            let mut one = begin;
+        spans.find_map(|(start, end)| {
+            let mut number = start;
             loop {
-                let address = self.family.address(one);
+                let address = self.family.address(number);
                 if !taken(address) {
                     return Some(address);
                 }
-                if one == end {
+                if number == end {
                     return None;
                 }
-                one += 1;
+                number += 1;
             }
         })
     }
 
-    /// The free parts of a range, in order, each from its first to its last address.
+    /// The free spans of a range, in order.
     pub fn free_spans<'a>(
         &'a self,
         range: IpNet,
@@ -186,63 +186,63 @@ impl BlockGrid {
         let mut rest: Option<Span> = None;
         std::iter::from_fn(move || {
             loop {
-                let (mut begin, end) = rest.take().or_else(|| spans.next())?;
-                while begin <= end && taken(self.family.address(begin)) {
-                    begin = begin.checked_add(1)?;
+                let (mut start, end) = rest.take().or_else(|| spans.next())?;
+                while start <= end && taken(self.family.address(start)) {
+                    start = start.checked_add(1)?;
                 }
-                if begin > end {
+                if start > end {
                     continue;
                 }
-                let mut stop = begin;
+                let mut stop = start;
                 while stop < end && !taken(self.family.address(stop + 1)) {
                     stop += 1;
                 }
                 rest = (stop < end).then(|| (stop + 1, end));
-                return Some((self.family.address(begin), self.family.address(stop)));
+                return Some((self.family.address(start), self.family.address(stop)));
             }
         })
     }
 
-    /// How many addresses a block has at most.
+    /// The number of addresses of a whole block.
     pub fn block_size(&self) -> usize {
         1_usize.checked_shl(u32::from(self.family.bits() - self.length)).unwrap_or(usize::MAX)
     }
 
-    /// How many blocks there are.
+    /// The number of blocks.
     pub fn blocks(&self) -> u128 {
         total(&self.cells)
     }
 
-    /// The block of this number, counted from the first that holds any address.
-    pub fn block(&self, mut key: u128) -> Option<IpNet> {
+    /// The block with this index among those that contain allocatable addresses.
+    pub fn block(&self, mut index: u128) -> Option<IpNet> {
         for &(first, last) in &self.cells {
             let size = last - first;
-            if key <= size {
+            if index <= size {
                 let shift = self.family.bits() - self.length;
-                let address = self.family.address((first + key).checked_shl(shift.into()).unwrap_or(0));
+                let address = self.family.address((first + index).checked_shl(shift.into()).unwrap_or(0));
                 return IpNet::new(address, self.length).ok();
             }
-            key -= size + 1;
+            index -= size + 1;
         }
         None
     }
 
-    /// The block that an address is in.
+    /// The block of an address.
     pub fn block_of(&self, address: IpAddr) -> Option<IpNet> {
         IpNet::new(address, self.length).ok().map(|net| net.trunc())
     }
 
-    /// The first block from a place on, and around the end, that is not taken. Looks at no more blocks than are taken.
+    /// The first free block, searched from index `from` and then from the start. Tests no more blocks than are taken, plus one.
     pub fn free_block(&self, from: u128, taken: impl Fn(IpNet) -> bool) -> Option<IpNet> {
         let count = self.blocks();
         let start = if count == 0 { return None } else { from % count };
-        let positions = (start..count).chain(0..start);
-        positions.map_while(|key| self.block(key)).find(|block| !taken(*block))
+        let indices = (start..count).chain(0..start);
+        indices.map_while(|index| self.block(index)).find(|block| !taken(*block))
     }
 }
 
-/// The addresses of a subnet that hosts can have: not the first one, which means the network or any router, and not the last
-/// one of IPv4, which means all; unless there are too few to spare any.
+/// The host addresses of a subnet: without the first one (the network, or in IPv6 the subnet-router anycast address) and
+/// without the last one of IPv4 (broadcast), unless the subnet has only one or two addresses.
 fn hosts(net: &IpNet, family: Family) -> Span {
     let (first, last) = whole(net);
     if last - first < 2 {
@@ -255,7 +255,7 @@ fn whole(net: &IpNet) -> Span {
     (number(net.network()), number(net.broadcast()))
 }
 
-/// What is left of a span.
+/// What remains of a span without another.
 fn without((first, last): Span, (from, to): Span) -> Vec<Span> {
     if to < first || last < from {
         return vec![(first, last)];
@@ -265,7 +265,7 @@ fn without((first, last): Span, (from, to): Span) -> Vec<Span> {
     before.into_iter().chain(behind).collect()
 }
 
-/// In order, and joined where they touch.
+/// Sorts spans and joins those that touch.
 fn merged(mut spans: Vec<Span>) -> Vec<Span> {
     spans.sort_unstable();
     let mut all: Vec<Span> = Vec::new();

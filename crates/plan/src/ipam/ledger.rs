@@ -1,7 +1,7 @@
-//! The ledger of one node: the blocks that it holds, and who has which address.
+//! The ledger of one node: the blocks that it holds, and the addresses that its pods have.
 //!
-//! It changes by [`LedgerRecord`]s only, so a journal of them is all that has to be kept. A record that does not fit changes
-//! nothing: whatever a disk may bring back, there is a ledger.
+//! Only [`LedgerRecord`]s change it, so a journal of them restores it. A record that does not apply changes nothing: any
+//! sequence of records yields a ledger.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::bridge::Uid;
 
-/// A range of a network.
+/// The identity of a block: its network and its range.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct BlockKey {
     /// The UID of the network.
@@ -27,20 +27,20 @@ pub struct BlockKey {
 }
 
 impl BlockKey {
-    /// Whether it is one address, which may be a part of somebody else's block.
+    /// Whether it is a single address, which may lie in the block of another node.
     pub fn is_single(&self) -> bool {
         self.range.prefix_len() == self.range.max_prefix_len()
     }
 }
 
-/// An interface of a sandbox.
+/// The identity of an attachment: an interface of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct AttachmentKey {
     pub container: String,
     pub interface: String,
 }
 
-/// Whose sandbox it is.
+/// The pod that a sandbox belongs to.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodRef {
     pub namespace: String,
@@ -48,7 +48,7 @@ pub struct PodRef {
     pub uid: String,
 }
 
-/// Addresses of an interface.
+/// The addresses of an attachment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
     #[serde(rename = "place")]
@@ -56,55 +56,54 @@ pub struct Lease {
     pub pod: PodRef,
     /// The UID of the network.
     pub network: Uid,
-    /// The name of the configuration that asked.
+    /// The name of the CNI configuration that requested them.
     pub config: String,
-    /// The boot of the node in which it was made: none of its sandboxes outlives it.
+    /// The boot ID of the node at allocation. No sandbox survives a reboot.
     pub boot: String,
-    /// When it was made, in seconds since that boot.
+    /// When it was allocated, in seconds since that boot.
     pub since: i64,
     pub addresses: Vec<IpAddr>,
 }
 
-/// What a pod is told about one of its addresses, for as long as it has it: whatever becomes of the subnet meanwhile.
+/// What the CNI result says about an address. It stays the same for the life of the lease, even if the subnet changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AddressInfo {
-    /// The address with the length of its subnet.
+    /// The address with the prefix length of its subnet.
     pub net: IpNet,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gateway: Option<IpAddr>,
 }
 
-/// A lease with what the pod is told about it.
+/// A lease with what the CNI result says about its addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     #[serde(flatten)]
     pub lease: Lease,
-    /// Nothing in journals of the time before it was kept.
+    /// Empty in journals of versions that did not record it.
     #[serde(rename = "told", default)]
     pub infos: Vec<AddressInfo>,
 }
 
 impl Grant {
-    /// What was told about an address.
     pub fn info(&self, address: IpAddr) -> Option<AddressInfo> {
         self.infos.iter().find(|info| info.net.addr() == address).copied()
     }
 }
 
-/// How a block stands.
+/// The lifecycle of a block on this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
-    /// It is being made: perhaps it is there, perhaps it will never be.
+    /// The create request is journaled; the IPBlock may or may not exist.
     #[serde(rename = "Asked")]
     Acquiring,
-    /// Addresses are handed out of it.
+    /// Pods get addresses from it.
     Open,
-    /// It is being given back.
+    /// Its IPBlock is being deleted.
     #[serde(rename = "Closing")]
     Releasing,
-    /// It is not there any more, or not as it was.
+    /// Its IPBlock is gone or has another holder.
     Lost,
-    /// It is this node's, and it is not known which of its addresses are in use.
+    /// This node holds it and does not know which of its addresses are in use.
     #[serde(rename = "Doubtful")]
     Unverified,
 }
@@ -115,31 +114,31 @@ pub struct Holding {
     /// The name of the network.
     pub network: String,
     pub stage: Stage,
-    /// The UID of the object, once it is known.
+    /// The UID of the IPBlock, once known.
     pub object: Option<Uid>,
-    /// Where the next search for a free address begins.
+    /// Where the next search for a free address starts.
     pub next: Option<IpAddr>,
-    /// Single addresses that others hand out, each with the UID of the object that asked for it.
+    /// Addresses lent to other nodes, each with the UID of the borrower's IPBlock.
     pub lent: BTreeMap<IpAddr, Uid>,
 }
 
-/// What happened.
+/// A change of the ledger. The journal stores these, so their serialized form must not change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum LedgerRecord {
-    /// The object of a block is about to be created.
+    /// The daemon is about to create the IPBlock.
     #[serde(rename = "asked")]
     Acquiring {
         block: BlockKey,
         network: String,
     },
-    /// The block is held, and this is its object.
+    /// This node holds the block under this IPBlock.
     #[serde(rename = "took")]
     Acquired {
         block: BlockKey,
         object: Uid,
     },
-    /// The same, but nobody knows which of its addresses are in use.
+    /// This node holds the block and does not know which of its addresses are in use.
     #[serde(rename = "doubted")]
     Unverified {
         block: BlockKey,
@@ -153,7 +152,7 @@ pub enum LedgerRecord {
     Lost {
         block: BlockKey,
     },
-    /// It is held no more.
+    /// This node no longer holds the block.
     Dropped {
         block: BlockKey,
     },
@@ -168,34 +167,34 @@ pub enum LedgerRecord {
     },
     Leased(Grant),
     Freed(AttachmentKey),
-    /// The node was started. What sandboxes had before is free, known or not.
+    /// The node booted: no earlier sandbox exists any more, whether the ledger knows it or not.
     Booted(String),
-    /// Something that happened before may not be known: the journal was lost, or is damaged. Holds until [`Self::Complete`],
-    /// however often the daemon is started meanwhile.
+    /// Earlier records may be missing: the journal was lost or is damaged. Holds across restarts until
+    /// [`Self::Complete`].
     #[serde(rename = "unsure")]
     Incomplete,
-    /// All blocks of this node are known again, if only as doubtful.
+    /// The ledger knows all blocks of this node again, some perhaps as unverified.
     #[serde(rename = "sure")]
     Complete,
-    /// A holding as it stood when the journal was written anew.
+    /// A holding at the time the journal was compacted.
     Holding {
         block: BlockKey,
         holding: Holding,
     },
 }
 
-/// All that one node knows about addresses.
+/// All blocks and leases of one node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ledger {
-    /// The boot of the node that was last seen; empty if none was.
+    /// The last boot ID; empty if unknown.
     boot: String,
-    /// Whether this node may hold blocks that are not known here.
+    /// Whether this node may hold blocks that the ledger does not know.
     incomplete: bool,
     holdings: BTreeMap<BlockKey, Holding>,
     leases: BTreeMap<AttachmentKey, Lease>,
-    /// What those who have addresses were told about them, as far as that is known.
+    /// What CNI results said about leased addresses, where recorded.
     infos: BTreeMap<AttachmentKey, Vec<AddressInfo>>,
-    /// Who has an address, by the network's UID.
+    /// The attachment that has each address, by the network's UID.
     owners: BTreeMap<Uid, BTreeMap<IpAddr, AttachmentKey>>,
 }
 
@@ -204,12 +203,12 @@ impl Ledger {
         &self.holdings
     }
 
-    /// The boot of the node that was last seen.
+    /// The last boot ID; empty if unknown.
     pub fn boot(&self) -> &str {
         &self.boot
     }
 
-    /// Whether all blocks of this node are known here: nothing was ever handed out of another one.
+    /// Whether the ledger knows all blocks of this node: no pod has an address from any other block.
     pub fn is_complete(&self) -> bool {
         !self.incomplete
     }
@@ -218,33 +217,33 @@ impl Ledger {
         &self.leases
     }
 
-    /// What an interface has, and was told about it.
+    /// The lease of an attachment, with what its CNI result said.
     pub fn grant(&self, key: &AttachmentKey) -> Option<Grant> {
         let lease = self.leases.get(key)?.clone();
         Some(Grant { lease, infos: self.infos.get(key).cloned().unwrap_or_default() })
     }
 
-    /// The addresses of a block that pods of this node have.
+    /// The addresses of a block that pods of this node use.
     pub fn used(&self, block: &BlockKey) -> impl Iterator<Item = (IpAddr, &AttachmentKey)> {
         let owners = self.owners.get(&block.network).into_iter();
         let range = block.range.network()..=block.range.broadcast();
         owners.flat_map(move |owners| owners.range(range.clone())).map(|(address, key)| (*address, key))
     }
 
-    /// Whether nobody has anything of a block.
+    /// Whether no pod uses an address of the block and none is lent.
     pub fn is_empty(&self, block: &BlockKey) -> bool {
         self.used(block).next().is_none()
             && self.holdings.get(block).is_none_or(|holding| holding.lent.is_empty())
     }
 
-    /// What becomes of a block that is asked for in vain. One that was asked for again while a pod has of it keeps its
-    /// object: as long as it is there, no other node gets the address.
+    /// The record that abandons the acquisition of a block. A block in use keeps its IPBlock, so that no other node gets
+    /// its addresses.
     pub fn abandon(&self, block: &BlockKey) -> LedgerRecord {
         let block = block.clone();
         if self.is_empty(&block) { LedgerRecord::Releasing { block } } else { LedgerRecord::Lost { block } }
     }
 
-    /// The holding that an address is in: a single one before the block around it.
+    /// The most specific holding that contains an address: a single address before its enclosing block.
     pub fn holding_of(&self, network: &str, address: IpAddr) -> Option<(&BlockKey, &Holding)> {
         let mut all = self.holdings_of(network).filter(|(block, _)| block.range.contains(&address));
         let first = all.next()?;
@@ -263,7 +262,7 @@ impl Ledger {
         self.holdings.range(first..).take_while(move |(block, _)| block.network == network)
     }
 
-    /// How many addresses of a block can be handed out now.
+    /// How many addresses of a block can be allocated now.
     pub fn free_count(&self, block: &BlockKey, grid: &BlockGrid) -> usize {
         let Some(holding) = self.holdings.get(block).filter(|holding| holding.stage == Stage::Open) else {
             return 0;
@@ -274,7 +273,7 @@ impl Ledger {
         all.saturating_sub(used).saturating_sub(lent)
     }
 
-    /// The lease that a pod gets. Asked again for the same interface it is the same, and the same is told.
+    /// The lease that a request gets. A repeated request for the same attachment gets the same grant.
     pub fn offer(&self, request: AddressRequest<'_>) -> Result<Grant, Shortage> {
         let AddressRequest { mut lease, grids, confirmed, requested } = request;
         if let Some(before) = self.grant(&lease.key).filter(|grant| grant.lease.is_same_attachment(&lease)) {
@@ -320,7 +319,7 @@ impl Ledger {
         }
     }
 
-    /// Borrowed ones first: they are of no use otherwise. Then the block with the fewest left, so that others become empty.
+    /// Prefers borrowed addresses, which serve no other purpose, then the fullest block, so that others become empty.
     fn offer_any(
         &self,
         network: &str,
@@ -343,20 +342,20 @@ impl Ledger {
         grid.free_in(block.range, holding.next, taken)
     }
 
-    /// The leases of sandboxes that an earlier boot of the node had.
+    /// The leases of sandboxes from an earlier boot.
     pub fn leases_of_other_boots(&self, boot: &str) -> Vec<AttachmentKey> {
         let other = |lease: &&Lease| !same_boot(&lease.boot, boot);
         self.leases.values().filter(other).map(|lease| lease.key.clone()).collect()
     }
 
-    /// The leases of sandboxes that are not there, but for young ones: a sandbox is listed a little after it has its
-    /// addresses.
+    /// The leases from before `before` whose sandbox is not live. The runtime lists a sandbox only some time after its ADD,
+    /// so younger leases are kept.
     pub fn leases_without_sandbox(&self, live: &BTreeSet<String>, before: i64) -> Vec<AttachmentKey> {
         let dead = |lease: &&Lease| lease.since < before && !live.contains(&lease.key.container);
         self.leases.values().filter(dead).map(|lease| lease.key.clone()).collect()
     }
 
-    /// The leases of a configuration of a network, but for these places.
+    /// The leases of a network's CNI configuration that are not in `valid`.
     pub fn leases_outside(
         &self,
         network: &str,
@@ -371,7 +370,7 @@ impl Ledger {
     pub fn apply(&mut self, record: &LedgerRecord) {
         match record {
             LedgerRecord::Acquiring { block, network } => {
-                self.set_holding(block, network, Stage::Acquiring, None)
+                self.set_holding(block, network, Stage::Acquiring, None);
             }
             LedgerRecord::Acquired { block, object } => {
                 if let Some(holding) = self.holdings.get_mut(block) {
@@ -408,13 +407,13 @@ impl Ledger {
     fn set_holding(&mut self, block: &BlockKey, network: &str, stage: Stage, object: Option<Uid>) {
         let holding =
             Holding { network: network.to_owned(), stage, object, next: None, lent: BTreeMap::new() };
-        // What was lent stays lent, whatever becomes of the object.
+        // Lent addresses stay lent when the IPBlock changes.
         let lent = self.holdings.remove(block).map(|old| old.lent).unwrap_or_default();
         self.holdings.insert(block.clone(), Holding { lent, ..holding });
     }
 
-    /// Nobody can have anything that is not known: all who could are gone. What is doubtful is as good as just asked for;
-    /// a borrowed address may never have been lent.
+    /// After a reboot no sandbox with an unknown address is left. An unverified block goes back to `Acquiring` and not to
+    /// `Open`, because a borrowed address may never have been lent.
     fn apply_boot(&mut self, boot: &str) {
         if !same_boot(&self.boot, boot) {
             let unverified = self.holdings.values_mut().filter(|holding| holding.stage == Stage::Unverified);
@@ -431,7 +430,7 @@ impl Ledger {
 
     fn apply_lease(&mut self, grant: &Grant) {
         let Grant { lease, infos } = grant;
-        // One interface, one lease: what it had before is gone.
+        // An attachment has one lease; the new one replaces the old one.
         self.apply_free(&lease.key);
         let owners = self.owners.entry(lease.network.clone()).or_default();
         for address in &lease.addresses {
@@ -463,14 +462,14 @@ impl Ledger {
         }
     }
 
-    /// How many records it takes to make this ledger.
+    /// An estimate of how many records restore this ledger.
     pub fn record_count(&self) -> usize {
         self.holdings.len() + self.leases.len()
     }
 
-    /// Records that make this ledger out of an empty one.
+    /// The records that restore this ledger from an empty one.
     pub fn records(&self) -> impl Iterator<Item = LedgerRecord> {
-        // Leases first: each of them moves the place where the next search begins.
+        // Leases before holdings: applying a lease moves `Holding::next`, which the holding then sets.
         let boot = (!self.boot.is_empty()).then(|| LedgerRecord::Booted(self.boot.clone()));
         let leases = self.leases.keys().filter_map(|key| self.grant(key)).map(LedgerRecord::Leased);
         let holding = |(block, holding): (&BlockKey, &Holding)| LedgerRecord::Holding {
@@ -483,7 +482,7 @@ impl Ledger {
 }
 
 impl Lease {
-    /// Whether two are of one sandbox, interface and network.
+    /// Whether both belong to one sandbox, interface and network.
     fn is_same_attachment(&self, other: &Self) -> bool {
         let same_pod = self.pod.uid.is_empty() || other.pod.uid.is_empty() || self.pod.uid == other.pod.uid;
         let same_boot = same_boot(&self.boot, &other.boot);
@@ -492,19 +491,19 @@ impl Lease {
 }
 
 impl Holding {
-    /// Whether addresses are handed out of it: the API server must be known to have just this object.
+    /// Whether pods get addresses from it: the API server must be known to have exactly this IPBlock.
     fn serves(&self, block: &BlockKey, confirmed: &BTreeMap<String, Uid>) -> bool {
         let observed = || confirmed.get(&ipblock::name(&self.network, block.range));
         self.stage == Stage::Open && self.object.is_some() && observed() == self.object.as_ref()
     }
 }
 
-/// A boot that nobody knows is not another one.
+/// An unknown boot ID matches every other.
 fn same_boot(boot: &str, other: &str) -> bool {
     boot == other || boot.is_empty() || other.is_empty()
 }
 
-/// The address after this one, around the end.
+/// The next address, wrapping around.
 pub fn next_address(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(four) => IpAddr::V4(four.to_bits().wrapping_add(1).into()),

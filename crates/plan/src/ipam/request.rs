@@ -1,4 +1,4 @@
-//! What a pod asks for, and why it does not get it.
+//! Requests for addresses, and why they fail.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -7,50 +7,50 @@ use ipnet::IpNet;
 use super::{AddressInfo, BlockGrid, Family, Grant, Lease, PodRef};
 use crate::bridge::Uid;
 
-/// What a pod asks for.
+/// A request for the addresses of an attachment.
 #[derive(Debug, Clone)]
 pub struct AddressRequest<'a> {
-    /// The lease as it should become, without addresses.
+    /// The lease to fill, without addresses.
     pub lease: Lease,
     pub grids: &'a [BlockGrid],
-    /// The UIDs of this node's blocks that the API server is known to have, by their name. No other gives anything.
+    /// The UIDs of this node's IPBlocks that the API server is known to have, by name. No other block serves addresses.
     pub confirmed: &'a BTreeMap<String, Uid>,
-    /// Addresses that it must be, at most one of a family. The length is that of the subnet, or the full one if nobody
-    /// said any.
+    /// The addresses that the pod requires, at most one per family. The prefix length is that of the subnet, or the full
+    /// length if the pod gave none.
     pub requested: &'a [IpNet],
 }
 
-/// Why there is no lease.
+/// Why a request gets no lease now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Shortage {
-    /// No address of these families is at hand.
+    /// This node has no free address of these families.
     Families(Vec<Family>),
-    /// This address was asked for, and it is not in a block of this node.
+    /// The requested address is in no open block of this node.
     Address(IpAddr),
     Rejected(AllocationError),
 }
 
-/// Why there will be no lease.
+/// Why a request is invalid or conflicts with another lease.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AllocationError {
-    #[error("address {0} is in no subnet of the network: ask for one that is, or for none")]
+    #[error("address {0} is in no subnet of the network: request one that is, or none")]
     OutsideSubnets(IpAddr),
     #[error(
-        "address {0} is not given to pods: it is excluded, a gateway, or the first or last one of its subnet"
+        "address {0} is reserved: it is excluded, a gateway, or the first or last address of its subnet; request another"
     )]
     Reserved(IpAddr),
     #[error(
-        "address {address} is asked for with length /{requested}, but its subnet {subnet} has /{has}: ask for \
-        {address}/{has}, or for {address} without a length", has = subnet.prefix_len()
+        "address {address} is requested with prefix length /{requested}, but its subnet {subnet} has /{has}: request \
+        {address}/{has}, or {address} without a length", has = subnet.prefix_len()
     )]
     PrefixLength { address: IpAddr, requested: u8, subnet: IpNet },
-    #[error("two addresses of one family are asked for, {0} and {1}: a pod gets one of each")]
+    #[error("two addresses of one family are requested, {0} and {1}: request at most one per family")]
     SameFamily(IpAddr, IpAddr),
     #[error("address {address} is in use by pod {namespace}/{name}", namespace = pod.namespace, name = pod.name)]
     InUse { address: IpAddr, pod: PodRef },
-    #[error("address {0} is lent to another node, whose pods may have it")]
+    #[error("address {0} is lent to another node and may be in use there")]
     Lent(IpAddr),
-    #[error("the interface already has {} of this network, and not {requested}: delete it first", list(.current))]
+    #[error("the interface already has {} of this network, not {requested}: delete the pod first", list(.current))]
     OtherAddress { current: Vec<IpAddr>, requested: IpAddr },
 }
 
@@ -58,7 +58,7 @@ fn list(addresses: &[IpAddr]) -> String {
     addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// What an interface has that asks again. What it was told nobody may remember; then it is told what holds today.
+/// The grant of a repeated request. If the ledger has no record of the earlier CNI result, it follows the current subnets.
 pub fn repeat(before: Grant, grids: &[BlockGrid], requested: &[IpNet]) -> Result<Grant, AllocationError> {
     for requested_net in requested {
         let address = requested_net.addr();
@@ -82,7 +82,7 @@ pub fn repeat(before: Grant, grids: &[BlockGrid], requested: &[IpNet]) -> Result
     Ok(Grant { infos, ..before })
 }
 
-/// Whether these can be had at all.
+/// Whether a pod may request these addresses.
 pub fn validate(requested: &[IpNet], grids: &[BlockGrid]) -> Result<(), AllocationError> {
     for (number, requested_net) in requested.iter().enumerate() {
         let address = requested_net.addr();
@@ -101,7 +101,7 @@ pub fn validate(requested: &[IpNet], grids: &[BlockGrid]) -> Result<(), Allocati
     Ok(())
 }
 
-/// Whether an address is asked for as it is in its subnet. The full length is what those write who mean an address alone.
+/// Whether the prefix length is that of the subnet. The full length means a bare address.
 fn check_length(requested_net: IpNet, subnet: IpNet) -> Result<(), AllocationError> {
     let length = requested_net.prefix_len();
     if length == requested_net.max_prefix_len() || length == subnet.prefix_len() {

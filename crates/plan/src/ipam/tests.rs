@@ -38,7 +38,7 @@ fn grid(ipam: &IpamSpec) -> BlockGrid {
     BlockGrid::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
 }
 
-/// Every address that can be handed out, in order.
+/// Every allocatable address, in order.
 fn all(grid: &BlockGrid) -> Vec<IpAddr> {
     let mut found = BTreeSet::new();
     for place in 0..grid.blocks() {
@@ -51,7 +51,7 @@ fn all(grid: &BlockGrid) -> Vec<IpAddr> {
 }
 
 #[test]
-fn the_length_of_blocks_follows_from_the_largest_subnet_unless_it_is_said() {
+fn the_block_length_follows_from_the_largest_subnet_unless_specified() {
     for (subnets, four, six) in [
         (&["10.0.0.0/8"][..], Some(26), None),
         (&["10.0.0.0/24"], Some(28), None),
@@ -70,16 +70,16 @@ fn the_length_of_blocks_follows_from_the_largest_subnet_unless_it_is_said() {
         assert_eq!(Family::V4.block_length(&ipam), four, "{subnets:?}");
         assert_eq!(Family::V6.block_length(&ipam), six, "{subnets:?}");
     }
-    let said = IpamSpec {
+    let specified = IpamSpec {
         block_length: Some(BlockLength { ipv4: Some(29), ipv6: Some(118) }),
         ..ipam(&["10.0.0.0/24", "fd00::/120"], &[], &[])
     };
-    assert_eq!(Family::V4.block_length(&said), Some(29));
-    assert_eq!(Family::V6.block_length(&said), Some(120), "a block is no larger than the subnet");
+    assert_eq!(Family::V4.block_length(&specified), Some(29));
+    assert_eq!(Family::V6.block_length(&specified), Some(120), "a block is no larger than the subnet");
 }
 
 #[test]
-fn first_and_last_addresses_gateways_and_excluded_ones_are_given_to_nobody() {
+fn first_and_last_addresses_gateways_and_exclusions_are_not_allocated() {
     for (subnets, exclude, gateways, wanted) in [
         (&["10.0.0.0/30"][..], &[][..], &[][..], &["10.0.0.1", "10.0.0.2"][..]),
         (&["10.0.0.0/31"], &[], &[], &["10.0.0.0", "10.0.0.1"]),
@@ -100,7 +100,7 @@ fn first_and_last_addresses_gateways_and_excluded_ones_are_given_to_nobody() {
 }
 
 #[test]
-fn huge_subnets_are_not_walked_through() {
+fn huge_subnets_are_not_scanned() {
     let one = grid(&ipam(&["fd00::/48"], &["fd00::/64"], &["fd00:0:0:1::1"]));
     assert_eq!(one.addresses(), (1 << 80) - (1 << 64) - 1);
     assert_eq!(one.blocks(), (1 << 72) - (1 << 56));
@@ -113,7 +113,7 @@ fn huge_subnets_are_not_walked_through() {
 }
 
 #[test]
-fn a_search_goes_on_where_the_last_one_ended_and_around_the_end() {
+fn a_search_continues_after_the_last_one_and_wraps_around() {
     let grid = grid(&ipam(&["10.0.0.0/28"], &[], &[]));
     let block = net("10.0.0.4/30");
     assert_eq!(grid.free_in(block, Some(ip("10.0.0.6")), |_| false), Some(ip("10.0.0.6")));
@@ -126,8 +126,8 @@ fn a_search_goes_on_where_the_last_one_ended_and_around_the_end() {
     assert_eq!(spans, [(ip("10.0.0.1"), ip("10.0.0.2")), (ip("10.0.0.4"), ip("10.0.0.14"))]);
 }
 
-/// A node with one network, and what it may do.
-struct Node {
+/// A node with one network.
+struct TestNode {
     ledger: Ledger,
     pools: BTreeMap<String, Arc<Pool>>,
     objects: BTreeMap<String, ObservedIpBlock>,
@@ -154,7 +154,7 @@ fn key(container: &str) -> AttachmentKey {
     AttachmentKey { container: container.to_owned(), interface: "net1".to_owned() }
 }
 
-impl Node {
+impl TestNode {
     fn new(subnets: &[&str]) -> Self {
         let ipam = ipam(subnets, &[], &[]);
         let pools = Pool::new("blue", &ipam, |family| family.block_length(&ipam), true);
@@ -170,7 +170,7 @@ impl Node {
         }
     }
 
-    /// The blocks that the API server is known to have.
+    /// The IPBlocks of this node that the API server has.
     fn confirmed(&self) -> BTreeMap<String, String> {
         let ours = self.objects.iter().filter(|(_, one)| one.spec.holder == me());
         ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect()
@@ -198,7 +198,7 @@ impl Node {
         self.ledger.apply(&record);
     }
 
-    /// Keeps what is to be kept until nothing is, and says what else is to be done.
+    /// Applies records until none is planned, and returns the other steps.
     fn settle(&mut self) -> Vec<BlockStep> {
         for _ in 0..10 {
             let steps = self.plan();
@@ -211,7 +211,7 @@ impl Node {
                 }
             }
         }
-        panic!("no end: {:?}", self.plan());
+        panic!("does not converge: {:?}", self.plan());
     }
 
     fn object(&mut self, range: &str, uid: &str, holder: NodeRef, lender: Option<NodeRef>) {
@@ -233,7 +233,7 @@ impl Node {
         assert_eq!(self.ledger.holdings()[&block(range)].stage, Stage::Open);
     }
 
-    fn ask(&self, container: &str, requested: &[&str]) -> Result<Grant, Shortage> {
+    fn request(&self, container: &str, requested: &[&str]) -> Result<Grant, Shortage> {
         let lease = Lease {
             key: key(container),
             pod: PodRef { namespace: "ns".to_owned(), name: container.to_owned(), uid: container.to_owned() },
@@ -243,8 +243,8 @@ impl Node {
             since: 100,
             addresses: Vec::new(),
         };
-        let asked = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
-        let requested: Vec<IpNet> = requested.iter().map(asked).collect();
+        let parse = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
+        let requested: Vec<IpNet> = requested.iter().map(parse).collect();
         let confirmed = self.confirmed();
         self.ledger.offer(AddressRequest {
             lease,
@@ -255,39 +255,39 @@ impl Node {
     }
 
     fn lease(&mut self, container: &str) -> Vec<IpAddr> {
-        let grant = self.ask(container, &[]).unwrap();
+        let grant = self.request(container, &[]).unwrap();
         self.record(LedgerRecord::Leased(grant.clone()));
         grant.lease.addresses
     }
 }
 
 #[test]
-fn an_interface_gets_one_address_of_each_family_and_the_same_again() {
-    let mut node = Node::new(&["10.0.0.0/24", "fd00::/64"]);
-    assert_eq!(node.ask("p", &[]), Err(Shortage::Families(vec![Family::V4, Family::V6])));
+fn an_interface_gets_one_address_per_family_and_the_same_when_repeated() {
+    let mut node = TestNode::new(&["10.0.0.0/24", "fd00::/64"]);
+    assert_eq!(node.request("p", &[]), Err(Shortage::Families(vec![Family::V4, Family::V6])));
     node.acquire("10.0.0.0/28");
-    assert_eq!(node.ask("p", &[]), Err(Shortage::Families(vec![Family::V6])));
+    assert_eq!(node.request("p", &[]), Err(Shortage::Families(vec![Family::V6])));
     node.acquire("fd00::/120");
     assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
     assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
     assert_eq!(node.lease("q"), [ip("10.0.0.2"), ip("fd00::2")]);
-    // What was freed is not the next to be given.
+    // A released address is not the next to be allocated.
     node.record(LedgerRecord::Freed(key("q")));
     assert_eq!(node.lease("r"), [ip("10.0.0.3"), ip("fd00::3")]);
     assert_eq!(node.ledger.used(&block("10.0.0.0/28")).count(), 2);
 }
 
 #[test]
-fn a_sandbox_of_another_pod_or_another_boot_is_another() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn a_sandbox_of_another_pod_or_boot_gets_another_address() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.acquire("10.0.0.0/28");
-    let first = node.ask("p", &[]).unwrap();
+    let first = node.request("p", &[]).unwrap();
     node.record(LedgerRecord::Leased(first.clone()));
     let first = first.lease;
     let mut again = first.clone();
     again.pod.uid = "another".to_owned();
     again.addresses.clear();
-    let ask = |lease: Lease| {
+    let request = |lease: Lease| {
         let confirmed = node.confirmed();
         let grids = &node.pools["net"].grids;
         node.ledger
@@ -295,23 +295,23 @@ fn a_sandbox_of_another_pod_or_another_boot_is_another() {
             .unwrap()
             .lease
     };
-    assert_ne!(ask(again.clone()).addresses, first.addresses);
+    assert_ne!(request(again.clone()).addresses, first.addresses);
     again.pod.uid.clone_from(&first.pod.uid);
-    assert_eq!(ask(again.clone()).addresses, first.addresses);
+    assert_eq!(request(again.clone()).addresses, first.addresses);
     again.boot = "next".to_owned();
-    assert_ne!(ask(again).addresses, first.addresses);
+    assert_ne!(request(again).addresses, first.addresses);
     assert_eq!(node.ledger.leases_of_other_boots("next"), [key("p")]);
     assert_eq!(node.ledger.leases_of_other_boots("boot"), []);
 }
 
 #[test]
-fn the_next_block_is_taken_before_the_last_one_is_full_and_not_without_need() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn the_next_block_is_acquired_before_the_last_one_is_full_and_not_earlier() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     assert_eq!(node.settle(), []);
     node.pending.any.insert(("net".to_owned(), Family::V4), 1);
     let take = |missing| BlockStep::Acquire { network: "net".to_owned(), family: Family::V4, missing };
     assert_eq!(node.settle(), [take(1)]);
-    // While one is coming, no other is taken.
+    // While one block is being acquired, no other is.
     node.record(LedgerRecord::Acquiring { block: block("10.0.0.0/28"), network: "blue".to_owned() });
     node.object("10.0.0.0/28", "o", me(), None);
     node.reported.insert(block("10.0.0.0/28"));
@@ -324,14 +324,14 @@ fn the_next_block_is_taken_before_the_last_one_is_full_and_not_without_need() {
     node.lease("11");
     assert_eq!(node.settle(), [take(1)]);
     node.exhausted.insert(("net".to_owned(), Family::V4));
-    assert_eq!(node.settle(), [], "nothing is borrowed before it is needed");
+    assert_eq!(node.settle(), [], "no reserve is borrowed");
     node.pools.clear();
-    assert_eq!(node.settle(), [], "a network that is gone takes nothing");
+    assert_eq!(node.settle(), [], "a deleted network acquires nothing");
 }
 
 #[test]
-fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn idle_blocks_are_released_and_blocks_in_use_are_not() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     for range in ["10.0.0.0/28", "10.0.0.16/28", "10.0.0.32/28"] {
         node.acquire(range);
         node.reported.insert(block(range));
@@ -348,12 +348,12 @@ fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
     assert_eq!(node.settle(), []);
     node.record(LedgerRecord::Freed(key("p")));
     assert_eq!(node.settle(), [delete("10.0.0.0/28")]);
-    assert!(node.ask("q", &[]).is_err(), "nothing is given out of a block that is being given back");
+    assert!(node.request("q", &[]).is_err(), "a block that is being released serves no address");
 }
 
 #[test]
-fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn an_address_is_lent_once_and_returned_when_its_ipblock_is_deleted() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.acquire("10.0.0.0/28");
     let used = node.lease("p")[0];
     node.object("10.0.0.5/32", "five", other(), Some(me()));
@@ -365,7 +365,10 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
     assert_eq!(status.refused, ["one"]);
     assert_eq!((status.used, status.free), (1, 13));
     assert_eq!(status.spare, ["10.0.0.2-10.0.0.4", "10.0.0.6-10.0.0.15"]);
-    assert_eq!(node.ask("q", &["10.0.0.5"]), Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.5")))));
+    assert_eq!(
+        node.request("q", &["10.0.0.5"]),
+        Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.5"))))
+    );
     node.idle.insert(block("10.0.0.0/28"));
     node.record(LedgerRecord::Freed(key("p")));
     node.objects.remove("blue.10.0.0.1-32");
@@ -373,7 +376,7 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
         matches!(node.settle()[..], [BlockStep::UpdateStatus { .. }]),
         "a block with lent addresses stays"
     );
-    // That it is not seen any more is not enough.
+    // An IPBlock that the watch does not show may still exist.
     node.objects.remove("blue.10.0.0.5-32");
     let steps = node.settle();
     assert!(
@@ -386,8 +389,8 @@ fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
 }
 
 #[test]
-fn all_who_ask_a_holder_are_answered_with_one_word() {
-    let mut node = Node::new(&["10.0.0.0/22"]);
+fn all_borrowers_are_answered_with_one_status_update() {
+    let mut node = TestNode::new(&["10.0.0.0/22"]);
     node.acquire("10.0.0.0/26");
     for number in 1..=40 {
         let range = format!("10.0.0.{number}/32");
@@ -399,13 +402,13 @@ fn all_who_ask_a_holder_are_answered_with_one_word() {
 }
 
 #[test]
-fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn a_borrowed_address_is_used_only_after_the_lender_grants_it() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     let single = block("10.0.0.5/32");
     node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
     node.object("10.0.0.5/32", "five", me(), Some(other()));
     assert_eq!(node.settle(), []);
-    assert!(node.ask("p", &[]).is_err());
+    assert!(node.request("p", &[]).is_err());
     let enclosing = |holder: NodeRef, status: IPBlockStatus| {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
@@ -427,22 +430,22 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
         enclosing(me(), lent("five")),
         enclosing(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
     ] {
-        let mut refused = Node {
+        let mut refused = TestNode {
             ledger: node.ledger.clone(),
             objects: node.objects.clone(),
-            ..Node::new(&["10.0.0.0/24"])
+            ..TestNode::new(&["10.0.0.0/24"])
         };
         refused.lenders.insert(single.clone(), no);
         assert!(matches!(refused.settle()[..], [BlockStep::Delete { .. }]));
     }
     node.lenders.insert(single, enclosing(other(), lent("five")));
     node.settle();
-    assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.5")]);
+    assert_eq!(node.request("p", &[]).unwrap().lease.addresses, [ip("10.0.0.5")]);
 }
 
 #[test]
-fn a_borrowed_address_that_nobody_needs_goes_back_though_no_other_is_left() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn an_unused_borrowed_address_is_returned_though_the_network_is_exhausted() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.acquire("10.0.0.0/28");
     for pod in 0..15 {
         node.lease(&pod.to_string());
@@ -455,59 +458,62 @@ fn a_borrowed_address_that_nobody_needs_goes_back_though_no_other_is_left() {
     node.reported.extend([block("10.0.0.0/28"), single.clone()]);
     node.idle.insert(single.clone());
     node.pending.any.insert(("net".to_owned(), Family::V4), 1);
-    assert_eq!(node.settle(), [], "somebody waits for it");
+    assert_eq!(node.settle(), [], "an ADD waits for it");
     node.pending = PendingRequests::default();
     assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "one".to_owned() }]);
 }
 
 #[test]
-fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn an_unknown_or_deleted_block_serves_nothing() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.record(LedgerRecord::Incomplete);
     node.object("10.0.0.0/28", "o", me(), None);
     node.reported.insert(block("10.0.0.0/28"));
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Unverified);
-    assert!(node.ask("p", &[]).is_err());
-    // All that it held is known now: what comes later is of a request that was given up.
+    assert!(node.request("p", &[]).is_err());
+    // The ledger is complete now: a block that appears later stems from an abandoned request.
     assert!(node.ledger.is_complete());
-    // What it had lent stays lent.
+    // Its lent addresses stay lent.
     let lent = LentAddress { address: ip("10.0.0.9"), block: "nine".to_owned() };
     node.objects.values_mut().for_each(|one| one.status.lent = vec![lent.clone()]);
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].lent[&ip("10.0.0.9")], "nine");
-    // After the node was started anew, nobody can have anything of it but what is lent.
+    // After a reboot only lent addresses of it can be in use.
     node.record(LedgerRecord::Booted("one".to_owned()));
     node.record(LedgerRecord::Booted("two".to_owned()));
     node.settle();
-    assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.9")))));
-    assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
-    let mut node = Node::new(&["10.0.0.0/24"]);
+    assert_eq!(
+        node.request("p", &["10.0.0.9"]),
+        Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.9"))))
+    );
+    assert_eq!(node.request("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.object("10.0.0.0/28", "o", me(), None);
-    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]), "nothing was ever handed out of it");
-    let mut node = Node::new(&["10.0.0.0/24"]);
+    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]), "it never served an address");
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.acquire("10.0.0.0/28");
     node.lease("p");
     node.objects.clear();
-    assert!(node.ask("q", &[]).is_err(), "it may be somebody else's by now");
+    assert!(node.request("q", &[]).is_err(), "another node may hold it by now");
     assert_eq!(node.settle(), [BlockStep::Lookup(block("10.0.0.0/28"))]);
     node.record(LedgerRecord::Lost { block: block("10.0.0.0/28") });
-    assert!(node.ask("q", &[]).is_err());
-    assert_eq!(node.lease("p"), [ip("10.0.0.1")], "who has one keeps it");
+    assert!(node.request("q", &[]).is_err());
+    assert_eq!(node.lease("p"), [ip("10.0.0.1")], "the pod keeps its address");
     node.object("10.0.0.0/28", "new", me(), None);
     node.settle();
-    assert!(node.ask("q", &[]).is_ok());
+    assert!(node.request("q", &[]).is_ok());
 }
 
 #[test]
-fn an_address_that_was_asked_for_again_is_not_given_back_while_a_pod_has_it() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn a_reacquired_address_is_not_released_while_a_pod_uses_it() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     let single = block("10.0.0.21/32");
     node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
     node.record(LedgerRecord::Acquired { block: single.clone(), object: "one".to_owned() });
     node.object("10.0.0.21/32", "one", me(), Some(other()));
     assert_eq!(node.lease("p"), [ip("10.0.0.21")]);
-    // Somebody deleted its object; the lender still knows it as lent for that one, and refuses the new one.
+    // A user deleted its IPBlock; the lender still has it lent to that one and refuses the new one.
     node.record(LedgerRecord::Lost { block: single.clone() });
     node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
     node.object("10.0.0.21/32", "two", me(), Some(other()));
@@ -518,16 +524,16 @@ fn an_address_that_was_asked_for_again_is_not_given_back_while_a_pod_has_it() {
     let steps = node.settle();
     assert!(!steps.iter().any(|step| matches!(step, BlockStep::Delete { .. })), "{steps:?}");
     assert_eq!(node.ledger.holdings()[&single].stage, Stage::Lost);
-    // Once the pod is gone, so is the object.
+    // The IPBlock is deleted after the pod.
     node.record(LedgerRecord::Freed(key("p")));
     assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "two".to_owned() }]);
 }
 
 #[test]
-fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_lent() {
+fn a_borrowed_address_of_a_lost_journal_is_used_after_a_reboot_only_if_it_was_lent() {
     let single = block("10.0.0.21/32");
     for lent in [true, false] {
-        let mut node = Node::new(&["10.0.0.0/24"]);
+        let mut node = TestNode::new(&["10.0.0.0/24"]);
         node.record(LedgerRecord::Booted("one".to_owned()));
         node.record(LedgerRecord::Incomplete);
         node.object("10.0.0.21/32", "one", me(), Some(other()));
@@ -541,13 +547,13 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
         }
         node.lenders.insert(single.clone(), Some(enclosing));
         node.settle();
-        assert_eq!(node.ask("p", &[]).is_ok(), lent);
+        assert_eq!(node.request("p", &[]).is_ok(), lent);
     }
 }
 
 #[test]
-fn a_doubtful_block_is_kept_though_its_network_says_nothing_of_addresses() {
-    let mut node = Node::new(&["10.0.0.0/24"]);
+fn an_unverified_block_is_kept_though_its_network_has_no_ipam() {
+    let mut node = TestNode::new(&["10.0.0.0/24"]);
     node.record(LedgerRecord::Incomplete);
     node.object("10.0.0.0/28", "o", me(), None);
     node.reported.insert(block("10.0.0.0/28"));
@@ -555,14 +561,14 @@ fn a_doubtful_block_is_kept_though_its_network_says_nothing_of_addresses() {
     node.pools.clear();
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Unverified);
-    // All who could have anything of it are gone.
+    // No pod that could use one of its addresses is left.
     node.idle.insert(block("10.0.0.0/28"));
     assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]));
 }
 
 #[test]
-fn of_a_block_that_gives_nothing_nothing_is_free() {
-    let node = Node::new(&["10.0.0.0/27"]);
+fn a_closed_block_has_no_free_addresses() {
+    let node = TestNode::new(&["10.0.0.0/27"]);
     let grid = node.pools["net"].grid(Family::V4).unwrap();
     let spec = |range: &str, lender| IPBlockSpec {
         network: "blue".to_owned(),
@@ -580,28 +586,28 @@ fn of_a_block_that_gives_nothing_nothing_is_free() {
         let status = network_status(Family::V4, Some(grid), 30, [(&whole, &enclosing), (&one, &single)]);
         (status.used, status.free)
     };
-    // The first and the last address of the subnet are nobody's.
+    // The first and the last address of the subnet are not allocatable.
     assert_eq!((free(false), free(true)), ((2, 28), (2, 27)));
 }
 
 #[test]
-fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
-    let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/24"]);
+fn a_removed_subnet_serves_nothing_new_and_reports_who_uses_it() {
+    let mut node = TestNode::new(&["10.0.0.0/24", "10.1.0.0/24"]);
     node.acquire("10.1.0.0/28");
     node.lease("p");
-    node.pools = Node::new(&["10.0.0.0/24"]).pools;
-    assert!(node.ask("q", &[]).is_err());
+    node.pools = TestNode::new(&["10.0.0.0/24"]).pools;
+    assert!(node.request("q", &[]).is_err());
     assert_eq!(node.lease("p"), [ip("10.1.0.1")]);
     let steps = node.settle();
-    let told = steps
+    let status = steps
         .iter()
         .find_map(|step| if let BlockStep::UpdateStatus { status, .. } = step { Some(status) } else { None });
-    assert_eq!(told.unwrap().draining, ["ns/p 10.1.0.1"]);
+    assert_eq!(status.unwrap().draining, ["ns/p 10.1.0.1"]);
 }
 
 #[test]
-fn candidates_are_free_addresses_of_others_and_differ_by_seed() {
-    let mut node = Node::new(&["10.0.0.0/27"]);
+fn lending_candidates_are_free_addresses_of_other_nodes_and_differ_by_seed() {
+    let mut node = TestNode::new(&["10.0.0.0/27"]);
     node.object("10.0.0.0/30", "theirs", other(), None);
     node.object("10.0.0.4/30", "mine", me(), None);
     node.object("10.0.0.2/32", "single", other(), Some(me()));
@@ -620,10 +626,10 @@ fn candidates_are_free_addresses_of_others_and_differ_by_seed() {
 
 proptest! {
     #[test]
-    fn a_ledger_never_gives_an_address_twice_and_is_what_its_records_say(steps in prop::collection::vec((0..6_u8, 0..24_u8), 1..300)) {
-        let mut node = Node::new(&["10.0.0.0/26"]);
+    fn a_ledger_never_allocates_an_address_twice_and_its_records_restore_it(steps in prop::collection::vec((0..6_u8, 0..24_u8), 1..300)) {
+        let mut node = TestNode::new(&["10.0.0.0/26"]);
         let mut records = Vec::new();
-        let mut note = |node: &mut Node, record: LedgerRecord| {
+        let mut note = |node: &mut TestNode, record: LedgerRecord| {
             node.record(record.clone());
             records.push(record);
         };
@@ -643,7 +649,7 @@ proptest! {
                 _ => {
                     let held: BTreeSet<IpAddr> = node.ledger.leases().values().flat_map(|lease| lease.addresses.clone()).collect();
                     let known = node.ledger.leases().contains_key(&key(&which.to_string()));
-                    if let Ok(grant) = node.ask(&which.to_string(), &[]) {
+                    if let Ok(grant) = node.request(&which.to_string(), &[]) {
                         let address = grant.lease.addresses[0];
                         prop_assert!(known || !held.contains(&address));
                         prop_assert!(node.ledger.holding_of("net", address).is_some());

@@ -1,4 +1,4 @@
-//! Addresses through the socket: of `patchbay-bridge`, and of `patchbay-ipam` for any other plugin.
+//! Addresses through the socket: for `patchbay-bridge`, and for other plugins that delegate to `patchbay-ipam`.
 
 use std::io::Write as _;
 
@@ -12,7 +12,7 @@ fn spec(text: Value) -> Spec {
 }
 
 impl TestHost {
-    /// The network says this about addresses.
+    /// Sets `spec.ipam` of the network.
     fn set_ipam(&self, ipam: &Spec) {
         let pool = Pool::new("blue", ipam, |family| family.block_length(ipam), true);
         self.networks.send_modify(|networks| {
@@ -28,7 +28,7 @@ fn dual() -> Value {
     })
 }
 
-/// A call of the address plugin by some other plugin.
+/// A call of `patchbay-ipam` by another plugin.
 fn delegated(command: &str, id: &str, changes: Value) -> Request {
     let mut config = json!({
         "cniVersion": "1.1.0", "name": "theirs", "type": "macvlan",
@@ -48,32 +48,32 @@ fn ours() -> Value {
 }
 
 #[test]
-fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
+fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
     on_server("addresses", async |world| {
         world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let result = world.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(
-            made["ips"],
+            result["ips"],
             json!([
                 {"address": "10.1.0.2/24", "gateway": "10.1.0.1", "interface": 1},
                 {"address": "fd01::2/64", "gateway": "fd01::1", "interface": 1},
             ])
         );
         assert_eq!(
-            made["routes"],
+            result["routes"],
             json!([{"dst": "10.9.0.0/16", "gw": "10.1.0.1"}, {"dst": "fd09::/64", "gw": "fd01::9"}])
         );
         let shown = pod.ip("addr show net1").unwrap();
         assert!(shown.contains("10.1.0.2/24") && shown.contains("fd01::2/64"), "{shown}");
         assert!(pod.ip("route").unwrap().contains("10.9.0.0/16 via 10.1.0.1"));
         assert!(pod.ip("-6 route").unwrap().contains("fd09::/64 via fd01::9"));
-        // Asked again, it is the same; and a check agrees.
-        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+        // A repeated ADD returns the same result, and CHECK agrees.
+        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
         let mut check = ours();
-        check["prevResult"] = made.clone();
+        check["prevResult"] = result.clone();
         world.done("CHECK", "c1", &pod, check.clone()).await;
         pod.ip("addr del 10.1.0.2/24 dev net1").unwrap();
         assert_eq!(world.refused("CHECK", "c1", &pod, check).await.0, 100);
@@ -90,23 +90,23 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
 }
 
 #[test]
-fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_gone() {
+fn a_repeated_add_and_check_agree_with_the_first_add_after_the_subnet_is_removed() {
     on_server("drained", async |world| {
         world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, ours()).await;
+        let result = world.done("ADD", "c1", &pod, ours()).await;
         let (_, theirs) = world.call(&delegated("ADD", "c2", json!({})), None).await;
         assert_eq!(theirs["ips"][0], json!({"address": "10.1.0.3/24", "gateway": "10.1.0.1"}));
         for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
             let mut now = dual();
             (now["subnets"], now["gateways"]) = (subnets, json!([]));
             world.set_ipam(&spec(now));
-            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
+            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
             assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
             let mut check = ours();
-            check["prevResult"] = made.clone();
+            check["prevResult"] = result.clone();
             world.done("CHECK", "c1", &pod, check.clone()).await;
             let same = delegated("CHECK", "c2", json!({"prevResult": theirs}));
             assert_eq!(world.call(&same, None).await, (0, Value::Null));
@@ -122,29 +122,29 @@ fn key(id: &str) -> plan::ipam::AttachmentKey {
 }
 
 #[test]
-fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
+fn other_plugins_get_addresses_in_the_result_format_of_their_version() {
     on_server("delegated", async |world| {
         world.set_ipam(&spec(dual()));
-        // The bridge need not be here.
+        // The bridge need not be on this node.
         world.set("red", NetworkState::NotSelected);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         for (number, version) in wire::CNI_VERSIONS.iter().enumerate() {
             let id = format!("c{number}");
             let add = delegated("ADD", &id, json!({"cniVersion": version}));
-            let (exit, made) = world.call(&add, None).await;
-            assert_eq!((exit, &made["cniVersion"]), (0, &json!(version)), "{made}");
+            let (exit, result) = world.call(&add, None).await;
+            assert_eq!((exit, &result["cniVersion"]), (0, &json!(version)), "{result}");
             let four = format!("10.1.0.{}/24", number + 2);
-            let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
-            assert_eq!(said, &json!(four), "{made}");
-            assert!(made.get("interfaces").is_none());
+            let address = if number < 2 { &result["ip4"]["ip"] } else { &result["ips"][0]["address"] };
+            assert_eq!(address, &json!(four), "{result}");
+            assert!(result.get("interfaces").is_none());
             let lease = world.ipam.grant(&key(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
-        let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
-        let check = delegated("CHECK", "c6", json!({"prevResult": made}));
+        let (_, result) = world.call(&delegated("ADD", "c6", json!({})), None).await;
+        let check = delegated("CHECK", "c6", json!({"prevResult": result}));
         assert_eq!(world.call(&check, None).await, (0, Value::Null));
-        let check = delegated("CHECK", "c99", json!({"prevResult": made}));
+        let check = delegated("CHECK", "c99", json!({"prevResult": result}));
         assert_eq!(world.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
         assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
@@ -157,45 +157,45 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
 }
 
 #[test]
-fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
+fn a_requested_address_is_allocated_or_refused_with_a_reason() {
     on_server("requested", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        let asked = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
+        let with_ips = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
         let add = |id: &str, changes: Value| delegated("ADD", id, changes);
-        let (_, made) = world.call(&add("c1", asked(json!(["10.1.0.5/24"]))), None).await;
-        assert_eq!(made["ips"][0]["address"], "10.1.0.5/24", "{made}");
+        let (_, result) = world.call(&add("c1", with_ips(json!(["10.1.0.5/24"]))), None).await;
+        assert_eq!(result["ips"][0]["address"], "10.1.0.5/24", "{result}");
         let by_args = json!({"args": {"cni": {"ips": ["10.1.0.6"]}}});
         assert_eq!(world.call(&add("c2", by_args), None).await.1["ips"][0]["address"], "10.1.0.6/24");
         let mut third = add("c3", json!({}));
         third.args.push_str(";IP=10.1.0.7");
         assert_eq!(world.call(&third, None).await.1["ips"][0]["address"], "10.1.0.7/24");
-        for (ips, code, word) in [
+        for (ips, code, text) in [
             (json!(["10.1.0.5"]), 11, "in use by pod default/pod"),
             (json!(["10.1.0.9"]), 7, "excluded"),
             (json!(["10.2.0.9"]), 7, "in no subnet"),
             (json!(["10.1.0.3", "10.1.0.4"]), 7, "two addresses of one family"),
-            (json!(["tea"]), 7, "no address"),
-            (json!(["10.1.0.3/tea"]), 7, "no address"),
-            (json!(["10.1.0.3/33"]), 7, "no address"),
+            (json!(["tea"]), 7, "not an IP address"),
+            (json!(["10.1.0.3/tea"]), 7, "not an IP address"),
+            (json!(["10.1.0.3/33"]), 7, "not an IP address"),
             (
                 json!(["10.1.0.3/16"]),
                 7,
-                "with length /16, but its subnet 10.1.0.0/24 has /24: ask for 10.1.0.3/24",
+                "with prefix length /16, but its subnet 10.1.0.0/24 has /24: request 10.1.0.3/24",
             ),
         ] {
-            let (_, answer) = world.call(&add("c9", asked(ips)), None).await;
+            let (_, answer) = world.call(&add("c9", with_ips(ips)), None).await;
             assert_eq!(answer["code"], code, "{answer}");
-            assert!(answer["msg"].as_str().unwrap().contains(word), "{answer}");
+            assert!(answer["msg"].as_str().unwrap().contains(text), "{answer}");
         }
     });
 }
 
-/// Every way to ask for an address, by any plugin and by a bridge.
-fn ways(asked: &str, id: &str) -> Vec<Request> {
-    let by_config = json!({"runtimeConfig": {"ips": [asked]}});
-    let by_args = json!({"args": {"cni": {"ips": [asked]}}});
-    let by_variable = format!(";IP={asked}");
+/// Every way to request an address, through another plugin and through `patchbay-bridge`.
+fn ways(requested: &str, id: &str) -> Vec<Request> {
+    let by_config = json!({"runtimeConfig": {"ips": [requested]}});
+    let by_args = json!({"args": {"cni": {"ips": [requested]}}});
+    let by_variable = format!(";IP={requested}");
     let mut all = Vec::new();
     for (mut changes, more) in [(by_config, ""), (by_args, ""), (json!({}), by_variable.as_str())] {
         let theirs = delegated("ADD", id, changes.clone());
@@ -208,27 +208,28 @@ fn ways(asked: &str, id: &str) -> Vec<Request> {
 }
 
 #[test]
-fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_for() {
+fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
     on_server("length", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        for (asked, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
-            for add in ways(asked, "c1") {
+        for (requested, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
+            for add in ways(requested, "c1") {
                 let (exit, answer) = world.call(&add, Some(&pod)).await;
                 assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
-                let (address, length) = asked.split_once('/').unwrap();
-                let words =
-                    format!("address {address} is asked for with length /{length}, but its subnet {subnet}");
+                let (address, length) = requested.split_once('/').unwrap();
+                let words = format!(
+                    "address {address} is requested with prefix length /{length}, but its subnet {subnet}"
+                );
                 assert!(answer["msg"].as_str().unwrap().contains(&words), "{answer}");
             }
         }
         assert_eq!((world.ipam.leases(), pod.links()), (Vec::new(), 1));
-        for (number, asked) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
-            for add in ways(asked, &format!("d{number}")) {
-                let (exit, made) = world.call(&add, Some(&pod)).await;
-                assert_eq!((exit, &made["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{made}");
+        for (number, requested) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
+            for add in ways(requested, &format!("d{number}")) {
+                let (exit, result) = world.call(&add, Some(&pod)).await;
+                assert_eq!((exit, &result["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{result}");
                 assert_eq!(world.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
             }
         }
@@ -236,7 +237,7 @@ fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_f
 }
 
 #[test]
-fn who_cannot_have_an_address_is_told_why() {
+fn an_add_without_addresses_fails_with_the_reason() {
     on_server("no-address", async |world| {
         let pod = Namespace::new();
         let why = async |changes: Value, id: &str| world.refused("ADD", id, &pod, changes).await;
@@ -256,7 +257,7 @@ fn who_cannot_have_an_address_is_told_why() {
         let (code, msg) = world.refused("ADD", "c3", &third, ours()).await;
         assert!(code == 11 && msg.contains("no new address"), "{msg}");
         assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await.1["code"], 50);
-        // Who has one keeps it, and can give it back.
+        // Existing leases are kept and can be released.
         world.done("ADD", "c1", &pod, ours()).await;
         world.done("DEL", "c1", &pod, ours()).await;
         assert_eq!(world.ipam.grant(&key("c1")), None);
@@ -264,15 +265,15 @@ fn who_cannot_have_an_address_is_told_why() {
     });
 }
 
-/// Asks as a shim does that does not stay for the answer.
-fn ask(world: &TestHost, request: &Request, pod: &Namespace) -> UnixStream {
+/// Sends a request like a shim that does not wait for the answer.
+fn send(world: &TestHost, request: &Request, pod: &Namespace) -> UnixStream {
     let client = UnixStream::connect(path(&world.paths.run_dir)).unwrap();
     frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
     client
 }
 
-/// Far less than a pod waits for an address.
-const AT_ONCE: Duration = Duration::from_secs(4);
+/// Far less than an ADD waits for an address.
+const PROMPT: Duration = Duration::from_secs(4);
 
 async fn until(what: &str, is_so: impl Fn() -> bool) {
     let wait = async {
@@ -280,11 +281,11 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(AT_ONCE, wait).await.unwrap_or_else(|_| panic!("waited in vain: {what}"));
+    timeout(PROMPT, wait).await.unwrap_or_else(|_| panic!("timed out: {what}"));
 }
 
-/// How many calls of ADD have ended.
-fn ended(world: &TestHost) -> usize {
+/// How many ADD calls have finished.
+fn finished(world: &TestHost) -> usize {
     let mut registry = Registry::default();
     world.metrics.register(&mut registry);
     let mut text = String::new();
@@ -294,49 +295,49 @@ fn ended(world: &TestHost) -> usize {
 }
 
 #[test]
-fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
+fn a_plugin_that_disconnects_while_it_waits_gets_no_address() {
     on_server("hung-up", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
-        // The API server is heard of, and there is nothing to give.
+        // The API server is reachable, and the network has no block.
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
         for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
-            let before = ended(world);
-            let client = ask(world, &add, &pod);
+            let before = finished(world);
+            let client = send(world, &add, &pod);
             until("the pod waits", || world.ipam.has_waiters()).await;
             drop(client);
-            until("the call ends", || ended(world) > before).await;
+            until("the call ends", || finished(world) > before).await;
             assert!(!world.ipam.has_waiters());
         }
 
-        // One that goes at the last moment, and one that goes while it waits for the other.
-        let first = ask(world, &request("ADD", "c1", ours()), &pod);
+        // One client disconnects at the last moment, another while it waits for the first.
+        let first = send(world, &request("ADD", "c1", ours()), &pod);
         until("the pod waits", || world.ipam.has_waiters()).await;
-        drop(ask(world, &request("ADD", "c1", json!({})), &pod));
+        drop(send(world, &request("ADD", "c1", json!({})), &pod));
         drop(first);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("all calls end", || ended(world) == 4).await;
+        until("all calls end", || finished(world) == 4).await;
         assert_eq!((world.ipam.grant(&key("c1")), pod.links()), (None, 1));
 
-        let made = world.done("ADD", "c1", &pod, ours()).await;
-        assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
+        let result = world.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(result["ips"][0]["address"], "10.1.0.1/24");
     });
 }
 
 #[test]
-fn a_plugin_that_says_no_more_and_listens_is_answered() {
+fn a_plugin_that_closes_only_its_write_half_is_answered() {
     use std::net::Shutdown;
 
     on_server("half-closed", async |world| {
         world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
-        let client = ask(world, &delegated("ADD", "c1", json!({})), &pod);
+        let client = send(world, &delegated("ADD", "c1", json!({})), &pod);
         (&client).write_all(b"and more").unwrap();
         client.shutdown(Shutdown::Write).unwrap();
         until("the pod waits", || world.ipam.has_waiters()).await;
         world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("the call ends", || ended(world) == 1).await;
+        until("the call ends", || finished(world) == 1).await;
         assert!(world.ipam.grant(&key("c1")).is_some());
     });
 }

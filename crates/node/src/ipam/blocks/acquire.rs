@@ -1,4 +1,4 @@
-//! Taking blocks, and borrowing single addresses when none is left.
+//! Acquires blocks, and borrows single addresses when no block is free.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -37,7 +37,7 @@ impl BlockController {
                 if listed.is_some() {
                     break;
                 }
-                // What was seen before may have been given back.
+                // Ranges seen as taken may have been released.
                 listed = Some(self.list_blocks(network, &pool).await?);
                 continue;
             };
@@ -53,8 +53,8 @@ impl BlockController {
             }
         }
         self.exhausted.insert(key, Instant::now() + EXHAUSTED_TTL);
-        debug!(network = pool.name, ?family, "no block is left");
-        // Blocks of an earlier network of this name are on their way out: no reason to say that all is used up.
+        debug!(network = pool.name, ?family, "no block is free");
+        // Blocks of an earlier network of this name are being deleted: the network is not exhausted.
         if waiting && self.reused_names.contains(network) {
             self.exhausted.remove(&(network.to_owned(), family));
             self.ipam.fail_request(
@@ -69,14 +69,14 @@ impl BlockController {
         }
     }
 
-    /// Pods come in bursts: how a new block is used is told after the first of them.
+    /// Delays the first status update of a new block until a burst of pods has got addresses from it.
     pub(super) fn report_soon(&mut self, block: BlockKey) {
         let now = Instant::now();
         let head_start = self.timings.status_interval.saturating_sub(FIRST_STATUS_DELAY);
         self.reported.insert(block, now.checked_sub(head_start).unwrap_or(now));
     }
 
-    /// A block that is not taken_ranges to be taken, another one on each node.
+    /// A block that is not known to be taken. Nodes start their search at different blocks.
     pub(super) fn choose_block(&mut self, network: &str, grid: &BlockGrid) -> Option<IpNet> {
         let taken_ranges = self.taken_ranges.get(network);
         let held: BTreeSet<IpNet> = self
@@ -90,8 +90,8 @@ impl BlockController {
         grid.free_block(u128::from(start), taken)
     }
 
-    /// Asks others for addresses. What they have to spare is listed, and one that was listed a moment ago may be somebody's
-    /// by now: after a few of these the list is too old, and the next one is asked for a moment later.
+    /// Borrows addresses from other nodes. Addresses in `listed` may have been allocated since: after [`MAX_COLLISIONS`] the
+    /// list is stale, and the node lists again after a backoff.
     pub(super) async fn borrow(
         &mut self,
         network: &str,
@@ -105,7 +105,7 @@ impl BlockController {
         while requested < missing.min(MAX_ATTEMPTS) && collisions < MAX_COLLISIONS {
             let Some((address, enclosing)) = self.lending_candidate(network, grid, &listed) else { break };
             let block = BlockKey { network: network.to_owned(), range: address.into() };
-            // Tried once only, whatever comes of it: what the list says of it is old by then.
+            // Try each address once per list, whatever the outcome.
             self.refused_addresses.insert((network.to_owned(), address), Instant::now() + REFUSED_TTL);
             if let CreateOutcome::Created =
                 self.create_block(&block, &pool.name, Some(enclosing.spec.holder)).await?
@@ -137,7 +137,7 @@ impl BlockController {
         } else {
             self.contended.remove(&key);
             let holders: BTreeSet<String> = listed.iter().map(|one| one.spec.holder.uid.clone()).collect();
-            // Others who come for an address in the same moment need no list of their own.
+            // Other ADDs that need an address now reuse this list.
             let now = Instant::now();
             let listing = self.list_cache.entry(network.to_owned()).or_insert((now, Vec::new()));
             if listing.0 + LIST_TTL <= now || listing.0 == now {
@@ -148,7 +148,7 @@ impl BlockController {
         Ok(requested > 0)
     }
 
-    /// An address that somebody else may lend, and the block that it is in.
+    /// An address that another node may lend, and its block.
     fn lending_candidate(
         &mut self,
         network: &str,
@@ -166,7 +166,7 @@ impl BlockController {
         lending_candidate(listed, grid, &self.holder, &tried, &silent, seed)
     }
 
-    /// Each node waits a little longer every time, and none as long as the others.
+    /// Backs off exponentially, with jitter that differs between nodes.
     fn back_off_contended(&mut self, key: (String, Family)) {
         let (first, longest) = CONTENTION_BACKOFF;
         let pause = self.contended.get(&key).map_or(first, |one| (one.pause * 2).min(longest));
@@ -186,7 +186,7 @@ impl BlockController {
             Family::V4 => "IPv4",
             Family::V6 => "IPv6",
         };
-        let mut why = format!(
+        let mut reason = format!(
             "network {:?} has no free {family_name} address left: add a subnet to spec.ipam.subnets of the BridgeNetwork, or \
             delete pods that use it",
             pool.name
@@ -195,17 +195,18 @@ impl BlockController {
         let mut silent =
             self.silent_lenders.iter().filter(|(uid, one)| one.until > now && holders.contains(*uid));
         if let Some((_, SilentLender { node, .. })) = silent.next() {
-            why = format!(
-                "{why}; node {node} may have some and does not answer: is it up? If it is gone for good, delete its Node"
+            reason = format!(
+                "{reason}; node {node} may have free addresses and does not answer: check the node, or delete its Node if it is \
+                gone for good"
             );
         }
         self.ipam.metrics.exhausted.inc();
         let last = self.exhausted_events.get(network);
         if last.is_none_or(|last| *last + EVENT_INTERVAL <= now) {
             self.exhausted_events.insert(network.to_owned(), now);
-            self.events.record(&pool.name, network, EventReason::AddressesExhausted, why.clone());
+            self.events.record(&pool.name, network, EventReason::AddressesExhausted, reason.clone());
         }
-        self.ipam.fail_request(PendingRequest::Any(network.to_owned(), family), why);
+        self.ipam.fail_request(PendingRequest::Any(network.to_owned(), family), reason);
     }
 
     pub(super) async fn acquire_address(
@@ -219,14 +220,12 @@ impl BlockController {
         let block = BlockKey { network: network.to_owned(), range };
         let held = self.ipam.with_ledger(|ledger| Some(ledger.holding_of(network, address)?.1.stage));
         if let Some(stage @ (Stage::Unverified | Stage::Lost)) = held {
-            let state =
-                if stage == Stage::Lost { "was taken from this node" } else { "is not taken_ranges in full" };
-            let why = format!(
-                "address {address} of network {:?} lies in a block of this node that {state}, so it may be in use: ask \
-                for another",
+            let state = if stage == Stage::Lost { "this node has lost" } else { "is unverified" };
+            let reason = format!(
+                "address {address} of network {:?} is in a block that {state}, so it may be in use: request another",
                 pool.name
             );
-            self.ipam.fail_request(PendingRequest::Address(network.to_owned(), address), why);
+            self.ipam.fail_request(PendingRequest::Address(network.to_owned(), address), reason);
             return Ok(false);
         }
         let whole = self.ipam.with_ledger(|ledger| ledger.holdings().contains_key(&block));
@@ -254,7 +253,7 @@ impl BlockController {
             );
             return Ok(false);
         }
-        // It has just gone: looked at again.
+        // The block has just been released: try again.
         let Some(holder) = holder else { return Ok(true) };
         if let CreateOutcome::Created = self.create_block(&single, &pool.name, Some(holder)).await? {
             self.ipam.metrics.borrowed.inc();
@@ -271,5 +270,5 @@ impl BlockController {
 }
 
 fn reused_name_message(network: &str) -> String {
-    format!("address blocks of an earlier network {network:?} are still being freed: tried again")
+    format!("address blocks of an earlier network {network:?} are still being deleted; the kubelet retries")
 }

@@ -1,4 +1,4 @@
-//! The objects of blocks: created, looked for, told about and deleted.
+//! API requests for IPBlocks: create, read, adopt, update status, delete and list.
 
 use std::net::IpAddr;
 
@@ -24,7 +24,7 @@ use super::{
 use crate::event::EventReason;
 
 impl BlockController {
-    /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
+    /// Reads an IPBlock that the watch does not show. It may carry the label of a deleted Node of this name.
     pub(super) async fn lookup(&mut self, block: BlockKey) -> Result<bool, BlockError> {
         let Some(holding) = self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).cloned()) else {
             return Ok(false);
@@ -46,7 +46,7 @@ impl BlockController {
         Ok(true)
     }
 
-    /// What to do about a block whose object is not there.
+    /// Drops a block whose IPBlock does not exist, or creates the IPBlock again if pods use its addresses.
     pub(super) async fn handle_missing(
         &mut self,
         block: BlockKey,
@@ -54,7 +54,7 @@ impl BlockController {
         name: &str,
     ) -> Result<bool, BlockError> {
         let now = Instant::now();
-        // A create without an answer may still be carried out.
+        // The API server may still process a create request that timed out.
         if self.unanswered_creates.get(&block).is_some_and(|at| *at + UNANSWERED_CREATE_TTL > now) {
             return Ok(false);
         }
@@ -67,8 +67,8 @@ impl BlockController {
         if !self.pools.get(&block.network).is_some_and(|pool| pool.active) {
             return Ok(true);
         }
-        warn!(block = name, "somebody deleted an address block that is in use: it is made again");
-        // A borrowed address is asked for again: its lender may have given it to somebody else.
+        warn!(block = name, "an IPBlock in use was deleted; creating it again");
+        // A borrowed address needs a new grant: its lender may have allocated it since.
         let lender = match self.enclosing_block(&block, &holding.network) {
             Some(enclosing) => match with_timeout(self.api.get_opt(&enclosing)).await? {
                 Some(enclosing) if enclosing.spec.holder.uid != self.holder.uid => {
@@ -84,18 +84,19 @@ impl BlockController {
         Ok(true)
     }
 
-    /// Tells that somebody else has a block whose addresses pods of this node have.
+    /// Reports that another node holds a block whose addresses pods of this node use.
     fn report_lost(&self, block: &BlockKey, network: &str, name: &str) {
         let note = format!(
-            "IPBlock {name} was deleted while pods of node {} had its addresses, and is somebody else's by now: addresses \
-            may be in use twice; delete these pods",
+            "IPBlock {name} was deleted while pods of node {} used its addresses, and now has another holder: addresses may be \
+            in use twice; delete these pods",
             self.holder.node
         );
         warn!("{note}");
         self.events.record(network, &block.network, EventReason::AddressBlockLost, note);
     }
 
-    /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.
+    /// Records the return of a lent address if the borrower's IPBlock is gone. The watch does not show an IPBlock with the
+    /// label of an earlier Node of this name, so this reads it.
     pub(super) async fn lookup_lent(
         &mut self,
         block: BlockKey,
@@ -122,12 +123,12 @@ impl BlockController {
             return Ok(false);
         }
         self.lent_checked.remove(&key);
-        // Its object was made anew, perhaps while a pod has the address: it goes from one to the other without a gap.
-        let asks = |found: &IPBlock| {
+        // The borrower created its IPBlock again, perhaps while a pod uses the address: lend it without a gap.
+        let is_request = |found: &IPBlock| {
             let lender = found.spec.lender.as_ref().map(|lender| &lender.uid);
             found.spec.network_uid == block.network && lender == Some(&self.holder.uid)
         };
-        if let Some(object) = found.filter(asks).and_then(|found| found.uid()) {
+        if let Some(object) = found.filter(is_request).and_then(|found| found.uid()) {
             self.ipam.record(LedgerRecord::Lent { block, address, object })?;
             return Ok(true);
         }
@@ -139,7 +140,7 @@ impl BlockController {
         Ok(true)
     }
 
-    /// Takes over the blocks of earlier Nodes of this name that a lost journal does not tell of.
+    /// Adopts the blocks of earlier Nodes of this name, which a lost journal cannot name.
     pub(super) async fn adopt_former_blocks(&mut self) -> Result<(), BlockError> {
         let mut params = ListParams::default().limit(LIST_PAGE);
         loop {
@@ -158,7 +159,7 @@ impl BlockController {
         }
     }
 
-    /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
+    /// Makes this node the holder of a block of an earlier Node of this name. The machine is the same, and so are its pods.
     pub(super) async fn adopt(&mut self, found: &IPBlock) -> Result<IPBlock, BlockError> {
         let mut labels = found.metadata.labels.clone().unwrap_or_default();
         labels.remove(&format!("{NODE_ROLE_LABEL_PREFIX}{}", found.spec.holder.uid));
@@ -166,7 +167,7 @@ impl BlockController {
         let mut new = found.clone();
         new.metadata.labels = Some(labels);
         new.spec.holder.uid.clone_from(&self.holder.uid);
-        info!(block = found.name_any(), "the Node is another one than before: its block is taken over");
+        info!(block = found.name_any(), "adopted an IPBlock of an earlier Node of this name");
         let params =
             PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         with_timeout(self.api.replace(&found.name_any(), &params, &new)).await
@@ -186,7 +187,7 @@ impl BlockController {
             Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {}
             Err(error) => return Err(error),
         }
-        info!(block = name, "a block was given back");
+        info!(block = name, "released a block");
         self.deleted_uids.push_back(object.to_owned());
         if self.deleted_uids.len() > MAX_REMEMBERED_UIDS {
             self.deleted_uids.pop_front();
@@ -216,8 +217,8 @@ impl BlockController {
         let params =
             PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
         match with_timeout(self.api.patch_status(&name, &params, &Patch::Merge(&patch))).await {
-            Ok(told) => self.insert(told),
-            // It is gone, or another one: the watch tells.
+            Ok(updated) => self.insert(updated),
+            // It was deleted or replaced; the watch follows.
             Err(BlockError::Api(kube::Error::Api(answer))) if matches!(answer.code, 404 | 409) => {
                 if let Some(objects) = &mut self.objects {
                     objects.remove(&name);
@@ -230,14 +231,14 @@ impl BlockController {
         Ok(())
     }
 
-    /// Creates the object of a block. It is in the journal before, so that a crash leaves nothing that nobody knows.
+    /// Creates an IPBlock. The journal records it first, so that a crash leaves no unknown block.
     pub(super) async fn create_block(
         &mut self,
         block: &BlockKey,
         network: &str,
         lender: Option<NodeRef>,
     ) -> Result<CreateOutcome, BlockError> {
-        // What is held is not asked for: the answer would be that somebody has it.
+        // A create request for a block that this node holds would fail with a conflict and drop the block.
         let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));
         if !self.ipam.with_ledger(|ledger| free(ledger.holdings().get(block).map(|one| one.stage))) {
             return Ok(CreateOutcome::Exists);
@@ -263,9 +264,9 @@ impl BlockController {
         let params =
             PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         match with_timeout(self.api.create(&params, &object)).await {
-            Ok(made) => {
-                info!(block = name, "a block was taken");
-                self.insert(made);
+            Ok(created) => {
+                info!(block = name, "acquired a block");
+                self.insert(created);
                 Ok(CreateOutcome::Created)
             }
             Err(BlockError::Api(kube::Error::Api(status))) if status.code == 409 => {
@@ -273,7 +274,7 @@ impl BlockController {
                 Ok(CreateOutcome::Exists)
             }
             Err(error) => {
-                // Whether it was made is found out later.
+                // A later lookup finds out whether it was created.
                 if !error.is_rejection() {
                     self.unanswered_creates.insert(block.clone(), Instant::now());
                 }
@@ -282,7 +283,7 @@ impl BlockController {
         }
     }
 
-    /// The blocks of a network, from the API server itself.
+    /// The blocks of a network, from the API server or a recent list.
     pub(super) async fn list_blocks(
         &mut self,
         network: &str,
@@ -292,13 +293,13 @@ impl BlockController {
         if let Some((_, all)) = self.list_cache.get(network).filter(|(at, _)| *at + LIST_TTL > now) {
             return Ok(all.clone());
         }
-        // Without what is borrowed, which may be a lot: the blocks around it tell.
+        // Leaves out borrowed addresses, which may be many: the status of their enclosing block shows them.
         let params =
             ListParams::default().labels(&format!("{NETWORK_LABEL}={},!{BORROWED_LABEL}", pool.name));
         let all = with_timeout(self.api.list(&params)).await?;
         let all: Vec<ObservedIpBlock> =
             all.items.into_iter().filter_map(observed).map(|(_, object)| object).collect();
-        // Blocks of a network of this name that is no more take their names too.
+        // Blocks of a deleted network of this name occupy names too.
         self.taken_ranges.insert(network.to_owned(), all.iter().map(|object| object.spec.cidr).collect());
         let count = all.len();
         let all: Vec<ObservedIpBlock> =

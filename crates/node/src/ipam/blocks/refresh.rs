@@ -1,4 +1,4 @@
-//! What has changed by itself: time has passed, sandboxes have gone, others have answered.
+//! Refreshes the state that changes over time: timers, idle and unverified blocks, and answers of lenders.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,12 +14,12 @@ use super::{
 use crate::{event::EventReason, ipam::PendingRequest, watch::ObjectWatch};
 
 impl BlockController {
-    /// Forgets what is past, and notes since when blocks are empty.
+    /// Expires timers, and tracks idle blocks and lenders.
     pub(super) async fn refresh(&mut self) {
         let now = Instant::now();
         self.exhausted.retain(|_, until| *until > now);
         self.refused_addresses.retain(|_, until| *until > now);
-        // How patient it was is remembered for a while.
+        // Backoffs outlive their wait for a while.
         self.silent_lenders.retain(|_, one| one.until + LENDER_BACKOFF.1 > now);
         self.contended.retain(|_, one| one.until + CONTENTION_BACKOFF.1 > now);
         self.rejected.retain(|_, one| one.until + BACKOFF_MEMORY > now);
@@ -58,7 +58,7 @@ impl BlockController {
         self.check_lenders(acquiring, now);
     }
 
-    /// Doubtful blocks can go once no sandbox is left that was there when they became so.
+    /// Adds unverified blocks to `empty` once no sandbox is left that existed when they became unverified.
     pub(super) async fn verify_blocks(
         &mut self,
         unverified: Vec<(BlockKey, bool)>,
@@ -71,8 +71,9 @@ impl BlockController {
         }
         let now = Instant::now();
         if now < self.next_verify {
-            let released = unverified.iter().filter(|(block, empty)| *empty && self.idle.contains_key(block));
-            empty.extend(released.map(|(block, _)| block.clone()));
+            let known_empty =
+                unverified.iter().filter(|(block, empty)| *empty && self.idle.contains_key(block));
+            empty.extend(known_empty.map(|(block, _)| block.clone()));
             return;
         }
         self.next_verify = now + VERIFY_INTERVAL.min(self.timings.gc_interval);
@@ -80,7 +81,7 @@ impl BlockController {
         for (block, is_empty) in unverified {
             let (since, witnesses) = self.witnesses.entry(block.clone()).or_insert((now, BTreeSet::new()));
             if *since + self.timings.min_lease_age >= now {
-                // Those that were being made when it began are listed by and by.
+                // The runtime lists sandboxes that were being created at that time only later.
                 witnesses.extend(live.iter().cloned());
             } else if is_empty && witnesses.is_disjoint(&live) {
                 empty.insert(block);
@@ -88,7 +89,7 @@ impl BlockController {
         }
     }
 
-    /// Tells of blocks that have become doubtful, and of all of them after a start.
+    /// Reports blocks that have become unverified, and all unverified ones after a start of the daemon.
     fn report_unverified(&mut self, unverified: &[(BlockKey, bool)]) {
         let before = std::mem::take(&mut self.unverified_reported);
         self.unverified_reported = unverified.iter().map(|(block, _)| block.clone()).collect();
@@ -103,15 +104,16 @@ impl BlockController {
             let named = ranges.into_iter().take(MAX_NAMED_RANGES).collect::<Vec<_>>().join(", ");
             let rest = if more > 0 { format!(" and {more} more") } else { String::new() };
             let note = format!(
-                "node {} has lost its record of who has the addresses of {named}{rest}: pods keep theirs, new pods get none of \
-                these until the machine is started anew; drain and reboot it when it suits you",
+                "node {} has lost its record of which pods have the addresses of {named}{rest}: these pods keep them, new pods get \
+                none of them until the node reboots; drain and reboot it",
                 self.holder.node
             );
             self.events.record(&name, &uid, EventReason::AddressBlockUnverified, note);
         }
     }
 
-    /// Answers to what was acquiring of other nodes.
+    /// Checks the answers of lenders. Fails the ADDs that wait for an address that is refused or not granted in time, and
+    /// abandons the latter.
     pub(super) fn check_lenders(&mut self, acquiring: BTreeMap<BlockKey, String>, now: Instant) {
         for (block, network) in acquiring {
             let Some(lender) =
@@ -125,7 +127,7 @@ impl BlockController {
             let address = block.range.addr();
             let granted = enclosing.status.lent.iter().any(|lent| lent.block == object.uid);
             let refused = enclosing.status.refused.contains(&object.uid);
-            // Who has much to do is waited for a little longer.
+            // A lender that updates its block is busy and gets more time.
             let last_update = lender.last_update.map_or(since, |at| at.max(since));
             let give_up_at = (last_update + LENDER_TIMEOUT).min(since + BUSY_LENDER_TIMEOUT);
             let silent = !granted && give_up_at <= now;
@@ -133,21 +135,21 @@ impl BlockController {
                 continue;
             }
             let node = &enclosing.spec.holder.node;
-            let why = if refused {
+            let reason = if refused {
                 format!("address {address} of network {network:?} is in use on node {node}")
             } else {
                 format!(
                     "node {node} holds the block of address {address} of network {network:?} and does not answer: \
-                    is it up? If it is gone for good, delete its Node"
+                    check the node, or delete its Node if it is gone for good"
                 )
             };
             let ttl = if refused { REFUSED_TTL } else { LENDER_TIMEOUT };
             self.refused_addresses.insert((block.network.clone(), address), now + ttl);
-            self.ipam.fail_request(PendingRequest::Address(block.network.clone(), address), why.clone());
+            self.ipam.fail_request(PendingRequest::Address(block.network.clone(), address), reason);
             if silent {
                 let holder = enclosing.spec.holder.clone();
                 let before = self.silent_lenders.get(&holder.uid);
-                // However many addresses it was acquiring for, it is silent once.
+                // One backoff step, however many requests it did not answer.
                 if before.is_none_or(|one| one.until <= now) {
                     let backoff =
                         before.map_or(LENDER_BACKOFF.0, |one| (one.backoff * 2).min(LENDER_BACKOFF.1));
@@ -158,7 +160,7 @@ impl BlockController {
                 }
                 let record = self.ipam.with_ledger(|ledger| ledger.abandon(&block));
                 if let Err(error) = self.ipam.record(record) {
-                    warn!(error = %ErrorChain(&error), "an address that nobody lends is still acquiring for");
+                    warn!(error = %ErrorChain(&error), "cannot journal that a borrow request was given up");
                 }
             }
         }
