@@ -1,4 +1,4 @@
-//! Asking the daemon of this node.
+//! The client of the daemon's CNI socket.
 
 use std::{
     env, fmt, io,
@@ -7,18 +7,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use wire::socket::{Message, Reader, Reply, receive, send};
+use wire::socket::{FrameReader, Message, Reply, receive, send};
 
-const SOCKET: &str = "/run/patchbay/cni.sock";
-/// Longer than the daemon lets a call wait, shorter than runtimes wait for a plugin.
-const DEADLINE: Duration = Duration::from_secs(30);
+const DEFAULT_SOCKET: &str = "/run/patchbay/cni.sock";
+/// Longer than the daemon lets a call wait, shorter than the plugin timeout of runtimes.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why there is no answer.
+/// The daemon did not reply.
 #[derive(Debug)]
 pub enum Error {
-    /// Nobody is there.
+    /// No daemon listens on the socket.
     Connect(PathBuf, io::Error),
-    /// The connection broke, or the deadline passed.
+    /// The connection failed, or the call timed out.
     Broken(io::Error),
 }
 
@@ -27,24 +27,25 @@ impl fmt::Display for Error {
         f.write_str("the patchbay node daemon does not answer on this node (")?;
         match self {
             Self::Connect(path, error) => write!(f, "{}: {error}", path.display())?,
-            Self::Broken(error) => write!(f, "in the middle of the call: {error}")?,
+            Self::Broken(error) => write!(f, "connection lost during the call: {error}")?,
         }
-        f.write_str("): look at its pod in the namespace patchbay-system; the call is tried again by itself")
+        f.write_str("): check its pod in namespace patchbay-system; the runtime retries the call")
     }
 }
 
-/// Sends the frame, and with it the descriptor, and waits for the reply.
-pub fn ask(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
-    let path = env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(SOCKET), PathBuf::from);
+/// Sends the frame with the descriptor and waits for the reply.
+pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
+    let path =
+        env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);
     let socket = UnixStream::connect(&path).map_err(|error| Error::Connect(path, error))?;
-    converse(&socket, frame, descriptor).map_err(Error::Broken)
+    exchange(&socket, frame, descriptor).map_err(Error::Broken)
 }
 
-fn converse(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-    let deadline = Instant::now() + DEADLINE;
-    socket.set_write_timeout(Some(DEADLINE))?;
+fn exchange(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+    let deadline = Instant::now() + CALL_TIMEOUT;
+    socket.set_write_timeout(Some(CALL_TIMEOUT))?;
     send(socket, frame, descriptor)?;
-    let (mut reader, mut buffer) = (Reader::default(), [0; 8 * 1024]);
+    let (mut reader, mut buffer) = (FrameReader::default(), [0; 8 * 1024]);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

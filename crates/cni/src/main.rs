@@ -1,11 +1,11 @@
-//! The CNI plugin of Patchbay: passes each call to the daemon of its node and prints the answer.
+//! The CNI plugin of Patchbay: forwards each call to the daemon of its node and prints the reply.
 //!
-//! The runtime starts it for every pod, so it is small and does nothing by itself but three things: it answers VERSION, it
-//! says that the daemon does not answer, and it writes down durably that a pod is gone.
+//! The runtime starts it for every pod, so it is small. Without the daemon it does three things: it answers VERSION, reports
+//! that the daemon does not answer, and durably records DEL calls as tombstones.
 
-mod answer;
-mod call;
 mod daemon;
+mod forward;
+mod output;
 mod tombstone;
 
 use std::{
@@ -14,17 +14,17 @@ use std::{
     process::ExitCode,
 };
 
-use answer::Answer;
+use output::PluginOutput;
 
 fn main() -> ExitCode {
-    let Answer { exit, stdout } = match env::args_os().nth(1) {
+    let PluginOutput { exit, stdout } = match env::args_os().nth(1) {
         Some(argument) if argument == "--version" => {
-            Answer::ok(concat!("patchbay-cni ", env!("CARGO_PKG_VERSION"), "\n").into())
+            PluginOutput::ok(concat!("patchbay-cni ", env!("CARGO_PKG_VERSION"), "\n").into())
         }
-        Some(_) => {
-            Answer::ok("a CNI plugin: it is run by a container runtime and takes no arguments\n".into())
-        }
-        None => call::answer(),
+        Some(_) => PluginOutput::ok(
+            "patchbay-cni is a CNI plugin: container runtimes start it, and it takes no arguments\n".into(),
+        ),
+        None => forward::run(),
     };
     let mut out = io::stdout().lock();
     match out.write_all(&stdout).and_then(|()| out.flush()) {

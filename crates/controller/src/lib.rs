@@ -12,7 +12,6 @@ mod cluster;
 mod configuration;
 mod connection;
 mod direct;
-mod duration;
 mod election;
 mod error;
 mod follow;

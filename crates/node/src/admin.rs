@@ -1,4 +1,4 @@
-//! The admin socket: health, readiness and metrics, for whoever is root on the node.
+//! The admin socket: liveness, readiness and metrics, for root on the node.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,16 +18,16 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{Error, health::Health, socket};
 
-const NAME: &str = "node.sock";
+const SOCKET_NAME: &str = "node.sock";
 
-/// Where the socket is.
+/// The path of the socket.
 pub fn path(run_dir: &Path) -> PathBuf {
-    run_dir.join(NAME)
+    run_dir.join(SOCKET_NAME)
 }
 
 /// Opens the socket. Must be called inside a tokio runtime.
 pub fn bind(run_dir: &Path) -> Result<UnixListener, Error> {
-    let listener = socket::bind(run_dir, NAME)?;
+    let listener = socket::bind(run_dir, SOCKET_NAME)?;
     let listener = listener.set_nonblocking(true).and_then(|()| UnixListener::from_std(listener));
     listener.map_err(Error::Serve)
 }
@@ -52,17 +52,17 @@ fn router(health: Arc<Health>, registry: Registry) -> Router {
 }
 
 async fn live(State(health): State<Arc<Health>>) -> (StatusCode, String) {
-    verdict("not alive", health.hang())
+    response("not alive", health.stalled())
 }
 
 async fn ready(State(health): State<Arc<Health>>) -> (StatusCode, String) {
-    verdict("not ready", health.problem())
+    response("not ready", health.problem())
 }
 
-fn verdict(not: &str, problem: Option<String>) -> (StatusCode, String) {
+fn response(failure: &str, problem: Option<String>) -> (StatusCode, String) {
     match problem {
         None => (StatusCode::OK, "ok\n".to_owned()),
-        Some(problem) => (StatusCode::SERVICE_UNAVAILABLE, format!("{not}: {problem}\n")),
+        Some(problem) => (StatusCode::SERVICE_UNAVAILABLE, format!("{failure}: {problem}\n")),
     }
 }
 

@@ -1,10 +1,10 @@
-//! What the command line may say.
+//! Command-line flags of `patchbay node` and `patchbay probe`.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 use api::{
-    Patterns,
-    names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, SHIM, STATE_DIR},
+    IfNamePatterns, duration,
+    names::{CNI_BIN_DIR, CNI_SHIM, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
 use crate::Probe;
@@ -16,18 +16,18 @@ pub struct Args {
     #[arg(long, env = "NODE_NAME", value_parser = node_name)]
     pub node_name: String,
 
-    /// Links that NodeNetwork leaves out, as globs separated by commas; links that Patchbay made are listed by network.
-    /// Replaces the list that comes with the program, which leaves out links of pods, virtual machines and other network software.
+    /// Links to omit from the NodeNetwork, as globs separated by commas; links of Patchbay are listed by network. Replaces
+    /// the built-in list, which omits links of pods, virtual machines and other network software.
     #[arg(
         long,
         env = "PATCHBAY_IGNORE_INTERFACES",
         value_name = "GLOBS",
-        default_value = plan::nodenetwork::IGNORED,
+        default_value = plan::nodenetwork::DEFAULT_IGNORED,
         hide_default_value = true
     )]
-    pub ignore_interfaces: Patterns,
+    pub ignore_interfaces: IfNamePatterns,
 
-    /// Directory for what must survive a restart.
+    /// Directory for state that must survive a restart.
     #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = STATE_DIR)]
     pub state_dir: PathBuf,
 
@@ -35,19 +35,19 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
     pub run_dir: PathBuf,
 
-    /// Where the root of the host is mounted.
+    /// Mount point of the host's root file system.
     #[arg(long, env = "PATCHBAY_HOST_ROOT", value_name = "DIR", default_value = HOST_ROOT)]
     pub host_root: PathBuf,
 
-    /// Directory that the CNI plugins are put into.
+    /// Directory to install the CNI plugins into.
     #[arg(long, env = "PATCHBAY_CNI_BIN_DIR", value_name = "DIR", default_value = CNI_BIN_DIR)]
     pub cni_bin_dir: PathBuf,
 
-    /// The CNI plugin to put there.
-    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = SHIM)]
+    /// The CNI plugin to install.
+    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = CNI_SHIM)]
     pub shim: PathBuf,
 
-    /// Host of the API server: a link that leads to it is never taken as an uplink.
+    /// Host of the API server. A link on the route to it is never used as an uplink.
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "HOST")]
     pub api_server: Option<String>,
 
@@ -56,25 +56,32 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_RUNTIME_SOCKET", value_name = "FILE")]
     pub runtime_socket: Option<PathBuf>,
 
-    /// How often that is asked, in seconds. An address is freed so only if it was given at least this long ago, and five
-    /// minutes: a sandbox is listed a little later than it has its addresses.
-    #[arg(long, env = "PATCHBAY_SWEEP_SECONDS", value_name = "SECONDS", default_value_t = 600,
-        value_parser = clap::value_parser!(u64).range(1..))]
-    pub sweep_seconds: u64,
+    /// How often the daemon compares its leases with the sandboxes of the container runtime, such as 10m. It releases a
+    /// lease without a sandbox only if the lease is older than this interval and older than five minutes.
+    #[arg(long, env = "PATCHBAY_GC_INTERVAL", value_name = "DURATION", default_value = "10m", value_parser = gc_interval)]
+    pub gc_interval: Duration,
 }
 
 /// Flags of `patchbay probe`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProbeArgs {
-    /// What to ask the daemon of this node.
-    pub question: Probe,
+    /// What to query.
+    pub probe: Probe,
 
     /// Directory for sockets.
     #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
     pub run_dir: PathBuf,
 }
 
-/// A Node's name is a DNS subdomain; it goes into field selectors and object names as it is.
+fn gc_interval(text: &str) -> Result<Duration, String> {
+    let interval = duration::parse(text).map_err(|error| error.to_string())?;
+    if interval < Duration::from_secs(1) {
+        return Err("must be at least 1s".to_owned());
+    }
+    Ok(interval)
+}
+
+/// Parses the name of a Node, a DNS subdomain. It is used verbatim in field selectors and object names.
 fn node_name(text: &str) -> Result<String, &'static str> {
     let label = |label: &str| {
         let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
@@ -83,7 +90,7 @@ fn node_name(text: &str) -> Result<String, &'static str> {
     if text.len() <= 253 && text.split('.').all(label) {
         Ok(text.to_owned())
     } else {
-        Err("the name of a Node is made of a-z, 0-9, '-' and '.'; take it from spec.nodeName of the pod")
+        Err("the name of a Node consists of a-z, 0-9, '-' and '.'; set it from spec.nodeName of the pod")
     }
 }
 
@@ -104,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_of_the_node_is_enough() {
+    fn only_the_node_name_is_required() {
         let args = parse(&["--node-name", "node-1.example.com"]).unwrap();
         assert_eq!(args.node_name, "node-1.example.com");
         assert!(args.ignore_interfaces.matches("veth1234") && !args.ignore_interfaces.matches("eth0"));
@@ -114,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_node_has_are_refused() {
+    fn invalid_node_names_are_rejected() {
         let long = "a".repeat(254);
         for name in ["", "Node", "a,b", "a=b", "a b", "-a", "a-", "a..b", "a/b", "ä", &long] {
             assert!(parse(&["--node-name", name]).is_err(), "{name:?}");
@@ -122,9 +129,20 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_list_of_patterns_leaves_nothing_out() {
+    fn the_gc_interval_is_a_duration_of_at_least_a_second() {
+        let interval =
+            |text| parse(&["--node-name", "a", "--gc-interval", text]).map(|args| args.gc_interval);
+        assert_eq!(parse(&["--node-name", "a"]).unwrap().gc_interval, Duration::from_secs(600));
+        assert_eq!(interval("1m30s").unwrap(), Duration::from_secs(90));
+        for text in ["", "600", "0s", "999ms", "-1s"] {
+            assert!(interval(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_empty_list_of_patterns_omits_no_link() {
         let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
-        assert_eq!(args.ignore_interfaces, Patterns::default());
+        assert_eq!(args.ignore_interfaces, IfNamePatterns::default());
         let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();
         assert!(error.to_string().contains("does not close it"), "{error}");
     }

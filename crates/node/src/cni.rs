@@ -1,15 +1,15 @@
-//! The CNI server: what the shim is asked by the runtime, done in this process.
+//! The CNI server. It handles the calls that the runtime makes to the Patchbay plugins on this node.
 //!
-//! It makes and removes links of pods and nothing else. Which networks there are and how they stand it reads from a
-//! [`Networks`], which the rest of the daemon keeps up to date; a network that is not ready is answered with "try again
-//! later" and the reason, and the runtime does.
+//! The server creates and removes links of pods and nothing else. It reads the networks and their state from [`Networks`],
+//! which the controller of this node keeps up to date. ADD to a network that is not ready fails with "try again later" and
+//! the reason; the runtime retries.
 
 mod address;
-mod call;
 mod caller;
-mod door;
+mod commands;
 mod install;
 mod metrics;
+mod thread_pool;
 mod tombstone;
 
 use std::{
@@ -25,8 +25,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{Chain, IfName, digest::digest, ipblock::Holder};
-use plan::ipam::Rules;
+use api::{ErrorChain, IfName, digest::digest, ipblock::NodeRef};
+use plan::ipam::Pool;
 use tokio::{sync::watch, task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -41,42 +41,42 @@ pub use install::{Error as InstallError, install};
 pub use metrics::Metrics;
 
 use caller::Caller;
-use door::Door;
-use metrics::Outcome;
+use metrics::CniResultLabel;
+use thread_pool::ThreadPool;
 
-/// How long the shim may take to say what it wants, and to take the answer.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long calls may go on after a stop.
-const GRACE: Duration = Duration::from_secs(5);
-/// Two calls for one interface never run at the same time, and seldom two for different ones have to wait.
-const LOCKS: usize = 1024;
-/// How often tombstones are looked for.
-const ROUND: Duration = Duration::from_secs(20);
+/// How long the plugin may take to send its request, and to read the reply.
+const IO_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long running calls may continue after a stop.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// Locks for host interfaces. Calls for one interface never run concurrently; two interfaces rarely share a lock.
+const LOCK_SHARDS: usize = 1024;
+/// How often the server applies tombstones.
+const TOMBSTONE_INTERVAL: Duration = Duration::from_secs(20);
 
-/// Every network that this node knows of.
+/// The networks that this node knows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Networks {
-    /// Whether all of them have been read from the API server.
+    /// Whether the list from the API server is complete.
     pub synced: bool,
-    /// This node, once it is known.
-    pub node: Option<Holder>,
+    /// This node, once its Node has been read.
+    pub node: Option<NodeRef>,
     pub by_name: BTreeMap<String, NetworkView>,
 }
 
-/// A network, as far as a pod that joins it has to know it.
+/// A network as the CNI server sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NetworkView {
     pub uid: String,
-    pub state: State,
-    /// What it says about addresses, if it has any.
-    pub ipam: Option<Arc<Rules>>,
+    pub state: NetworkState,
+    /// Its address pool, if it has IPAM.
+    pub ipam: Option<Arc<Pool>>,
 }
 
-/// How a network stands on this node.
+/// The state of a network on this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
-    /// Its bridge is there. One that is being deleted but still has users takes more of them: a pod that slipped in
-    /// is not stranded.
+pub enum NetworkState {
+    /// The bridge exists. A network that is being deleted but still has users accepts more pods, so that a pod that was
+    /// created just before is not stranded.
     Ready {
         bridge_index: u32,
         mtu: u32,
@@ -88,29 +88,29 @@ pub enum State {
     },
     /// The network's selector does not match this node.
     NotSelected,
-    /// Its links are being taken away.
+    /// The daemon is removing its links.
     Removing,
 }
 
-/// Where things are.
+/// Directories of the CNI server.
 #[derive(Debug, Clone)]
-pub struct Places {
-    /// Directory for sockets.
+pub struct CniPaths {
+    /// Holds the sockets.
     pub run_dir: PathBuf,
-    /// Directory for what must survive a restart; the shim leaves its tombstones there.
+    /// Survives a restart; the plugin writes its tombstones there.
     pub state_dir: PathBuf,
-    /// Where `/proc` of the host is.
+    /// `/proc` of the host.
     pub proc_root: PathBuf,
 }
 
-/// The server.
-pub struct Server {
+/// Listens on the CNI socket.
+pub struct CniServer {
     listener: UnixListener,
-    shared: Arc<Shared>,
+    handler: Arc<CniHandler>,
 }
 
-/// What every call needs.
-struct Shared {
+/// Handles CNI calls; shared by all worker threads.
+struct CniHandler {
     networks: watch::Receiver<Arc<Networks>>,
     ipam: Arc<Ipam>,
     tombstones: PathBuf,
@@ -119,60 +119,61 @@ struct Shared {
     metrics: Metrics,
 }
 
-impl Server {
+impl CniServer {
     /// Opens the socket.
     pub fn bind(
-        places: &Places,
+        paths: &CniPaths,
         networks: watch::Receiver<Arc<Networks>>,
         ipam: Arc<Ipam>,
         metrics: Metrics,
     ) -> Result<Self, Error> {
-        let Places { run_dir, state_dir, proc_root } = places;
-        let shared = Shared {
+        let CniPaths { run_dir, state_dir, proc_root } = paths;
+        let handler = CniHandler {
             networks,
             ipam,
-            tombstones: state_dir.join(frames::TOMBSTONES),
+            tombstones: state_dir.join(frames::TOMBSTONE_DIR),
             proc_root: proc_root.clone(),
-            locks: (0..LOCKS).map(|_| Mutex::new(())).collect(),
+            locks: (0..LOCK_SHARDS).map(|_| Mutex::new(())).collect(),
             metrics,
         };
-        Ok(Self { listener: socket::bind(run_dir, frames::NAME)?, shared: Arc::new(shared) })
+        Ok(Self { listener: socket::bind(run_dir, frames::SOCKET_NAME)?, handler: Arc::new(handler) })
     }
 
     /// Applies the tombstones, then serves until `stop`.
     pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
-        let Self { listener, shared } = self;
-        let sweeping = Arc::clone(&shared);
+        let Self { listener, handler } = self;
+        let startup = Arc::clone(&handler);
         spawn_blocking(move || {
-            tombstone::tidy(&sweeping.tombstones);
-            sweeping.bury();
+            tombstone::remove_abandoned(&startup.tombstones);
+            startup.apply_tombstones();
         })
         .await
         .map_err(Error::Panicked)?;
 
-        let serving = Arc::clone(&shared);
-        let door = Door::open(listener, move |stream| serving.converse(&stream)).map_err(Error::Threads)?;
-        // A shim that found nobody a moment before we listened writes its tombstone a moment after.
-        let mut rounds = interval(ROUND);
-        while stop.run_until_cancelled(rounds.tick()).await.is_some() {
-            let sweeping = Arc::clone(&shared);
-            let round = spawn_blocking(move || sweeping.bury());
-            if let Some(Err(error)) = stop.run_until_cancelled(round).await {
-                warn!(error = %Chain(&error), "tombstones could not be looked at");
+        let connections = Arc::clone(&handler);
+        let pool = ThreadPool::start(listener, move |stream| connections.handle_connection(&stream))
+            .map_err(Error::Threads)?;
+        // A plugin that could not connect just before the server listened writes its tombstone just after.
+        let mut ticks = interval(TOMBSTONE_INTERVAL);
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            let handler = Arc::clone(&handler);
+            let applied = spawn_blocking(move || handler.apply_tombstones());
+            if let Some(Err(error)) = stop.run_until_cancelled(applied).await {
+                warn!(error = %ErrorChain(&error), "applying tombstones failed; retrying");
             }
         }
-        let left = spawn_blocking(move || door.close(GRACE)).await.map_err(Error::Panicked)?;
-        if !left {
-            warn!("a CNI call did not end in time and is cut off");
+        let drained = spawn_blocking(move || pool.drain(DRAIN_TIMEOUT)).await.map_err(Error::Panicked)?;
+        if !drained {
+            warn!("a CNI call did not finish in time and was aborted");
         }
         Ok(())
     }
 }
 
-/// Reads one request and the descriptor that came with it.
-fn read(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    let (mut reader, mut descriptor, mut buffer) = (frames::Reader::default(), None, [0; 8 * 1024]);
+/// Reads one request and the file descriptor that came with it.
+fn read_request(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
+    stream.set_read_timeout(Some(IO_TIMEOUT))?;
+    let (mut reader, mut descriptor, mut buffer) = (frames::FrameReader::default(), None, [0; 8 * 1024]);
     loop {
         let length = frames::receive(stream, &mut buffer, &mut descriptor)?;
         if length == 0 {
@@ -187,59 +188,67 @@ fn read(stream: &UnixStream) -> io::Result<(Request, Option<OwnedFd>)> {
     }
 }
 
-impl Shared {
-    /// One connection: one request, one reply.
-    fn converse(&self, stream: &UnixStream) {
+impl CniHandler {
+    /// Handles one connection: one request, one reply.
+    fn handle_connection(&self, stream: &UnixStream) {
         let started = Instant::now();
-        let (request, namespace) = match read(stream) {
+        let (request, namespace) = match read_request(stream) {
             Ok(read) => read,
-            Err(error) => return warn!(error = %Chain(&error), "a CNI call cannot be read"),
+            Err(error) => return warn!(error = %ErrorChain(&error), "cannot read a CNI request"),
         };
         let version = Version::of(&request.stdin);
         let verb = request.command.parse::<Verb>().ok();
         let Request { command, container_id, ifname, .. } = &request;
         let serve = || self.serve(&request, namespace.as_ref(), &Caller::of(stream));
-        // What is locked meanwhile is used by others as it is, and everything is compared before it is changed.
-        let answer = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| {
-            Err(protocol::Error::new(Code::Io, "the call failed inside the node daemon: see its log"))
+        // State behind a poisoned lock stays usable: every change is preceded by a comparison with the kernel.
+        let result = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| {
+            Err(protocol::Error::new(
+                Code::Io,
+                "the call panicked inside the node daemon; see the daemon's log",
+            ))
         });
-        self.metrics.count(verb, Outcome::of(&answer), started.elapsed());
-        let reply = match answer {
+        self.metrics.count(verb, CniResultLabel::of(&result), started.elapsed());
+        let reply = match result {
             Ok(stdout) => Reply { exit: 0, stdout },
             Err(error) => {
-                info!(command, container_id, ifname, code = error.code as u32, %error, "a CNI call was refused");
+                info!(command, container_id, ifname, code = error.code as u32, %error, "CNI call failed");
                 Reply { exit: 1, stdout: error.render(version) }
             }
         };
         let Ok(frame) = reply.encode() else { return };
         let mut out = stream;
-        let sent = stream.set_write_timeout(Some(PATIENCE)).and_then(|()| out.write_all(&frame));
+        let sent = stream.set_write_timeout(Some(IO_TIMEOUT)).and_then(|()| out.write_all(&frame));
         if sent.is_err() {
-            warn!(command, container_id, ifname, "nobody waited for the answer to a CNI call");
+            warn!(
+                command,
+                container_id, ifname, "cannot send the reply to a CNI call: the plugin has exited"
+            );
         }
     }
 
-    /// Held while something is done to the pair of this host's end.
+    /// Locks the pair of links with this host end.
     fn lock(&self, host: &IfName) -> Option<MutexGuard<'_, ()>> {
-        let place = usize::try_from(digest([host.as_str()]) % LOCKS as u64).ok()?;
-        Some(self.locks.get(place)?.lock().unwrap_or_else(PoisonError::into_inner))
+        let shard = usize::try_from(digest([host.as_str()]) % LOCK_SHARDS as u64).ok()?;
+        Some(self.locks.get(shard)?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Does what the shim was asked while nobody answered it.
-    fn bury(&self) {
-        tombstone::each(&self.tombstones, |path, request| match self.delete_if(request, || path.exists()) {
-            Ok(()) => true,
-            Err(error) => {
-                warn!(container_id = request.container_id, %error, "a pod's link cannot be deleted yet");
-                false
+    /// Runs the DEL calls that the plugin recorded while the daemon did not answer.
+    fn apply_tombstones(&self) {
+        tombstone::apply_all(&self.tombstones, |path, request| {
+            match self.delete_if(request, || path.exists()) {
+                Ok(()) => true,
+                Err(error) => {
+                    warn!(container_id = request.container_id, %error, "cannot apply a tombstone; retrying");
+                    false
+                }
             }
         });
     }
 }
 
-/// Where the socket is.
+/// The path of the socket.
 pub fn path(run_dir: &Path) -> PathBuf {
-    run_dir.join(frames::NAME)
+    run_dir.join(frames::SOCKET_NAME)
 }
 
 #[cfg(test)]

@@ -16,14 +16,14 @@ use tonic_prost::ProstCodec;
 use wire::cri::{self, ListPodSandboxRequest, ListPodSandboxResponse, PodSandbox, PodSandboxState};
 
 /// Where runtimes listen if nobody says otherwise.
-const SOCKETS: [&str; 3] =
+const DEFAULT_SOCKETS: [&str; 3] =
     ["run/containerd/containerd.sock", "run/crio/crio.sock", "run/k3s/containerd/containerd.sock"];
 
 /// For a connection and its answer.
-const DEADLINE: Duration = Duration::from_secs(10);
+const CRI_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The largest answer that is read: a sandbox with long annotations takes some tens of kilobytes.
-const LARGEST: usize = 64 * 1024 * 1024;
+const MAX_RESPONSE: usize = 64 * 1024 * 1024;
 
 /// Why it is not known which sandboxes there are.
 #[derive(Debug, thiserror::Error)]
@@ -35,9 +35,9 @@ pub enum Error {
     #[error("what listens at {} does not speak CRI v1: is that switched off in it, or is it too old?", path.display())]
     NoCri { path: PathBuf, source: Box<Status> },
     #[error("ask the container runtime at {} for its sandboxes", path.display())]
-    Ask { path: PathBuf, source: Box<Status> },
+    List { path: PathBuf, source: Box<Status> },
     #[error("the container runtime at {} gave no answer within {} s", path.display(), limit.as_secs())]
-    Deadline { path: PathBuf, limit: Duration },
+    Timeout { path: PathBuf, limit: Duration },
 }
 
 /// A sandbox of a pod.
@@ -55,11 +55,11 @@ pub struct Sandbox {
 
 /// A container runtime, asked anew each time.
 #[derive(Debug, Clone)]
-pub struct Runtime {
+pub struct ContainerRuntime {
     sockets: Vec<PathBuf>,
 }
 
-impl Runtime {
+impl ContainerRuntime {
     /// The runtime behind the first of these sockets that is there when it is asked. If that one does not answer, no
     /// other is asked: it would say that the sandboxes of this one are gone.
     pub fn new(sockets: Vec<PathBuf>) -> Self {
@@ -67,8 +67,8 @@ impl Runtime {
     }
 
     /// The runtime where they usually are, on the host whose files are below this root.
-    pub fn below(root: &Path) -> Self {
-        Self::new(SOCKETS.iter().map(|socket| root.join(socket)).collect())
+    pub fn discover(root: &Path) -> Self {
+        Self::new(DEFAULT_SOCKETS.iter().map(|socket| root.join(socket)).collect())
     }
 
     /// All sandboxes that it has, also those that have ended and are not yet removed.
@@ -77,9 +77,9 @@ impl Runtime {
             let tried = self.sockets.iter().map(|path| path.display().to_string()).collect();
             return Err(Error::Missing { tried });
         };
-        let answer = timeout(DEADLINE, list(path)).await;
+        let answer = timeout(CRI_TIMEOUT, list(path)).await;
         let answer =
-            answer.unwrap_or_else(|_| Err(Error::Deadline { path: path.clone(), limit: DEADLINE }))?;
+            answer.unwrap_or_else(|_| Err(Error::Timeout { path: path.clone(), limit: CRI_TIMEOUT }))?;
         Ok(answer.items.into_iter().map(Sandbox::from).collect())
     }
 }
@@ -93,10 +93,10 @@ async fn list(path: &Path) -> Result<ListPodSandboxResponse, Error> {
         let (path, source) = (path.to_owned(), Box::new(status));
         match source.code() {
             Code::Unimplemented => Error::NoCri { path, source },
-            _ => Error::Ask { path, source },
+            _ => Error::List { path, source },
         }
     };
-    let mut client = Grpc::new(channel).max_decoding_message_size(LARGEST);
+    let mut client = Grpc::new(channel).max_decoding_message_size(MAX_RESPONSE);
     client.ready().await.map_err(|error| ask(Status::from_error(error.into())))?;
     let method = PathAndQuery::from_static(cri::LIST_POD_SANDBOX);
     let codec = ProstCodec::default();

@@ -1,4 +1,4 @@
-//! What keeps the daemon from being ready, and whether its loop still turns.
+//! Readiness and liveness of the daemon.
 
 use std::{
     collections::BTreeMap,
@@ -8,87 +8,92 @@ use std::{
 
 use tokio::time::Instant;
 
-/// How long a turn of the loop may take. The calls of one turn have deadlines that are shorter together.
-const LONGEST_TURN: Duration = Duration::from_secs(60);
+/// How long one pass of the reconcile loop may take. The timeouts of all calls in one pass add up to less.
+const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A part of the daemon that must be well.
+/// A component that must work for the daemon to be ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum Component {
     Kernel,
     NodeWatch,
     Node,
     NetworkWatch,
-    NodesWatch,
+    NodeNetworkWatch,
     Publish,
     Plugin,
 }
 
-/// The problems of each part, and the last turn of the loop. Ready means no problem.
+/// The problem of each component, and the last heartbeat of the reconcile loop. The daemon is ready if there is no problem.
 #[derive(Debug)]
-pub struct Health(Mutex<State>);
+pub struct Health(Mutex<HealthState>);
 
 #[derive(Debug)]
-struct State {
-    problems: BTreeMap<Part, String>,
-    turned: Instant,
+struct HealthState {
+    problems: BTreeMap<Component, String>,
+    last_heartbeat: Instant,
 }
 
-/// Whether saying so was news.
+/// Whether a report changed the recorded health.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News {
+pub enum HealthChange {
     Changed,
-    Same,
+    Unchanged,
 }
 
 impl Health {
-    /// A daemon that has only just started.
+    /// The health of a daemon that has just started.
     pub fn new() -> Self {
         let problems = [
-            (Part::Kernel, "the links of this node have not been read yet"),
-            (Part::NodeWatch, "the Node has not been read yet"),
-            (Part::NetworkWatch, "the BridgeNetworks have not been read yet"),
-            (Part::NodesWatch, "the NodeNetworks have not been read yet"),
-            (Part::Publish, "the NodeNetwork has not been published yet"),
+            (Component::Kernel, "the links of this node have not been read yet"),
+            (Component::NodeWatch, "the Node has not been read yet"),
+            (Component::NetworkWatch, "the BridgeNetworks have not been read yet"),
+            (Component::NodeNetworkWatch, "the NodeNetworks have not been read yet"),
+            (Component::Publish, "the NodeNetwork has not been published yet"),
         ];
-        let problems = problems.map(|(part, text)| (part, text.to_owned())).into();
-        Self(Mutex::new(State { problems, turned: Instant::now() }))
+        let problems = problems.map(|(component, text)| (component, text.to_owned())).into();
+        Self(Mutex::new(HealthState { problems, last_heartbeat: Instant::now() }))
     }
 
-    /// This part is well.
-    pub fn well(&self, part: Part) -> News {
-        if self.state().problems.remove(&part).is_some() { News::Changed } else { News::Same }
-    }
-
-    /// This part is not well, because of `problem`.
-    pub fn ill(&self, part: Part, problem: String) -> News {
-        let problems = &mut self.state().problems;
-        if problems.get(&part) == Some(&problem) {
-            return News::Same;
+    /// Records that a component works.
+    pub fn ok(&self, component: Component) -> HealthChange {
+        if self.state().problems.remove(&component).is_some() {
+            HealthChange::Changed
+        } else {
+            HealthChange::Unchanged
         }
-        problems.insert(part, problem);
-        News::Changed
     }
 
-    /// The loop has come this far.
-    pub fn turned(&self) {
-        self.state().turned = Instant::now();
+    /// Records why a component does not work.
+    pub fn fail(&self, component: Component, problem: String) -> HealthChange {
+        let problems = &mut self.state().problems;
+        if problems.get(&component) == Some(&problem) {
+            return HealthChange::Unchanged;
+        }
+        problems.insert(component, problem);
+        HealthChange::Changed
     }
 
-    /// Why the daemon is not ready; none if it is.
+    /// Records that the reconcile loop makes progress.
+    pub fn heartbeat(&self) {
+        self.state().last_heartbeat = Instant::now();
+    }
+
+    /// Why the daemon is not ready; `None` if it is ready.
     pub fn problem(&self) -> Option<String> {
         let state = self.state();
         let all: Vec<&str> = state.problems.values().map(String::as_str).collect();
         (!all.is_empty()).then(|| all.join("; "))
     }
 
-    /// Why only a restart can help; none if the loop turns.
-    pub fn hang(&self) -> Option<String> {
-        let since = self.state().turned.elapsed();
-        (since >= LONGEST_TURN).then(|| format!("the loop has stood still for {} s", since.as_secs()))
+    /// Why the daemon must be restarted; `None` if the reconcile loop makes progress.
+    pub fn stalled(&self) -> Option<String> {
+        let since = self.state().last_heartbeat.elapsed();
+        (since >= STALL_TIMEOUT)
+            .then(|| format!("the reconcile loop made no progress for {} s", since.as_secs()))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Texts and a time are as good after a panic as before.
+    fn state(&self) -> MutexGuard<'_, HealthState> {
+        // The state has no invariant that a panic could break.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -100,34 +105,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ready_means_that_every_part_is_well() {
+    fn ready_means_that_every_component_works() {
         let health = Health::new();
-        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch] {
-            assert_eq!(health.well(part), News::Changed);
+        for component in
+            [Component::Kernel, Component::NodeWatch, Component::NetworkWatch, Component::NodeNetworkWatch]
+        {
+            assert_eq!(health.ok(component), HealthChange::Changed);
         }
         assert_eq!(health.problem().unwrap(), "the NodeNetwork has not been published yet");
-        health.well(Part::Publish);
+        health.ok(Component::Publish);
         assert_eq!(health.problem(), None);
     }
 
     #[test]
-    fn the_same_problem_is_news_once() {
+    fn a_repeated_problem_is_no_change() {
         let health = Health::new();
-        assert_eq!(health.ill(Part::Node, "gone".into()), News::Changed);
-        assert_eq!(health.ill(Part::Node, "gone".into()), News::Same);
-        assert_eq!(health.well(Part::Node), News::Changed);
-        assert_eq!(health.well(Part::Node), News::Same);
+        assert_eq!(health.fail(Component::Node, "gone".into()), HealthChange::Changed);
+        assert_eq!(health.fail(Component::Node, "gone".into()), HealthChange::Unchanged);
+        assert_eq!(health.ok(Component::Node), HealthChange::Changed);
+        assert_eq!(health.ok(Component::Node), HealthChange::Unchanged);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_loop_that_stands_still_for_a_minute_hangs() {
+    async fn a_loop_without_progress_for_a_minute_is_stalled() {
         let health = Health::new();
         advance(Duration::from_secs(59)).await;
-        assert_eq!(health.hang(), None);
-        health.turned();
+        assert_eq!(health.stalled(), None);
+        health.heartbeat();
         advance(Duration::from_secs(61)).await;
-        assert_eq!(health.hang().unwrap(), "the loop has stood still for 61 s");
-        health.turned();
-        assert_eq!(health.hang(), None);
+        assert_eq!(health.stalled().unwrap(), "the reconcile loop made no progress for 61 s");
+        health.heartbeat();
+        assert_eq!(health.stalled(), None);
     }
 }

@@ -1,22 +1,22 @@
-//! The node side of Patchbay: one daemon per node, for its own node only.
+//! The node daemon of Patchbay. Each node runs one, and each manages only its own node.
 //!
-//! It looks at the kernel through `link`, asks `plan` what to do, and writes to the API server. [`run`] is all of it;
-//! signals and the way to the API server are the caller's.
+//! It observes the kernel through `link`, lets `plan` decide, changes links, and writes to the API server. [`run`] starts all
+//! of it; the caller provides the API client and handles signals.
 
 mod admin;
 mod args;
 mod bridges;
 pub mod cni;
+mod controller;
 pub mod cri;
-mod daemon;
 pub mod event;
 mod health;
 pub mod ipam;
+mod link_records;
 mod metrics;
 mod network;
-mod object;
+mod node_network;
 mod probe;
-mod record;
 mod socket;
 mod watch;
 
@@ -28,9 +28,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use kube::Client;
-use link::{Changer, Monitor};
+use link::{LinkEditor, Monitor};
 use tokio::{net::lookup_host, task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -39,60 +39,60 @@ pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
 
 use crate::{
-    bridges::{Bridges, Tools},
-    cri::Runtime,
-    daemon::{Daemon, Settings},
+    bridges::{BridgeController, Deps},
+    controller::{NodeConfig, NodeController},
+    cri::ContainerRuntime,
     event::Events,
-    health::{Health, News, Part},
-    ipam::{Ipam, Keeper, Pace},
+    health::{Component, Health, HealthChange},
+    ipam::{BlockController, Ipam, Timings},
+    link_records::LinkRecords,
     metrics::Metrics,
-    record::Records,
 };
 
-/// How often the CNI plugin is looked at.
-const PLUGIN: Duration = Duration::from_secs(20);
+/// How often the daemon checks that the CNI plugin is installed.
+const PLUGIN_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
-/// How long it can take at most from a sandbox's first address until the runtime lists it: the kubelet gives up after four
+/// Longest time from a sandbox's first address until the runtime lists the sandbox: the kubelet gives up after four
 /// minutes.
-const CREATION: Duration = Duration::from_secs(300);
+const SANDBOX_CREATION_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// What the name of this daemon's own pod begins with.
 const OWN_POD: &str = "patchbay-node";
 
-/// How long the API server's name may take to be found.
-const LOOKUP: Duration = Duration::from_secs(3);
+/// Timeout for resolving the API server's name.
+const DNS_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long the parts of the daemon may take to finish. A pod has ten seconds.
-const GRACE: Duration = Duration::from_secs(8);
+/// How long the tasks of the daemon may take to stop. A pod has ten seconds.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(8);
 
-/// Why the daemon cannot run, or a probe has no good answer.
+/// The daemon cannot run, or a probe failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("listen to the kernel")]
+    #[error("open a netlink socket")]
     Kernel(#[source] link::Error),
     #[error("open the socket {path}")]
     Socket { path: PathBuf, source: std::io::Error },
-    #[error("read what is kept about networks")]
-    Records(#[source] record::Error),
-    #[error("read what is kept about addresses")]
+    #[error("read the link records")]
+    Records(#[source] link_records::Error),
+    #[error("read the address journal")]
     Ipam(#[source] ipam::JournalError),
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),
-    #[error("start the threads that serve CNI calls")]
+    #[error("start the worker threads for CNI calls")]
     Threads(#[source] std::io::Error),
-    #[error("a part of the daemon panicked")]
+    #[error("a task of the daemon panicked")]
     Panicked(#[source] tokio::task::JoinError),
-    #[error("a part of the daemon ended by itself")]
-    Ended,
-    #[error("ask the daemon at {path}: is it running?")]
-    Ask { path: PathBuf, source: std::io::Error },
-    #[error("the daemon at {path} gave no answer within {} s", limit.as_secs())]
-    Deadline { path: PathBuf, limit: Duration },
-    #[error("{answer}")]
-    Refused { answer: String },
+    #[error("a task of the daemon exited unexpectedly")]
+    Exited,
+    #[error("query the daemon at {path}; check that it is running")]
+    Query { path: PathBuf, source: std::io::Error },
+    #[error("the daemon at {path} did not respond within {} s", limit.as_secs())]
+    Timeout { path: PathBuf, limit: Duration },
+    #[error("{response}")]
+    NotOk { response: String },
 }
 
-/// Runs a daemon in this network namespace until `stop`.
+/// Runs the daemon in the current network namespace until `stop`.
 pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
     let Args {
         node_name,
@@ -104,7 +104,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim,
         api_server,
         runtime_socket,
-        sweep_seconds,
+        gc_interval,
     } = args;
     info!(
         node = node_name,
@@ -116,76 +116,82 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim = %shim.display(),
         api_server,
         ?runtime_socket,
-        sweep_seconds,
+        ?gc_interval,
         "starting"
     );
-    let host = Host::find(&host_root);
+    let host = Host::detect(&host_root);
     let health = Arc::new(Health::new());
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
-    let (boot, tell_of) = (host.known_boot.clone(), events.clone());
-    let tools = Tools {
+    let (boot, block_events) = (host.boot_id.clone(), events.clone());
+    let tools = Deps {
         boot: host.boot.clone(),
-        changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
-        records: Records::open(&state_dir).map_err(Error::Records)?,
-        servers: addresses(api_server.as_deref()).await,
-        tell,
+        changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
+        records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
+        servers: resolve_api_server(api_server.as_deref()).await,
+        published: tell,
         events,
         metrics: metrics.clone(),
     };
-    let places = cni::Places { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
+    let paths = cni::CniPaths { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
     let calls = cni::Metrics::default();
     calls.register(&mut registry);
     let numbers = ipam::Metrics::default();
     numbers.register(&mut registry);
-    let ipam = open_addresses(&places.state_dir, boot, numbers).await?;
-    let sweep = Duration::from_secs(sweep_seconds);
-    let keeper = Keeper::new(
+    let ipam = open_ipam(&paths.state_dir, boot, numbers).await?;
+    let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
-        tell_of,
+        block_events,
         sandboxes(&host_root, runtime_socket),
-        Pace { sweep, young: sweep.max(CREATION), ..Pace::default() },
+        Timings {
+            gc_interval,
+            min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
+            ..Timings::default()
+        },
     );
-    let cni = cni::Server::bind(&places, networks, ipam, calls)?;
-    let settings = Settings { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
+    let cni = cni::CniServer::bind(&paths, networks, ipam, calls)?;
+    let config = NodeConfig { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon = Daemon::new(client, settings, monitor, Bridges::new(tools), Arc::clone(&health));
+    let daemon =
+        NodeController::new(client, config, monitor, BridgeController::new(tools), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
-    // Ends with us even if the caller never asks to stop.
+    // Cancelled when this function returns, even if the caller never cancels `stop`.
     let stop = stop.child_token();
-    let mut parts = JoinSet::new();
+    let mut tasks = JoinSet::new();
     let plugged = Arc::clone(&health);
-    parts.spawn(admin::serve(listener, health, registry, stop.clone()));
-    parts.spawn(daemon.run(stop.clone()));
-    parts.spawn(sender.run(stop.clone()));
-    // The socket is there before the plugin that looks for it.
-    parts.spawn(plugin(shim, cni_bin_dir, plugged, stop.clone()));
-    parts.spawn(cni.run(stop.clone()));
-    parts.spawn(keeper.run(stop.clone()));
-    all(parts, stop).await
+    tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
+    tasks.spawn(daemon.run(stop.clone()));
+    tasks.spawn(sender.run(stop.clone()));
+    // The socket exists before the plugin that connects to it.
+    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugged, stop.clone()));
+    tasks.spawn(cni.run(stop.clone()));
+    tasks.spawn(blocks.run(stop.clone()));
+    supervise(tasks, stop).await
 }
 
-/// Reads the journal of addresses. The daemon before this one may still have it.
-async fn open_addresses(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
+/// Reads the address journal. Waits while the previous daemon still holds its lock.
+async fn open_ipam(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
     let state_dir = state_dir.to_owned();
     let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
 }
 
 /// Asks the runtime of the host which sandboxes it has.
-fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
+fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::ListSandboxes {
     let runtime = match socket {
-        Some(socket) => Runtime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))]),
-        None => Runtime::below(host_root),
+        Some(socket) => {
+            ContainerRuntime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))])
+        }
+        None => ContainerRuntime::discover(host_root),
     };
     Box::new(move || {
         let runtime = runtime.clone();
         Box::pin(async move {
-            let found = runtime.sandboxes().await.map_err(|error| Chain(&error).to_string())?;
+            let found = runtime.sandboxes().await.map_err(|error| ErrorChain(&error).to_string())?;
             // A node can have a second runtime, which truly says that it has none of the sandboxes here.
             if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
                 return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
@@ -197,55 +203,58 @@ fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
     })
 }
 
-/// What is needed of the host beside its network.
+/// Paths and the boot id of the host.
 struct Host {
-    /// Another one for each time that the host was started.
+    /// Unique per boot.
     boot: String,
-    /// The same, or empty if it cannot be read.
-    known_boot: String,
-    /// What the kernel shows as files.
+    /// The kernel's boot id; empty if it cannot be read.
+    boot_id: String,
+    /// `/proc` of the host.
     proc: PathBuf,
-    /// The kernel's settings; those of the network are of the namespace that asks.
+    /// `/proc/sys` of the host. Network sysctls belong to the namespace of the process that accesses them.
     sysctls: PathBuf,
 }
 
 impl Host {
-    /// In a pod `/proc/sys` cannot be written, and the host's can.
-    fn find(root: &Path) -> Self {
+    /// Prefers the host's `/proc`: in a pod, `/proc/sys` is read-only.
+    fn detect(root: &Path) -> Self {
         let mounted = root.join("proc");
         let proc = if mounted.join("sys/net").is_dir() { mounted } else { PathBuf::from("/proc") };
         let sysctls = proc.join("sys");
         let read = |name: &str| fs::read_to_string(sysctls.join("kernel/random").join(name)).ok();
-        // One that cannot be read must not make all boots one: a number that never comes again makes none equal.
+        // An unreadable boot id must not make all boots look equal, so a unique value replaces it.
         let known = read("boot_id").map(|boot| boot.trim().to_owned());
         let boot = known.clone().or_else(|| read("uuid"));
         let boot = boot.unwrap_or_else(|| format!("{:?} {}", SystemTime::now(), std::process::id()));
-        Self { boot: boot.trim().to_owned(), known_boot: known.unwrap_or_default(), proc, sysctls }
+        Self { boot: boot.trim().to_owned(), boot_id: known.unwrap_or_default(), proc, sysctls }
     }
 }
 
-/// Keeps the CNI plugin in place: whoever upgrades the other plugins of a node may empty their directory. A node without
-/// it still publishes, and says what is missing.
-async fn plugin(
+/// Installs the CNI plugin and reinstalls it when it is missing: an upgrade of other plugins may empty the directory. A
+/// node without the plugin still publishes its NodeNetwork, but is not ready.
+async fn keep_plugin_installed(
     shim: PathBuf,
     bin_dir: PathBuf,
     health: Arc<Health>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    let mut rounds = tokio::time::interval(PLUGIN);
-    while stop.run_until_cancelled(rounds.tick()).await.is_some() {
+    let mut ticks = tokio::time::interval(PLUGIN_CHECK_INTERVAL);
+    while stop.run_until_cancelled(ticks.tick()).await.is_some() {
         let (shim, bin_dir) = (shim.clone(), bin_dir.clone());
         let installed = tokio::task::spawn_blocking(move || cni::install(&shim, &bin_dir)).await;
         match installed.map_err(Error::Panicked)? {
             Ok(written) => {
-                if health.well(Part::Plugin) == News::Changed || written {
-                    info!(written, "the CNI plugin is in place");
+                if health.ok(Component::Plugin) == HealthChange::Changed || written {
+                    info!(written, "the CNI plugin is installed");
                 }
             }
             Err(error) => {
-                let problem = format!("pods cannot join networks on this node: {}", Chain(&error));
-                if health.ill(Part::Plugin, problem.clone()) == News::Changed {
-                    warn!(error = problem, "the CNI plugin is not in place");
+                let problem = format!(
+                    "the CNI plugin is not installed, so pods cannot be attached on this node: {}",
+                    ErrorChain(&error)
+                );
+                if health.fail(Component::Plugin, problem.clone()) == HealthChange::Changed {
+                    warn!(error = problem, "cannot install the CNI plugin; retrying");
                 }
             }
         }
@@ -253,40 +262,40 @@ async fn plugin(
     Ok(())
 }
 
-/// The addresses of the API server. One that cannot be found is no reason to wait: without a global address, a link
-/// hardly leads anywhere.
-async fn addresses(host: Option<&str>) -> Vec<IpAddr> {
+/// Resolves the addresses of the API server. Failing to do so does not block the start: a link without a global address
+/// rarely carries the route to the API server.
+async fn resolve_api_server(host: Option<&str>) -> Vec<IpAddr> {
     let Some(host) = host else { return Vec::new() };
-    let Ok(Ok(found)) = timeout(LOOKUP, lookup_host((host, 443))).await else {
-        warn!(host, "the address of the API server cannot be found");
+    let Ok(Ok(found)) = timeout(DNS_TIMEOUT, lookup_host((host, 443))).await else {
+        warn!(host, "cannot resolve the address of the API server");
         return Vec::new();
     };
     found.map(|address| address.ip()).collect()
 }
 
-/// Waits for the first part to end, asks the others to, and says why the first one failed that did.
-async fn all(mut parts: JoinSet<Result<(), Error>>, stop: CancellationToken) -> Result<(), Error> {
-    let mut result = finished(&mut parts, &stop).await;
+/// Waits for the first task to exit, stops the others, and returns the first error.
+async fn supervise(mut tasks: JoinSet<Result<(), Error>>, stop: CancellationToken) -> Result<(), Error> {
+    let mut result = next_result(&mut tasks, &stop).await;
     stop.cancel();
     let rest = async {
-        while !parts.is_empty() {
-            let next = finished(&mut parts, &stop).await;
+        while !tasks.is_empty() {
+            let next = next_result(&mut tasks, &stop).await;
             if result.is_ok() {
                 result = next;
             }
         }
     };
-    if timeout(GRACE, rest).await.is_err() {
-        warn!("not everything ended in time, the rest is cut off");
+    if timeout(SHUTDOWN_GRACE, rest).await.is_err() {
+        warn!("not all tasks stopped in time; aborting the rest");
     }
-    info!("stopped; links stay as they are");
+    info!("stopped; links are left unchanged");
     result
 }
 
-/// Waits for one part. Parts end when they are asked to and not before.
-async fn finished(parts: &mut JoinSet<Result<(), Error>>, stop: &CancellationToken) -> Result<(), Error> {
-    match parts.join_next().await {
-        Some(Ok(Ok(()))) if !stop.is_cancelled() => Err(Error::Ended),
+/// Waits for one task. A task that exits before `stop` is an error.
+async fn next_result(tasks: &mut JoinSet<Result<(), Error>>, stop: &CancellationToken) -> Result<(), Error> {
+    match tasks.join_next().await {
+        Some(Ok(Ok(()))) if !stop.is_cancelled() => Err(Error::Exited),
         Some(Ok(result)) => result,
         Some(Err(error)) => Err(Error::Panicked(error)),
         None => Ok(()),
@@ -309,8 +318,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_api_server_that_is_away_never_ends_the_daemon_and_a_stop_does() {
-        // Port 1 answers nobody. The kernel is only read, which needs no rights.
+    async fn the_daemon_survives_a_missing_api_server_and_stops_on_request() {
+        // Nothing listens on port 1. The test only reads from the kernel, which needs no privileges.
         let client = Client::try_from(Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
         let run_dir = std::env::temp_dir().join(format!("patchbay-node-{}-away", std::process::id()));
         let mut args = Cli::parse_from(["patchbay", "--node-name", "a"]).args;
@@ -321,16 +330,16 @@ mod tests {
         let mut tasks = JoinSet::new();
         tasks.spawn(run(client, args, stop.clone()));
 
-        let said = async {
+        let not_ready = async {
             loop {
                 match probe(&run_dir, Probe::Ready).await {
-                    Err(Error::Refused { answer }) if answer.contains("watch Node:") => return answer,
+                    Err(Error::NotOk { response }) if response.contains("watch Node:") => return response,
                     _ => tokio::task::yield_now().await,
                 }
             }
         };
-        let answer = timeout(Duration::from_secs(20), said).await.unwrap();
-        assert!(answer.contains("has not been published yet"), "{answer}");
+        let response = timeout(Duration::from_secs(20), not_ready).await.unwrap();
+        assert!(response.contains("has not been published yet"), "{response}");
         assert_eq!(probe(&run_dir, Probe::Live).await.unwrap(), "ok\n");
         assert!(tasks.try_join_next().is_none());
 
@@ -341,20 +350,20 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_first_failure_is_told_even_if_the_rest_never_ends() {
-        let mut parts = JoinSet::new();
-        parts.spawn(async { Err(Error::Ended) });
-        parts.spawn(std::future::pending());
-        assert!(matches!(all(parts, CancellationToken::new()).await, Err(Error::Ended)));
+    async fn the_first_error_is_returned_even_if_other_tasks_hang() {
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async { Err(Error::Exited) });
+        tasks.spawn(std::future::pending());
+        assert!(matches!(supervise(tasks, CancellationToken::new()).await, Err(Error::Exited)));
     }
 
     #[tokio::test]
-    async fn a_failure_on_the_way_out_is_told_too() {
-        let mut parts = JoinSet::new();
-        parts.spawn(async { Ok(()) });
-        parts.spawn(async { Err(Error::Serve(std::io::Error::other("late"))) });
+    async fn an_error_during_shutdown_is_returned() {
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async { Ok(()) });
+        tasks.spawn(async { Err(Error::Serve(std::io::Error::other("late"))) });
         let stop = CancellationToken::new();
         stop.cancel();
-        assert!(matches!(all(parts, stop).await, Err(Error::Serve(_))));
+        assert!(matches!(supervise(tasks, stop).await, Err(Error::Serve(_))));
     }
 }

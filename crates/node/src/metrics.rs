@@ -1,4 +1,4 @@
-//! What can be counted.
+//! Metrics of the daemon.
 
 use std::sync::atomic::AtomicU64;
 
@@ -9,42 +9,42 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-/// The numbers of one daemon.
+/// Counters and gauges of the daemon; the CNI server and IPAM have their own.
 #[derive(Debug, Clone, Default)]
 pub struct Metrics {
-    pub writes: Family<Write, Counter>,
-    pub looks: Family<Look, Counter>,
+    pub writes: Family<WriteLabels, Counter>,
+    pub observations: Family<ObserveLabels, Counter>,
     pub events: Counter,
     pub overruns: Counter,
-    pub watch_failures: Family<Watched, Counter>,
+    pub watch_failures: Family<WatchLabels, Counter>,
     pub interfaces: Gauge,
     pub networks: Gauge,
     pub networks_ready: Gauge,
-    pub changes: Family<Change, Counter>,
+    pub changes: Family<ChangeLabels, Counter>,
     pub repairs: Counter,
     pub published: Gauge<f64, AtomicU64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Write {
-    pub part: Written,
-    pub result: Outcome,
+pub struct WriteLabels {
+    pub part: WriteKind,
+    pub result: ResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Look {
-    pub result: Outcome,
+pub struct ObserveLabels {
+    pub result: ResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Change {
-    pub verb: Verb,
-    pub result: Outcome,
+pub struct ChangeLabels {
+    pub verb: ChangeVerb,
+    pub result: ResultLabel,
 }
 
-/// A change to the kernel or to the records on disk.
+/// A change to the kernel or to the link records on disk, as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Verb {
+pub enum ChangeVerb {
     Record,
     Forget,
     CreateBridge,
@@ -56,19 +56,19 @@ pub enum Verb {
     SetMtu,
     SetAdmin,
     DisableIpv6,
-    DeafenIpv4,
+    IsolateIpv4,
     RemoveAddress,
-    Join,
-    Part,
+    SetMaster,
+    ClearMaster,
     AddFlood,
     RemoveFlood,
 }
 
-impl Verb {
+impl ChangeVerb {
     pub fn of(action: &Action) -> Self {
         match action {
-            Action::Record(_) => Self::Record,
-            Action::Forget => Self::Forget,
+            Action::WriteRecord(_) => Self::Record,
+            Action::RemoveRecord => Self::Forget,
             Action::CreateBridge { .. } => Self::CreateBridge,
             Action::CreateVxlan { .. } => Self::CreateVxlan,
             Action::Delete { .. } => Self::Delete,
@@ -78,98 +78,94 @@ impl Verb {
             Action::SetMtu { .. } => Self::SetMtu,
             Action::SetAdmin { .. } => Self::SetAdmin,
             Action::DisableIpv6 { .. } => Self::DisableIpv6,
-            Action::DeafenIpv4 { .. } => Self::DeafenIpv4,
+            Action::IsolateIpv4 { .. } => Self::IsolateIpv4,
             Action::RemoveAddress { .. } => Self::RemoveAddress,
-            Action::Join { .. } => Self::Join,
-            Action::Part { .. } => Self::Part,
+            Action::SetMaster { .. } => Self::SetMaster,
+            Action::ClearMaster { .. } => Self::ClearMaster,
             Action::AddFlood { .. } => Self::AddFlood,
             Action::RemoveFlood { .. } => Self::RemoveFlood,
         }
     }
 
-    /// What was tried, for people.
+    /// The attempted change, for messages.
     pub fn sentence(self) -> &'static str {
         match self {
-            Self::Record => "write down what is found",
-            Self::Forget => "remove what was written down",
-            Self::CreateBridge => "make the bridge",
-            Self::CreateVxlan => "make the VXLAN device",
+            Self::Record => "record the original state of a link",
+            Self::Forget => "delete the record of a link",
+            Self::CreateBridge => "create the bridge",
+            Self::CreateVxlan => "create the VXLAN device",
             Self::Delete => "delete a link of the network",
             Self::Rename => "rename a link of the network",
-            Self::SetAlias => "mark a link",
-            Self::SetMac => "set a hardware address",
+            Self::SetAlias => "set the alias of a link",
+            Self::SetMac => "set a MAC address",
             Self::SetMtu => "set an MTU",
             Self::SetAdmin => "set a link up or down",
-            Self::DisableIpv6 => "switch IPv6 off on a link",
-            Self::DeafenIpv4 => "keep IPv4 of the host off a link",
+            Self::DisableIpv6 => "disable IPv6 on a link",
+            Self::IsolateIpv4 => "isolate a link from the host's IPv4",
             Self::RemoveAddress => "remove an address from the bridge",
-            Self::Join => "make a link a port of the bridge",
-            Self::Part => "take a port off the bridge",
-            Self::AddFlood => "add a node to the overlay",
-            Self::RemoveFlood => "remove a node from the overlay",
+            Self::SetMaster => "attach a port to the bridge",
+            Self::ClearMaster => "detach a port from the bridge",
+            Self::AddFlood => "add a node to the overlay's flood list",
+            Self::RemoveFlood => "remove a node from the overlay's flood list",
         }
     }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub struct Watched {
-    pub kind: Kind,
+pub struct WatchLabels {
+    pub kind: WatchedKind,
 }
 
-/// What was written.
+/// The kind of a write to the NodeNetwork, as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Written {
+pub enum WriteKind {
     Object,
     Status,
-    /// The owners again, to remove those that somebody else added.
+    /// A second write that removes owner references added by others.
     Owners,
-    /// The status again, to remove what somebody else put there.
+    /// A second status write that removes fields set by others.
     Repair,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
+pub enum ResultLabel {
     Ok,
     Error,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Kind {
+pub enum WatchedKind {
     Node,
     NodeNetwork,
     BridgeNetwork,
 }
 
-impl Outcome {
+impl ResultLabel {
     pub fn of<T, E>(result: &Result<T, E>) -> Self {
         if result.is_ok() { Self::Ok } else { Self::Error }
     }
 }
 
 impl Metrics {
-    /// The numbers, and the registry that shows them.
+    /// Creates the metrics and the registry that exposes them.
     pub fn new() -> (Self, Registry) {
         let metrics = Self::default();
         let mut all = Registry::with_prefix("patchbay_node");
         all.register("writes", "Writes to the NodeNetwork", metrics.writes.clone());
-        all.register("looks", "Looks at all links of the node", metrics.looks.clone());
-        all.register("events", "Events of the kernel about links", metrics.events.clone());
-        all.register("overruns", "Times that the kernel threw events away", metrics.overruns.clone());
-        all.register("watch_failures", "Failures of a watch", metrics.watch_failures.clone());
+        all.register("looks", "Observations of all links of the node", metrics.observations.clone());
+        all.register("events", "Link events received from the kernel", metrics.events.clone());
+        all.register("overruns", "Times that the kernel dropped events", metrics.overruns.clone());
+        all.register("watch_failures", "Watch failures", metrics.watch_failures.clone());
         all.register("interfaces", "Links listed in the NodeNetwork", metrics.interfaces.clone());
         all.register("networks", "Bridge networks listed in the NodeNetwork", metrics.networks.clone());
         all.register(
             "networks_ready",
-            "Bridge networks that work on this node",
+            "Bridge networks that are ready on this node",
             metrics.networks_ready.clone(),
         );
         all.register("changes", "Changes to links of bridge networks", metrics.changes.clone());
-        all.register(
-            "repairs",
-            "Changes that put right what somebody changed by hand",
-            metrics.repairs.clone(),
-        );
-        let help = "When the NodeNetwork was last written, in seconds since 1970";
+        all.register("repairs", "Changes that repaired drift", metrics.repairs.clone());
+        let help = "Unix time of the last write to the NodeNetwork";
         all.register_with_unit("last_publish_timestamp", help, Unit::Seconds, metrics.published.clone());
         (metrics, all)
     }

@@ -1,4 +1,4 @@
-//! Asking a daemon how it is, for the kubelet's exec probes.
+//! The client of the admin socket, for the kubelet's exec probes.
 
 use std::{io, path::Path, time::Duration};
 
@@ -10,18 +10,18 @@ use tokio::{
 
 use crate::{Error, admin};
 
-const LIMIT: Duration = Duration::from_secs(5);
-/// More than any answer has.
-const LONGEST: u64 = 4 * 1024 * 1024;
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// More than any response has.
+const MAX_RESPONSE: u64 = 4 * 1024 * 1024;
 
-/// A question.
+/// What to query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Probe {
     /// Whether the daemon is alive.
     Live,
     /// Whether the daemon is ready, and if not, why.
     Ready,
-    /// Its numbers, for Prometheus.
+    /// The daemon's metrics, in the text format of Prometheus.
     Metrics,
 }
 
@@ -35,36 +35,36 @@ impl Probe {
     }
 }
 
-/// Asks the daemon that serves `run_dir`, and returns what it says. An answer other than "OK" is an error.
-pub async fn probe(run_dir: &Path, question: Probe) -> Result<String, Error> {
+/// Queries the daemon that serves `run_dir` and returns the body. A status other than 200 is an error.
+pub async fn probe(run_dir: &Path, endpoint: Probe) -> Result<String, Error> {
     let path = admin::path(run_dir);
-    let answer = match timeout(LIMIT, ask(&path, question)).await {
-        Err(_) => return Err(Error::Deadline { path, limit: LIMIT }),
-        Ok(Err(source)) => return Err(Error::Ask { path, source }),
-        Ok(Ok(answer)) => answer,
+    let response = match timeout(PROBE_TIMEOUT, get(&path, endpoint)).await {
+        Err(_) => return Err(Error::Timeout { path, limit: PROBE_TIMEOUT }),
+        Ok(Err(source)) => return Err(Error::Query { path, source }),
+        Ok(Ok(response)) => response,
     };
-    match split(&answer) {
+    match parse_response(&response) {
         Some((200, body)) => Ok(body.to_owned()),
-        Some((_, body)) => Err(Error::Refused { answer: body.trim_end().to_owned() }),
+        Some((_, body)) => Err(Error::NotOk { response: body.trim_end().to_owned() }),
         None => {
-            let source = io::Error::new(io::ErrorKind::InvalidData, "the answer is not HTTP");
-            Err(Error::Ask { path, source })
+            let source = io::Error::new(io::ErrorKind::InvalidData, "the response is not HTTP");
+            Err(Error::Query { path, source })
         }
     }
 }
 
-async fn ask(path: &Path, question: Probe) -> io::Result<String> {
+async fn get(path: &Path, endpoint: Probe) -> io::Result<String> {
     let mut stream = UnixStream::connect(path).await?;
-    let request = format!("GET {} HTTP/1.0\r\n\r\n", question.path());
+    let request = format!("GET {} HTTP/1.0\r\n\r\n", endpoint.path());
     stream.write_all(request.as_bytes()).await?;
-    let mut answer = String::new();
-    stream.take(LONGEST).read_to_string(&mut answer).await?;
-    Ok(answer)
+    let mut response = String::new();
+    stream.take(MAX_RESPONSE).read_to_string(&mut response).await?;
+    Ok(response)
 }
 
-/// The status and the body of an HTTP/1.0 answer.
-fn split(answer: &str) -> Option<(u16, &str)> {
-    let (head, body) = answer.split_once("\r\n\r\n")?;
+/// Splits an HTTP/1.0 response into status and body.
+fn parse_response(response: &str) -> Option<(u16, &str)> {
+    let (head, body) = response.split_once("\r\n\r\n")?;
     let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?.parse().ok()?;
     Some((status, body))
 }
@@ -83,14 +83,14 @@ mod tests {
 
     use super::*;
     use crate::{
-        health::{Health, Part},
+        health::{Component, Health},
         metrics::Metrics,
     };
 
-    /// A directory that goes with the test.
-    struct Dir(PathBuf);
+    /// Removed on drop.
+    struct ProbeDir(PathBuf);
 
-    impl Dir {
+    impl ProbeDir {
         fn new(name: &str) -> Self {
             let path = std::env::temp_dir().join(format!("patchbay-node-{}-{name}", std::process::id()));
             _ = fs::remove_dir_all(&path);
@@ -98,7 +98,7 @@ mod tests {
         }
     }
 
-    impl Drop for Dir {
+    impl Drop for ProbeDir {
         fn drop(&mut self) {
             _ = fs::remove_dir_all(&self.0);
         }
@@ -117,8 +117,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_daemon_says_how_it_is_over_its_socket() {
-        let dir = Dir::new("answers");
+    async fn the_admin_socket_reports_liveness_readiness_and_metrics() {
+        let dir = ProbeDir::new("responses");
         let health = Arc::new(Health::new());
         let stop = CancellationToken::new();
         let mut tasks = serve(admin::bind(&dir.0).unwrap(), &health, &stop);
@@ -126,8 +126,14 @@ mod tests {
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
         let error = probe(&dir.0, Probe::Ready).await.unwrap_err().to_string();
         assert!(error.starts_with("not ready: the links of this node have not been read yet;"), "{error}");
-        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
-            health.well(part);
+        for component in [
+            Component::Kernel,
+            Component::NodeWatch,
+            Component::NetworkWatch,
+            Component::NodeNetworkWatch,
+            Component::Publish,
+        ] {
+            health.ok(component);
         }
         assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
         let metrics = probe(&dir.0, Probe::Metrics).await.unwrap();
@@ -138,12 +144,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_new_generation_takes_the_socket_over_from_one_that_still_serves() {
-        let dir = Dir::new("generations");
+    async fn a_new_daemon_takes_over_the_socket_of_a_running_one() {
+        let dir = ProbeDir::new("generations");
         let stop = CancellationToken::new();
         let (old, new) = (Arc::new(Health::new()), Arc::new(Health::new()));
-        for part in [Part::Kernel, Part::NodeWatch, Part::NetworkWatch, Part::NodesWatch, Part::Publish] {
-            new.well(part);
+        for component in [
+            Component::Kernel,
+            Component::NodeWatch,
+            Component::NetworkWatch,
+            Component::NodeNetworkWatch,
+            Component::Publish,
+        ] {
+            new.ok(component);
         }
         let _old = serve(admin::bind(&dir.0).unwrap(), &old, &stop);
         assert!(probe(&dir.0, Probe::Ready).await.is_err());
@@ -157,8 +169,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_killed_daemon_left_is_swept_away_and_nothing_else() {
-        let dir = Dir::new("left");
+    async fn stale_sockets_of_a_killed_daemon_are_removed_and_nothing_else() {
+        let dir = ProbeDir::new("left");
         fs::create_dir_all(&dir.0).unwrap();
         for name in [".node.1", ".node.4711.0", ".node.", ".node.1.x", "node.1", "cni.sock"] {
             fs::write(dir.0.join(name), "").unwrap();
@@ -172,41 +184,41 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_daemon_whose_loop_stands_still_is_not_alive() {
-        let dir = Dir::new("still");
+        let dir = ProbeDir::new("still");
         let health = Arc::new(Health::new());
         let stop = CancellationToken::new();
         let _tasks = serve(admin::bind(&dir.0).unwrap(), &health, &stop);
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
         tokio::time::advance(Duration::from_secs(60)).await;
         let error = probe(&dir.0, Probe::Live).await.unwrap_err().to_string();
-        assert_eq!(error, "not alive: the loop has stood still for 60 s");
-        health.turned();
+        assert_eq!(error, "not alive: the reconcile loop made no progress for 60 s");
+        health.heartbeat();
         assert_eq!(probe(&dir.0, Probe::Live).await.unwrap(), "ok\n");
     }
 
     #[tokio::test]
-    async fn no_daemon_is_an_error_that_names_the_socket() {
-        let dir = Dir::new("nobody");
+    async fn a_missing_daemon_is_an_error_that_names_the_socket() {
+        let dir = ProbeDir::new("absent");
         let error = probe(&dir.0, Probe::Live).await.unwrap_err();
-        assert!(matches!(&error, Error::Ask { path, .. } if path.ends_with("node.sock")), "{error}");
-        // A socket that nobody serves any more.
+        assert!(matches!(&error, Error::Query { path, .. } if path.ends_with("node.sock")), "{error}");
+        // A socket without a server.
         drop(admin::bind(&dir.0).unwrap());
-        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Ask { .. })));
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Query { .. })));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_daemon_that_hangs_is_given_up() {
-        let dir = Dir::new("hangs");
+    async fn a_probe_of_a_hanging_daemon_times_out() {
+        let dir = ProbeDir::new("hangs");
         let _listener = admin::bind(&dir.0).unwrap();
-        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Deadline { .. })));
+        assert!(matches!(probe(&dir.0, Probe::Live).await, Err(Error::Timeout { .. })));
     }
 
     #[test]
-    fn only_http_is_an_answer() {
-        assert_eq!(split("HTTP/1.0 200 OK\r\na: b\r\n\r\nok"), Some((200, "ok")));
-        assert_eq!(split("HTTP/1.1 503 Service Unavailable\r\n\r\n"), Some((503, "")));
+    fn only_http_is_a_response() {
+        assert_eq!(parse_response("HTTP/1.0 200 OK\r\na: b\r\n\r\nok"), Some((200, "ok")));
+        assert_eq!(parse_response("HTTP/1.1 503 Service Unavailable\r\n\r\n"), Some((503, "")));
         for nonsense in ["", "ok", "HTTP/1.0 x\r\n\r\n", "HTTP/2 200\r\n\r\n"] {
-            assert_eq!(split(nonsense), None);
+            assert_eq!(parse_response(nonsense), None);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Opening the sockets of the daemon.
+//! Opens the sockets of the daemon.
 
 use std::{
     fs, io,
@@ -11,15 +11,15 @@ use std::{
 
 use crate::Error;
 
-/// Opens a socket under a name of its own and renames it over the old one: in a rolling update the older daemon
-/// still serves those that it has, and there is no moment without a socket. Only root may use it.
+/// Binds a temporary name and renames it over the old socket. During a rolling update the old daemon still serves its
+/// open connections, and the path exists at all times. Only root may connect.
 pub fn bind(run_dir: &Path, name: &str) -> Result<UnixListener, Error> {
     let path = run_dir.join(name);
-    let beginning = format!(".{}.", name.strip_suffix(".sock").unwrap_or(name));
-    let temporary = run_dir.join(format!("{beginning}{}", std::process::id()));
+    let prefix = format!(".{}.", name.strip_suffix(".sock").unwrap_or(name));
+    let temporary = run_dir.join(format!("{prefix}{}", std::process::id()));
     let open = || {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(run_dir)?;
-        sweep(run_dir, &beginning)?;
+        remove_stale(run_dir, &prefix)?;
         let listener = UnixListener::bind(&temporary)?;
         fs::set_permissions(&temporary, fs::Permissions::from_mode(0o600))?;
         fs::rename(&temporary, &path)?;
@@ -28,11 +28,11 @@ pub fn bind(run_dir: &Path, name: &str) -> Result<UnixListener, Error> {
     open().map_err(|source| Error::Socket { path: path.clone(), source })
 }
 
-/// Removes what processes that were killed between opening and renaming left behind.
-fn sweep(run_dir: &Path, beginning: &str) -> io::Result<()> {
+/// Removes sockets of processes that were killed between bind and rename.
+fn remove_stale(run_dir: &Path, prefix: &str) -> io::Result<()> {
     for entry in fs::read_dir(run_dir)? {
         let entry = entry?;
-        if entry.file_name().to_str().is_some_and(|name| is_temporary(name, beginning)) {
+        if entry.file_name().to_str().is_some_and(|name| is_temporary(name, prefix)) {
             match fs::remove_file(entry.path()) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}
@@ -42,8 +42,8 @@ fn sweep(run_dir: &Path, beginning: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// The numbers of a process, and nothing that somebody else could mean.
-fn is_temporary(name: &str, beginning: &str) -> bool {
+/// Whether the name is the prefix followed by numbers separated by dots, as [`bind`] names its temporary sockets.
+fn is_temporary(name: &str, prefix: &str) -> bool {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    name.strip_prefix(beginning).is_some_and(|rest| rest.split('.').all(number))
+    name.strip_prefix(prefix).is_some_and(|rest| rest.split('.').all(number))
 }

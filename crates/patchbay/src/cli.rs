@@ -81,8 +81,8 @@ impl Cli {
             Command::Node(Logged { log, args }) => {
                 program("node", &log, |client, stop| node::run(client, args, stop))
             }
-            Command::Probe(node::ProbeArgs { question, run_dir }) => {
-                let answer = finish(Builder::new_current_thread(), node::probe(&run_dir, question))?;
+            Command::Probe(node::ProbeArgs { probe, run_dir }) => {
+                let answer = finish(Builder::new_current_thread(), node::probe(&run_dir, probe))?;
                 print(&answer?)
             }
             Command::Crds => print(&install::crds()),

@@ -1,4 +1,4 @@
-//! CNI, <https://www.cni.dev/docs/spec/>: what a runtime says, and how it is answered in every version.
+//! The Container Network Interface, <https://www.cni.dev/docs/spec/>: requests of a runtime, and results in every version.
 
 mod config;
 mod result;
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 pub use config::{Args, Attachment, Config, Ipam, Pod};
 pub use result::{Interface, Ip, Route, Success};
 
-/// What a plugin is asked to do.
+/// A CNI command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verb {
     Add,
@@ -22,7 +22,7 @@ pub enum Verb {
 }
 
 impl Verb {
-    /// The first version that has it.
+    /// The first CNI version with this command.
     pub fn since(self) -> Version {
         match self {
             Self::Add | Self::Del | Self::Version => Version::V0_1_0,
@@ -31,7 +31,7 @@ impl Verb {
         }
     }
 
-    /// Its name in `CNI_COMMAND`.
+    /// The value of `CNI_COMMAND`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Add => "ADD",
@@ -43,13 +43,13 @@ impl Verb {
         }
     }
 
-    /// Refuses a verb that the version of a configuration does not have.
+    /// Fails if the configuration's version does not have this command.
     pub fn allowed_in(self, version: Version) -> Result<(), Error> {
         if version >= self.since() {
             return Ok(());
         }
         let (verb, since) = (self.as_str(), self.since());
-        let msg = format!("cniVersion {version} has no {verb}: write {since} or later in the configuration");
+        let msg = format!("cniVersion {version} has no {verb}: set {since} or later in the configuration");
         Err(Error::new(Code::IncompatibleVersion, msg))
     }
 }
@@ -60,15 +60,12 @@ impl FromStr for Verb {
     fn from_str(text: &str) -> Result<Self, Error> {
         let all = [Self::Add, Self::Del, Self::Check, Self::Status, Self::Gc, Self::Version];
         all.into_iter().find(|verb| verb.as_str() == text).ok_or_else(|| {
-            Error::new(
-                Code::InvalidEnvironment,
-                format!("CNI_COMMAND is {:?}, which is no command", short(text)),
-            )
+            Error::new(Code::InvalidEnvironment, format!("unknown CNI_COMMAND {:?}", truncate(text)))
         })
     }
 }
 
-/// A version of the protocol.
+/// A version of CNI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Version {
     V0_1_0,
@@ -81,7 +78,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// The newest one, for an answer to somebody whose version is not known.
+    /// The newest version, for replies to a runtime whose version is unknown.
     pub const NEWEST: Self = Self::V1_1_0;
     const ALL: [Self; 7] =
         [Self::V0_1_0, Self::V0_2_0, Self::V0_3_0, Self::V0_3_1, Self::V0_4_0, Self::V1_0_0, Self::V1_1_0];
@@ -104,19 +101,22 @@ impl fmt::Display for Version {
 impl FromStr for Version {
     type Err = Error;
 
-    /// A configuration without a version is of the first.
+    /// A configuration without a version is version 0.1.0.
     fn from_str(text: &str) -> Result<Self, Error> {
         if text.is_empty() {
             return Ok(Self::V0_1_0);
         }
         Self::ALL.into_iter().find(|version| version.to_string() == text).ok_or_else(|| {
-            let (text, spoken) = (short(text), crate::CNI_VERSIONS.join(", "));
-            Error::new(Code::IncompatibleVersion, format!("cniVersion {text:?} is not spoken, only {spoken}"))
+            let (text, supported) = (truncate(text), crate::CNI_VERSIONS.join(", "));
+            Error::new(
+                Code::IncompatibleVersion,
+                format!("unsupported cniVersion {text:?}: set one of {supported}"),
+            )
         })
     }
 }
 
-/// The well-known numbers of errors.
+/// Error codes of the CNI specification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Code {
     IncompatibleVersion = 1,
@@ -128,11 +128,11 @@ pub enum Code {
     TryAgainLater = 11,
     NotAvailable = 50,
     LimitedConnectivity = 51,
-    /// The first number that the protocol leaves to plugins: a check found something else than was made.
+    /// CHECK found a difference to the result of ADD. 100 is the first plugin-specific code.
     Differs = 100,
 }
 
-/// An answer that says no.
+/// An error result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Error {
     pub code: Code,
@@ -150,7 +150,7 @@ impl Error {
         Self { details: details.into(), ..self }
     }
 
-    /// What the plugin prints.
+    /// The JSON that the plugin prints.
     pub fn render(&self, version: Version) -> Vec<u8> {
         let mut value = json!({"cniVersion": version.to_string(), "code": self.code as u32, "msg": self.msg});
         if !self.details.is_empty() {
@@ -169,7 +169,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// The answer to VERSION.
+/// The result of VERSION.
 pub fn versions() -> Vec<u8> {
     bytes(&json!({"cniVersion": Version::NEWEST.to_string(), "supportedVersions": crate::CNI_VERSIONS}))
 }
@@ -180,8 +180,8 @@ fn bytes(value: &Value) -> Vec<u8> {
     bytes
 }
 
-/// As much of somebody else's text as belongs into a sentence.
-fn short(text: &str) -> String {
+/// Truncates untrusted text for a message.
+fn truncate(text: &str) -> String {
     text.chars().take(64).collect()
 }
 

@@ -1,12 +1,11 @@
-//! CRI, by which a container runtime is asked: the one question that is asked here, and of its answer what is used.
-//! A reader skips the rest.
+//! The part of the Container Runtime Interface (CRI) v1 that Patchbay uses. Decoding skips all other fields.
 
 use prost::Message;
 
-/// The method that lists the sandboxes of pods.
+/// The method that lists pod sandboxes.
 pub const LIST_POD_SANDBOX: &str = "/runtime.v1.RuntimeService/ListPodSandbox";
 
-/// Asks for all sandboxes; what narrows the question down is left out.
+/// Lists all sandboxes; the optional filter is not used.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct ListPodSandboxRequest {}
 
@@ -24,12 +23,12 @@ pub struct PodSandbox {
     pub metadata: Option<PodSandboxMetadata>,
     #[prost(enumeration = "PodSandboxState", tag = "3")]
     pub state: i32,
-    /// In nanoseconds since 1970.
+    /// Unix time in nanoseconds.
     #[prost(int64, tag = "4")]
     pub created_at: i64,
 }
 
-/// The pod that a sandbox is of.
+/// The pod of a sandbox.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PodSandboxMetadata {
     #[prost(string, tag = "1")]
@@ -38,7 +37,7 @@ pub struct PodSandboxMetadata {
     pub uid: String,
     #[prost(string, tag = "3")]
     pub namespace: String,
-    /// Counts the sandboxes of one pod.
+    /// Number of the sandbox among those of the pod.
     #[prost(uint32, tag = "4")]
     pub attempt: u32,
 }
@@ -57,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_is_read_by_its_numbers_and_what_is_unknown_is_skipped() {
+    fn a_response_is_decoded_by_field_number_and_unknown_fields_are_skipped() {
         let bytes = b"\x0a\x24\
             \x0a\x02s1\
             \x12\x0e\x0a\x03web\x12\x01u\x1a\x02ns\x20\x03\
@@ -76,7 +75,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_the_reader_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_never_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             _ = ListPodSandboxResponse::decode(&bytes[..]);
         }
     }

@@ -1,8 +1,8 @@
-//! The frames between the CNI shim and the daemon of its node.
+//! Frames between the CNI plugin and the daemon of its node.
 //!
-//! A frame is a version, a kind, the length of what follows, and that: fields, each with its length. Any bytes may come
-//! in; what is no frame is an error. A request can carry the descriptor of the pod's network namespace, because its
-//! path means something else, or nothing, in the daemon's container.
+//! A frame is a version, a kind, the length of the body, and the body: fields, each prefixed with its length. Arbitrary
+//! input is safe; bytes that are not a frame are an error. A request can carry a file descriptor of the pod's network
+//! namespace, because its path is not valid in the daemon's container.
 
 use std::{
     fmt, io,
@@ -15,22 +15,22 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-/// The name of the socket in the daemon's directory of sockets.
-pub const NAME: &str = "cni.sock";
-/// The directory of the tombstones in the daemon's directory of state. A tombstone is a file that holds one request.
-pub const TOMBSTONES: &str = "tombstones";
-/// The longest frame.
-pub const LIMIT: usize = 1 << 20;
+/// The name of the socket in the daemon's run directory.
+pub const SOCKET_NAME: &str = "cni.sock";
+/// The name of the tombstone directory in the daemon's state directory. A tombstone is a file that holds one request.
+pub const TOMBSTONE_DIR: &str = "tombstones";
+/// The largest frame, in bytes.
+pub const MAX_FRAME: usize = 1 << 20;
 
 const VERSION: u8 = 1;
 const REQUEST: u8 = 1;
 const REPLY: u8 = 2;
 const HEADER: usize = 6;
 
-/// One call of the plugin, as the runtime made it.
+/// One call of the runtime to the plugin.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Request {
-    /// The name that the shim was called by.
+    /// The name under which the plugin was started.
     pub plugin: String,
     /// `CNI_COMMAND`
     pub command: String,
@@ -44,11 +44,11 @@ pub struct Request {
     pub args: String,
     /// `CNI_PATH`
     pub path: String,
-    /// The configuration, as it was given on the standard input.
+    /// The configuration from standard input.
     pub stdin: Vec<u8>,
 }
 
-/// What the shim prints and exits with.
+/// The output and exit code of the plugin.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reply {
     pub exit: u8,
@@ -62,23 +62,23 @@ pub enum Message {
     Reply(Reply),
 }
 
-/// Why bytes are no frame, or a message does not fit into one.
+/// Bytes are not a frame, or a message does not fit into one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Error {
-    /// Longer than [`LIMIT`].
+    /// Longer than [`MAX_FRAME`].
     TooLong,
-    /// A version of the frames that is not spoken.
+    /// An unsupported version of the frame format.
     Version(u8),
-    /// No such kind, or fields that do not add up.
+    /// An unknown kind, or inconsistent field lengths.
     Malformed,
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::TooLong => write!(f, "a frame has at most {LIMIT} bytes"),
-            Self::Version(version) => write!(f, "frames of version {version} are not spoken here"),
-            Self::Malformed => f.write_str("these bytes are no frame"),
+            Self::TooLong => write!(f, "a frame is limited to {MAX_FRAME} bytes"),
+            Self::Version(version) => write!(f, "unsupported frame version {version}"),
+            Self::Malformed => f.write_str("malformed frame"),
         }
     }
 }
@@ -86,9 +86,9 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {}
 
 impl Request {
-    /// The frame.
+    /// Encodes the request as a frame.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
-        let mut frame = Frame::new(REQUEST);
+        let mut frame = FrameBuilder::new(REQUEST);
         for text in self.texts() {
             frame.field(text.as_bytes());
         }
@@ -96,9 +96,9 @@ impl Request {
         frame.finish()
     }
 
-    /// A name for a file about this sandbox and interface: hexadecimal digits, whatever the request holds.
+    /// A file name that identifies this plugin, sandbox and interface. It consists of hexadecimal digits for any input.
     pub fn key(&self) -> String {
-        // FNV-1a of 128 bits. No UTF-8 text holds 0xff, so it ends a text unmistakably.
+        // FNV-1a with 128 bits. UTF-8 never contains 0xff, so it separates the strings unambiguously.
         let mut hash = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
         for text in [&self.plugin, &self.container_id, &self.ifname] {
             for byte in text.bytes().chain([0xff]) {
@@ -131,9 +131,9 @@ impl Request {
 }
 
 impl Reply {
-    /// The frame.
+    /// Encodes the reply as a frame.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
-        let mut frame = Frame::new(REPLY);
+        let mut frame = FrameBuilder::new(REPLY);
         frame.field(&[self.exit]);
         frame.field(&self.stdout);
         frame.finish()
@@ -147,33 +147,33 @@ impl Reply {
 }
 
 /// A frame under construction.
-struct Frame(Vec<u8>);
+struct FrameBuilder(Vec<u8>);
 
-impl Frame {
+impl FrameBuilder {
     fn new(kind: u8) -> Self {
         Self(vec![VERSION, kind, 0, 0, 0, 0])
     }
 
     fn field(&mut self, bytes: &[u8]) {
-        // A field that is too long for its length is too long for a frame.
+        // A field that overflows its length also exceeds MAX_FRAME.
         let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         self.0.extend(length.to_le_bytes());
         self.0.extend(bytes);
     }
 
     fn finish(mut self) -> Result<Vec<u8>, Error> {
-        if self.0.len() > LIMIT {
+        if self.0.len() > MAX_FRAME {
             return Err(Error::TooLong);
         }
         let length = u32::try_from(self.0.len() - HEADER).map_err(|_| Error::TooLong)?;
-        if let Some(place) = self.0.get_mut(2..HEADER) {
-            place.copy_from_slice(&length.to_le_bytes());
+        if let Some(field) = self.0.get_mut(2..HEADER) {
+            field.copy_from_slice(&length.to_le_bytes());
         }
         Ok(self.0)
     }
 }
 
-/// Takes the next field from the front.
+/// Splits off the first field.
 fn field<'a>(body: &mut &'a [u8]) -> Option<&'a [u8]> {
     let (length, rest) = body.split_first_chunk()?;
     let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
@@ -182,19 +182,19 @@ fn field<'a>(body: &mut &'a [u8]) -> Option<&'a [u8]> {
     Some(field)
 }
 
-/// Puts messages together from bytes that come in pieces.
+/// Decodes messages from a stream of bytes.
 #[derive(Debug, Default)]
-pub struct Reader {
+pub struct FrameReader {
     bytes: Vec<u8>,
 }
 
-impl Reader {
-    /// Takes the next bytes.
+impl FrameReader {
+    /// Appends received bytes.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next message, if all of it is there. After an error there is nothing more to read.
+    /// Decodes the next message if it is complete. After an error the stream is unusable.
     pub fn message(&mut self) -> Result<Option<Message>, Error> {
         let &[version, kind, a, b, c, d, ..] = self.bytes.as_slice() else {
             return match self.bytes.first() {
@@ -206,7 +206,7 @@ impl Reader {
             return Err(Error::Version(version));
         }
         let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).map_err(|_| Error::TooLong)?;
-        if length > LIMIT - HEADER {
+        if length > MAX_FRAME - HEADER {
             return Err(Error::TooLong);
         }
         let Some(body) = self.bytes.get(HEADER..HEADER + length) else { return Ok(None) };
@@ -220,7 +220,7 @@ impl Reader {
     }
 }
 
-/// Sends all of a frame, with its first byte the descriptor.
+/// Sends a whole frame; the descriptor accompanies its first byte.
 pub fn send(socket: impl AsFd, mut frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<()> {
     let mut descriptor = descriptor;
     while !frame.is_empty() {
@@ -241,8 +241,8 @@ pub fn send(socket: impl AsFd, mut frame: &[u8], descriptor: Option<BorrowedFd<'
     Ok(())
 }
 
-/// Receives what is there: how many bytes, none at the end of the stream. A descriptor that comes with them replaces
-/// `descriptor`; others are closed.
+/// Receives available bytes and returns their count; 0 at the end of the stream. A received descriptor replaces
+/// `descriptor`; further ones are closed.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8], descriptor: &mut Option<OwnedFd>) -> io::Result<usize> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -251,8 +251,8 @@ pub fn receive(socket: impl AsFd, buffer: &mut [u8], descriptor: &mut Option<Own
         rustix::io::retry_on_intr(|| recvmsg(&socket, &mut pieces, &mut ancillary, RecvFlags::CMSG_CLOEXEC))?;
     for message in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-            for came in descriptors {
-                *descriptor = Some(came);
+            for received in descriptors {
+                *descriptor = Some(received);
             }
         }
     }
@@ -287,7 +287,7 @@ mod tests {
         }
     }
 
-    fn read_all(reader: &mut Reader) -> Vec<Message> {
+    fn read_all(reader: &mut FrameReader) -> Vec<Message> {
         std::iter::from_fn(|| reader.message().unwrap()).collect()
     }
 
@@ -298,7 +298,7 @@ mod tests {
             pieces in proptest::collection::vec(1_usize..40, 1..20),
         ) {
             let bytes = messages.iter().flat_map(encode).collect::<Vec<_>>();
-            let (mut reader, mut read, mut rest) = (Reader::default(), Vec::new(), bytes.as_slice());
+            let (mut reader, mut read, mut rest) = (FrameReader::default(), Vec::new(), bytes.as_slice());
             let mut pieces = pieces.iter().cycle();
             while !rest.is_empty() {
                 let (piece, after) = rest.split_at(rest.len().min(*pieces.next().unwrap()));
@@ -310,21 +310,21 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_make_the_reader_panic(
-            begin in proptest::option::of(Just([VERSION, REQUEST])),
+        fn arbitrary_bytes_never_make_the_reader_panic(
+            header in proptest::option::of(Just([VERSION, REQUEST])),
             bytes in proptest::collection::vec(any::<u8>(), 0..200),
         ) {
-            let mut reader = Reader::default();
-            reader.feed(&begin.unwrap_or_default());
+            let mut reader = FrameReader::default();
+            reader.feed(&header.unwrap_or_default());
             reader.feed(&bytes);
             while let Ok(Some(_)) = reader.message() {}
         }
     }
 
     #[test]
-    fn what_is_no_frame_is_told() {
+    fn bytes_that_are_not_a_frame_are_an_error() {
         let read = |bytes: &[u8]| {
-            let mut reader = Reader::default();
+            let mut reader = FrameReader::default();
             reader.feed(bytes);
             reader.message()
         };
@@ -342,13 +342,13 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_no_frame_is_not_sent() {
-        let request = Request { stdin: vec![0; LIMIT], ..Request::default() };
+    fn a_request_larger_than_a_frame_is_not_encoded() {
+        let request = Request { stdin: vec![0; MAX_FRAME], ..Request::default() };
         assert_eq!(request.encode(), Err(Error::TooLong));
     }
 
     #[test]
-    fn a_key_is_a_file_name_and_keeps_sandboxes_apart() {
+    fn a_key_is_a_safe_file_name_and_differs_per_interface() {
         let key = |plugin: &str, container_id: &str, ifname: &str| {
             let [plugin, container_id, ifname] = [plugin, container_id, ifname].map(str::to_owned);
             Request { plugin, container_id, ifname, ..Request::default() }.key()
@@ -361,15 +361,15 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_travels_with_the_request() {
-        let (here, there) = UnixStream::pair().unwrap();
+    fn a_descriptor_is_received_with_the_request() {
+        let (client, server) = UnixStream::pair().unwrap();
         let request = Request { command: "ADD".to_owned(), stdin: vec![7; 100], ..Request::default() };
         let zero = File::open("/dev/null").unwrap();
-        send(&here, &request.encode().unwrap(), Some(zero.as_fd())).unwrap();
-        drop(here);
-        let (mut reader, mut descriptor, mut buffer) = (Reader::default(), None, [0; 16]);
+        send(&client, &request.encode().unwrap(), Some(zero.as_fd())).unwrap();
+        drop(client);
+        let (mut reader, mut descriptor, mut buffer) = (FrameReader::default(), None, [0; 16]);
         loop {
-            match receive(&there, &mut buffer, &mut descriptor).unwrap() {
+            match receive(&server, &mut buffer, &mut descriptor).unwrap() {
                 0 => break,
                 length => reader.feed(&buffer[..length]),
             }

@@ -1,4 +1,4 @@
-//! Who waits for the answer to a call: the shim at the other end of the connection, as long as it lives.
+//! The plugin process that waits for the reply to a CNI call.
 
 use std::os::{
     fd::{AsFd as _, BorrowedFd},
@@ -8,7 +8,7 @@ use std::os::{
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use wire::cni::{Code, Error};
 
-/// The other end of a connection, as calls that run see it.
+/// The other end of a connection.
 #[derive(Debug)]
 pub struct Caller<'a>(BorrowedFd<'a>);
 
@@ -17,19 +17,19 @@ impl<'a> Caller<'a> {
         Self(stream.as_fd())
     }
 
-    /// Whether nobody is there any more, as the kernel knows it now. One that has only ended its own words still listens.
-    pub fn is_gone(&self) -> bool {
-        // A hang-up is told without being asked for.
-        let mut one = [PollFd::new(self.0, PollFlags::empty())];
-        let told = poll(&mut one, PollTimeout::ZERO).is_ok();
-        told && one.iter().filter_map(PollFd::revents).any(|events| events.contains(PollFlags::POLLHUP))
+    /// Whether the plugin has closed its end. One that only shut down its writing side still reads the reply.
+    pub fn is_disconnected(&self) -> bool {
+        // poll reports POLLHUP even if it is not requested.
+        let mut fds = [PollFd::new(self.0, PollFlags::empty())];
+        let polled = poll(&mut fds, PollTimeout::ZERO).is_ok();
+        polled && fds.iter().filter_map(PollFd::revents).any(|events| events.contains(PollFlags::POLLHUP))
     }
 
-    /// Refuses to begin anything for nobody.
-    pub fn is_there(&self) -> Result<(), Error> {
-        if !self.is_gone() {
+    /// Fails if the plugin has disconnected, so that nothing is created without a reader of the result.
+    pub fn check_connected(&self) -> Result<(), Error> {
+        if !self.is_disconnected() {
             return Ok(());
         }
-        Err(Error::new(Code::TryAgainLater, "the plugin that asked has gone: nothing was done"))
+        Err(Error::new(Code::TryAgainLater, "the CNI plugin disconnected; nothing was changed"))
     }
 }

@@ -1,4 +1,4 @@
-//! What can be counted about CNI calls.
+//! Metrics of CNI calls.
 
 use std::time::Duration;
 
@@ -13,26 +13,26 @@ use prometheus_client::{
 };
 use wire::cni::{Code, Error, Verb};
 
-/// The numbers of the CNI server.
+/// Metrics of the CNI server.
 #[derive(Debug, Clone)]
 pub struct Metrics {
-    calls: Family<Call, Counter>,
-    durations: Family<Asked, Histogram>,
+    calls: Family<CniCallLabels, Counter>,
+    durations: Family<CniCommandLabels, Histogram>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Call {
-    command: Command,
-    result: Outcome,
+struct CniCallLabels {
+    command: CniCommand,
+    result: CniResultLabel,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Asked {
-    command: Command,
+struct CniCommandLabels {
+    command: CniCommand,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-enum Command {
+enum CniCommand {
     Add,
     Del,
     Check,
@@ -42,16 +42,16 @@ enum Command {
     Unknown,
 }
 
-/// How a call ended.
+/// The result of a call, as a label.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
+pub enum CniResultLabel {
     Ok,
-    /// The runtime was asked to try again.
+    /// The runtime retries.
     Later,
     Error,
 }
 
-impl Outcome {
+impl CniResultLabel {
     pub fn of<T>(answer: &Result<T, Error>) -> Self {
         match answer {
             Ok(_) => Self::Ok,
@@ -70,24 +70,23 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Shows the numbers.
     pub fn register(&self, registry: &mut Registry) {
         registry.register("cni_calls", "CNI calls", self.calls.clone());
-        let help = "How long CNI calls took in the daemon";
+        let help = "Duration of CNI calls in the daemon";
         registry.register_with_unit("cni_duration", help, Unit::Seconds, self.durations.clone());
     }
 
-    pub fn count(&self, verb: Option<Verb>, result: Outcome, took: Duration) {
+    pub fn count(&self, verb: Option<Verb>, result: CniResultLabel, took: Duration) {
         let command = match verb {
-            Some(Verb::Add) => Command::Add,
-            Some(Verb::Del) => Command::Del,
-            Some(Verb::Check) => Command::Check,
-            Some(Verb::Status) => Command::Status,
-            Some(Verb::Gc) => Command::Gc,
-            Some(Verb::Version) => Command::Version,
-            None => Command::Unknown,
+            Some(Verb::Add) => CniCommand::Add,
+            Some(Verb::Del) => CniCommand::Del,
+            Some(Verb::Check) => CniCommand::Check,
+            Some(Verb::Status) => CniCommand::Status,
+            Some(Verb::Gc) => CniCommand::Gc,
+            Some(Verb::Version) => CniCommand::Version,
+            None => CniCommand::Unknown,
         };
-        self.calls.get_or_create(&Call { command, result }).inc();
-        self.durations.get_or_create(&Asked { command }).observe(took.as_secs_f64());
+        self.calls.get_or_create(&CniCallLabels { command, result }).inc();
+        self.durations.get_or_create(&CniCommandLabels { command }).observe(took.as_secs_f64());
     }
 }

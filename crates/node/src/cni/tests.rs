@@ -52,21 +52,21 @@ impl Namespace {
 }
 
 /// A host with a bridge, and the server on it.
-struct World {
+struct TestHost {
     host: Namespace,
     bridge: u32,
-    places: Places,
+    paths: CniPaths,
     networks: watch::Sender<Arc<Networks>>,
     metrics: Metrics,
     ipam: Arc<Ipam>,
 }
 
-impl World {
-    fn ready(&self) -> State {
-        State::Ready { bridge_index: self.bridge, mtu: MTU, removing: false }
+impl TestHost {
+    fn ready(&self) -> NetworkState {
+        NetworkState::Ready { bridge_index: self.bridge, mtu: MTU, removing: false }
     }
 
-    fn set(&self, name: &str, state: State) {
+    fn set(&self, name: &str, state: NetworkState) {
         self.networks.send_modify(|networks| {
             let networks = Arc::make_mut(networks);
             let view = NetworkView { uid: format!("uid-{name}"), state, ipam: None };
@@ -76,12 +76,12 @@ impl World {
 
     /// Makes one call as the shim does.
     async fn call(&self, request: &Request, pod: Option<&Namespace>) -> (u8, Value) {
-        let (socket, frame) = (path(&self.places.run_dir), request.encode().unwrap());
+        let (socket, frame) = (path(&self.paths.run_dir), request.encode().unwrap());
         let pod = pod.map(|pod| pod.0.try_clone().unwrap());
         let reply = spawn_blocking(move || {
             let client = UnixStream::connect(socket).unwrap();
             frames::send(&client, &frame, pod.as_ref().map(|pod| pod.as_fd())).unwrap();
-            let (mut reader, mut buffer) = (frames::Reader::default(), [0; 4096]);
+            let (mut reader, mut buffer) = (frames::FrameReader::default(), [0; 4096]);
             loop {
                 let length = frames::receive(&client, &mut buffer, &mut None).unwrap();
                 assert!(length > 0, "the server hung up");
@@ -135,28 +135,32 @@ fn host_end(id: &str) -> String {
 }
 
 /// Runs a test beside the server, both in a namespace with a bridge; network `blue` is ready.
-fn beside_server(name: &str, before: impl FnOnce(&World) + Send, test: impl AsyncFnOnce(&World) + Send) {
+fn beside_server(
+    name: &str,
+    before: impl FnOnce(&TestHost) + Send,
+    test: impl AsyncFnOnce(&TestHost) + Send,
+) {
     let root = std::env::temp_dir().join(format!("patchbay-node-cni-{}-{name}", std::process::id()));
     let host = Namespace::new();
     host.ip("link add br0 mtu 1400 type bridge").unwrap();
     host.ip("link set br0 up").unwrap();
     let bridge = host.ip("-o link show br0").unwrap().split(':').next().unwrap().parse().unwrap();
-    let places = Places {
+    let paths = CniPaths {
         run_dir: root.join("run"),
         state_dir: root.join("state"),
         proc_root: PathBuf::from("/proc"),
     };
     let networks = watch::Sender::new(Arc::new(Networks { synced: true, ..Networks::default() }));
     let inside = File::try_clone(&host.0).unwrap();
-    let ipam = Arc::new(Ipam::open(&places.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
-    let world = World { host, bridge, places, networks, metrics: Metrics::default(), ipam };
+    let ipam = Arc::new(Ipam::open(&paths.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
+    let world = TestHost { host, bridge, paths, networks, metrics: Metrics::default(), ipam };
     world.set("blue", world.ready());
     before(&world);
     let run = || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (networks, ipam) = (world.networks.subscribe(), Arc::clone(&world.ipam));
-            let server = Server::bind(&world.places, networks, ipam, world.metrics.clone());
+            let server = CniServer::bind(&world.paths, networks, ipam, world.metrics.clone());
             tokio::select! {
                 ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
                 done = timeout(Duration::from_secs(60), test(&world)) => done.unwrap(),
@@ -167,7 +171,7 @@ fn beside_server(name: &str, before: impl FnOnce(&World) + Send, test: impl Asyn
     fs::remove_dir_all(root).unwrap();
 }
 
-fn on_server(name: &str, test: impl AsyncFnOnce(&World) + Send) {
+fn on_server(name: &str, test: impl AsyncFnOnce(&TestHost) + Send) {
     beside_server(name, |_| {}, test);
 }
 
@@ -199,12 +203,14 @@ fn a_pod_joins_and_leaves_and_both_can_be_repeated() {
 fn a_pod_waits_until_its_network_is_ready_and_is_told_why() {
     on_server("waits", async |world| {
         let pod = Namespace::new();
-        let not_ready =
-            State::NotReady { reason: "UplinkMissing".to_owned(), message: "there is no eth7".to_owned() };
+        let not_ready = NetworkState::NotReady {
+            reason: "UplinkMissing".to_owned(),
+            message: "there is no eth7".to_owned(),
+        };
         for (state, words) in [
             (not_ready, "UplinkMissing): there is no eth7"),
-            (State::NotSelected, "network.patchbay.dev/blue=true"),
-            (State::Removing, "is being removed"),
+            (NetworkState::NotSelected, "network.patchbay.dev/blue=true"),
+            (NetworkState::Removing, "is being removed"),
         ] {
             world.set("blue", state);
             let (code, msg) = world.refused("ADD", "c1", &pod, json!({})).await;
@@ -217,7 +223,7 @@ fn a_pod_waits_until_its_network_is_ready_and_is_told_why() {
         assert!(code == 11 && msg.contains("has not yet read"), "{code} {msg}");
         assert_eq!((pod.links(), world.host.links()), (1, 2));
 
-        world.set("blue", State::Ready { bridge_index: world.bridge, mtu: MTU, removing: true });
+        world.set("blue", NetworkState::Ready { bridge_index: world.bridge, mtu: MTU, removing: true });
         world.done("ADD", "c1", &pod, json!({})).await;
         assert_eq!((pod.links(), world.host.links()), (2, 3));
     });
@@ -237,13 +243,14 @@ fn a_bridge_that_is_gone_is_worth_another_try() {
 fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
     on_server("meanwhile", async |world| {
         let pod = Namespace::new();
-        let changes = [State::Removing, State::Ready { bridge_index: 7777, mtu: MTU, removing: false }];
+        let changes =
+            [NetworkState::Removing, NetworkState::Ready { bridge_index: 7777, mtu: MTU, removing: false }];
         for state in changes {
             world.set("blue", world.ready());
             world.done("ADD", "c1", &pod, json!({})).await;
             let before = Arc::clone(&world.networks.borrow());
             world.set("blue", state);
-            let shared = Shared {
+            let handler = CniHandler {
                 networks: world.networks.subscribe(),
                 ipam: Arc::clone(&world.ipam),
                 tombstones: PathBuf::new(),
@@ -251,7 +258,8 @@ fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
                 locks: Vec::new(),
                 metrics: Metrics::default(),
             };
-            let error = shared.still_joined(&before, "blue", &attachment::host_end("c1", "net1").unwrap());
+            let error =
+                handler.verify_still_ready(&before, "blue", &attachment::host_end("c1", "net1").unwrap());
             assert_eq!(error.unwrap_err().code, Code::TryAgainLater);
             assert_eq!(pod.links(), 1);
         }
@@ -347,7 +355,7 @@ fn a_call_that_cannot_be_is_refused_and_makes_nothing() {
 fn bytes_that_are_no_call_disturb_nobody() {
     on_server("garbage", async |world| {
         for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[1, 2, 0, 0, 0, 0], &[1, 1, 255, 255, 255, 255], b""] {
-            let mut stream = UnixStream::connect(path(&world.places.run_dir)).unwrap();
+            let mut stream = UnixStream::connect(path(&world.paths.run_dir)).unwrap();
             stream.write_all(bytes).unwrap();
         }
         world.done("ADD", "c1", &Namespace::new(), json!({})).await;
@@ -428,8 +436,8 @@ fn garbage_is_what_the_runtime_forgot_of_this_network_alone() {
     });
 }
 
-fn tombstone(world: &World, id: &str) -> PathBuf {
-    let directory = world.places.state_dir.join(frames::TOMBSTONES);
+fn tombstone(world: &TestHost, id: &str) -> PathBuf {
+    let directory = world.paths.state_dir.join(frames::TOMBSTONE_DIR);
     fs::create_dir_all(&directory).unwrap();
     let request = request("DEL", id, json!({}));
     let path = directory.join(request.key());
@@ -440,16 +448,16 @@ fn tombstone(world: &World, id: &str) -> PathBuf {
 #[test]
 fn tombstones_are_applied_before_the_first_call_is_served() {
     let pod = Namespace::new();
-    let before = |world: &World| {
+    let before = |world: &TestHost| {
         world.host.ip(&format!("link add {} type veth peer name x", host_end("c1"))).unwrap();
         tombstone(world, "c1");
         tombstone(world, "never-there");
-        fs::write(world.places.state_dir.join("tombstones/garbage"), "garbage").unwrap();
+        fs::write(world.paths.state_dir.join("tombstones/garbage"), "garbage").unwrap();
     };
     beside_server("tombstones", before, async |world| {
         world.done("STATUS", "", &pod, json!({})).await;
         assert_eq!(world.host.links(), 2);
-        assert_eq!(fs::read_dir(world.places.state_dir.join("tombstones")).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(world.paths.state_dir.join("tombstones")).unwrap().count(), 0);
     });
 }
 

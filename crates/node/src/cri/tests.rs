@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use api::Chain;
+use api::ErrorChain;
 use axum::{
     Router,
     body::{Body, Bytes},
@@ -17,9 +17,9 @@ use wire::cri::PodSandboxMetadata;
 use super::*;
 
 /// A directory of one test.
-struct Place(PathBuf);
+struct TempDir(PathBuf);
 
-impl Place {
+impl TempDir {
     fn new(test: &str) -> Self {
         let path = std::env::temp_dir().join(format!("patchbay-cri-{}-{test}", std::process::id()));
         fs::create_dir_all(&path).unwrap();
@@ -35,7 +35,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for TempDir {
     fn drop(&mut self) {
         _ = fs::remove_dir_all(&self.0);
     }
@@ -54,7 +54,7 @@ fn answer(message: Vec<u8>, status: &'static str) -> Response<Body> {
 }
 
 /// A runtime that gives this answer, for as long as the set lives.
-fn runtime(place: &Place, message: Vec<u8>, status: &'static str) -> (Runtime, JoinSet<()>) {
+fn runtime(dir: &TempDir, message: Vec<u8>, status: &'static str) -> (ContainerRuntime, JoinSet<()>) {
     let router = Router::new().route(
         cri::LIST_POD_SANDBOX,
         post(move |question: Bytes| async move {
@@ -62,11 +62,11 @@ fn runtime(place: &Place, message: Vec<u8>, status: &'static str) -> (Runtime, J
             answer(message, status)
         }),
     );
-    (Runtime::new(vec![place.socket()]), serve(place, router))
+    (ContainerRuntime::new(vec![dir.socket()]), serve(dir, router))
 }
 
-fn serve(place: &Place, router: Router) -> JoinSet<()> {
-    let (listener, mut tasks) = (place.listen(), JoinSet::new());
+fn serve(dir: &TempDir, router: Router) -> JoinSet<()> {
+    let (listener, mut tasks) = (dir.listen(), JoinSet::new());
     tasks.spawn(async move { axum::serve(listener, router).await.unwrap() });
     tasks
 }
@@ -83,11 +83,11 @@ fn sandbox(number: usize, state: i32) -> PodSandbox {
 
 #[tokio::test]
 async fn sandboxes_are_told_with_their_pod_and_whether_they_live() {
-    let place = Place::new("told");
+    let dir = TempDir::new("told");
     let nameless = PodSandbox { id: "bare".to_owned(), ..PodSandbox::default() };
     let items = vec![sandbox(1, 0), sandbox(2, 1), sandbox(3, 9), nameless];
     let message = ListPodSandboxResponse { items }.encode_to_vec();
-    let (runtime, _tasks) = runtime(&place, message, "0");
+    let (runtime, _tasks) = runtime(&dir, message, "0");
     let found = runtime.sandboxes().await.unwrap();
     let told: Vec<_> = found.iter().map(|one| (one.id.as_str(), one.uid.as_str(), one.ready)).collect();
     assert_eq!(
@@ -101,7 +101,7 @@ async fn sandboxes_are_told_with_their_pod_and_whether_they_live() {
 
 #[tokio::test]
 async fn thousands_of_sandboxes_with_long_annotations_are_read() {
-    let place = Place::new("many");
+    let dir = TempDir::new("many");
     let mut message = Vec::new();
     for number in 0..5000 {
         let mut one = sandbox(number, 0).encode_to_vec();
@@ -111,7 +111,7 @@ async fn thousands_of_sandboxes_with_long_annotations_are_read() {
         message.extend([b"\x0a".to_vec(), length(one.len()), one].concat());
     }
     assert!(message.len() > 16 * 1024 * 1024);
-    let (runtime, _tasks) = runtime(&place, message, "0");
+    let (runtime, _tasks) = runtime(&dir, message, "0");
     let found = runtime.sandboxes().await.unwrap();
     assert_eq!((found.len(), found[4999].uid.as_str()), (5000, "uid-4999"));
 }
@@ -129,52 +129,52 @@ async fn an_answer_that_is_cut_off_or_no_message_is_an_error() {
         ("failed", Vec::new(), "13"),
         ("broken", vec![0x0a, 0x7f, 0x0a], "0"),
     ] {
-        let place = Place::new(test);
-        let (runtime, _tasks) = runtime(&place, message, status);
+        let dir = TempDir::new(test);
+        let (runtime, _tasks) = runtime(&dir, message, status);
         let error = runtime.sandboxes().await.unwrap_err();
-        assert!(matches!(error, Error::Ask { .. }), "{test}: {error:?}");
+        assert!(matches!(error, Error::List { .. }), "{test}: {error:?}");
     }
 }
 
 #[tokio::test]
 async fn a_server_that_is_no_runtime_is_named() {
-    let place = Place::new("other");
-    let _tasks = serve(&place, Router::new());
-    let error = Runtime::new(vec![place.socket()]).sandboxes().await.unwrap_err();
+    let dir = TempDir::new("other");
+    let _tasks = serve(&dir, Router::new());
+    let error = ContainerRuntime::new(vec![dir.socket()]).sandboxes().await.unwrap_err();
     assert!(matches!(error, Error::NoCri { .. }), "{error:?}");
     assert!(error.to_string().contains("runtime.sock does not speak CRI v1"), "{error}");
 }
 
 #[tokio::test]
 async fn without_a_socket_the_places_that_were_tried_are_named() {
-    let place = Place::new("missing");
-    let error = Runtime::below(&place.0).sandboxes().await.unwrap_err();
+    let dir = TempDir::new("missing");
+    let error = ContainerRuntime::discover(&dir.0).sandboxes().await.unwrap_err();
     let told = error.to_string();
-    for socket in SOCKETS {
-        assert!(told.contains(&place.0.join(socket).display().to_string()), "{told}");
+    for socket in DEFAULT_SOCKETS {
+        assert!(told.contains(&dir.0.join(socket).display().to_string()), "{told}");
     }
 }
 
 #[tokio::test]
 async fn the_first_socket_that_is_there_counts_even_if_nobody_listens() {
-    let place = Place::new("first");
+    let dir = TempDir::new("first");
     let message = ListPodSandboxResponse { items: vec![sandbox(1, 0)] }.encode_to_vec();
-    let (_, _tasks) = runtime(&place, message, "0");
-    let (gone, left) = (place.0.join("gone.sock"), place.0.join("left.sock"));
-    let with = |first: &PathBuf| Runtime::new(vec![first.clone(), place.socket()]);
+    let (_, _tasks) = runtime(&dir, message, "0");
+    let (gone, left) = (dir.0.join("gone.sock"), dir.0.join("left.sock"));
+    let with = |first: &PathBuf| ContainerRuntime::new(vec![first.clone(), dir.socket()]);
     assert_eq!(with(&gone).sandboxes().await.unwrap().len(), 1);
     drop(UnixListener::bind(&left).unwrap());
     let error = with(&left).sandboxes().await.unwrap_err();
     assert!(matches!(error, Error::Connect { .. }), "{error:?}");
-    assert!(Chain(&error).to_string().contains("refused"), "{}", Chain(&error));
+    assert!(ErrorChain(&error).to_string().contains("refused"), "{}", ErrorChain(&error));
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_runtime_that_hangs_is_given_up_at_the_deadline() {
-    let place = Place::new("hangs");
-    let _listener = place.listen();
+    let dir = TempDir::new("hangs");
+    let _listener = dir.listen();
     let since = tokio::time::Instant::now();
-    let error = Runtime::new(vec![place.socket()]).sandboxes().await.unwrap_err();
-    assert!(matches!(error, Error::Deadline { .. }), "{error:?}");
-    assert_eq!(since.elapsed().as_secs(), DEADLINE.as_secs());
+    let error = ContainerRuntime::new(vec![dir.socket()]).sandboxes().await.unwrap_err();
+    assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
+    assert_eq!(since.elapsed().as_secs(), CRI_TIMEOUT.as_secs());
 }

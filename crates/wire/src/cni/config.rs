@@ -1,42 +1,42 @@
-//! What a runtime gives to a plugin: the configuration on its standard input, and `CNI_ARGS`.
+//! The input of a plugin: the configuration on standard input, and `CNI_ARGS`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, error::Category};
 
-use super::{Code, Error, Version, short};
+use super::{Code, Error, Version, truncate};
 
-/// The smallest MTU that the kernel takes for a pair of links.
-const SMALLEST_MTU: u32 = 68;
-const LARGEST_MTU: u32 = 65_535;
+/// The smallest MTU that the kernel accepts for a veth pair.
+const MIN_MTU: u32 = 68;
+const MAX_MTU: u32 = 65_535;
 
-/// A configuration of a plugin of ours. Texts in it are as somebody wrote them.
+/// The configuration of a Patchbay plugin. Strings in it are not validated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     pub version: Version,
-    /// The name of the NetworkAttachmentDefinition, as far as we write it.
+    /// The name of the configuration; that of the NetworkAttachmentDefinition if Patchbay generated it.
     pub name: String,
     /// The BridgeNetwork.
     pub network: Option<String>,
     pub mtu: Option<u32>,
-    /// The address that is asked for, by `runtimeConfig.mac` or else `args.cni.mac`.
+    /// The requested MAC address: `runtimeConfig.mac`, else `args.cni.mac`.
     pub mac: Option<String>,
-    /// The addresses that are asked for, by `runtimeConfig.ips` or else `args.cni.ips`.
+    /// The requested IP addresses: `runtimeConfig.ips`, else `args.cni.ips`.
     pub ips: Vec<String>,
-    /// Who hands out addresses, if anybody does.
+    /// The IPAM section, if it is not empty.
     pub ipam: Option<Ipam>,
-    /// What ADD had answered.
+    /// The result of ADD.
     pub prev_result: Option<Value>,
-    /// For GC: everything that is still used.
+    /// The attachments that GC keeps.
     pub valid_attachments: Option<Vec<Attachment>>,
 }
 
-/// Who hands out addresses.
+/// The IPAM section of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Ipam {
-    /// The name of the plugin.
+    /// The name of the IPAM plugin.
     #[serde(rename = "type", default)]
     pub plugin: String,
-    /// The BridgeNetwork whose addresses they are.
+    /// The BridgeNetwork to allocate from.
     pub network: Option<String>,
 }
 
@@ -50,13 +50,13 @@ pub struct Attachment {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Written {
+struct RawConfig {
     cni_version: Option<String>,
     name: Option<String>,
     network: Option<String>,
     mtu: Option<u32>,
-    runtime_config: Option<Wishes>,
-    args: Option<Arguments>,
+    runtime_config: Option<RuntimeRequest>,
+    args: Option<RawArgs>,
     ipam: Option<Map<String, Value>>,
     prev_result: Option<Value>,
     #[serde(rename = "cni.dev/valid-attachments")]
@@ -64,13 +64,13 @@ struct Written {
 }
 
 #[derive(Deserialize)]
-struct Arguments {
-    cni: Option<Wishes>,
+struct RawArgs {
+    cni: Option<RuntimeRequest>,
 }
 
-/// What somebody asks for.
+/// Addresses that the pod requests.
 #[derive(Default, Deserialize)]
-struct Wishes {
+struct RuntimeRequest {
     mac: Option<String>,
     ips: Option<Vec<String>>,
 }
@@ -82,62 +82,64 @@ struct OnlyVersion {
 }
 
 impl Config {
-    /// Reads a configuration. Fields that are not ours are ignored, as CNI wants it.
+    /// Parses a configuration. Unknown fields are ignored, as the CNI specification requires.
     pub fn parse(bytes: &[u8]) -> Result<Self, Error> {
-        let written: Written = serde_json::from_slice(bytes).map_err(|error| unreadable(&error))?;
-        let version = written.cni_version.unwrap_or_default().parse()?;
-        let ipam = written.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
+        let raw: RawConfig = serde_json::from_slice(bytes).map_err(|error| decode_error(&error))?;
+        let version = raw.cni_version.unwrap_or_default().parse()?;
+        let ipam = raw.ipam.filter(|ipam| !ipam.is_empty()).map(Value::Object);
         let ipam =
-            ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| unreadable(&error))?;
-        let mtu = written.mtu.filter(|&mtu| mtu != 0);
-        if let Some(mtu) = mtu.filter(|mtu| !(SMALLEST_MTU..=LARGEST_MTU).contains(mtu)) {
-            let msg = format!("mtu {mtu} is not between {SMALLEST_MTU} and {LARGEST_MTU}");
+            ipam.map(serde_json::from_value::<Ipam>).transpose().map_err(|error| decode_error(&error))?;
+        let mtu = raw.mtu.filter(|&mtu| mtu != 0);
+        if let Some(mtu) = mtu.filter(|mtu| !(MIN_MTU..=MAX_MTU).contains(mtu)) {
+            let msg = format!("mtu {mtu} is not between {MIN_MTU} and {MAX_MTU}");
             return Err(Error::new(Code::InvalidConfig, msg));
         }
-        let asked = written.runtime_config.unwrap_or_default();
-        let argued = written.args.and_then(|args| args.cni).unwrap_or_default();
+        let runtime = raw.runtime_config.unwrap_or_default();
+        let cni_args = raw.args.and_then(|args| args.cni).unwrap_or_default();
         let filled = |mac: Option<String>| mac.filter(|mac| !mac.is_empty());
         let some = |ips: Option<Vec<String>>| ips.filter(|ips| !ips.is_empty());
         Ok(Self {
             version,
-            name: written.name.unwrap_or_default(),
-            network: written.network.filter(|network| !network.is_empty()),
+            name: raw.name.unwrap_or_default(),
+            network: raw.network.filter(|network| !network.is_empty()),
             mtu,
-            mac: filled(asked.mac).or_else(|| filled(argued.mac)),
-            ips: some(asked.ips).or_else(|| some(argued.ips)).unwrap_or_default(),
+            mac: filled(runtime.mac).or_else(|| filled(cni_args.mac)),
+            ips: some(runtime.ips).or_else(|| some(cni_args.ips)).unwrap_or_default(),
             ipam: ipam.map(|ipam| Ipam { network: ipam.network.filter(|name| !name.is_empty()), ..ipam }),
-            prev_result: written.prev_result,
-            valid_attachments: written.valid_attachments,
+            prev_result: raw.prev_result,
+            valid_attachments: raw.valid_attachments,
         })
     }
 }
 
 impl Version {
-    /// The version of a configuration, for the answer about one that cannot be read otherwise.
+    /// The version of a configuration that may be otherwise invalid, for the error result about it.
     pub fn of(bytes: &[u8]) -> Self {
         let version = serde_json::from_slice::<OnlyVersion>(bytes).ok().and_then(|only| only.cni_version);
         version.and_then(|version| version.parse().ok()).unwrap_or(Self::NEWEST)
     }
 }
 
-fn unreadable(error: &serde_json::Error) -> Error {
+fn decode_error(error: &serde_json::Error) -> Error {
     let (code, msg) = match error.classify() {
-        Category::Data => (Code::InvalidConfig, "the configuration has a value that does not fit"),
-        Category::Syntax | Category::Eof | Category::Io => (Code::Decode, "the configuration is no JSON"),
+        Category::Data => (Code::InvalidConfig, "the configuration has an invalid value"),
+        Category::Syntax | Category::Eof | Category::Io => {
+            (Code::Decode, "the configuration is not valid JSON")
+        }
     };
-    Error::new(code, msg).details(short(&error.to_string()))
+    Error::new(code, msg).details(truncate(&error.to_string()))
 }
 
-/// What `CNI_ARGS` says.
+/// The content of `CNI_ARGS`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Args {
     pub mac: Option<String>,
-    /// An address that is asked for.
+    /// The requested IP address.
     pub ip: Option<String>,
     pub pod: Pod,
 }
 
-/// Whose sandbox it is, as far as the runtime said so.
+/// The pod of the sandbox, as far as the runtime passed it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pod {
     pub namespace: String,
@@ -146,43 +148,43 @@ pub struct Pod {
 }
 
 impl Args {
-    /// Reads pairs such as `IgnoreUnknown=1;MAC=02:00:5e:10:00:01`.
+    /// Parses pairs such as `IgnoreUnknown=1;MAC=02:00:5e:10:00:01`.
     pub fn parse(text: &str) -> Result<Self, Error> {
         let refused = |msg: String| Error::new(Code::InvalidEnvironment, msg);
         let (mut args, mut unknown, mut ignore) = (Self::default(), None, false);
         for pair in text.split(';').filter(|pair| !pair.is_empty()) {
             let Some((key, value)) = pair.split_once('=') else {
-                return Err(refused(format!("CNI_ARGS has {:?}, which is no key=value", short(pair))));
+                return Err(refused(format!("CNI_ARGS has {:?}, which is not key=value", truncate(pair))));
             };
             let value = value.to_owned();
             match key {
-                "IgnoreUnknown" => ignore = truth(&value)?,
+                "IgnoreUnknown" => ignore = parse_bool(&value)?,
                 "IP" => args.ip = Some(value).filter(|ip| !ip.is_empty()),
                 "MAC" => args.mac = Some(value).filter(|mac| !mac.is_empty()),
                 "K8S_POD_NAMESPACE" => args.pod.namespace = value,
                 "K8S_POD_NAME" => args.pod.name = value,
                 "K8S_POD_UID" => args.pod.uid = value,
-                // It is the container id once more.
+                // Equals CNI_CONTAINERID.
                 "K8S_POD_INFRA_CONTAINER_ID" => {}
                 _ => unknown = unknown.or(Some(key)),
             }
         }
         match unknown {
             Some(key) if !ignore => {
-                let key = short(key);
-                Err(refused(format!("CNI_ARGS has {key:?}, which is not known, and no IgnoreUnknown=1")))
+                let key = truncate(key);
+                Err(refused(format!("CNI_ARGS has the unknown key {key:?} and no IgnoreUnknown=1")))
             }
             _ => Ok(args),
         }
     }
 }
 
-fn truth(text: &str) -> Result<bool, Error> {
+fn parse_bool(text: &str) -> Result<bool, Error> {
     match text.to_ascii_lowercase().as_str() {
         "1" | "true" => Ok(true),
         "0" | "false" | "" => Ok(false),
         _ => {
-            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}, which is neither 1 nor 0", short(text));
+            let msg = format!("CNI_ARGS has IgnoreUnknown={:?}: use 1 or 0", truncate(text));
             Err(Error::new(Code::InvalidEnvironment, msg))
         }
     }

@@ -1,4 +1,4 @@
-//! The answer to ADD, in the words of every version.
+//! The result of ADD, in the format of every version.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Version, bytes};
 
-/// What ADD made.
+/// The success result of ADD.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Success {
     pub interfaces: Vec<Interface>,
@@ -15,22 +15,22 @@ pub struct Success {
     pub routes: Vec<Route>,
 }
 
-/// An interface, of the host or of a sandbox.
+/// An interface on the host or in a sandbox.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Interface {
     pub name: String,
     pub mac: Option<String>,
     pub mtu: Option<u32>,
-    /// The sandbox that it is in; none for the host.
+    /// The sandbox of the interface; `None` on the host.
     pub sandbox: Option<String>,
 }
 
-/// An address of an interface.
+/// An IP address of an interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ip {
     pub address: IpNet,
     pub gateway: Option<IpAddr>,
-    /// Which of the interfaces has it.
+    /// The index of its interface in [`Success::interfaces`].
     pub interface: Option<usize>,
 }
 
@@ -42,7 +42,7 @@ pub struct Route {
 }
 
 impl Success {
-    /// What the plugin prints.
+    /// The JSON that the plugin prints.
     pub fn render(&self, version: Version) -> Vec<u8> {
         let mut all = Map::from_iter([("cniVersion".to_owned(), json!(version.to_string()))]);
         if version < Version::V0_3_0 {
@@ -59,7 +59,7 @@ impl Success {
         bytes(&Value::Object(all))
     }
 
-    /// The first two versions have one address of each family, and no interfaces.
+    /// Versions before 0.3.0 have at most one address per family, and no interfaces.
     fn per_family(&self, all: &mut Map<String, Value>) {
         for (key, four) in [("ip4", true), ("ip6", false)] {
             let family = |net: &IpNet| matches!(net, IpNet::V4(_)) == four;
@@ -73,7 +73,7 @@ impl Success {
     }
 }
 
-/// An empty list is left out.
+/// Inserts a list unless it is empty.
 fn put(all: &mut Map<String, Value>, key: &str, values: Vec<Value>) {
     if !values.is_empty() {
         all.insert(key.to_owned(), Value::Array(values));

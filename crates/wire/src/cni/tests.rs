@@ -31,7 +31,7 @@ fn with_addresses() -> Success {
 }
 
 #[test]
-fn a_result_is_told_in_the_words_of_its_version() {
+fn a_result_has_the_format_of_its_version() {
     let old = json!({"name": "net1", "mac": "02:00:5e:10:00:01", "sandbox": "/run/netns/a"});
     let mut new = old.clone();
     new["mtu"] = json!(1450);
@@ -53,7 +53,7 @@ fn a_result_is_told_in_the_words_of_its_version() {
 }
 
 #[test]
-fn addresses_have_their_place_in_every_version() {
+fn addresses_are_rendered_in_every_version() {
     let render = |version| read(&with_addresses().render(version));
     let routes = json!([{"dst": "0.0.0.0/0", "gw": "10.1.0.1"}, {"dst": "fd01::/64"}]);
     let first = render(Version::V0_2_0);
@@ -69,7 +69,7 @@ fn addresses_have_their_place_in_every_version() {
 }
 
 #[test]
-fn every_version_is_spoken_and_no_other() {
+fn all_listed_versions_are_supported_and_no_other() {
     for version in crate::CNI_VERSIONS {
         assert_eq!(version.parse::<Version>().unwrap().to_string(), version);
     }
@@ -77,13 +77,13 @@ fn every_version_is_spoken_and_no_other() {
     for version in ["1", "1.1", "2.0.0", "v1.0.0", " 1.0.0"] {
         assert_eq!(version.parse::<Version>().unwrap_err().code, Code::IncompatibleVersion, "{version:?}");
     }
-    let told = read(&versions());
-    assert_eq!(told["supportedVersions"], json!(crate::CNI_VERSIONS));
-    assert_eq!(told["cniVersion"], "1.1.0");
+    let listed = read(&versions());
+    assert_eq!(listed["supportedVersions"], json!(crate::CNI_VERSIONS));
+    assert_eq!(listed["cniVersion"], "1.1.0");
 }
 
 #[test]
-fn a_verb_that_a_version_does_not_have_is_refused() {
+fn a_command_that_a_version_lacks_is_rejected() {
     for (verb, version, allowed) in [
         ("ADD", "0.1.0", true),
         ("DEL", "0.1.0", true),
@@ -94,9 +94,9 @@ fn a_verb_that_a_version_does_not_have_is_refused() {
         ("GC", "1.0.0", false),
         ("GC", "1.1.0", true),
     ] {
-        let answer = verb.parse::<Verb>().unwrap().allowed_in(version.parse().unwrap());
-        assert_eq!(answer.is_ok(), allowed, "{verb} {version}");
-        assert!(answer.err().is_none_or(|error| error.code == Code::IncompatibleVersion));
+        let result = verb.parse::<Verb>().unwrap().allowed_in(version.parse().unwrap());
+        assert_eq!(result.is_ok(), allowed, "{verb} {version}");
+        assert!(result.err().is_none_or(|error| error.code == Code::IncompatibleVersion));
     }
     for verb in ["", "add", "REMOVE"] {
         assert_eq!(verb.parse::<Verb>().unwrap_err().code, Code::InvalidEnvironment);
@@ -104,7 +104,7 @@ fn a_verb_that_a_version_does_not_have_is_refused() {
 }
 
 #[test]
-fn an_error_says_its_number_and_its_words() {
+fn an_error_renders_its_code_and_message() {
     let error = Error::new(Code::TryAgainLater, "not yet");
     let wanted = json!({"cniVersion": "1.0.0", "code": 11, "msg": "not yet"});
     assert_eq!(read(&error.render(Version::V1_0_0)), wanted);
@@ -114,7 +114,7 @@ fn an_error_says_its_number_and_its_words() {
 }
 
 #[test]
-fn a_configuration_is_read_with_all_that_matters() {
+fn a_full_configuration_is_parsed() {
     let config = Config::parse(
         br#"{"cniVersion":"1.1.0","name":"blue","type":"patchbay-bridge","network":"blue","mtu":1400,
             "capabilities":{"mac":true},"runtimeConfig":{"mac":"02:00:00:00:00:01","other":1},
@@ -136,7 +136,7 @@ fn a_configuration_is_read_with_all_that_matters() {
 }
 
 #[test]
-fn a_configuration_may_say_nearly_nothing() {
+fn a_minimal_configuration_is_parsed() {
     for (text, mac) in [
         ("{}", None),
         (r#"{"mtu":0,"network":"","runtimeConfig":null,"args":null,"ipam":{},"prevResult":null}"#, None),
@@ -150,7 +150,7 @@ fn a_configuration_may_say_nearly_nothing() {
 }
 
 #[test]
-fn a_configuration_that_cannot_be_is_refused_with_the_right_number() {
+fn an_invalid_configuration_is_rejected_with_the_right_code() {
     let deep = format!("{{\"x\":{}", "[".repeat(100_000));
     for (text, code) in [
         ("", Code::Decode),
@@ -171,19 +171,19 @@ fn a_configuration_that_cannot_be_is_refused_with_the_right_number() {
         (r#"{"ipam":[]}"#, Code::InvalidConfig),
         (r#"{"runtimeConfig":{"ips":"10.0.0.1"}}"#, Code::InvalidConfig),
     ] {
-        assert_eq!(Config::parse(text.as_bytes()).unwrap_err().code, code, "{:?}", short(text));
+        assert_eq!(Config::parse(text.as_bytes()).unwrap_err().code, code, "{:?}", truncate(text));
     }
 }
 
 #[test]
-fn the_version_of_an_unreadable_configuration_is_found_if_it_can_be() {
+fn the_version_of_an_invalid_configuration_is_found_if_possible() {
     assert_eq!(Version::of(br#"{"cniVersion":"0.4.0","mtu":"x"}"#), Version::V0_4_0);
     assert_eq!(Version::of(b"nonsense"), Version::NEWEST);
     assert_eq!(Version::of(br#"{"cniVersion":"9.9.9"}"#), Version::NEWEST);
 }
 
 #[test]
-fn arguments_are_read_and_unknown_ones_refused_unless_they_may_be() {
+fn cni_args_are_parsed_and_unknown_keys_rejected_unless_ignored() {
     let text = "IgnoreUnknown=1;K8S_POD_NAMESPACE=ns;K8S_POD_NAME=p;K8S_POD_UID=u;X=y;MAC=02:00:00:00:00:01;";
     let args = Args::parse(text).unwrap();
     assert_eq!(

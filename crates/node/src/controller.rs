@@ -1,0 +1,523 @@
+//! The node's reconcile loop: observes the kernel and the API server, changes links, and publishes the NodeNetwork.
+
+use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
+
+use api::{BridgeNetwork, ErrorChain, IfNamePatterns, NodeNetworkStatus};
+use futures::FutureExt as _;
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{ApiResource, DynamicObject},
+    runtime::{utils::Backoff as _, watcher::DefaultBackoff},
+};
+use link::{LinkChanges, Monitor};
+use plan::nodenetwork::{
+    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, WriteParts,
+};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use crate::{
+    Error,
+    bridges::{BridgeController, NodeContext},
+    health::{Component, Health, HealthChange},
+    metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
+    network::Labels,
+    node_network::{self, NodeNetworkClient, ServerObject},
+    watch::{self, ObjectEvent, ObjectWatch},
+};
+
+/// Longest time between two passes of the loop, so that a stall is detected.
+const HEARTBEAT: Duration = Duration::from_secs(20);
+
+/// Passes after successive writes: a network is listed, its links are created, and it is reported ready.
+const MAX_PASSES: usize = 4;
+
+/// The result of publishing the NodeNetwork.
+enum PublishOutcome {
+    Written,
+    /// Not written; when to reconcile again, if not at the next event.
+    Pending(Option<Instant>),
+}
+
+/// Reconciles the bridge networks of one node and publishes its NodeNetwork.
+pub struct NodeController {
+    name: String,
+    ignored: IfNamePatterns,
+    monitor: Monitor,
+    object: NodeNetworkClient,
+    nodes: Api<Node>,
+    networks: Api<DynamicObject>,
+    bridges: BridgeController,
+    /// `/proc/sys` of the host.
+    sysctls: PathBuf,
+    metrics: Metrics,
+    health: Arc<Health>,
+    state: ControllerState,
+}
+
+/// Settings of a [`NodeController`].
+pub struct NodeConfig {
+    pub name: String,
+    pub ignored: IfNamePatterns,
+    pub sysctls: PathBuf,
+    pub metrics: Metrics,
+}
+
+/// What the controller observed and wrote.
+#[derive(Default)]
+struct ControllerState {
+    facts: Option<NodeInfo>,
+    labels: Labels,
+    observed: Option<KernelState>,
+    netfilter: bool,
+    /// Whether the NodeNetworks have been listed.
+    synced: bool,
+    server: Option<ServerObject>,
+    written: Option<rules::LastWrite>,
+    last_write: Option<Instant>,
+    /// The first kernel event since the last observation.
+    pending_event: Option<Instant>,
+    last_observe: Option<Instant>,
+    /// Backoff after failed observations.
+    observe_backoff: DefaultBackoff,
+    /// The earliest next write after a failed one.
+    retry_at: Option<Instant>,
+    /// Backoff after failed writes.
+    write_backoff: DefaultBackoff,
+}
+
+impl NodeController {
+    pub fn new(
+        client: Client,
+        config: NodeConfig,
+        monitor: Monitor,
+        bridges: BridgeController,
+        health: Arc<Health>,
+    ) -> Self {
+        let NodeConfig { name, ignored, sysctls, metrics } = config;
+        let networks = ApiResource::erase::<BridgeNetwork>(&());
+        Self {
+            object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
+            nodes: Api::all(client.clone()),
+            networks: Api::all_with(client, &networks),
+            name,
+            ignored,
+            monitor,
+            bridges,
+            sysctls,
+            metrics,
+            health,
+            // The first pass observes the kernel.
+            state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
+        }
+    }
+
+    /// Runs until `stop`. Retries while the API server is unavailable; fails only if the kernel's event stream fails.
+    pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
+        let mut node = ObjectWatch::one(self.nodes.clone(), &self.name);
+        let mut nodes = ObjectWatch::all(self.object.api().clone());
+        let mut networks = ObjectWatch::all(self.networks.clone());
+        loop {
+            let Some(wake) = stop.run_until_cancelled(self.reconcile()).await else {
+                return Ok(());
+            };
+            let beat = Instant::now() + HEARTBEAT;
+            let wake = wake.map_or(beat, |at| at.min(beat));
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => return Ok(()),
+                seen = node.next() => self.apply_node(seen),
+                seen = nodes.next() => self.apply_node_networks(seen),
+                seen = networks.next() => self.apply_networks(seen),
+                // One event triggers an observation; the kernel queues the others until then.
+                changed = self.monitor.changed(), if self.state.pending_event.is_none() => {
+                    self.record_kernel_events(changed.map_err(Error::Kernel)?);
+                }
+                () = sleep_until(wake) => {}
+            }
+        }
+    }
+
+    /// Runs one pass. Returns when to run the next one if no event arrives earlier.
+    async fn reconcile(&mut self) -> Option<Instant> {
+        self.health.heartbeat();
+        let due = self.observe().await;
+        let mut wakes = [due, None, None];
+        for _ in 0..MAX_PASSES {
+            self.health.heartbeat();
+            wakes[1] = self.reconcile_bridges().await;
+            self.health.heartbeat();
+            match self.publish().await {
+                PublishOutcome::Written => {}
+                PublishOutcome::Pending(at) => {
+                    wakes[2] = at;
+                    break;
+                }
+            }
+        }
+        wakes.into_iter().flatten().min()
+    }
+
+    /// Reconciles the links of the bridge networks. Returns when to reconcile again.
+    async fn reconcile_bridges(&mut self) -> Option<Instant> {
+        let ControllerState { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
+            return None;
+        };
+        let listed: BTreeSet<String> = server
+            .iter()
+            .filter_map(|known| known.state.status.as_ref())
+            .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
+            .collect();
+        let context = NodeContext { node: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        match self.bridges.reconcile(&self.monitor, context, observed.as_mut()?).await {
+            Ok(requeue_at) => requeue_at,
+            Err(error) => Some(self.observe_failed(&error)),
+        }
+    }
+
+    /// Observes the kernel if an event is pending and due. Returns when the next observation is due.
+    async fn observe(&mut self) -> Option<Instant> {
+        let event = self.state.pending_event?;
+        let last = self.state.last_observe.map(Instant::into_std);
+        let at = Instant::from_std(rules::next_observation(event.into_std(), last));
+        if Instant::now() < at {
+            return Some(at);
+        }
+        // The observation covers earlier events; an event during the observation triggers another one.
+        if let Some(Ok(changed)) = self.monitor.changed().now_or_never() {
+            self.record_kernel_events(changed);
+        }
+        self.state.pending_event = None;
+        let seen = self.monitor.observe().await;
+        self.state.last_observe = Some(Instant::now());
+        self.metrics.observations.get_or_create(&ObserveLabels { result: ResultLabel::of(&seen) }).inc();
+        match seen {
+            Ok(observed) => {
+                debug!(links = observed.links.len(), "observed the kernel's links");
+                if self.health.ok(Component::Kernel) == HealthChange::Changed {
+                    info!(links = observed.links.len(), "observing the kernel's links works");
+                }
+                self.state.observe_backoff.reset();
+                if observed.partial {
+                    debug!("the dump of the links was inconsistent; observing again");
+                    self.state.pending_event = Some(Instant::now());
+                }
+                self.state.observed = Some(observed);
+                self.state.netfilter = self.netfilter();
+                None
+            }
+            Err(error) => Some(self.observe_failed(&error)),
+        }
+    }
+
+    /// Whether iptables sees bridged packets. A kernel without br_netfilter has no such sysctl.
+    fn netfilter(&self) -> bool {
+        ["bridge-nf-call-iptables", "bridge-nf-call-ip6tables"].iter().any(|name| {
+            fs::read_to_string(self.sysctls.join("net/bridge").join(name))
+                .is_ok_and(|text| text.trim() == "1")
+        })
+    }
+
+    /// Records a failed observation. Returns when to retry.
+    fn observe_failed(&mut self, error: &link::Error) -> Instant {
+        let problem = ErrorChain(error).to_string();
+        if self.health.fail(Component::Kernel, problem.clone()) == HealthChange::Changed {
+            warn!(error = problem, "cannot observe the kernel's links; retrying");
+        }
+        let again = Instant::now() + self.state.observe_backoff.next().unwrap_or_default();
+        self.state.pending_event = Some(again);
+        // An older observation must not be used: pods may have been attached since.
+        self.state.observed = None;
+        again
+    }
+
+    /// Writes the NodeNetwork if it differs and a write is due.
+    async fn publish(&mut self) -> PublishOutcome {
+        let now = Instant::now();
+        let Some((facts, wanted, decision)) = self.plan_publish(now) else {
+            return PublishOutcome::Pending(None);
+        };
+        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        let writes = match decision {
+            PublishDecision::Nothing => {
+                self.mark_published();
+                return PublishOutcome::Pending(None);
+            }
+            PublishDecision::At(at) => return PublishOutcome::Pending(Some(Instant::from_std(at))),
+            PublishDecision::Now(_) if self.state.retry_at.is_some_and(|until| now < until) => {
+                return PublishOutcome::Pending(self.state.retry_at);
+            }
+            PublishDecision::Now(writes) => writes,
+        };
+        let result = self.object.write(&facts, &wanted, writes).await;
+        // Measured from the end of the write, so that a second passes between its last request and the next write.
+        self.state.last_write = Some(Instant::now());
+        match result {
+            Ok(known) => {
+                self.publish_succeeded(facts, wanted, writes, known);
+                PublishOutcome::Written
+            }
+            Err(error) => PublishOutcome::Pending(Some(self.publish_failed(&error))),
+        }
+    }
+
+    /// Plans the next write. `None` until the Node, the NodeNetworks and the kernel have been read.
+    fn plan_publish(&self, now: Instant) -> Option<(NodeInfo, NodeNetworkStatus, PublishDecision)> {
+        let ControllerState { facts, observed, synced: true, server, written, last_write, netfilter, .. } =
+            &self.state
+        else {
+            return None;
+        };
+        let facts = facts.as_ref()?;
+        // Until the networks have been read, keep the published ones: their links may exist.
+        let before = server.as_ref().and_then(|known| known.state.status.as_ref());
+        let before = before.map_or(&[][..], |status| &status.networks);
+        let input = PublishInput {
+            observed: observed.as_ref()?,
+            node: facts,
+            ignored: &self.ignored,
+            server: server.as_ref().map(|known| &known.state),
+            written: written.as_ref(),
+            last_write: last_write.map(Instant::into_std),
+            networks: self.bridges.reports().unwrap_or(before),
+            netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
+        };
+        let wanted = rules::status(&input, Timestamp::now());
+        let decision = rules::publish(&input, &wanted, now.into_std());
+        Some((facts.clone(), wanted, decision))
+    }
+
+    fn publish_succeeded(
+        &mut self,
+        facts: NodeInfo,
+        wanted: NodeNetworkStatus,
+        writes: WriteParts,
+        known: Option<ServerObject>,
+    ) {
+        info!(
+            node = self.name,
+            interfaces = wanted.interfaces.len(),
+            object = writes.object,
+            status = writes.status,
+            "published"
+        );
+        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics.published.set(Timestamp::now().as_duration().as_secs_f64());
+        if let Some(known) = known {
+            self.state.written =
+                Some(rules::LastWrite { uid: facts.uid, desired: wanted, accepted: known.state.clone() });
+            self.state.server = Some(known);
+        }
+        self.mark_published();
+    }
+
+    /// Records that the NodeNetwork is up to date.
+    fn mark_published(&mut self) {
+        self.health.ok(Component::Publish);
+        self.state.retry_at = None;
+        self.state.write_backoff.reset();
+    }
+
+    fn publish_failed(&mut self, error: &node_network::Error) -> Instant {
+        let problem = ErrorChain(error).to_string();
+        if error.is_missing() {
+            // The object was deleted; the next write recreates it.
+            self.state.server = None;
+        }
+        let delay = self.state.write_backoff.next().unwrap_or_default();
+        if error.is_conflict() {
+            debug!(node = self.name, ?delay, "write conflict; retrying");
+        } else if self.health.fail(Component::Publish, problem.clone()) == HealthChange::Changed {
+            warn!(node = self.name, error = problem, ?delay, "cannot publish the NodeNetwork; retrying");
+        }
+        let again = Instant::now() + delay;
+        self.state.retry_at = Some(again);
+        again
+    }
+
+    fn record_kernel_events(&mut self, changed: LinkChanges) {
+        self.metrics.events.inc_by(changed.events);
+        self.metrics.overruns.inc_by(changed.overruns);
+        self.state.pending_event.get_or_insert_with(Instant::now);
+    }
+
+    fn apply_node(&mut self, seen: ObjectEvent<Node>) {
+        let node = match seen {
+            ObjectEvent::Synced(nodes) => {
+                self.watch_recovered(Component::NodeWatch, WatchedKind::Node);
+                nodes.into_iter().next()
+            }
+            ObjectEvent::Changed(node) => Some(node),
+            ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Failed(error) => {
+                return self.watch_failed(Component::NodeWatch, WatchedKind::Node, &error);
+            }
+        };
+        if node.is_some() {
+            if self.health.ok(Component::Node) == HealthChange::Changed {
+                info!(node = self.name, "the Node exists");
+            }
+        } else {
+            let problem = format!("there is no Node named {}; waiting for it", self.name);
+            if self.health.fail(Component::Node, problem) == HealthChange::Changed {
+                warn!(node = self.name, "the Node does not exist; waiting for it. Check --node-name");
+            }
+        }
+        self.state.facts = node.as_ref().map(node_network::node_info);
+        if node.is_none() {
+            self.bridges.clear_own_node();
+        }
+        self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
+    }
+
+    fn apply_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
+        match seen {
+            ObjectEvent::Synced(objects) => {
+                self.watch_recovered(Component::NetworkWatch, WatchedKind::BridgeNetwork);
+                self.bridges.replace_networks(&objects);
+            }
+            ObjectEvent::Changed(object) => self.bridges.apply_network(&object),
+            ObjectEvent::Deleted(object) => self.bridges.delete_network(&object),
+            ObjectEvent::Failed(error) => {
+                self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error)
+            }
+        }
+    }
+
+    fn apply_node_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
+        match seen {
+            ObjectEvent::Synced(objects) => {
+                self.watch_recovered(Component::NodeNetworkWatch, WatchedKind::NodeNetwork);
+                self.state.synced = true;
+                let server = self.state.server.take();
+                let own = objects.iter().find(|object| object.name_any() == self.name);
+                self.state.server =
+                    own.map(|object| ServerObject::latest(server, ServerObject::read(object)));
+                self.bridges.replace_peers(&objects, &self.name);
+                // The API server is back: skip the backoff.
+                self.state.retry_at = None;
+            }
+            ObjectEvent::Changed(object) if object.name_any() == self.name => {
+                let server = self.state.server.take();
+                self.state.server = Some(ServerObject::latest(server, ServerObject::read(&object)));
+            }
+            ObjectEvent::Changed(object) => self.bridges.apply_peer(&object),
+            ObjectEvent::Deleted(object) if object.name_any() == self.name => {
+                let gone = ServerObject::read(&object);
+                if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
+                    self.state.server = None;
+                }
+            }
+            ObjectEvent::Deleted(object) => self.bridges.delete_peer(&object),
+            ObjectEvent::Failed(error) => {
+                self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error)
+            }
+        }
+    }
+
+    fn watch_recovered(&self, component: Component, kind: WatchedKind) {
+        if self.health.ok(component) == HealthChange::Changed {
+            info!(node = self.name, ?kind, "watch established");
+        }
+    }
+
+    fn watch_failed(&self, component: Component, kind: WatchedKind, error: &watch::Error) {
+        self.metrics.watch_failures.get_or_create(&WatchLabels { kind }).inc();
+        let problem = format!("watch {kind:?}: {}", ErrorChain(error));
+        if self.health.fail(component, problem.clone()) == HealthChange::Changed {
+            warn!(node = self.name, ?kind, error = problem, "watch failed; retrying");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{convert::Infallible, future::pending};
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use serde_json::json;
+
+    use super::*;
+
+    /// A controller whose API server holds no objects and sends no events.
+    fn controller() -> NodeController {
+        let service = tower::service_fn(async |request: Request<Body>| {
+            if request.uri().query().is_some_and(|query| query.contains("watch=")) {
+                pending::<()>().await;
+            }
+            let list = r#"{"apiVersion":"v1","kind":"List","metadata":{"resourceVersion":"5"},"items":[]}"#;
+            Ok::<_, Infallible>(Response::new(Body::from(list.as_bytes().to_vec())))
+        });
+        let client = Client::new(service, "default");
+        let monitor = Monitor::open().unwrap();
+        let (metrics, _) = Metrics::new();
+        let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
+        let config = NodeConfig {
+            name: "a".into(),
+            ignored: IfNamePatterns::default(),
+            sysctls: PathBuf::new(),
+            metrics,
+        };
+        NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
+    }
+
+    fn object(version: &str) -> DynamicObject {
+        serde_json::from_value(json!({"metadata": {"name": "a", "uid": "u", "resourceVersion": version}}))
+            .unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_list_older_than_the_last_write_is_ignored() {
+        let mut controller = controller();
+        controller.apply_node_networks(ObjectEvent::Synced(vec![object("10")]));
+        controller.apply_node_networks(ObjectEvent::Synced(vec![object("9")]));
+        assert_eq!(controller.state.server, Some(ServerObject::read(&object("10"))));
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
+        assert_eq!(controller.state.server, None);
+    }
+
+    #[tokio::test]
+    async fn a_returning_api_server_resets_the_write_backoff() {
+        let mut controller = controller();
+        controller.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
+        controller.apply_node_networks(ObjectEvent::Failed(watch::Error::Deadline));
+        assert!(controller.state.retry_at.is_some());
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
+        assert_eq!(controller.state.retry_at, None);
+    }
+
+    #[tokio::test]
+    async fn a_successful_observation_keeps_the_write_backoff() {
+        let mut controller = controller();
+        let fail = |controller: &mut NodeController| {
+            controller.publish_failed(&node_network::Error::Deadline { name: "a".into() })
+        };
+        for _ in 0..8 {
+            fail(&mut controller);
+        }
+        // Due at once.
+        controller.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
+        controller.observe().await;
+        assert!(controller.state.observed.is_some());
+        assert!(fail(&mut controller) - Instant::now() > Duration::from_secs(5));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_loop_keeps_its_heartbeat() {
+        let controller = controller();
+        let health = Arc::clone(&controller.health);
+        let stop = CancellationToken::new();
+        let mut tasks = tokio::task::JoinSet::new();
+        tasks.spawn(controller.run(stop.clone()));
+        for _ in 0..30 {
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            assert_eq!(health.stalled(), None);
+        }
+        stop.cancel();
+        tasks.join_next().await.unwrap().unwrap().unwrap();
+    }
+}
