@@ -15,6 +15,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Topology};
 
+pub mod baseline;
 pub mod bridge;
 pub mod fleet;
 pub mod patchbay;

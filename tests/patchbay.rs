@@ -11,7 +11,7 @@ use kube::{
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
-use crate::repository;
+use crate::{baseline::Release, repository};
 
 /// The image that the manifests name.
 pub const IMAGE_REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PKG_VERSION"));
@@ -30,9 +30,14 @@ pub fn manifests_dir() -> PathBuf {
 
 /// Loads the image, applies the manifests, and waits until both programs are ready everywhere.
 pub async fn install(lab: &Lab) -> Result<()> {
-    ensure!(image_tar().exists(), "{} is not there: run `make image`", image_tar().display());
-    lab.load_image(&image_tar())?;
-    let manifests = manifests_dir();
+    install_release(lab, &Release::current()).await
+}
+
+/// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
+pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
+    let Release { image, manifests } = release;
+    ensure!(image.exists(), "{} does not exist: run `make image`", image.display());
+    lab.load_image(image)?;
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
     wait_ready(lab).await
 }

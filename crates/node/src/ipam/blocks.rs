@@ -25,7 +25,7 @@ use kube::{
 };
 use plan::ipam::{
     BlockKey, BlockPlanInput, BlockStep, Family, Ledger, ObservedIpBlock, PendingRequests, Pool, RequestKind,
-    Stage,
+    Stage, carries_boot,
 };
 use tokio::{
     sync::watch,
@@ -201,6 +201,8 @@ pub struct BlockController {
     next_verify: Instant,
     /// The UIDs of IPBlocks that this node deleted: stale watch events may still arrive.
     deleted_uids: VecDeque<String>,
+    /// The API server dropped a boot ID: its CRD is older than this daemon.
+    boot_ids_dropped: bool,
     /// Varies the choice of blocks and addresses.
     attempts: u64,
 }
@@ -279,6 +281,7 @@ impl BlockController {
             next_gc: Instant::now(),
             next_verify: Instant::now(),
             deleted_uids: VecDeque::new(),
+            boot_ids_dropped: false,
             attempts: 0,
         }
     }
@@ -458,7 +461,7 @@ impl BlockController {
             ?wait,
             "the API server rejected a request for address blocks; retrying"
         );
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(&network), &problem);
         }
     }
@@ -468,7 +471,7 @@ impl BlockController {
         let Some((network, kind)) = step.request_kind() else { return false };
         let refusal = self.rejected.get(&(network.to_owned(), kind));
         let Some(refusal) = refusal.filter(|one| one.until > now) else { return false };
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(network), &refusal.problem);
         }
         true
@@ -565,6 +568,7 @@ impl BlockController {
         let pending = PendingRequests::default();
         let input = BlockPlanInput {
             holder: &self.holder,
+            boot: (!self.boot_ids_dropped).then(|| self.ipam.boot()),
             networks: &self.pools,
             objects,
             lenders: &lenders,
@@ -593,6 +597,7 @@ impl BlockController {
                 return self.lookup_lent(block, address, &object).await;
             }
             BlockStep::Delete { block, object } => self.delete_block(block, &object).await?,
+            BlockStep::UpdateBoot { block, object } => return self.update_boot(&block, &object).await,
             BlockStep::UpdateStatus { block, object, status } => {
                 self.update_status(block, &object, status).await?;
             }
@@ -620,6 +625,7 @@ impl BlockController {
         let all = self.objects.iter().flatten();
         let ours =
             all.filter(|(_, one)| one.spec.holder.uid == self.holder.uid && !self.holder.uid.is_empty());
+        let ours = ours.filter(|(_, one)| carries_boot(one, self.ipam.boot()));
         self.ipam.set_confirmed(ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect());
     }
 
