@@ -21,7 +21,7 @@ use lab::wait;
 use node::{
     cni::{NetworkView, Networks, State},
     event::Events,
-    ipam::{IpamSpec, Keeper, Metrics, Pace, Sandboxes, uptime},
+    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes, uptime},
 };
 use plan::ipam::{Lease, Object, Place, Pod, Rules, abandoned};
 use tokio::{
@@ -48,7 +48,7 @@ pub struct Machine {
     pub former: Vec<String>,
     dir: PathBuf,
     boot: u64,
-    ipam: Option<Arc<IpamSpec>>,
+    ipam: Option<Arc<Ipam>>,
     tell: watch::Sender<Arc<Networks>>,
     keeper: JoinSet<()>,
     sandboxes: Arc<Mutex<BTreeSet<String>>>,
@@ -115,8 +115,7 @@ impl Fleet {
             return Ok(());
         }
         let boot = machine.boot.to_string();
-        let ipam =
-            Arc::new(IpamSpec::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
+        let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
         let (events, _) = Events::new(client.clone(), &machine.holder.node);
         let live = Arc::clone(&machine.sandboxes);
         let sandboxes: Sandboxes = Box::new(move || {
