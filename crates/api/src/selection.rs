@@ -217,14 +217,12 @@ fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
 
 fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> {
     // Like Go's JSON decoder, which Multus uses, accept keys in any case.
-    let field = |wanted: &str| {
-        let exact = fields.get(wanted);
-        exact.or_else(|| {
-            fields.iter().find(|(key, _)| key.eq_ignore_ascii_case(wanted)).map(|(_, value)| value)
-        })
+    let field = |key: &str| {
+        let exact = fields.get(key);
+        exact.or_else(|| fields.iter().find(|(name, _)| name.eq_ignore_ascii_case(key)).map(|(_, value)| value))
     };
-    let text = |wanted: &str| field(wanted)?.as_str().map(str::trim).filter(|text| !text.is_empty());
-    let list = |wanted: &str| match field(wanted) {
+    let text = |key: &str| field(key)?.as_str().map(str::trim).filter(|text| !text.is_empty());
+    let list = |key: &str| match field(key) {
         Some(Value::Array(list)) => list.iter().filter_map(|one| one.as_str().map(str::to_owned)).collect(),
         Some(Value::String(one)) => vec![one.clone()],
         _ => Vec::new(),
@@ -340,7 +338,7 @@ mod tests {
     fn all_fields_of_an_element_are_parsed() {
         let text = r#"[{"name": "a", "interface": "net7", "mac": "02:00:00:00:00:01", "ips": ["10.0.0.1/24"],
             "cni-args": {"x": 1}, "ipam-claim-reference": "c", "default-route": ["10.0.0.254"]}]"#;
-        let wanted = NetworkSelectionElement {
+        let expected = NetworkSelectionElement {
             namespace: None,
             name: "a".to_owned(),
             interface: Some("net7".to_owned()),
@@ -350,7 +348,7 @@ mod tests {
             ipam_claim: Some("c".to_owned()),
             default_route: vec!["10.0.0.254".to_owned()],
         };
-        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![wanted], error: None });
+        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![expected], error: None });
         assert_eq!(NetworkSelection::parse("a@net7").elements[0].interface.as_deref(), Some("net7"));
     }
 

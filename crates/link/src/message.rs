@@ -197,9 +197,9 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
     let all: BTreeMap<u16, &[u8]> = parse_attributes(body.get(16..)?).collect();
     let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
     let text = |kind| all.get(&kind).map(|value| escape_text(value));
-    let info = |wanted| {
+    let info = |attribute| {
         let info = all.get(&IFLA_LINKINFO)?;
-        parse_attributes(info).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
+        parse_attributes(info).find(|(kind, _)| *kind == attribute).map(|(_, value)| value)
     };
     let kind = info(IFLA_INFO_KIND).map(escape_text);
     let (vxlan, lower) = match (kind.as_deref(), info(IFLA_INFO_DATA)) {
@@ -445,7 +445,7 @@ mod tests {
 
     #[test]
     fn names_that_are_not_utf8_are_escaped_and_stay_distinct() {
-        for (bytes, wanted) in [
+        for (bytes, expected) in [
             (&b"eth0\0"[..], "eth0"),
             (b"eth0", "eth0"),
             (b"a\xffb\0", "a\\xffb"),
@@ -456,7 +456,7 @@ mod tests {
             (b"some free text", "some free text"),
             (b"", ""),
         ] {
-            assert_eq!(escape_text(bytes), wanted);
+            assert_eq!(escape_text(bytes), expected);
         }
     }
 
