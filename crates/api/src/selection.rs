@@ -219,7 +219,9 @@ fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> 
     // Like Go's JSON decoder, which Multus uses, accept keys in any case.
     let field = |key: &str| {
         let exact = fields.get(key);
-        exact.or_else(|| fields.iter().find(|(name, _)| name.eq_ignore_ascii_case(key)).map(|(_, value)| value))
+        exact.or_else(|| {
+            fields.iter().find(|(name, _)| name.eq_ignore_ascii_case(key)).map(|(_, value)| value)
+        })
     };
     let text = |key: &str| field(key)?.as_str().map(str::trim).filter(|text| !text.is_empty());
     let list = |key: &str| match field(key) {

@@ -230,7 +230,7 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
         ipv6_off: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_off(families)),
-        ipv4_deaf: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_deaf(families)),
+        ipv4_deaf: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_isolated(families)),
         vxlan,
     })
 }
@@ -247,7 +247,7 @@ fn parse_ipv6_off(families: &[u8]) -> Option<bool> {
 }
 
 /// Whether the host is isolated from IPv4 on this link, from the `IFLA_AF_SPEC` of the link.
-fn parse_ipv4_deaf(families: &[u8]) -> Option<bool> {
+fn parse_ipv4_isolated(families: &[u8]) -> Option<bool> {
     const IFLA_INET_CONF: u16 = 1;
     /// `IPV4_DEVCONF_FORWARDING`, `IPV4_DEVCONF_RP_FILTER` and `IPV4_DEVCONF_ARP_IGNORE`, counted from 1.
     const EXPECTED: [(usize, u32); 3] = [(1, 0), (8, 1), (19, 8)];
@@ -524,7 +524,7 @@ mod tests {
             route_oif(&bytes);
             parse_vxlan(&bytes);
             parse_ipv6_off(&bytes);
-            parse_ipv4_deaf(&bytes);
+            parse_ipv4_isolated(&bytes);
             error_code(&bytes);
             escape_text(&bytes);
         }
