@@ -239,7 +239,8 @@ async fn bundle(client: &Client) -> Result<String> {
 
 /// A shorter term than the default, and all that follows from it in proportion: these tests mostly wait.
 const TERM: Duration = Duration::from_secs(4);
-const SHORT_TERM: [&str; 4] = ["--lease-term=4s", "--lease-renew=800ms", "--lease-look=800ms", "--drain=1s"];
+const SHORT_TERM: [&str; 4] =
+    ["--lease-duration=4s", "--lease-renew=800ms", "--lease-retry-period=800ms", "--drain=1s"];
 
 /// Holds the Lease as somebody whose clock is off, until the other work is done.
 async fn rival<T>(
@@ -323,7 +324,7 @@ async fn certificates_change_under_load_without_one_failed_admission(lab: Lab) -
     free_the_lease(&client).await?;
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let _ = secrets.delete("patchbay-webhook-certs", &kube::api::DeleteParams::default()).await;
-    let short = ["--leaf-lifetime=6s", "--ca-lifetime=12s", "--settle=500ms"];
+    let short = ["--leaf-lifetime=6s", "--ca-lifetime=12s", "--ca-propagation-delay=500ms"];
     let mut one = Replica::ready(&lab, 1, &short).await?;
     let mut two = Replica::ready(&lab, 2, &short).await?;
     webhook_answers(&client).await?;

@@ -383,7 +383,7 @@ async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Resul
         let same = json!({"nodeSelector": selector("two"), "attachment": {"name": "clash", "namespaces": ["clash"]}});
         let told = cluster.refusal("second", same).await?;
         ensure!(
-            told.contains("BridgeNetwork clash keeps NetworkAttachmentDefinition clash/clash already"),
+            told.contains("BridgeNetwork clash already manages NetworkAttachmentDefinition clash/clash"),
             "{told}"
         );
         // Apart they may be; then the node gets both, which no webhook sees.
@@ -404,7 +404,7 @@ async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Resul
         let pod = cluster.pod("user", "clash").await?;
         cluster.condition("clash", "InUse", "True").await?;
         let told = cluster.edit("clash", json!({"mtu": 1000})).await.err().context("lowered while used")?;
-        ensure!(format!("{told:#}").contains("cannot go from 1450 down to 1000"), "{told:#}");
+        ensure!(format!("{told:#}").contains("cannot be lowered from 1450 to 1000"), "{told:#}");
         cluster.vtep("clash-a", 9000).await?;
         cluster.until("clash", "the MTU raised", |network| network["status"]["mtu"] == 8950).await?;
         cluster.vtep("clash-a", 1400).await?;

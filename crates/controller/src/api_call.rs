@@ -1,44 +1,44 @@
-//! Calls to the API server: each with a deadline, counted when it fails, and a leader's only while it leads.
+//! Requests to the API server: each with a timeout, counted when it fails, and a leader's writes only while its fence holds.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
 use crate::{
-    metrics::{Call, Metrics},
-    tenure::Tenure,
+    lease::fence::LeaseFence,
+    metrics::{ApiCallKind, Metrics},
 };
 
-/// The deadline of a call that nothing more pressing limits.
-pub const DEADLINE: Duration = Duration::from_secs(5);
+/// The timeout of a request that has no shorter one.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a call failed.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("no answer from the API server within {} ms", .0.as_millis())]
-    Deadline(Duration),
-    #[error("another writer was quicker")]
+    #[error("no response from the API server within {} ms", .0.as_millis())]
+    Timeout(Duration),
+    #[error("conflict with another writer")]
     Conflict(#[source] kube::Error),
-    #[error("the API server refused, or could not be asked")]
-    Refused(#[source] kube::Error),
-    #[error("the time in office is over, nothing was sent")]
-    Over,
+    #[error("the API server rejected the request or could not be reached")]
+    Failed(#[source] kube::Error),
+    #[error("lease expired; request not sent")]
+    LeaseExpired,
 }
 
 impl Error {
-    /// Somebody else was quicker: look again.
+    /// Whether another writer was first: read again before the next write.
     pub fn is_conflict(&self) -> bool {
         matches!(self, Self::Conflict(_))
     }
 }
 
-/// How the calls of one kind are made.
-pub struct Line {
+/// Sends the requests of one kind.
+pub struct ApiCall {
     metrics: Arc<Metrics>,
-    kind: Call,
-    deadline: Duration,
-    tenure: Option<Tenure>,
+    kind: ApiCallKind,
+    timeout: Duration,
+    fence: Option<LeaseFence>,
 }
 
-/// What a call does, which is what its refusal means.
+/// Decides which rejections are conflicts.
 #[derive(Clone, Copy)]
 enum Verb {
     Read,
@@ -46,58 +46,59 @@ enum Verb {
     Change,
 }
 
-impl Line {
-    pub fn new(metrics: Arc<Metrics>, kind: Call, deadline: Duration) -> Self {
-        Self { metrics, kind, deadline, tenure: None }
+impl ApiCall {
+    pub fn new(metrics: Arc<Metrics>, kind: ApiCallKind, timeout: Duration) -> Self {
+        Self { metrics, kind, timeout, fence: None }
     }
 
-    /// Writes go out only while the tenure lasts, and none is waited for longer than that.
-    pub fn of_leader(metrics: Arc<Metrics>, kind: Call, tenure: Tenure) -> Self {
-        Self { tenure: Some(tenure), ..Self::new(metrics, kind, DEADLINE) }
+    /// Sends writes only while the fence holds, and waits for none of them longer than that.
+    pub fn fenced(metrics: Arc<Metrics>, kind: ApiCallKind, fence: LeaseFence) -> Self {
+        Self { fence: Some(fence), ..Self::new(metrics, kind, DEFAULT_TIMEOUT) }
     }
 
-    pub async fn read<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-        self.within(self.deadline, Verb::Read, call).await
+    pub async fn read<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+        self.send(self.timeout, Verb::Read, request).await
     }
 
-    /// That it exists already is a conflict. That the namespace does not is none: looking again does not make it.
-    pub async fn create<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-        self.write(Verb::Create, call).await
+    /// "Already exists" is a conflict. "Not found" is not: it means that the namespace is missing, and reading again does not
+    /// create it.
+    pub async fn create<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+        self.write(Verb::Create, request).await
     }
 
-    /// Replaces, patches or deletes. That it has gone is a conflict.
-    pub async fn change<T>(&self, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-        self.write(Verb::Change, call).await
+    /// Replaces, patches or deletes. "Not found" is a conflict.
+    pub async fn change<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+        self.write(Verb::Change, request).await
     }
 
     /// A future that is never polled sends nothing.
-    async fn write<T>(&self, verb: Verb, call: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
-        let rest = self.tenure.as_ref().map_or(Duration::MAX, Tenure::rest);
-        if rest.is_zero() {
-            return Err(Error::Over);
+    async fn write<T>(&self, verb: Verb, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
+        let remaining = self.fence.as_ref().map_or(Duration::MAX, LeaseFence::remaining);
+        if remaining.is_zero() {
+            return Err(Error::LeaseExpired);
         }
-        self.within(self.deadline.min(rest), verb, call).await
+        self.send(self.timeout.min(remaining), verb, request).await
     }
 
-    /// A conflict is an answer and not counted as an error.
-    async fn within<T>(
+    /// Conflicts are not counted as errors.
+    async fn send<T>(
         &self,
-        deadline: Duration,
+        timeout: Duration,
         verb: Verb,
-        call: impl Future<Output = kube::Result<T>>,
+        request: impl Future<Output = kube::Result<T>>,
     ) -> Result<T, Error> {
-        let error = match tokio::time::timeout(deadline, call).await {
-            Ok(Ok(answer)) => return Ok(answer),
-            Ok(Err(error)) if lost(verb, &error) => return Err(Error::Conflict(error)),
-            Ok(Err(error)) => Error::Refused(error),
-            Err(_) => Error::Deadline(deadline),
+        let error = match tokio::time::timeout(timeout, request).await {
+            Ok(Ok(response)) => return Ok(response),
+            Ok(Err(error)) if is_conflict(verb, &error) => return Err(Error::Conflict(error)),
+            Ok(Err(error)) => Error::Failed(error),
+            Err(_) => Error::Timeout(timeout),
         };
         self.metrics.api_error(self.kind);
         Err(error)
     }
 }
 
-fn lost(verb: Verb, error: &kube::Error) -> bool {
+fn is_conflict(verb: Verb, error: &kube::Error) -> bool {
     let kube::Error::Api(status) = error else { return false };
     match verb {
         Verb::Read => false,
@@ -111,50 +112,50 @@ mod tests {
     use kube::core::Status;
 
     use super::*;
-    use crate::tenure::tests::tenure;
+    use crate::lease::fence::tests::fence;
 
-    fn line() -> Line {
-        Line::new(Arc::default(), Call::Secret, DEADLINE)
+    fn api_call() -> ApiCall {
+        ApiCall::new(Arc::default(), ApiCallKind::Secret, DEFAULT_TIMEOUT)
     }
 
-    fn refusal(reason: &str, code: u16) -> kube::Error {
+    fn status_error(reason: &str, code: u16) -> kube::Error {
         kube::Error::Api(Box::new(Status::failure("no", reason).with_code(code)))
     }
 
-    fn errors(line: &Line) -> bool {
-        line.metrics.text().unwrap().contains("patchbay_api_errors_total{call=\"Secret\"} 1")
+    fn counted(call: &ApiCall) -> bool {
+        call.metrics.text().unwrap().contains("patchbay_api_errors_total{call=\"Secret\"} 1")
     }
 
     #[tokio::test]
-    async fn what_does_not_exist_is_a_conflict_for_a_change_and_an_error_for_a_create() {
-        let gone = async || Err::<(), _>(refusal("NotFound", 404));
-        let (change, create, read) = (line(), line(), line());
-        assert!(change.change(gone()).await.unwrap_err().is_conflict() && !errors(&change));
-        assert!(!create.create(gone()).await.unwrap_err().is_conflict() && errors(&create));
-        assert!(!read.read(gone()).await.unwrap_err().is_conflict() && errors(&read));
-        let exists = async || Err::<(), _>(refusal("AlreadyExists", 409));
-        assert!(line().create(exists()).await.unwrap_err().is_conflict());
-        let stale = async || Err::<(), _>(refusal("Conflict", 409));
-        assert!(line().change(stale()).await.unwrap_err().is_conflict());
-        let forbidden = async || Err::<(), _>(refusal("Forbidden", 403));
-        assert!(!line().change(forbidden()).await.unwrap_err().is_conflict());
+    async fn not_found_is_a_conflict_for_a_change_and_an_error_for_a_create() {
+        let not_found = async || Err::<(), _>(status_error("NotFound", 404));
+        let (change, create, read) = (api_call(), api_call(), api_call());
+        assert!(change.change(not_found()).await.unwrap_err().is_conflict() && !counted(&change));
+        assert!(!create.create(not_found()).await.unwrap_err().is_conflict() && counted(&create));
+        assert!(!read.read(not_found()).await.unwrap_err().is_conflict() && counted(&read));
+        let exists = async || Err::<(), _>(status_error("AlreadyExists", 409));
+        assert!(api_call().create(exists()).await.unwrap_err().is_conflict());
+        let stale = async || Err::<(), _>(status_error("Conflict", 409));
+        assert!(api_call().change(stale()).await.unwrap_err().is_conflict());
+        let forbidden = async || Err::<(), _>(status_error("Forbidden", 403));
+        assert!(!api_call().change(forbidden()).await.unwrap_err().is_conflict());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_leaders_write_ends_with_its_tenure_and_none_begins_after_it() {
+    async fn a_leaders_write_times_out_with_its_fence_and_none_is_sent_afterwards() {
         let metrics = Arc::new(Metrics::default());
-        let line = Line::of_leader(metrics, Call::Secret, tenure(Duration::from_secs(2)));
-        let begun = tokio::time::Instant::now();
-        let never = line.change(std::future::pending::<kube::Result<()>>()).await;
-        assert!(matches!(never, Err(Error::Deadline(_))));
-        assert_eq!(begun.elapsed().as_secs(), 2);
+        let call = ApiCall::fenced(metrics, ApiCallKind::Secret, fence(Duration::from_secs(2)));
+        let start = tokio::time::Instant::now();
+        let never = call.change(std::future::pending::<kube::Result<()>>()).await;
+        assert!(matches!(never, Err(Error::Timeout(_))));
+        assert_eq!(start.elapsed().as_secs(), 2);
         let mut polled = false;
-        let late = line.create(async {
+        let late = call.create(async {
             polled = true;
             Ok(())
         });
-        assert!(matches!(late.await, Err(Error::Over)));
+        assert!(matches!(late.await, Err(Error::LeaseExpired)));
         assert!(!polled);
-        assert!(line.read(async { Ok(()) }).await.is_ok());
+        assert!(call.read(async { Ok(()) }).await.is_ok());
     }
 }

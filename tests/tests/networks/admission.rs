@@ -47,7 +47,7 @@ pub async fn while_a_network_goes_no_kind_begins_to_use_it(lab: Lab) -> Result<(
             let kind = &new.0.resource.kind;
             let told = refusal(&cluster, &new).await?;
             let sentence = format!(
-                "this {kind} names NetworkAttachmentDefinition refuse/refuse of BridgeNetwork refuse, which is being deleted"
+                "this {kind} references NetworkAttachmentDefinition refuse/refuse of BridgeNetwork refuse, which is being deleted"
             );
             ensure!(told.contains(&sentence), "{told}");
             // What adds no reference passes, and so does what names something else.

@@ -445,7 +445,7 @@ impl Cluster {
         wait::until(Duration::from_secs(20), "the webhook to answer", || async {
             let refused = self.post(&reports, None, &object).await;
             ensure!(
-                matches!(&refused, Err(kube::Error::Api(it)) if it.message.contains("there is no Node")),
+                matches!(&refused, Err(kube::Error::Api(it)) if it.message.contains("does not exist; the Patchbay daemon")),
                 "{refused:?}"
             );
             Ok(Some(()))

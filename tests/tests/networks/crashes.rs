@@ -74,7 +74,7 @@ pub async fn kill_9_between_two_steps_of_a_deletion_loses_nothing(lab: Lab) -> R
 
 /// Two at once; the leader dies in the middle of a deletion.
 async fn take_over(lab: &Lab, cluster: &Cluster, history: &History) -> Result<()> {
-    let quick = ["--lease-term", "2s", "--lease-renew", "500ms", "--lease-look", "500ms"];
+    let quick = ["--lease-duration", "2s", "--lease-renew", "500ms", "--lease-retry-period", "500ms"];
     cluster.free_lease().await?;
     let mut first = Replica::ready(lab, 1, &quick).await?;
     let _second = Replica::ready(lab, 2, &quick).await?;

@@ -1,6 +1,6 @@
-//! The webhook configuration: whom it trusts, and making it trust the right ones.
+//! The CA bundles in the webhook configuration: reads and patches them.
 //!
-//! Only webhooks that call our Service are ours; what else somebody put into the configuration is left alone.
+//! Only webhooks that call our Service are ours; other webhooks in the configuration are not changed.
 
 use std::sync::Arc;
 
@@ -13,104 +13,108 @@ use kube::{
     Api, Client, Resource, ResourceExt,
     api::{Patch, PatchParams},
 };
-use plan::certs::Bundle;
+use plan::certs::CaBundle;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use super::{rotate::WebhookService, x509};
 use crate::{
-    authority::Home,
-    call::{self, Line},
-    certificate,
-    metrics::{Call, Metrics},
-    tenure::Tenure,
+    api_call::{self, ApiCall},
+    lease::fence::LeaseFence,
+    metrics::{ApiCallKind, Metrics},
 };
 
-/// The configuration, as far as it concerns our webhooks and their authorities.
+/// The CA bundle of each of our webhooks, and the resourceVersion they were read at.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Configuration {
-    version: Option<String>,
-    webhooks: Vec<(String, Bundle)>,
+pub struct PublishedBundles {
+    resource_version: Option<String>,
+    webhooks: Vec<(String, CaBundle)>,
 }
 
-/// The configuration in the API server, in the leader's hands.
-pub struct Registration {
+/// Reads and patches the webhook configuration for the leader.
+pub struct CaBundlePatcher {
     api: Api<ValidatingWebhookConfiguration>,
-    home: Home,
-    line: Line,
+    service: WebhookService,
+    call: ApiCall,
 }
 
-impl Registration {
-    pub fn new(client: Client, home: Home, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
-        let line = Line::of_leader(metrics, Call::WebhookConfiguration, tenure);
-        Self { api: Api::all(client), home, line }
+impl CaBundlePatcher {
+    pub fn new(client: Client, service: WebhookService, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+        let call = ApiCall::fenced(metrics, ApiCallKind::WebhookConfiguration, fence);
+        Self { api: Api::all(client), service, call }
     }
 
-    /// It need not exist.
-    pub async fn read(&self) -> Result<Option<Configuration>, call::Error> {
-        let found = self.line.read(self.api.get_opt(CONFIGURATION)).await?;
-        Ok(found.map(|object| configuration(&object, &self.home)))
+    /// `None` if the configuration does not exist.
+    pub async fn read(&self) -> Result<Option<PublishedBundles>, api_call::Error> {
+        let object = self.call.read(self.api.get_opt(CONFIGURATION)).await?;
+        Ok(object.map(|object| published_bundles(&object, &self.service)))
     }
 
-    /// Makes every webhook of ours trust the bundle, unless the configuration has changed since it was read.
-    pub async fn publish(&self, configuration: &Configuration, bundle: &Bundle) -> Result<(), call::Error> {
-        let patch = Patch::Apply(patch(configuration, bundle));
+    /// Writes the bundle into every webhook of ours, unless the configuration has changed since it was read.
+    pub async fn publish(
+        &self,
+        published: &PublishedBundles,
+        bundle: &CaBundle,
+    ) -> Result<(), api_call::Error> {
+        let patch = Patch::Apply(patch(published, bundle));
         let params = PatchParams::apply(CONTROLLER_MANAGER).force();
-        self.line.change(self.api.patch(CONFIGURATION, &params, &patch)).await.map(drop)
+        self.call.change(self.api.patch(CONFIGURATION, &params, &patch)).await.map(drop)
     }
 }
 
-impl Configuration {
+impl PublishedBundles {
     /// The bundle of each webhook.
-    pub fn bundles(&self) -> impl Iterator<Item = &Bundle> {
+    pub fn bundles(&self) -> impl Iterator<Item = &CaBundle> {
         self.webhooks.iter().map(|(_, bundle)| bundle)
     }
 }
 
-fn configuration(object: &ValidatingWebhookConfiguration, home: &Home) -> Configuration {
-    let trusted = |config: &WebhookClientConfig| match &config.ca_bundle {
-        Some(text) => certificate::read_bundle(&text.0),
-        None => Bundle::default(),
+fn published_bundles(object: &ValidatingWebhookConfiguration, service: &WebhookService) -> PublishedBundles {
+    let bundle = |config: &WebhookClientConfig| match &config.ca_bundle {
+        Some(text) => x509::parse_bundle(&text.0),
+        None => CaBundle::default(),
     };
-    let webhooks = object.webhooks.iter().flatten().filter(|hook| calls(&hook.client_config, home));
-    Configuration {
-        version: object.resource_version(),
-        webhooks: webhooks.map(|hook| (hook.name.clone(), trusted(&hook.client_config))).collect(),
+    let webhooks =
+        object.webhooks.iter().flatten().filter(|hook| calls_service(&hook.client_config, service));
+    PublishedBundles {
+        resource_version: object.resource_version(),
+        webhooks: webhooks.map(|hook| (hook.name.clone(), bundle(&hook.client_config))).collect(),
     }
 }
 
-fn calls(config: &WebhookClientConfig, home: &Home) -> bool {
-    let service = config.service.as_ref();
-    service.is_some_and(|it| it.namespace == home.namespace && it.name == home.service)
+fn calls_service(config: &WebhookClientConfig, service: &WebhookService) -> bool {
+    let reference = config.service.as_ref();
+    reference.is_some_and(|it| it.namespace == service.namespace && it.name == service.name)
 }
 
-/// Server-side apply of the one field that is ours; the resourceVersion keeps a leader of yesterday from undoing today's.
-fn patch(configuration: &Configuration, bundle: &Bundle) -> Value {
-    let text = certificate::bundle_pem(bundle.authorities.iter().map(|authority| &authority.id));
-    let text = ByteString(text.into_bytes());
+/// Server-side apply of the one field that we own; the resourceVersion fences writes of a former leader.
+fn patch(published: &PublishedBundles, bundle: &CaBundle) -> Value {
+    let pem = x509::bundle_pem(bundle.cas.iter().map(|ca| &ca.id));
+    let pem = ByteString(pem.into_bytes());
     json!({
         "apiVersion": ValidatingWebhookConfiguration::api_version(&()),
         "kind": ValidatingWebhookConfiguration::kind(&()),
-        "metadata": {"name": CONFIGURATION, "resourceVersion": configuration.version},
-        "webhooks": configuration.webhooks.iter().map(|(name, _)| Hook::new(name, &text)).collect::<Vec<_>>(),
+        "metadata": {"name": CONFIGURATION, "resourceVersion": published.resource_version},
+        "webhooks": published.webhooks.iter().map(|(name, _)| WebhookPatch::new(name, &pem)).collect::<Vec<_>>(),
     })
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Hook<'a> {
+struct WebhookPatch<'a> {
     name: &'a str,
-    client_config: Trusted<'a>,
+    client_config: ClientConfigPatch<'a>,
 }
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Trusted<'a> {
+struct ClientConfigPatch<'a> {
     ca_bundle: &'a ByteString,
 }
 
-impl<'a> Hook<'a> {
+impl<'a> WebhookPatch<'a> {
     fn new(name: &'a str, ca_bundle: &'a ByteString) -> Self {
-        Self { name, client_config: Trusted { ca_bundle } }
+        Self { name, client_config: ClientConfigPatch { ca_bundle } }
     }
 }
 
@@ -123,50 +127,50 @@ mod tests {
 
     use super::*;
 
-    fn home() -> Home {
-        Home { namespace: "ns".to_owned(), service: "hook".to_owned() }
+    fn service() -> WebhookService {
+        WebhookService { namespace: "ns".to_owned(), name: "hook".to_owned() }
     }
 
-    fn hook(name: &str, service: Option<(&str, &str)>, trusted: Option<&str>) -> ValidatingWebhook {
+    fn hook(name: &str, service: Option<(&str, &str)>, ca_bundle: Option<&str>) -> ValidatingWebhook {
         let service = service.map(|(namespace, name)| ServiceReference {
             namespace: namespace.to_owned(),
             name: name.to_owned(),
             ..ServiceReference::default()
         });
-        let ca_bundle = trusted.map(|text| ByteString(text.as_bytes().to_vec()));
+        let ca_bundle = ca_bundle.map(|text| ByteString(text.as_bytes().to_vec()));
         let client_config = WebhookClientConfig { ca_bundle, service, ..WebhookClientConfig::default() };
         ValidatingWebhook { name: name.to_owned(), client_config, ..ValidatingWebhook::default() }
     }
 
-    fn read(hooks: Vec<ValidatingWebhook>) -> Configuration {
+    fn read(hooks: Vec<ValidatingWebhook>) -> PublishedBundles {
         let mut object = ValidatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
         object.metadata.resource_version = Some("7".to_owned());
-        configuration(&object, &home())
+        published_bundles(&object, &service())
     }
 
-    fn bundle() -> Bundle {
-        let validity = Validity::starting(SystemTime::now(), Duration::from_mins(1));
-        certificate::read_bundle(certificate::found(validity).unwrap().certificate.as_bytes())
+    fn bundle() -> CaBundle {
+        let validity = Validity::starting_at(SystemTime::now(), Duration::from_mins(1));
+        x509::parse_bundle(x509::create_ca(validity).unwrap().certificate.as_bytes())
     }
 
     #[test]
     fn only_webhooks_that_call_our_service_are_ours() {
-        let configuration = read(vec![
+        let published = read(vec![
             hook("other-name", Some(("ns", "other")), None),
             hook("ours", Some(("ns", "hook")), Some("junk")),
             hook("other-namespace", Some(("other", "hook")), None),
             hook("url", None, None),
         ]);
-        let junk = certificate::read_bundle(b"junk");
-        assert_eq!(configuration.webhooks, [("ours".to_owned(), junk)]);
+        let junk = x509::parse_bundle(b"junk");
+        assert_eq!(published.webhooks, [("ours".to_owned(), junk)]);
     }
 
     #[test]
-    fn only_the_bundle_of_each_webhook_is_applied_and_only_to_what_was_read() {
+    fn only_the_bundles_of_our_webhooks_are_applied_at_the_version_that_was_read() {
         let bundle = bundle();
-        let hooks = vec![hook("a", Some(("ns", "hook")), None), hook("theirs", None, None)];
+        let hooks = vec![hook("a", Some(("ns", "hook")), None), hook("foreign", None, None)];
         let applied = patch(&read(hooks), &bundle);
-        let text = certificate::bundle_pem([&bundle.authorities[0].id]);
+        let text = x509::bundle_pem([&bundle.cas[0].id]);
         assert_eq!(
             applied,
             json!({

@@ -1,4 +1,4 @@
-//! The certificate that this replica serves: follows the Secret, swapped without a restart.
+//! Reloads the serving certificate of this replica when the Secret changes, without a restart.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -14,69 +14,69 @@ use plan::certs;
 use tokio::sync::watch;
 use tracing::{info, warn};
 
+use super::x509::{self, TLS_CRT, TLS_KEY};
 use crate::{
-    certificate,
     http::Readiness,
-    metrics::{Call, Metrics},
+    metrics::{ApiCallKind, Metrics},
     watch::{failed, only},
 };
 
-/// Why a certificate is not served.
+/// Why a certificate is not loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the certificate is not fit to serve")]
-    Unfit(#[source] certs::Unfit),
-    #[error("the certificate cannot be loaded")]
-    Load(#[source] certificate::Error),
+    #[error("the certificate cannot be served")]
+    Unservable(#[source] certs::UnservableLeaf),
+    #[error("load the certificate")]
+    Load(#[source] x509::Error),
 }
 
-/// What is served. Once there is a certificate there always is one: a worse one never replaces a good one.
-pub struct Served {
-    name: String,
+/// The serving certificate. An unservable certificate never replaces one that is reloader.
+pub struct CertReloader {
+    dns_name: String,
     tls: watch::Sender<Option<RustlsConfig>>,
-    data: Option<BTreeMap<String, ByteString>>,
+    loaded: Option<BTreeMap<String, ByteString>>,
     readiness: Arc<Readiness>,
     metrics: Arc<Metrics>,
 }
 
-impl Served {
-    pub fn new(name: String, readiness: Arc<Readiness>, metrics: Arc<Metrics>) -> Self {
-        Self { name, tls: watch::Sender::new(None), data: None, readiness, metrics }
+impl CertReloader {
+    pub fn new(dns_name: String, readiness: Arc<Readiness>, metrics: Arc<Metrics>) -> Self {
+        Self { dns_name, tls: watch::Sender::new(None), loaded: None, readiness, metrics }
     }
 
-    /// Where the listener finds its certificate as soon as there is one. Later ones arrive in the same configuration.
+    /// Receives the TLS configuration once the first certificate is loaded. Later certificates replace it in place.
     pub fn tls(&self) -> watch::Receiver<Option<RustlsConfig>> {
         self.tls.subscribe()
     }
 
-    /// Follows the Secret; ends only when it is dropped.
-    pub async fn follow(mut self, client: Client, namespace: String) {
+    /// Watches the Secret; ends only when it is dropped.
+    pub async fn run(mut self, client: Client, namespace: String) {
         let metrics = self.metrics.clone();
         let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(SECRET))
             .default_backoff()
-            .inspect_err(|error| failed(&metrics, Call::WatchSecret, error))
+            .inspect_err(|error| failed(&metrics, ApiCallKind::WatchSecret, error))
             .applied_objects()
             .boxed();
         while let Some(secret) = secrets.next().await {
             let Ok(secret) = secret else { continue };
             if let Err(error) = self.load(&secret.data.unwrap_or_default()) {
-                warn!(error = %Chain(&error), "a webhook certificate was left out, the one before it is served on");
+                warn!(error = %Chain(&error), "could not load the webhook certificate; serving the previous one");
             }
         }
     }
 
-    /// Serves what the Secret holds, if it is fit to be served.
+    /// Loads the certificate from the Secret's data if it can be reloader.
     fn load(&mut self, data: &BTreeMap<String, ByteString>) -> Result<(), Error> {
-        let serving = [certificate::LEAF, certificate::LEAF_KEY];
-        let part: BTreeMap<_, _> =
-            serving.iter().filter_map(|key| Some(((*key).to_owned(), data.get(*key)?.clone()))).collect();
-        // An authority that joins or leaves changes the Secret, not what is served; before the first leaf there is nothing to serve.
-        if self.data.as_ref() == Some(&part) || part.values().all(|bytes| bytes.0.is_empty()) {
+        let keys = [TLS_CRT, TLS_KEY];
+        let serving: BTreeMap<_, _> =
+            keys.iter().filter_map(|key| Some(((*key).to_owned(), data.get(*key)?.clone()))).collect();
+        // A CA that is added or removed changes the Secret but not the leaf. Before the first leaf both keys are empty.
+        if self.loaded.as_ref() == Some(&serving) || serving.values().all(|bytes| bytes.0.is_empty()) {
             return Ok(());
         }
-        let leaf = certificate::read_secret(data).leaf;
-        certs::fit(leaf.as_ref(), &self.name).map_err(Error::Unfit)?;
-        let config = certificate::server_config(&part).map_err(Error::Load)?;
+        let leaf = x509::parse_secret(data).leaf;
+        certs::check_servable(leaf.as_ref(), &self.dns_name).map_err(Error::Unservable)?;
+        let config = x509::server_config(&serving).map_err(Error::Load)?;
         self.tls.send_if_modified(|tls| match tls {
             Some(tls) => {
                 tls.reload_from_config(config);
@@ -88,11 +88,11 @@ impl Served {
             }
         });
         if let Some(leaf) = leaf {
-            self.metrics.certificate_expires(leaf.validity.until);
+            self.metrics.certificate_expires(leaf.validity.not_after);
         }
-        self.data = Some(part);
-        self.readiness.has_certificate();
-        info!("serves a new webhook certificate");
+        self.loaded = Some(serving);
+        self.readiness.set_certificate_loaded();
+        info!("loaded a webhook certificate");
         Ok(())
     }
 }
@@ -107,61 +107,61 @@ mod tests {
 
     const NAME: &str = "hook.ns.svc";
 
-    fn served() -> Served {
-        Served::new(NAME.to_owned(), Arc::default(), Arc::default())
+    fn reloader() -> CertReloader {
+        CertReloader::new(NAME.to_owned(), Arc::default(), Arc::default())
     }
 
     fn secret(name: &str) -> BTreeMap<String, ByteString> {
-        let validity = Validity::starting(SystemTime::now(), Duration::from_hours(1));
-        let authority = certificate::found(validity).unwrap();
-        let id = certificate::read_bundle(authority.certificate.as_bytes()).authorities.remove(0).id;
-        let leaf = certificate::sign(&id, authority.key.as_bytes(), name.to_owned(), validity).unwrap();
+        let validity = Validity::starting_at(SystemTime::now(), Duration::from_hours(1));
+        let ca = x509::create_ca(validity).unwrap();
+        let id = x509::parse_bundle(ca.certificate.as_bytes()).cas.remove(0).id;
+        let leaf = x509::sign_leaf(&id, ca.key.as_bytes(), name.to_owned(), validity).unwrap();
         let parts = [
-            (certificate::AUTHORITIES, authority.certificate),
-            (certificate::AUTHORITY_KEY, authority.key),
-            (certificate::LEAF, leaf.certificate),
-            (certificate::LEAF_KEY, leaf.key),
+            (x509::CA_CRT, ca.certificate),
+            (x509::CA_KEY, ca.key),
+            (TLS_CRT, leaf.certificate),
+            (TLS_KEY, leaf.key),
         ];
         parts.map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))).into()
     }
 
-    fn ready(served: &Served) -> bool {
-        served.readiness.synced();
-        served.readiness.state().is_ok()
+    fn ready(reloader: &CertReloader) -> bool {
+        reloader.readiness.set_synced();
+        reloader.readiness.check().is_ok()
     }
 
     #[test]
-    fn a_replica_is_ready_with_its_first_certificate_and_swaps_the_next_one_in_place() {
-        let mut served = served();
-        let tls = served.tls();
-        assert!(!ready(&served));
-        served.load(&secret(NAME)).unwrap();
-        assert!(ready(&served));
+    fn a_replica_is_ready_with_its_first_certificate_and_reloads_the_next_one_in_place() {
+        let mut reloader = reloader();
+        let tls = reloader.tls();
+        assert!(!ready(&reloader));
+        reloader.load(&secret(NAME)).unwrap();
+        assert!(ready(&reloader));
         let config = tls.borrow().clone().unwrap();
         let first = config.get_inner();
-        served.load(&secret(NAME)).unwrap();
+        reloader.load(&secret(NAME)).unwrap();
         assert!(!Arc::ptr_eq(&first, &config.get_inner()));
     }
 
     #[test]
-    fn nothing_is_swapped_when_only_the_authorities_changed() {
-        let mut served = served();
+    fn nothing_is_reloaded_when_only_the_ca_bundle_changed() {
+        let mut reloader = reloader();
         let mut data = secret(NAME);
-        served.load(&data).unwrap();
-        let config = served.tls().borrow().clone().unwrap();
+        reloader.load(&data).unwrap();
+        let config = reloader.tls().borrow().clone().unwrap();
         let first = config.get_inner();
-        let bundle = data.get_mut(certificate::AUTHORITIES).unwrap();
-        bundle.0.extend(secret(NAME)[certificate::AUTHORITIES].0.clone());
-        served.load(&data).unwrap();
+        let bundle = data.get_mut(x509::CA_CRT).unwrap();
+        bundle.0.extend(secret(NAME)[x509::CA_CRT].0.clone());
+        reloader.load(&data).unwrap();
         assert!(Arc::ptr_eq(&first, &config.get_inner()));
     }
 
     #[test]
-    fn a_worse_certificate_never_replaces_a_good_one() {
-        let mut served = served();
+    fn an_unservable_certificate_never_replaces_the_current_one() {
+        let mut reloader = reloader();
         let good = secret(NAME);
-        served.load(&good).unwrap();
-        let config = served.tls().borrow().clone().unwrap();
+        reloader.load(&good).unwrap();
+        let config = reloader.tls().borrow().clone().unwrap();
         let first = config.get_inner();
         let with = |key: &str, text: &[u8]| {
             let mut data = good.clone();
@@ -170,16 +170,16 @@ mod tests {
         };
         let other = secret(NAME);
         let bad = [
-            secret("bank.example"),
-            with(certificate::LEAF, b"junk"),
-            with(certificate::LEAF_KEY, b"\xff\xfe"),
-            with(certificate::LEAF_KEY, &other[certificate::LEAF_KEY].0),
-            with(certificate::LEAF, &other[certificate::LEAF].0),
+            secret("other.example"),
+            with(TLS_CRT, b"junk"),
+            with(TLS_KEY, b"\xff\xfe"),
+            with(TLS_KEY, &other[TLS_KEY].0),
+            with(TLS_CRT, &other[TLS_CRT].0),
         ];
         for data in bad {
-            assert!(served.load(&data).is_err());
+            assert!(reloader.load(&data).is_err());
         }
-        served.load(&BTreeMap::new()).unwrap();
-        assert!(Arc::ptr_eq(&first, &config.get_inner()) && ready(&served));
+        reloader.load(&BTreeMap::new()).unwrap();
+        assert!(Arc::ptr_eq(&first, &config.get_inner()) && ready(&reloader));
     }
 }

@@ -1,7 +1,7 @@
-//! The leader's loop for the webhook's certificates: looks, asks `plan::certs` for the one next step, and does it.
+//! The leader's loop for the webhook's certificates: reads, asks `plan::certs` for the next single step, and applies it.
 //!
-//! Watches only say when to look. What is decided on is read from the API server itself: a decision about whom to trust,
-//! taken on a cache that is just behind our own last write, would make one authority too many.
+//! Watches only trigger a reconcile. Decisions use objects read from the API server, not a cache: a cache that lags behind
+//! our own last write would cause one CA too many.
 
 use std::{
     collections::BTreeMap,
@@ -16,201 +16,216 @@ use api::{
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
 use kube::{Api, Client};
-use plan::certs::{self, Id, Next, Observed, Policy, Step, Trust, Validity};
+use plan::certs::{
+    self, CertId, CertPolicy, ObservedCerts, RotationDecision, RotationStep, SignerTrust, Validity,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::{
+    ca_bundle::{CaBundlePatcher, PublishedBundles},
+    secret::CertSecret,
+    x509::{self, CA_CRT, CA_KEY, SecretContents, TLS_CRT, TLS_KEY},
+};
 use crate::{
-    call,
-    certificate::{self, AUTHORITIES, AUTHORITY_KEY, Held, LEAF, LEAF_KEY},
-    clock::Clock,
-    configuration::{Configuration, Registration},
-    metrics::{Call, Metrics},
-    secret::Vault,
-    tenure::{Tenure, now},
+    api_call,
+    clock::WallClockMonitor,
+    lease::fence::{LeaseFence, now},
+    metrics::{ApiCallKind, Metrics},
     watch,
 };
 
-/// Keeps a fight with another writer from becoming a storm.
-const BREATH: Duration = Duration::from_millis(100);
-const FIRST_RETRY: Duration = Duration::from_secs(1);
-const LAST_RETRY: Duration = Duration::from_mins(1);
+/// The minimum wait between two reconciles, which also limits conflicts with another writer.
+const CONFLICT_RETRY: Duration = Duration::from_millis(100);
+const MIN_RETRY: Duration = Duration::from_secs(1);
+const MAX_RETRY: Duration = Duration::from_mins(1);
 
-/// Why a step failed.
+/// Why a reconcile failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("read the webhook certificates")]
-    Read(#[source] call::Error),
-    #[error("write the secret of the webhook certificates")]
-    Secret(#[source] call::Error),
-    #[error("publish the webhook authorities")]
-    Publish(#[source] call::Error),
-    #[error("make a webhook certificate")]
-    Make(#[source] certificate::Error),
+    Read(#[source] api_call::Error),
+    #[error("write the Secret of the webhook certificates")]
+    WriteSecret(#[source] api_call::Error),
+    #[error("write the CA bundle of the webhook configuration")]
+    Publish(#[source] api_call::Error),
+    #[error("create a webhook certificate")]
+    Create(#[source] x509::Error),
 }
 
 impl Error {
     fn is_conflict(&self) -> bool {
         match self {
-            Self::Secret(error) | Self::Publish(error) => error.is_conflict(),
-            Self::Read(_) | Self::Make(_) => false,
+            Self::WriteSecret(error) | Self::Publish(error) => error.is_conflict(),
+            Self::Read(_) | Self::Create(_) => false,
         }
     }
 }
 
-/// Where the webhook lives.
+/// The Service through which API servers call the webhook.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Home {
+pub struct WebhookService {
     pub namespace: String,
-    pub service: String,
+    pub name: String,
 }
 
-/// The keeper of the certificates.
-pub struct Keeper {
+/// Creates, renews and publishes the webhook's certificates.
+pub struct CertRotator {
     client: Client,
-    home: Home,
-    policy: Policy,
+    service: WebhookService,
+    policy: CertPolicy,
     metrics: Arc<Metrics>,
-    vault: Vault,
-    registration: Registration,
-    trust: Trust,
+    secret: CertSecret,
+    ca_bundle: CaBundlePatcher,
+    trust: SignerTrust,
 }
 
-/// What was read in one look.
-struct View {
+/// The objects that one reconcile has read.
+struct CertObjects {
     secret: Option<Secret>,
-    held: Held,
-    configuration: Option<Configuration>,
+    contents: SecretContents,
+    published: Option<PublishedBundles>,
 }
 
-impl Keeper {
-    pub fn new(client: Client, home: Home, policy: Policy, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
+impl CertRotator {
+    pub fn new(
+        client: Client,
+        service: WebhookService,
+        policy: CertPolicy,
+        metrics: Arc<Metrics>,
+        fence: LeaseFence,
+    ) -> Self {
         Self {
-            vault: Vault::new(client.clone(), &home.namespace, metrics.clone(), tenure.clone()),
-            registration: Registration::new(client.clone(), home.clone(), metrics.clone(), tenure),
+            secret: CertSecret::new(client.clone(), &service.namespace, metrics.clone(), fence.clone()),
+            ca_bundle: CaBundlePatcher::new(client.clone(), service.clone(), metrics.clone(), fence),
             client,
-            home,
+            service,
             policy,
             metrics,
-            trust: Trust::default(),
+            trust: SignerTrust::default(),
         }
     }
 
-    /// Works until told to stop; a step that was begun is ended.
-    pub async fn keep(mut self, stop: CancellationToken) {
-        let mut touches = self.touches();
-        let mut retry = FIRST_RETRY;
+    /// Runs until `stop` is cancelled; finishes a step that it has started.
+    pub async fn run(mut self, stop: CancellationToken) {
+        let mut changes = self.changes();
+        let mut retry = MIN_RETRY;
         loop {
-            let clock = Clock::new();
-            let rest = match self.round().await {
-                Ok(rest) => {
-                    retry = FIRST_RETRY;
-                    rest
+            let clock = WallClockMonitor::new();
+            let requeue_after = match self.reconcile().await {
+                Ok(requeue_after) => {
+                    retry = MIN_RETRY;
+                    requeue_after
                 }
                 Err(error) if error.is_conflict() => {
-                    debug!("another writer was quicker, looking again");
+                    debug!("conflict with another writer; reading the webhook certificates again");
                     Duration::ZERO
                 }
                 Err(error) => {
-                    warn!(error = %Chain(&error), ?retry, "the webhook certificates could not be kept, tried again");
-                    let rest = retry;
-                    retry = (retry * 2).min(LAST_RETRY);
-                    rest
+                    warn!(error = %Chain(&error), ?retry, "could not reconcile the webhook certificates; retrying");
+                    let requeue_after = retry;
+                    retry = (retry * 2).min(MAX_RETRY);
+                    requeue_after
                 }
             };
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(rest.max(BREATH)) => {}
-                () = clock.was_set() => info!("the clock was set, every date is judged anew"),
-                touched = touches.next() => match touched {
-                    Some(()) => tokio::time::sleep(BREATH).await,
+                () = tokio::time::sleep(requeue_after.max(CONFLICT_RETRY)) => {}
+                () = clock.stepped() => info!("the wall clock was set; checking all certificate dates again"),
+                change = changes.next() => match change {
+                    Some(()) => tokio::time::sleep(CONFLICT_RETRY).await,
                     None => return,
                 },
             }
         }
     }
 
-    fn touches(&self) -> impl futures::Stream<Item = ()> + Unpin + use<> {
-        let secret = Api::namespaced(self.client.clone(), &self.home.namespace);
-        let configuration = Api::all(self.client.clone());
+    fn changes(&self) -> impl futures::Stream<Item = ()> + Unpin + use<> {
+        let secrets = Api::namespaced(self.client.clone(), &self.service.namespace);
+        let configurations = Api::all(self.client.clone());
         stream::select(
-            watch::touches::<Secret>(secret, SECRET, self.metrics.clone(), Call::WatchSecret),
+            watch::touches::<Secret>(secrets, SECRET, self.metrics.clone(), ApiCallKind::WatchSecret),
             watch::touches::<ValidatingWebhookConfiguration>(
-                configuration,
+                configurations,
                 CONFIGURATION,
                 self.metrics.clone(),
-                Call::WatchWebhookConfiguration,
+                ApiCallKind::WatchWebhookConfiguration,
             ),
         )
     }
 
-    /// One look and at most one step; says for how long all is well.
-    async fn round(&mut self) -> Result<Duration, Error> {
-        let view = self.look().await.map_err(Error::Read)?;
-        let configurations: Vec<_> =
-            view.configuration.iter().flat_map(Configuration::bundles).cloned().collect();
-        let trusted_for = self.trust.look(view.held.signer.as_ref(), &configurations, now());
-        let Held { bundle, signer, leaf } = view.held.clone();
-        let observed = Observed { secret: bundle, signer, leaf, configurations, trusted_for };
-        match certs::next(&observed, &self.policy, SystemTime::now()) {
-            Next::Look(rest) => Ok(rest),
-            Next::Step(step) => {
-                self.apply(step, view).await?;
+    /// Applies at most one step; returns when to reconcile again.
+    async fn reconcile(&mut self) -> Result<Duration, Error> {
+        let objects = self.read().await.map_err(Error::Read)?;
+        let webhook_bundles: Vec<_> =
+            objects.published.iter().flat_map(PublishedBundles::bundles).cloned().collect();
+        let trusted_for = self.trust.observe(objects.contents.signer.as_ref(), &webhook_bundles, now());
+        let SecretContents { bundle, signer, leaf } = objects.contents.clone();
+        let observed = ObservedCerts { secret: bundle, signer, leaf, webhook_bundles, trusted_for };
+        match certs::decide(&observed, &self.policy, SystemTime::now()) {
+            RotationDecision::RecheckAfter(wait) => Ok(wait),
+            RotationDecision::Apply(step) => {
+                self.apply(step, objects).await?;
                 Ok(Duration::ZERO)
             }
         }
     }
 
-    async fn look(&self) -> Result<View, call::Error> {
-        let (secret, configuration) = tokio::try_join!(self.vault.read(), self.registration.read())?;
-        let held = secret.as_ref().and_then(|secret| secret.data.as_ref()).map(certificate::read_secret);
-        Ok(View { secret, held: held.unwrap_or_default(), configuration })
+    async fn read(&self) -> Result<CertObjects, api_call::Error> {
+        let (secret, published) = tokio::try_join!(self.secret.read(), self.ca_bundle.read())?;
+        let contents = secret.as_ref().and_then(|secret| secret.data.as_ref()).map(x509::parse_secret);
+        Ok(CertObjects { secret, contents: contents.unwrap_or_default(), published })
     }
 
-    async fn apply(&self, step: Step, view: View) -> Result<(), Error> {
+    async fn apply(&self, step: RotationStep, objects: CertObjects) -> Result<(), Error> {
         match step {
-            Step::Found { validity, keep } => self.found(validity, &keep, view).await,
-            Step::Bundle { keep } => {
-                let parts = [(AUTHORITIES, certificate::bundle_pem(&keep))].into();
-                self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
-                info!(authorities = keep.len(), "rewrote the bundle of webhook authorities");
+            RotationStep::CreateCa { validity, retain } => self.create_ca(validity, &retain, objects).await,
+            RotationStep::WriteBundle { retain } => {
+                let data = [(CA_CRT, x509::bundle_pem(&retain))].into();
+                self.secret.write(objects.secret, data).await.map_err(Error::WriteSecret)?;
+                info!(cas = retain.len(), "rewrote the CA bundle in the webhook Secret");
                 Ok(())
             }
-            Step::Publish => self.publish(&view).await,
-            Step::Sign { validity } => self.sign(validity, view).await,
+            RotationStep::PublishBundle => self.publish(&objects).await,
+            RotationStep::SignLeaf { validity } => self.sign_leaf(validity, objects).await,
         }
     }
 
-    async fn found(&self, validity: Validity, keep: &[Id], view: View) -> Result<(), Error> {
-        let made = certificate::found(validity).map_err(Error::Make)?;
-        let text = made.certificate + &certificate::bundle_pem(keep);
-        let mut parts = BTreeMap::from([(AUTHORITIES, text), (AUTHORITY_KEY, made.key)]);
-        if view.held.leaf.is_none() {
-            // Nobody serves what is unreadable, so it need not be carried along.
-            parts.extend([(LEAF, String::new()), (LEAF_KEY, String::new())]);
+    async fn create_ca(
+        &self,
+        validity: Validity,
+        retain: &[CertId],
+        objects: CertObjects,
+    ) -> Result<(), Error> {
+        let ca = x509::create_ca(validity).map_err(Error::Create)?;
+        let bundle = ca.certificate + &x509::bundle_pem(retain);
+        let mut data = BTreeMap::from([(CA_CRT, bundle), (CA_KEY, ca.key)]);
+        if objects.contents.leaf.is_none() {
+            // No replica serves a leaf that cannot be parsed, so it is not kept.
+            data.extend([(TLS_CRT, String::new()), (TLS_KEY, String::new())]);
         }
-        self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
-        info!(kept = keep.len(), "made a new webhook authority");
+        self.secret.write(objects.secret, data).await.map_err(Error::WriteSecret)?;
+        info!(retained = retain.len(), "created a webhook CA");
         Ok(())
     }
 
-    async fn sign(&self, validity: Validity, view: View) -> Result<(), Error> {
-        let key = view.secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(AUTHORITY_KEY));
-        let (Some(signer), Some(key)) = (&view.held.signer, key) else {
+    async fn sign_leaf(&self, validity: Validity, objects: CertObjects) -> Result<(), Error> {
+        let key = objects.secret.as_ref().and_then(|secret| secret.data.as_ref()?.get(CA_KEY));
+        let (Some(signer), Some(key)) = (&objects.contents.signer, key) else {
             return Ok(());
         };
-        let name = self.policy.name.clone();
-        let made = certificate::sign(signer, &key.0, name, validity).map_err(Error::Make)?;
-        let parts = [(LEAF, made.certificate), (LEAF_KEY, made.key)].into();
-        self.vault.write(view.secret, parts).await.map_err(Error::Secret)?;
-        info!("signed a new webhook certificate");
+        let dns_name = self.policy.dns_name.clone();
+        let leaf = x509::sign_leaf(signer, &key.0, dns_name, validity).map_err(Error::Create)?;
+        let data = [(TLS_CRT, leaf.certificate), (TLS_KEY, leaf.key)].into();
+        self.secret.write(objects.secret, data).await.map_err(Error::WriteSecret)?;
+        info!("signed a webhook serving certificate");
         Ok(())
     }
 
-    async fn publish(&self, view: &View) -> Result<(), Error> {
-        let Some(configuration) = &view.configuration else { return Ok(()) };
-        self.registration.publish(configuration, &view.held.bundle).await.map_err(Error::Publish)?;
-        info!("published the webhook authorities");
+    async fn publish(&self, objects: &CertObjects) -> Result<(), Error> {
+        let Some(published) = &objects.published else { return Ok(()) };
+        self.ca_bundle.publish(published, &objects.contents.bundle).await.map_err(Error::Publish)?;
+        info!("wrote the CA bundle into the webhook configuration");
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! The Secret that carries the webhook's certificates: written by the leader, read by every replica.
+//! The Secret of the webhook's certificates: written by the leader, read by every replica.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -9,83 +9,87 @@ use kube::{
     api::{DeleteParams, ObjectMeta, PostParams, Preconditions},
 };
 
+use super::x509::{TLS_CRT, TLS_KEY};
 use crate::{
-    call::{self, Line},
-    certificate::{LEAF, LEAF_KEY},
-    metrics::{Call, Metrics},
-    tenure::Tenure,
+    api_call::{self, ApiCall},
+    lease::fence::LeaseFence,
+    metrics::{ApiCallKind, Metrics},
 };
 
-const TYPE: &str = "kubernetes.io/tls";
+const TLS_TYPE: &str = "kubernetes.io/tls";
 
-/// The Secret in the API server, in the leader's hands.
-pub struct Vault {
+/// Reads and writes the Secret for the leader.
+pub struct CertSecret {
     api: Api<Secret>,
     namespace: String,
-    line: Line,
+    call: ApiCall,
 }
 
-impl Vault {
-    pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
-        let line = Line::of_leader(metrics, Call::Secret, tenure);
-        Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), line }
+impl CertSecret {
+    pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+        let call = ApiCall::fenced(metrics, ApiCallKind::Secret, fence);
+        Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), call }
     }
 
-    pub async fn read(&self) -> Result<Option<Secret>, call::Error> {
-        self.line.read(self.api.get_opt(SECRET)).await
+    pub async fn read(&self) -> Result<Option<Secret>, api_call::Error> {
+        self.call.read(self.api.get_opt(SECRET)).await
     }
 
-    /// Puts these parts over those of the Secret that was read, unless it has changed since.
-    pub async fn write(&self, old: Option<Secret>, parts: BTreeMap<&str, String>) -> Result<(), call::Error> {
+    /// Writes these data keys over those of the Secret that was read, unless the Secret has changed since.
+    pub async fn write(
+        &self,
+        old: Option<Secret>,
+        data: BTreeMap<&str, String>,
+    ) -> Result<(), api_call::Error> {
         let params =
             PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
         let old = match old {
-            Some(old) if replaceable(&old) => {
-                let new = with(old, parts);
-                return self.line.change(self.api.replace(SECRET, &params, &new)).await.map(drop);
+            Some(old) if is_replaceable(&old) => {
+                let new = merge_data(old, data);
+                return self.call.change(self.api.replace(SECRET, &params, &new)).await.map(drop);
             }
             Some(old) => {
-                self.line.change(self.api.delete(SECRET, &only_this(&old))).await?;
+                self.call.change(self.api.delete(SECRET, &if_unchanged(&old))).await?;
                 old.data
             }
             None => None,
         };
-        let new = with(Secret { data: old, ..self.blank() }, parts);
-        self.line.create(self.api.create(&params, &new)).await.map(drop)
+        let new = merge_data(Secret { data: old, ..self.empty() }, data);
+        self.call.create(self.api.create(&params, &new)).await.map(drop)
     }
 
-    fn blank(&self) -> Secret {
+    fn empty(&self) -> Secret {
         Secret {
             metadata: ObjectMeta {
                 name: Some(SECRET.to_owned()),
                 namespace: Some(self.namespace.clone()),
                 ..ObjectMeta::default()
             },
-            type_: Some(TYPE.to_owned()),
+            type_: Some(TLS_TYPE.to_owned()),
             ..Secret::default()
         }
     }
 }
 
-/// Neither the type nor anything of an immutable Secret can be changed: such a one is deleted and made anew.
-fn replaceable(secret: &Secret) -> bool {
-    secret.type_.as_deref() == Some(TYPE) && secret.immutable != Some(true)
+/// The type of a Secret and the data of an immutable Secret cannot change: such a Secret is deleted and created again.
+fn is_replaceable(secret: &Secret) -> bool {
+    secret.type_.as_deref() == Some(TLS_TYPE) && secret.immutable != Some(true)
 }
 
-fn only_this(secret: &Secret) -> DeleteParams {
+fn if_unchanged(secret: &Secret) -> DeleteParams {
     DeleteParams::default().preconditions(Preconditions {
         resource_version: secret.metadata.resource_version.clone(),
         uid: secret.metadata.uid.clone(),
     })
 }
 
-fn with(mut secret: Secret, parts: BTreeMap<&str, String>) -> Secret {
+fn merge_data(mut secret: Secret, data: BTreeMap<&str, String>) -> Secret {
     secret.metadata.managed_fields = None;
-    let data = secret.data.get_or_insert_default();
-    data.extend(parts.into_iter().map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))));
-    // A Secret of this type has to have both, be they empty.
-    for key in [LEAF, LEAF_KEY] {
-        data.entry(key.to_owned()).or_insert_with(|| ByteString(Vec::new()));
+    let merged = secret.data.get_or_insert_default();
+    merged.extend(data.into_iter().map(|(key, text)| (key.to_owned(), ByteString(text.into_bytes()))));
+    // The API server requires both keys in a Secret of this type; they may be empty.
+    for key in [TLS_CRT, TLS_KEY] {
+        merged.entry(key.to_owned()).or_insert_with(|| ByteString(Vec::new()));
     }
     secret
 }
@@ -98,8 +102,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        certificate::{AUTHORITIES, AUTHORITY_KEY},
-        tenure::tests::tenure,
+        certs::x509::{CA_CRT, CA_KEY},
+        lease::fence::tests::fence,
     };
 
     fn bytes(text: &str) -> ByteString {
@@ -107,48 +111,48 @@ mod tests {
     }
 
     #[test]
-    fn a_secret_that_cannot_be_changed_is_made_anew() {
-        let tls = Secret { type_: Some(TYPE.to_owned()), ..Secret::default() };
-        assert!(replaceable(&tls));
-        assert!(!replaceable(&Secret { immutable: Some(true), ..tls }));
-        assert!(!replaceable(&Secret { type_: Some("Opaque".to_owned()), ..Secret::default() }));
+    fn a_secret_that_cannot_be_updated_is_recreated() {
+        let tls = Secret { type_: Some(TLS_TYPE.to_owned()), ..Secret::default() };
+        assert!(is_replaceable(&tls));
+        assert!(!is_replaceable(&Secret { immutable: Some(true), ..tls }));
+        assert!(!is_replaceable(&Secret { type_: Some("Opaque".to_owned()), ..Secret::default() }));
     }
 
     #[test]
-    fn parts_that_are_not_written_survive_and_required_ones_exist() {
-        let old =
-            Secret { data: Some([(AUTHORITY_KEY.to_owned(), bytes("key"))].into()), ..Secret::default() };
-        let new = with(old, [(AUTHORITIES, "new".to_owned())].into());
-        let expected = [(AUTHORITIES, "new"), (AUTHORITY_KEY, "key"), (LEAF, ""), (LEAF_KEY, "")];
+    fn other_data_keys_survive_and_required_ones_are_added() {
+        let old = Secret { data: Some([(CA_KEY.to_owned(), bytes("key"))].into()), ..Secret::default() };
+        let new = merge_data(old, [(CA_CRT, "new".to_owned())].into());
+        let expected = [(CA_CRT, "new"), (CA_KEY, "key"), (TLS_CRT, ""), (TLS_KEY, "")];
         let expected = expected.map(|(key, text)| (key.to_owned(), bytes(text)));
         assert_eq!(new.data, Some(expected.into()));
     }
 
-    /// An API server that agrees to everything and takes four seconds over it; says what it was asked.
-    fn slow() -> (Client, Arc<std::sync::Mutex<Vec<http::Method>>>) {
-        let asked = Arc::new(std::sync::Mutex::new(Vec::new()));
-        let seen = asked.clone();
+    /// A fake API server that accepts every request after four seconds and records the methods.
+    fn slow_server() -> (Client, Arc<std::sync::Mutex<Vec<http::Method>>>) {
+        let requests = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let recorder = requests.clone();
         let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
-            seen.lock().unwrap().push(request.method().clone());
+            recorder.lock().unwrap().push(request.method().clone());
             async {
                 tokio::time::sleep(Duration::from_secs(4)).await;
                 let body = serde_json::to_vec(&Secret::default()).unwrap();
                 Ok::<_, std::convert::Infallible>(http::Response::new(Body::from(body)))
             }
         });
-        (Client::new(service, "ns"), asked)
+        (Client::new(service, "ns"), requests)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_second_of_two_writes_is_not_sent_when_the_tenure_ends_with_the_first() {
-        for (length, expected) in [(4, 1), (60, 2)] {
-            let (client, asked) = slow();
-            let vault = Vault::new(client, "ns", Arc::default(), tenure(Duration::from_secs(length)));
+    async fn the_second_of_two_writes_is_not_sent_when_the_fence_expires_during_the_first() {
+        for (fence_secs, expected) in [(4, 1), (60, 2)] {
+            let (client, requests) = slow_server();
+            let secret =
+                CertSecret::new(client, "ns", Arc::default(), fence(Duration::from_secs(fence_secs)));
             let foreign = Secret { type_: Some("Opaque".to_owned()), ..Secret::default() };
-            let result = vault.write(Some(foreign), BTreeMap::new()).await;
+            let result = secret.write(Some(foreign), BTreeMap::new()).await;
             assert_eq!(result.is_ok(), expected == 2, "{result:?}");
-            let all = [http::Method::DELETE, http::Method::POST];
-            assert_eq!(*asked.lock().unwrap(), all[..expected]);
+            let methods = [http::Method::DELETE, http::Method::POST];
+            assert_eq!(*requests.lock().unwrap(), methods[..expected]);
         }
     }
 }

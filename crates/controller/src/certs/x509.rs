@@ -1,7 +1,7 @@
-//! Certificates as bytes: made with rcgen, read with x509-parser, carried in PEM.
+//! X.509: creates certificates with rcgen, parses them with x509-parser, encodes them as PEM.
 //!
-//! Nothing read here is trusted to be well formed: whatever cannot be read counts as damaged or missing, and the rule in
-//! `plan::certs` says what to do about it.
+//! Nothing parsed here is assumed to be well formed: whatever cannot be parsed counts as corrupt or missing, and `plan::certs`
+//! decides what to do about it.
 
 #[cfg(test)]
 mod tests;
@@ -13,7 +13,7 @@ use std::{
 };
 
 use k8s_openapi::ByteString;
-use plan::certs::{Authority, Bundle, Id, Leaf, Origin, Validity};
+use plan::certs::{CaBundle, CaCert, CaOrigin, CertId, LeafCert, Validity};
 use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, PublicKeyData,
@@ -30,78 +30,87 @@ use x509_parser::{
 };
 
 /// Data keys of the Secret.
-pub const LEAF: &str = "tls.crt";
-pub const LEAF_KEY: &str = "tls.key";
-pub const AUTHORITIES: &str = "ca.crt";
-pub const AUTHORITY_KEY: &str = "ca.key";
+pub const TLS_CRT: &str = "tls.crt";
+pub const TLS_KEY: &str = "tls.key";
+pub const CA_CRT: &str = "ca.crt";
+pub const CA_KEY: &str = "ca.key";
 
-/// By this an authority of ours is known when only a webhook configuration is left to tell of it.
-const OUR_NAME: &str = "patchbay webhook authority ";
+/// Prefix of the common name of our CAs. Identifies them in a webhook configuration after the Secret was lost.
+const CA_NAME_PREFIX: &str = "patchbay webhook authority ";
 
-/// More blocks than this in one PEM text are not looked at.
-const MOST_BLOCKS: usize = 256;
+/// Further blocks of a PEM text are ignored.
+const MAX_PEM_BLOCKS: usize = 256;
 
-/// Why no certificate could be made or served.
+/// Why a certificate could not be created or loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("make a certificate")]
-    Make(#[source] rcgen::Error),
-    #[error("the authority's key is not text")]
-    Key,
-    #[error("read the certificate to serve")]
-    Read(#[source] rustls::pki_types::pem::Error),
-    #[error("serve the certificate")]
-    Serve(#[source] rustls::Error),
+    #[error("create a certificate")]
+    Create(#[source] rcgen::Error),
+    #[error("the private key of the CA is not UTF-8")]
+    KeyEncoding,
+    #[error("parse the serving certificate")]
+    Parse(#[source] rustls::pki_types::pem::Error),
+    #[error("configure TLS with the serving certificate")]
+    Tls(#[source] rustls::Error),
 }
 
-/// A certificate and its key, in PEM.
-pub struct Made {
+/// A certificate and its private key, in PEM.
+pub struct PemKeyPair {
     pub certificate: String,
     pub key: String,
 }
 
-/// What the Secret holds, as far as it can be read.
+/// The Secret's data, as far as it can be parsed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Held {
-    pub bundle: Bundle,
-    pub signer: Option<Id>,
-    pub leaf: Option<Leaf>,
+pub struct SecretContents {
+    pub bundle: CaBundle,
+    pub signer: Option<CertId>,
+    pub leaf: Option<LeafCert>,
 }
 
-/// Makes a new authority.
-pub fn found(validity: Validity) -> Result<Made, Error> {
-    let key = KeyPair::generate().map_err(Error::Make)?;
+/// Creates a self-signed CA.
+pub fn create_ca(validity: Validity) -> Result<PemKeyPair, Error> {
+    let key = KeyPair::generate().map_err(Error::Create)?;
     let mut params = params(validity);
-    // Every authority has a name of its own, so that verifiers never mistake one for another.
-    let mark =
-        params.key_identifier(&key).iter().take(8).fold(0, |mark: u64, byte| mark << 8 | u64::from(*byte));
-    params.distinguished_name = name(format!("{OUR_NAME}{mark:016x}"));
+    // Every CA has a unique name, so that verifiers never confuse two of them.
+    let key_id = params
+        .key_identifier(&key)
+        .iter()
+        .take(8)
+        .fold(0, |key_id: u64, byte| key_id << 8 | u64::from(*byte));
+    params.distinguished_name = name(format!("{CA_NAME_PREFIX}{key_id:016x}"));
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
-    let certificate = params.self_signed(&key).map_err(Error::Make)?;
-    Ok(Made { certificate: certificate.pem(), key: key.serialize_pem() })
+    let certificate = params.self_signed(&key).map_err(Error::Create)?;
+    Ok(PemKeyPair { certificate: certificate.pem(), key: key.serialize_pem() })
 }
 
-/// Signs a new serving certificate.
-pub fn sign(signer: &Id, key: &[u8], host: String, validity: Validity) -> Result<Made, Error> {
-    let key = KeyPair::from_pem(std::str::from_utf8(key).map_err(|_| Error::Key)?).map_err(Error::Make)?;
-    let authority = CertificateDer::from(signer.0.as_slice());
-    let issuer = Issuer::from_ca_cert_der(&authority, key).map_err(Error::Make)?;
+/// Creates a serving certificate that the CA `signer` signs.
+pub fn sign_leaf(
+    signer: &CertId,
+    key: &[u8],
+    dns_name: String,
+    validity: Validity,
+) -> Result<PemKeyPair, Error> {
+    let key = KeyPair::from_pem(std::str::from_utf8(key).map_err(|_| Error::KeyEncoding)?)
+        .map_err(Error::Create)?;
+    let ca = CertificateDer::from(signer.0.as_slice());
+    let issuer = Issuer::from_ca_cert_der(&ca, key).map_err(Error::Create)?;
     let mut params = params(validity);
-    params.subject_alt_names = CertificateParams::new([host]).map_err(Error::Make)?.subject_alt_names;
+    params.subject_alt_names = CertificateParams::new([dns_name]).map_err(Error::Create)?.subject_alt_names;
     params.distinguished_name = name("patchbay webhook".to_owned());
     params.use_authority_key_identifier_extension = true;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-    let key = KeyPair::generate().map_err(Error::Make)?;
-    let certificate = params.signed_by(&key, &issuer).map_err(Error::Make)?;
-    Ok(Made { certificate: certificate.pem(), key: key.serialize_pem() })
+    let key = KeyPair::generate().map_err(Error::Create)?;
+    let certificate = params.signed_by(&key, &issuer).map_err(Error::Create)?;
+    Ok(PemKeyPair { certificate: certificate.pem(), key: key.serialize_pem() })
 }
 
 fn params(validity: Validity) -> CertificateParams {
     let mut params = CertificateParams::default();
-    params.not_before = validity.from.into();
-    params.not_after = validity.until.into();
+    params.not_before = validity.not_before.into();
+    params.not_after = validity.not_after.into();
     params
 }
 
@@ -111,104 +120,109 @@ fn name(common: String) -> DistinguishedName {
     name
 }
 
-/// The bundle in PEM.
-pub fn bundle_pem<'a>(ids: impl IntoIterator<Item = &'a Id>) -> String {
+/// Encodes a bundle as PEM.
+pub fn bundle_pem<'a>(ids: impl IntoIterator<Item = &'a CertId>) -> String {
     ids.into_iter().map(|id| pem::encode(&pem::Pem::new("CERTIFICATE", id.0.clone()))).collect()
 }
 
-/// Reads a bundle of authorities.
-pub fn read_bundle(text: &[u8]) -> Bundle {
-    let mut bundle = Bundle::default();
-    for block in Pem::iter_from_buffer(text).take(MOST_BLOCKS) {
-        match block.ok().and_then(|block| authority(&block.contents)) {
-            Some(authority) => bundle.authorities.push(authority),
-            None => bundle.damaged = true,
+/// Parses a PEM bundle of CAs.
+pub fn parse_bundle(text: &[u8]) -> CaBundle {
+    let mut bundle = CaBundle::default();
+    for block in Pem::iter_from_buffer(text).take(MAX_PEM_BLOCKS) {
+        match block.ok().and_then(|block| parse_ca(&block.contents)) {
+            Some(ca) => bundle.cas.push(ca),
+            None => bundle.corrupt = true,
         }
     }
     bundle
 }
 
-fn authority(der: &[u8]) -> Option<Authority> {
-    let certificate = read(der)?;
+fn parse_ca(der: &[u8]) -> Option<CaCert> {
+    let certificate = parse_certificate(der)?;
     if !certificate.is_ca() {
         return None;
     }
     let mut names = certificate.subject().iter_common_name().filter_map(|name| name.as_str().ok());
-    let origin = if names.any(|name| name.starts_with(OUR_NAME)) { Origin::Ours } else { Origin::Foreign };
-    Some(Authority { id: Id(der.to_vec()), validity: validity(&certificate), origin })
+    let origin =
+        if names.any(|name| name.starts_with(CA_NAME_PREFIX)) { CaOrigin::Ours } else { CaOrigin::Foreign };
+    Some(CaCert { id: CertId(der.to_vec()), validity: validity(&certificate), origin })
 }
 
-/// Reads what the Secret holds.
-pub fn read_secret(data: &BTreeMap<String, ByteString>) -> Held {
-    let part = |key: &str| data.get(key).map_or(&[][..], |bytes| &bytes.0);
-    let bundle = read_bundle(part(AUTHORITIES));
-    let signer = signer(&bundle, part(AUTHORITY_KEY));
-    let leaf = read_leaf(part(LEAF), part(LEAF_KEY), &bundle);
-    Held { bundle, signer, leaf }
+/// Parses the Secret's data.
+pub fn parse_secret(data: &BTreeMap<String, ByteString>) -> SecretContents {
+    let value = |key: &str| data.get(key).map_or(&[][..], |bytes| &bytes.0);
+    let bundle = parse_bundle(value(CA_CRT));
+    let signer = signer(&bundle, value(CA_KEY));
+    let leaf = parse_leaf(value(TLS_CRT), value(TLS_KEY), &bundle);
+    SecretContents { bundle, signer, leaf }
 }
 
-fn signer(bundle: &Bundle, key: &[u8]) -> Option<Id> {
-    let key = public_half(key)?;
-    let fits = |authority: &&Authority| read(&authority.id.0).is_some_and(|it| it.public_key().raw == key);
-    bundle.authorities.iter().find(fits).map(|authority| authority.id.clone())
+fn signer(bundle: &CaBundle, key: &[u8]) -> Option<CertId> {
+    let key = public_key_info(key)?;
+    let matches = |ca: &&CaCert| parse_certificate(&ca.id.0).is_some_and(|it| it.public_key().raw == key);
+    bundle.cas.iter().find(matches).map(|ca| ca.id.clone())
 }
 
-fn read_leaf(text: &[u8], key: &[u8], bundle: &Bundle) -> Option<Leaf> {
+fn parse_leaf(text: &[u8], key: &[u8], bundle: &CaBundle) -> Option<LeafCert> {
     let block = Pem::iter_from_buffer(text).next()?.ok()?;
-    let certificate = read(&block.contents)?;
-    if certificate.public_key().raw != public_half(key)? {
+    let certificate = parse_certificate(&block.contents)?;
+    if certificate.public_key().raw != public_key_info(key)? {
         return None;
     }
-    let signed = |authority: &&Authority| {
-        read(&authority.id.0).is_some_and(|it| {
+    let signed_leaf = |ca: &&CaCert| {
+        parse_certificate(&ca.id.0).is_some_and(|it| {
             it.subject() == certificate.issuer()
                 && certificate.verify_signature(Some(it.public_key())).is_ok()
         })
     };
-    let signed_by = bundle.authorities.iter().find(signed).map(|authority| authority.id.clone());
-    let names =
+    let signed_by = bundle.cas.iter().find(signed_leaf).map(|ca| ca.id.clone());
+    let dns_names =
         certificate.subject_alternative_name().ok()??.value.general_names.iter().map(|name| match name {
             GeneralName::DNSName(name) => (*name).to_owned(),
-            // Not ours to have made: shown in a form that is no DNS name, so that it fits nothing.
+            // We never sign such a name. Its debug form is not a DNS name, so it matches nothing.
             other => format!("{other:?}"),
         });
-    Some(Leaf { signed_by, validity: validity(&certificate), names: names.collect() })
+    Some(LeafCert { signed_by, validity: validity(&certificate), dns_names: dns_names.collect() })
 }
 
-fn read(der: &[u8]) -> Option<X509Certificate<'_>> {
+fn parse_certificate(der: &[u8]) -> Option<X509Certificate<'_>> {
     let (rest, certificate) = X509Certificate::from_der(der).ok()?;
     (rest.is_empty() && certificate.version() == X509Version::V3).then_some(certificate)
 }
 
-/// The public half of a key in PEM, as it stands in a certificate.
-fn public_half(key: &[u8]) -> Option<Vec<u8>> {
+/// The public key of a PEM private key, in the encoding of a certificate.
+fn public_key_info(key: &[u8]) -> Option<Vec<u8>> {
     let key = KeyPair::from_pem(std::str::from_utf8(key).ok()?).ok()?;
     Some(key.subject_public_key_info())
 }
 
 fn validity(certificate: &X509Certificate<'_>) -> Validity {
     let validity = certificate.validity();
-    Validity { from: time(validity.not_before.timestamp()), until: time(validity.not_after.timestamp()) }
+    Validity {
+        not_before: time(validity.not_before.timestamp()),
+        not_after: time(validity.not_after.timestamp()),
+    }
 }
 
-/// Dates before 1970 do not matter to anybody here.
+/// Dates before 1970 become 1970.
 fn time(seconds: i64) -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0))
 }
 
-/// What a TLS listener needs to serve the Secret's certificate.
+/// The TLS configuration that serves the Secret's certificate.
 pub fn server_config(data: &BTreeMap<String, ByteString>) -> Result<Arc<ServerConfig>, Error> {
-    let part = |key: &str| data.get(key).map_or(&[][..], |bytes| &bytes.0);
-    let chain =
-        CertificateDer::pem_slice_iter(part(LEAF)).collect::<Result<Vec<_>, _>>().map_err(Error::Read)?;
-    let key = PrivateKeyDer::from_pem_slice(part(LEAF_KEY)).map_err(Error::Read)?;
+    let value = |key: &str| data.get(key).map_or(&[][..], |bytes| &bytes.0);
+    let chain = CertificateDer::pem_slice_iter(value(TLS_CRT))
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(Error::Parse)?;
+    let key = PrivateKeyDer::from_pem_slice(value(TLS_KEY)).map_err(Error::Parse)?;
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
-        .map_err(Error::Serve)?
+        .map_err(Error::Tls)?
         .with_no_client_auth()
         .with_single_cert(chain, key)
-        .map_err(Error::Serve)?;
+        .map_err(Error::Tls)?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(Arc::new(config))
 }

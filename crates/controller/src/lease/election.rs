@@ -1,4 +1,4 @@
-//! The Lease: taken, renewed and given back as `plan::lease` says.
+//! Acquires, renews and releases the Lease as `plan::lease` decides.
 
 #[cfg(test)]
 mod tests;
@@ -15,55 +15,57 @@ use k8s_openapi::{
     apimachinery::pkg::apis::meta::v1::MicroTime,
 };
 use kube::{Api, Client, ResourceExt, api::ObjectMeta, api::PostParams};
-use plan::lease::{self, Office, Record, Seen, Turn};
+use plan::lease::{self, ElectionDecision, LeaseRecord, ObservedLease, RenewDecision};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
+use super::fence::{LeaseFence, now};
 use crate::{
-    call::{self, Line},
-    metrics::{Call, Metrics},
-    tenure::{Tenure, now},
+    api_call::{self, ApiCall},
+    metrics::{ApiCallKind, Metrics},
 };
 
-/// The mark of a release, an annotation that names who gave the Lease back. Whoever takes it removes the mark.
+/// The release annotation: names the replica that released the Lease. The replica that acquires the Lease removes it.
 const RELEASED_BY: &str = "patchbay.dev/released-by";
 
-/// Keeps a fight with another writer from becoming a storm.
-const BREATH: Duration = Duration::from_millis(100);
+/// The minimum wait after a conflict.
+const CONFLICT_RETRY: Duration = Duration::from_millis(100);
 
-/// Why this replica does not lead any more.
+/// Why this replica no longer leads.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("another replica, {0}, holds the lease")]
-    Taken(String),
-    #[error("the lease could not be renewed in time")]
-    Late(#[source] Option<call::Error>),
+    #[error("replica {0} holds the lease")]
+    HeldByOther(String),
+    #[error("the lease was not renewed in time")]
+    RenewTimeout(#[source] Option<api_call::Error>),
 }
 
 /// How a candidate behaves.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct ElectionConfig {
     pub namespace: String,
     pub identity: String,
-    pub term: Duration,
-    pub renew: Duration,
-    pub look: Duration,
+    pub lease_duration: Duration,
+    /// How often the leader renews the Lease.
+    pub renew_interval: Duration,
+    /// How often the other replicas try to acquire it.
+    pub retry_period: Duration,
 }
 
-/// A replica that would lead.
+/// A replica that tries to become the leader.
 pub struct Candidate {
     api: Api<Lease>,
-    settings: Settings,
+    config: ElectionConfig,
     metrics: Arc<Metrics>,
-    line: Line,
-    known: Option<Known>,
+    call: ApiCall,
+    last: Option<LeaseSnapshot>,
 }
 
-/// The Lease as last seen, and what the rule remembers of it.
-struct Known {
+/// The Lease as last read, and the history of observations that decisions need.
+struct LeaseSnapshot {
     lease: Option<Lease>,
-    seen: Seen,
+    observed: ObservedLease,
 }
 
 /// A replica that leads.
@@ -72,140 +74,147 @@ pub struct Leader {
     until: watch::Sender<Instant>,
 }
 
-/// Who is to stand in the Lease.
+/// What a write does to the Lease.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Holder {
-    Me,
-    Nobody,
+enum LeaseWrite {
+    /// Names this replica as the holder: acquires or renews.
+    Hold,
+    Release,
 }
 
 impl Candidate {
-    pub fn new(client: Client, settings: Settings, metrics: Arc<Metrics>) -> Self {
-        let api = Api::namespaced(client, &settings.namespace);
-        // A call may take a fifth of a term, so that a leader has several tries before its time is over.
-        let deadline = (settings.term / 5).clamp(Duration::from_millis(500), call::DEADLINE);
-        let line = Line::new(metrics.clone(), Call::Lease, deadline);
-        Self { api, settings, metrics, line, known: None }
+    pub fn new(client: Client, config: ElectionConfig, metrics: Arc<Metrics>) -> Self {
+        let api = Api::namespaced(client, &config.namespace);
+        // A fifth of the lease duration, so that a leader can retry several times before its fence expires.
+        let timeout =
+            (config.lease_duration / 5).clamp(Duration::from_millis(500), api_call::DEFAULT_TIMEOUT);
+        let call = ApiCall::new(metrics.clone(), ApiCallKind::Lease, timeout);
+        Self { api, config, metrics, call, last: None }
     }
 
-    /// Tries until this replica leads, or is told to stop. A write that is under way is awaited: the Lease must not be
-    /// left naming one that has gone.
-    pub async fn win(mut self, stop: &CancellationToken) -> Option<Leader> {
+    /// Tries until this replica leads or `stop` is cancelled. Awaits a write that is in flight: the Lease must not be left
+    /// naming a replica that has stopped.
+    pub async fn acquire(mut self, stop: &CancellationToken) -> Option<Leader> {
         loop {
-            let pause = match self.try_win(stop).await {
+            let wait = match self.try_acquire(stop).await {
                 Ok(Ok(until)) => {
-                    info!(identity = self.settings.identity, "leads");
+                    info!(identity = self.config.identity, "became leader");
                     self.metrics.leads(true);
                     return Some(Leader { candidate: self, until: watch::Sender::new(until) });
                 }
-                Ok(Err(pause)) => pause,
+                Ok(Err(wait)) => wait,
                 Err(error) if error.is_conflict() => Duration::ZERO,
                 Err(error) => {
-                    warn!(error = %Chain(&error), "the lease cannot be reached, tried again");
-                    self.settings.look
+                    warn!(error = %Chain(&error), "could not acquire the lease; retrying");
+                    self.config.retry_period
                 }
             };
-            let pause = pause.min(self.settings.look).max(BREATH);
-            if stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
-                self.withdraw().await;
+            let wait = wait.min(self.config.retry_period).max(CONFLICT_RETRY);
+            if stop.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
+                self.release_unconfirmed().await;
                 return None;
             }
         }
     }
 
-    /// One look and, if it is our turn, one write: until when we lead, or how long to wait.
-    async fn try_win(&mut self, stop: &CancellationToken) -> Result<Result<Instant, Duration>, call::Error> {
-        let Some(known) = stop.run_until_cancelled(self.look()).await else {
+    /// Reads the Lease and, if it is free or ours, writes it. Returns until when this replica leads, or how long to wait.
+    async fn try_acquire(
+        &mut self,
+        stop: &CancellationToken,
+    ) -> Result<Result<Instant, Duration>, api_call::Error> {
+        let Some(snapshot) = stop.run_until_cancelled(self.refresh()).await else {
             return Ok(Err(Duration::ZERO));
         };
-        let seen = known?.seen.clone();
-        if let Turn::Wait(rest) = self.turn(&seen) {
-            debug!(holder = seen.holder(), ?rest, "another replica leads");
-            return Ok(Err(rest));
+        let observed = snapshot?.observed.clone();
+        if let ElectionDecision::Wait(remaining) = self.decide(&observed) {
+            debug!(holder = observed.holder(), ?remaining, "another replica leads");
+            return Ok(Err(remaining));
         }
-        let until = lease::tenure(self.write(Holder::Me).await?, self.settings.term);
+        let until = lease::fence_until(self.write(LeaseWrite::Hold).await?, self.config.lease_duration);
         Ok(if now() < until { Ok(until) } else { Err(Duration::ZERO) })
     }
 
-    /// Gives back what was taken without ever leading: a write that came too late, or whose answer was lost.
-    async fn withdraw(&mut self) {
-        if self.known.as_ref().is_some_and(|known| known.seen.is_open()) && self.look().await.is_err() {
+    /// Releases a Lease that was acquired without ever leading: the write was too late, or its response was lost.
+    async fn release_unconfirmed(&mut self) {
+        let write_pending = self.last.as_ref().is_some_and(|last| last.observed.write_pending());
+        if write_pending && self.refresh().await.is_err() {
             return;
         }
-        if self.known.as_ref().is_some_and(|known| self.turn(&known.seen) == Turn::Keep) {
+        if self.last.as_ref().is_some_and(|last| self.decide(&last.observed) == ElectionDecision::Renew) {
             self.release().await;
         }
     }
 
-    fn turn(&self, seen: &Seen) -> Turn {
-        lease::turn(seen, &self.settings.identity, self.settings.term, now())
+    fn decide(&self, observed: &ObservedLease) -> ElectionDecision {
+        lease::decide_election(observed, &self.config.identity, self.config.lease_duration, now())
     }
 
-    fn holds(&self) -> bool {
-        self.known.as_ref().is_some_and(|known| known.seen.holder() == Some(&self.settings.identity))
+    fn is_holder(&self) -> bool {
+        self.last.as_ref().is_some_and(|last| last.observed.holder() == Some(&self.config.identity))
     }
 
-    /// Writes nobody into the Lease, so that another replica can take it at once.
+    /// Clears the holder, so that another replica can acquire the Lease at once.
     async fn release(&mut self) {
         for _ in 0..2 {
-            match self.write(Holder::Nobody).await {
-                Ok(_) => return info!(identity = self.settings.identity, "released the lease"),
+            match self.write(LeaseWrite::Release).await {
+                Ok(_) => return info!(identity = self.config.identity, "released the lease"),
                 Err(error) if error.is_conflict() => {}
                 Err(error) => {
-                    return warn!(error = %Chain(&error), "the lease was not released, others have to wait for its end");
+                    return warn!(error = %Chain(&error), "could not release the lease; other replicas wait until it expires");
                 }
             }
-            if self.look().await.is_err() || !self.holds() {
+            if self.refresh().await.is_err() || !self.is_holder() {
                 return;
             }
         }
     }
 
-    async fn look(&mut self) -> Result<&Known, call::Error> {
-        let lease = self.line.read(self.api.get_opt(LEASE)).await?;
-        Ok(self.saw(lease))
+    async fn refresh(&mut self) -> Result<&LeaseSnapshot, api_call::Error> {
+        let lease = self.call.read(self.api.get_opt(LEASE)).await?;
+        Ok(self.observe(lease))
     }
 
-    fn saw(&mut self, lease: Option<Lease>) -> &Known {
-        let record = lease.as_ref().map(record);
-        let seen = match self.known.take() {
-            Some(known) => known.seen.look(record, now()),
-            None => Seen::first(record, now()),
+    fn observe(&mut self, lease: Option<Lease>) -> &LeaseSnapshot {
+        let record = lease.as_ref().map(lease_record);
+        let observed = match self.last.take() {
+            Some(last) => last.observed.observe(record, now()),
+            None => ObservedLease::first(record, now()),
         };
-        self.known.insert(Known { lease, seen })
+        self.last.insert(LeaseSnapshot { lease, observed })
     }
 
-    /// Writes over exactly what was last seen, and says when that was *started*.
-    async fn write(&mut self, holder: Holder) -> Result<Instant, call::Error> {
-        let lease = self.known.as_ref().and_then(|known| known.lease.clone());
+    /// Overwrites exactly the Lease that was last read. Returns when the write was *started*.
+    async fn write(&mut self, write: LeaseWrite) -> Result<Instant, api_call::Error> {
+        let lease = self.last.as_ref().and_then(|last| last.lease.clone());
         let exists = lease.is_some();
-        let lease = written(lease, holder, &self.settings, Timestamp::now());
-        if let (Holder::Me, Some(known), Some(renewed)) = (holder, &mut self.known, record(&lease).renewed) {
-            known.seen.attempt(&self.settings.identity, renewed);
+        let lease = updated_lease(lease, write, &self.config, Timestamp::now());
+        let renew_time = lease_record(&lease).renew_time;
+        if let (LeaseWrite::Hold, Some(last), Some(renew_time)) = (write, &mut self.last, renew_time) {
+            last.observed.record_attempt(&self.config.identity, renew_time);
         }
         let params =
             PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
         let started = now();
         let lease = if exists {
-            self.line.change(self.api.replace(LEASE, &params, &lease)).await?
+            self.call.change(self.api.replace(LEASE, &params, &lease)).await?
         } else {
-            self.line.create(self.api.create(&params, &lease)).await?
+            self.call.create(self.api.create(&params, &lease)).await?
         };
-        self.saw(Some(lease));
+        self.observe(Some(lease));
         Ok(started)
     }
 }
 
 impl Leader {
-    pub fn tenure(&self) -> Tenure {
-        Tenure::new(&self.until)
+    pub fn fence(&self) -> LeaseFence {
+        LeaseFence::new(&self.until)
     }
 
-    /// Renews for as long as it can; returns why it no longer leads.
-    pub async fn keep(&mut self) -> Error {
+    /// Renews the Lease until that fails; returns why this replica no longer leads.
+    pub async fn run(&mut self) -> Error {
         let lost = loop {
-            let rest = self.rest().min(self.candidate.settings.renew);
-            tokio::time::sleep(rest).await;
+            let wait = self.remaining().min(self.candidate.config.renew_interval);
+            tokio::time::sleep(wait).await;
             if let Err(lost) = self.renew().await {
                 break lost;
             }
@@ -214,99 +223,107 @@ impl Leader {
         lost
     }
 
-    fn rest(&self) -> Duration {
+    fn remaining(&self) -> Duration {
         self.until.borrow().saturating_duration_since(now())
     }
 
-    /// Tries until one renewal succeeds or the time in office is over.
+    /// Retries until one renewal succeeds or the fence expires.
     async fn renew(&mut self) -> Result<(), Error> {
-        let mut last = None;
+        let mut last_error = None;
         loop {
-            let me = self.candidate.settings.identity.as_str();
-            if let Some(known) = &self.candidate.known
-                && lease::office(&known.seen, me, *self.until.borrow(), now()) == Office::GiveUp
+            let me = self.candidate.config.identity.as_str();
+            if let Some(last) = &self.candidate.last
+                && lease::decide_renewal(&last.observed, me, *self.until.borrow(), now())
+                    == RenewDecision::StepDown
             {
-                let holder = known.seen.holder().filter(|holder| *holder != me);
-                return Err(holder.map_or(Error::Late(last), |holder| Error::Taken(holder.to_owned())));
+                let other = last.observed.holder().filter(|holder| *holder != me);
+                return Err(other
+                    .map_or(Error::RenewTimeout(last_error), |other| Error::HeldByOther(other.to_owned())));
             }
-            let rest = self.rest();
-            let attempt = match tokio::time::timeout(rest, self.candidate.write(Holder::Me)).await {
+            let remaining = self.remaining();
+            let error = match tokio::time::timeout(remaining, self.candidate.write(LeaseWrite::Hold)).await {
                 Ok(Ok(started)) => {
-                    self.until.send_replace(lease::tenure(started, self.candidate.settings.term));
+                    let until = lease::fence_until(started, self.candidate.config.lease_duration);
+                    self.until.send_replace(until);
                     return Ok(());
                 }
                 Ok(Err(error)) if error.is_conflict() => {
-                    match tokio::time::timeout(self.rest(), self.candidate.look()).await {
+                    match tokio::time::timeout(self.remaining(), self.candidate.refresh()).await {
                         Ok(Ok(_)) => {
-                            tokio::time::sleep(BREATH.min(self.rest())).await;
+                            tokio::time::sleep(CONFLICT_RETRY.min(self.remaining())).await;
                             continue;
                         }
                         Ok(Err(error)) => error,
-                        Err(_) => call::Error::Deadline(rest),
+                        Err(_) => api_call::Error::Timeout(remaining),
                     }
                 }
                 Ok(Err(error)) => error,
-                Err(_) => call::Error::Deadline(rest),
+                Err(_) => api_call::Error::Timeout(remaining),
             };
-            warn!(error = %Chain(&attempt), "the lease was not renewed, tried again");
-            last = Some(attempt);
-            let pause = (self.candidate.settings.renew / 4).min(self.rest());
-            tokio::time::sleep(pause).await;
+            warn!(error = %Chain(&error), "could not renew the lease; retrying");
+            last_error = Some(error);
+            let wait = (self.candidate.config.renew_interval / 4).min(self.remaining());
+            tokio::time::sleep(wait).await;
         }
     }
 
-    /// Gives the Lease back. Only after the leader's loops have ended.
+    /// Releases the Lease. Call only after the leader's loops have ended.
     pub async fn release(mut self) {
         self.candidate.metrics.leads(false);
         self.candidate.release().await;
     }
 }
 
-fn record(lease: &Lease) -> Record {
+fn lease_record(lease: &Lease) -> LeaseRecord {
     let spec = lease.spec.clone().unwrap_or_default();
-    Record {
+    LeaseRecord {
         holder: spec.holder_identity,
-        renewed: spec.renew_time.map(|time| time.0.into()),
+        renew_time: spec.renew_time.map(|time| time.0.into()),
         transitions: spec.lease_transitions.unwrap_or_default(),
-        term: spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok()).map(Duration::from_secs),
+        duration: spec.lease_duration_seconds.and_then(|n| u64::try_from(n).ok()).map(Duration::from_secs),
         released: lease.annotations().contains_key(RELEASED_BY),
-        version: lease.resource_version().unwrap_or_default(),
+        resource_version: lease.resource_version().unwrap_or_default(),
     }
 }
 
-/// The Lease to write over the one that was seen. What others keep in it survives.
-fn written(seen: Option<Lease>, holder: Holder, settings: &Settings, time: Timestamp) -> Lease {
-    let mut lease = seen.unwrap_or_else(|| Lease {
+/// The Lease to write over the one that was read. Fields of other writers survive.
+fn updated_lease(
+    current: Option<Lease>,
+    write: LeaseWrite,
+    config: &ElectionConfig,
+    time: Timestamp,
+) -> Lease {
+    let mut lease = current.unwrap_or_else(|| Lease {
         metadata: ObjectMeta {
             name: Some(LEASE.to_owned()),
-            namespace: Some(settings.namespace.clone()),
+            namespace: Some(config.namespace.clone()),
             ..ObjectMeta::default()
         },
         spec: None,
     });
     lease.metadata.managed_fields = None;
-    let fresh = lease.spec.is_none();
+    let is_new = lease.spec.is_none();
     let spec = lease.spec.get_or_insert_with(LeaseSpec::default);
-    // What the API server keeps of it, so that our own writing is known when it is seen again.
+    // Truncated to the precision that the API server stores, so that our own write is recognised when it is read again.
     let time = MicroTime(Timestamp::from_microsecond(time.as_microsecond()).unwrap_or(time));
-    let seconds = settings.term.as_millis().div_ceil(1000);
+    let seconds = config.lease_duration.as_millis().div_ceil(1000);
     spec.renew_time = Some(time.clone());
-    match holder {
-        Holder::Me => {
+    match write {
+        LeaseWrite::Hold => {
             spec.lease_duration_seconds = Some(i32::try_from(seconds).unwrap_or(i32::MAX));
-            if spec.holder_identity.as_ref() != Some(&settings.identity) {
+            if spec.holder_identity.as_ref() != Some(&config.identity) {
                 spec.acquire_time = Some(time);
                 let transitions = spec.lease_transitions.unwrap_or_default();
-                spec.lease_transitions = Some(if fresh { 0 } else { transitions.saturating_add(1) });
+                spec.lease_transitions = Some(if is_new { 0 } else { transitions.saturating_add(1) });
             }
-            spec.holder_identity = Some(settings.identity.clone());
+            spec.holder_identity = Some(config.identity.clone());
             lease.annotations_mut().remove(RELEASED_BY);
         }
-        Holder::Nobody => {
-            // Like client-go: the shortest term, for those who look at it rather than at the mark.
+        LeaseWrite::Release => {
+            // As client-go does: the shortest duration, for clients that do not know the release annotation.
             spec.lease_duration_seconds = Some(1);
             spec.holder_identity = Some(String::new());
-            lease.annotations_mut().insert(RELEASED_BY.to_owned(), settings.identity.clone());
+            lease.annotations_mut().insert(RELEASED_BY.to_owned(), config.identity.clone());
         }
     }
     lease

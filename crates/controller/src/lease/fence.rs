@@ -1,30 +1,31 @@
-//! Until when this replica may act as leader.
+//! The fence: until when this replica may write as leader.
 //!
-//! `CLOCK_MONOTONIC`, which this is measured by, stands still while a machine is suspended: one that wakes up believes for up
-//! to two thirds of a term that it still leads. What it then writes is fenced by the API server: every leader's write carries the
-//! resourceVersion (or, for a delete, the UID as well) of what it has read, and the new leader has written since.
+//! The fence is measured by `CLOCK_MONOTONIC`, which stands still while a machine is suspended: a leader that wakes up takes
+//! itself for the leader for up to two thirds of a lease duration. The API server rejects what it then writes: every write of
+//! a leader carries the resourceVersion (or, for a delete, the UID as well) of what it has read, and the new leader has
+//! written since.
 
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
-/// Until when a leader's loops may write. Asked before each single write, because a process that was stopped for a while wakes up
-/// in the middle of anything.
+/// Until when a leader's loops may write. Checked before each single write, because a process that was stopped can resume
+/// at any point.
 #[derive(Clone, Debug)]
-pub struct Tenure(watch::Receiver<Instant>);
+pub struct LeaseFence(watch::Receiver<Instant>);
 
-impl Tenure {
+impl LeaseFence {
     pub fn new(until: &watch::Sender<Instant>) -> Self {
         Self(until.subscribe())
     }
 
-    /// How long it lasts yet; zero when it is over.
-    pub fn rest(&self) -> Duration {
+    /// The remaining time; zero when the fence has expired.
+    pub fn remaining(&self) -> Duration {
         self.0.borrow().saturating_duration_since(now())
     }
 }
 
-/// tokio's clock, so that a test can stop it.
+/// Tokio's clock, so that a test can pause it.
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
@@ -33,16 +34,16 @@ pub fn now() -> Instant {
 pub mod tests {
     use super::*;
 
-    /// A tenure of this length. It is not renewed, and outlives its sender.
-    pub fn tenure(length: Duration) -> Tenure {
-        Tenure::new(&watch::Sender::new(now() + length))
+    /// A fence that expires after `duration`. It is not renewed, and outlives its sender.
+    pub fn fence(duration: Duration) -> LeaseFence {
+        LeaseFence::new(&watch::Sender::new(now() + duration))
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_tenure_ends_by_itself() {
-        let tenure = tenure(Duration::from_secs(6));
-        assert_eq!(tenure.rest(), Duration::from_secs(6));
+    async fn a_fence_expires_by_itself() {
+        let fence = fence(Duration::from_secs(6));
+        assert_eq!(fence.remaining(), Duration::from_secs(6));
         tokio::time::advance(Duration::from_secs(7)).await;
-        assert_eq!(tenure.rest(), Duration::ZERO);
+        assert_eq!(fence.remaining(), Duration::ZERO);
     }
 }
