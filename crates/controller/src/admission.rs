@@ -40,7 +40,7 @@ pub const MAX_CONCURRENT_BODIES: usize = 16;
 /// How long a request waits for a permit before the API server is asked to retry.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The webhook configuration's timeout: API servers stop waiting after five seconds.
+/// API servers stop waiting after at most five seconds (`timeoutSeconds`).
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How many characters of a request's text are repeated in messages.

@@ -34,11 +34,11 @@ pub struct Args {
     pub lease_retry_period: Duration,
 
     /// Address of /healthz and /readyz, served over plain HTTP
-    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any(HEALTH_PORT))]
+    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any_address(HEALTH_PORT))]
     pub health_addr: SocketAddr,
 
     /// Address of the admission webhook and /metrics, served over TLS
-    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any(WEBHOOK_PORT))]
+    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any_address(WEBHOOK_PORT))]
     pub webhook_addr: SocketAddr,
 
     /// Name of the Service through which the API server calls the webhook
@@ -87,7 +87,7 @@ pub enum Error {
 
 const MAX_DRAIN: Duration = Duration::from_secs(5);
 
-fn any(port: u16) -> SocketAddr {
+fn any_address(port: u16) -> SocketAddr {
     SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
 }
 

@@ -19,7 +19,7 @@ use tokio::{
 /// More than all API servers and scrapers of a cluster need.
 const MAX_CONNECTIONS: usize = 256;
 
-/// The HTTP/2 preface, which distinguishes it from HTTP/1; until it has arrived, hyper applies no timeout.
+/// The HTTP/2 preface, which distinguishes it from HTTP/1; until it has arrived, no other timeout applies.
 const PREFACE_BYTES: usize = 24;
 
 /// How long a new connection may take to send them.

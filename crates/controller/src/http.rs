@@ -127,7 +127,7 @@ pub async fn serve_plain(
     router: Router,
     handle: Handle<SocketAddr>,
 ) -> io::Result<()> {
-    // HTTP/1 only: hyper applies no timeout to a connection that has not sent its HTTP/2 preface.
+    // HTTP/1 only: no timeout applies to an HTTP/2 connection that has not sent its preface.
     let mut server = axum_server::from_tcp(listener)?.handle(handle).http1_only();
     set_timeouts(&mut server);
     server.serve(router.into_make_service()).await

@@ -131,7 +131,7 @@ pub async fn without_a_controller_pods_are_made_and_networks_are_not(lab: Lab) -
     cluster.create("ignore", spec(&cluster)).await?;
     cluster.nad("ignore", "ignore").await?;
     replica.signal(nix::sys::signal::Signal::SIGKILL)?;
-    replica.ends_within(SOON).await?;
+    replica.wait_for_exit(SOON).await?;
     cluster.delete("ignore").await?;
     for (number, one) in users::all().into_iter().enumerate() {
         let user = users::naming(one, &format!("user-{number}"), "ignore", "ignore");

@@ -312,7 +312,7 @@ impl Cluster {
     /// A controller that is the only one and leads. Whoever led before is dead: nobody waits for its Lease to end.
     pub async fn lead(&self, lab: &Lab) -> Result<Replica> {
         self.free_lease().await?;
-        Replica::ready(lab, 1, &[]).await
+        Replica::start_ready(lab, 1, &[]).await
     }
 
     pub async fn free_lease(&self) -> Result<()> {

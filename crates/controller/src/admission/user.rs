@@ -45,7 +45,7 @@ pub fn validate(cluster: &World, kind: Kind, new: &Facts, added: &BTreeSet<Refer
         }
         return AdmissionDecision::Deny(format!(
             "this {} references NetworkAttachmentDefinition {attachment} of BridgeNetwork {}, which is being deleted; \
-             use another network, or recreate this one after its deletion",
+             use another network, or wait for the deletion and create the network again",
             kind.name(),
             network.name
         ));

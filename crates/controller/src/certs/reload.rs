@@ -30,7 +30,7 @@ pub enum Error {
     Load(#[source] x509::Error),
 }
 
-/// The serving certificate. An unservable certificate never replaces one that is reloader.
+/// The serving certificate. An unservable certificate never replaces one that is served.
 pub struct CertReloader {
     dns_name: String,
     tls: watch::Sender<Option<RustlsConfig>>,
@@ -65,7 +65,7 @@ impl CertReloader {
         }
     }
 
-    /// Loads the certificate from the Secret's data if it can be reloader.
+    /// Loads the certificate from the Secret's data if it can be served.
     fn load(&mut self, data: &BTreeMap<String, ByteString>) -> Result<(), Error> {
         let keys = [TLS_CRT, TLS_KEY];
         let serving: BTreeMap<_, _> =

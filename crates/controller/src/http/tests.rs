@@ -18,7 +18,7 @@ fn cluster() -> Cluster {
     cluster
 }
 
-/// The state of a synced state whose cache holds one Node.
+/// The state of a synced replica whose cache holds one Node.
 fn state() -> Arc<WebhookState> {
     let readiness = Arc::new(Readiness::default());
     readiness.set_synced();

@@ -44,7 +44,7 @@ fn policy() -> CertPolicy {
 }
 
 /// Nothing to do at second 100.
-fn settled() -> ObservedCerts {
+fn up_to_date() -> ObservedCerts {
     let a = ca("a", 0, 3000);
     ObservedCerts {
         secret: bundle([&a]),
@@ -69,7 +69,7 @@ fn create_ca(second: u64, retain: &[&str]) -> RotationDecision {
 
 #[test]
 fn current_certificates_are_checked_again_at_the_first_renewal() {
-    assert_eq!(decide_at(&settled(), 100), RotationDecision::RecheckAfter(secs(500)));
+    assert_eq!(decide_at(&up_to_date(), 100), RotationDecision::RecheckAfter(secs(500)));
 }
 
 #[test]
@@ -80,21 +80,22 @@ fn an_empty_cluster_gets_a_ca_first() {
 
 #[test]
 fn a_leaf_is_renewed_at_two_thirds_of_its_lifetime() {
-    assert_eq!(decide_at(&settled(), 599), RotationDecision::RecheckAfter(secs(1)));
+    assert_eq!(decide_at(&up_to_date(), 599), RotationDecision::RecheckAfter(secs(1)));
     let validity = Validity::starting_at(at(600), secs(900));
-    assert_eq!(decide_at(&settled(), 600), RotationDecision::Apply(RotationStep::SignLeaf { validity }));
+    assert_eq!(decide_at(&up_to_date(), 600), RotationDecision::Apply(RotationStep::SignLeaf { validity }));
     assert_eq!(validity, valid(600 - 90, 1500));
 }
 
 #[test]
 fn a_ca_is_renewed_at_two_thirds_of_its_lifetime_and_the_old_one_stays_trusted() {
-    assert_eq!(decide_at(&settled(), 2000), create_ca(2000, &["a"]));
+    assert_eq!(decide_at(&up_to_date(), 2000), create_ca(2000, &["a"]));
 }
 
 #[test]
 fn a_leaf_never_outlives_its_ca() {
     let a = ca("a", 0, 1200);
-    let observed = ObservedCerts { secret: bundle([&a]), webhook_bundles: vec![bundle([&a])], ..settled() };
+    let observed =
+        ObservedCerts { secret: bundle([&a]), webhook_bundles: vec![bundle([&a])], ..up_to_date() };
     let RotationDecision::Apply(RotationStep::SignLeaf { validity }) = decide_at(&observed, 700) else {
         panic!("no leaf is signed")
     };
@@ -104,7 +105,7 @@ fn a_leaf_never_outlives_its_ca() {
 #[test]
 fn a_new_ca_is_published_before_a_leaf_is_signed() {
     let (a, b) = (ca("a", 0, 3000), ca("b", 1900, 5000));
-    let mut observed = settled();
+    let mut observed = up_to_date();
     observed.secret = bundle([&b, &a]);
     observed.signer = Some(id("b"));
     observed.leaf = Some(leaf(&a, 1900, 2800));
@@ -124,7 +125,7 @@ fn a_new_ca_is_published_before_a_leaf_is_signed() {
 #[test]
 fn an_old_ca_is_removed_only_after_it_has_expired_for_every_clock() {
     let (a, b) = (ca("a", 0, 3000), ca("b", 1990, 5000));
-    let mut observed = settled();
+    let mut observed = up_to_date();
     observed.secret = bundle([&b, &a]);
     observed.signer = Some(id("b"));
     observed.leaf = Some(leaf(&b, 3000, 3900));
@@ -149,20 +150,20 @@ fn a_manual_edit_of_a_webhook_configuration_is_repaired() {
         CaBundle { corrupt: true, ..bundle([&a]) },
     ];
     for edit in edits {
-        let observed = ObservedCerts { webhook_bundles: vec![bundle([&a]), edit], ..settled() };
+        let observed = ObservedCerts { webhook_bundles: vec![bundle([&a]), edit], ..up_to_date() };
         assert_eq!(decide_at(&observed, 100), RotationDecision::Apply(RotationStep::PublishBundle));
     }
 }
 
 #[test]
 fn after_a_lost_secret_the_published_ca_stays_trusted() {
-    let observed = ObservedCerts { secret: CaBundle::default(), signer: None, leaf: None, ..settled() };
+    let observed = ObservedCerts { secret: CaBundle::default(), signer: None, leaf: None, ..up_to_date() };
     assert_eq!(decide_at(&observed, 100), create_ca(100, &["a"]));
 }
 
 #[test]
 fn a_ca_without_its_private_key_is_replaced_and_stays_trusted() {
-    let observed = ObservedCerts { signer: None, ..settled() };
+    let observed = ObservedCerts { signer: None, ..up_to_date() };
     assert_eq!(decide_at(&observed, 100), create_ca(100, &["a"]));
 }
 
@@ -170,7 +171,7 @@ fn a_ca_without_its_private_key_is_replaced_and_stays_trusted() {
 fn a_corrupt_bundle_is_repaired_from_the_webhook_configurations() {
     let (a, b) = (ca("a", 0, 3000), ca("b", 0, 2000));
     let secret = CaBundle { corrupt: true, ..bundle([&a]) };
-    let observed = ObservedCerts { secret, webhook_bundles: vec![bundle([&a, &b])], ..settled() };
+    let observed = ObservedCerts { secret, webhook_bundles: vec![bundle([&a, &b])], ..up_to_date() };
     assert_eq!(
         decide_at(&observed, 100),
         RotationDecision::Apply(RotationStep::WriteBundle { retain: vec![id("a"), id("b")] })
@@ -190,7 +191,7 @@ fn an_unservable_or_stale_leaf_is_replaced() {
         Some(LeafCert { validity: valid(0, 90), ..good }),
     ];
     for leaf in leaves {
-        let observed = ObservedCerts { leaf, ..settled() };
+        let observed = ObservedCerts { leaf, ..up_to_date() };
         let validity = Validity::starting_at(at(100), secs(900));
         let validity = Validity { not_before: validity.not_before.max(at(0)), ..validity };
         assert_eq!(decide_at(&observed, 100), RotationDecision::Apply(RotationStep::SignLeaf { validity }));
@@ -200,13 +201,14 @@ fn an_unservable_or_stale_leaf_is_replaced() {
 #[test]
 fn a_ca_that_is_not_valid_yet_is_replaced() {
     let a = ca("a", 200, 3000);
-    let observed = ObservedCerts { secret: bundle([&a]), webhook_bundles: vec![bundle([&a])], ..settled() };
+    let observed =
+        ObservedCerts { secret: bundle([&a]), webhook_bundles: vec![bundle([&a])], ..up_to_date() };
     assert_eq!(decide_at(&observed, 100), create_ca(100, &["a"]));
 }
 
 #[test]
 fn without_any_webhook_configuration_the_leaf_is_still_signed() {
-    let observed = ObservedCerts { webhook_bundles: vec![], leaf: None, ..settled() };
+    let observed = ObservedCerts { webhook_bundles: vec![], leaf: None, ..up_to_date() };
     assert!(matches!(decide_at(&observed, 100), RotationDecision::Apply(RotationStep::SignLeaf { .. })));
 }
 
@@ -215,7 +217,7 @@ fn repeated_damage_does_not_grow_the_bundle_without_limit() {
     let many: Vec<_> = (0..40).map(|n| ca(&n.to_string(), 0, 3000 + n)).collect();
     let secret = CaBundle { cas: many.clone(), corrupt: false };
     let leaf = leaf(&many[0], 0, 900);
-    let observed = ObservedCerts { secret, signer: None, leaf: Some(leaf), ..settled() };
+    let observed = ObservedCerts { secret, signer: None, leaf: Some(leaf), ..up_to_date() };
     let RotationDecision::Apply(RotationStep::CreateCa { retain, .. }) = decide_at(&observed, 100) else {
         panic!("no CA is created")
     };
@@ -236,12 +238,12 @@ fn a_ca_with_an_implausible_lifetime_is_removed_from_every_bundle() {
     for (until, retained) in [(longest, true), (longest + 1000, false)] {
         let old = ca("old", 0, until);
         let webhook_bundles = vec![bundle([&a, &old]), bundle([&a])];
-        let published = ObservedCerts { webhook_bundles, ..settled() };
+        let published = ObservedCerts { webhook_bundles, ..up_to_date() };
         let both = [a.id.clone(), old.id.clone()].into();
         let expected =
             if retained { RotationStep::WriteBundle { retain: both } } else { RotationStep::PublishBundle };
         assert_eq!(decide_at(&published, 100), RotationDecision::Apply(expected));
-        let in_secret = ObservedCerts { secret: bundle([&a, &old]), ..settled() };
+        let in_secret = ObservedCerts { secret: bundle([&a, &old]), ..up_to_date() };
         let expected = if retained {
             RotationStep::PublishBundle
         } else {
@@ -250,7 +252,7 @@ fn a_ca_with_an_implausible_lifetime_is_removed_from_every_bundle() {
         assert_eq!(decide_at(&in_secret, 100), RotationDecision::Apply(expected));
     }
     let signer = ca("s", 0, longest + 1000);
-    let signs = ObservedCerts { secret: bundle([&signer, &a]), signer: Some(signer.id), ..settled() };
+    let signs = ObservedCerts { secret: bundle([&signer, &a]), signer: Some(signer.id), ..up_to_date() };
     assert_eq!(decide_at(&signs, 100), create_ca(100, &["a"]));
 }
 
@@ -264,7 +266,7 @@ fn a_wall_clock_step_is_distinguished_from_elapsed_time() {
 
 #[test]
 fn a_ca_that_ends_before_it_begins_is_replaced() {
-    let observed = ObservedCerts { secret: bundle([&ca("a", 3000, 0)]), ..settled() };
+    let observed = ObservedCerts { secret: bundle([&ca("a", 3000, 0)]), ..up_to_date() };
     assert!(matches!(decide_at(&observed, 5000), RotationDecision::Apply(RotationStep::CreateCa { .. })));
 }
 

@@ -65,26 +65,26 @@ enum LeaseResponse {
 
 enum SimEvent {
     Arrive {
-        who: usize,
+        index: usize,
         ticket: u64,
-        call: LeaseRequest,
+        request: LeaseRequest,
     },
     Respond {
-        who: usize,
+        index: usize,
         ticket: u64,
         response: LeaseResponse,
     },
     /// The timeout of a request, or the end of a wait.
     Wake {
-        who: usize,
+        index: usize,
         ticket: u64,
     },
     Crash {
-        who: usize,
+        index: usize,
     },
     /// SIGTERM: the leader's loops have stopped, and it releases the Lease.
     Release {
-        who: usize,
+        index: usize,
     },
     /// A writer that is no candidate changes the Lease, whatever its resourceVersion.
     ForeignWrite(ForeignWrite),
@@ -142,16 +142,16 @@ impl LeaseSimulation {
             candidates,
             terms: Vec::new(),
         };
-        for who in 0..2 {
+        for index in 0..2 {
             let delay = simulation.rng.below(3000);
-            simulation.wake(who, delay);
+            simulation.wake(index, delay);
             for _ in 0..simulation.rng.below(6) {
                 let at = simulation.rng.below(END_MILLIS);
-                simulation.schedule(at, SimEvent::Crash { who });
+                simulation.schedule(at, SimEvent::Crash { index });
             }
             for _ in 0..simulation.rng.below(6) {
                 let at = simulation.rng.below(END_MILLIS);
-                simulation.schedule(at, SimEvent::Release { who });
+                simulation.schedule(at, SimEvent::Release { index });
             }
         }
         for _ in 0..simulation.rng.below(20) {
@@ -168,10 +168,10 @@ impl LeaseSimulation {
         self.queue.push(Reverse((at, self.count)));
     }
 
-    fn wake(&mut self, who: usize, delay: u64) {
-        self.candidates[who].ticket = self.count;
+    fn wake(&mut self, index: usize, delay: u64) {
+        self.candidates[index].ticket = self.count;
         let ticket = self.count;
-        self.schedule(self.now + delay, SimEvent::Wake { who, ticket });
+        self.schedule(self.now + delay, SimEvent::Wake { index, ticket });
     }
 
     fn delay(&mut self) -> u64 {
@@ -182,23 +182,23 @@ impl LeaseSimulation {
         }
     }
 
-    fn send(&mut self, who: usize, call: LeaseRequest) {
+    fn send(&mut self, index: usize, request: LeaseRequest) {
         let deadline = u64::try_from(CALL_TIMEOUT.as_millis()).unwrap();
-        self.wake(who, deadline);
-        let candidate = &mut self.candidates[who];
+        self.wake(index, deadline);
+        let candidate = &mut self.candidates[index];
         candidate.started = candidate.clock.at(self.now);
-        candidate.writing = matches!(call, LeaseRequest::Write { .. });
+        candidate.writing = matches!(request, LeaseRequest::Write { .. });
         let ticket = candidate.ticket;
         if self.rng.one_in(12) {
             return;
         }
         let at = self.now + self.delay();
-        self.schedule(at, SimEvent::Arrive { who, ticket, call });
+        self.schedule(at, SimEvent::Arrive { index, ticket, request });
     }
 
     /// The API server: compares resourceVersions, nothing else.
-    fn handle_request(&mut self, call: LeaseRequest) -> LeaseResponse {
-        match call {
+    fn handle_request(&mut self, request: LeaseRequest) -> LeaseResponse {
+        match request {
             LeaseRequest::Get => LeaseResponse::Read(self.lease.clone()),
             LeaseRequest::Write { resource_version, .. }
                 if resource_version != self.lease.as_ref().map(|lease| lease.resource_version.clone()) =>
@@ -242,128 +242,132 @@ impl LeaseSimulation {
         }
     }
 
-    fn write(&mut self, who: usize, holder: Option<String>) {
-        let resource_version = self.candidates[who]
+    fn write(&mut self, index: usize, holder: Option<String>) {
+        let resource_version = self.candidates[index]
             .observed
             .as_ref()
             .and_then(ObservedLease::record)
             .map(|r| r.resource_version.clone());
         // The wall clock is up to two minutes off, and no candidate may depend on it.
         let renew_time = SystemTime::UNIX_EPOCH + Duration::from_millis(self.now + self.rng.below(240_000));
-        if let (Some(observed), Some(me)) = (&mut self.candidates[who].observed, &holder) {
+        if let (Some(observed), Some(me)) = (&mut self.candidates[index].observed, &holder) {
             observed.record_attempt(me, renew_time);
         }
-        self.send(who, LeaseRequest::Write { resource_version, holder, renew_time });
+        self.send(index, LeaseRequest::Write { resource_version, holder, renew_time });
     }
 
-    fn wait(&mut self, who: usize, max_wait: Duration) {
+    fn wait(&mut self, index: usize, max_wait: Duration) {
         let pause = u64::try_from(max_wait.min(RETRY_PERIOD).as_millis()).unwrap();
         // The process may be stopped at any time.
         let late = if self.rng.one_in(20) { self.rng.below(30_000) } else { 0 };
-        self.wake(who, pause + 1 + late);
+        self.wake(index, pause + 1 + late);
     }
 
-    fn end_term(&mut self, who: usize) {
-        self.candidates[who].until = None;
-        for term in self.terms.iter_mut().filter(|term| term.2 == who) {
+    fn end_term(&mut self, index: usize) {
+        self.candidates[index].until = None;
+        for term in self.terms.iter_mut().filter(|term| term.2 == index) {
             term.1 = term.1.min(self.now);
         }
     }
 
-    fn act(&mut self, who: usize) {
-        let candidate = &self.candidates[who];
+    fn act(&mut self, index: usize) {
+        let candidate = &self.candidates[index];
         let now = candidate.clock.at(self.now);
         let Some(observed) = candidate.observed.clone() else {
-            return self.send(who, LeaseRequest::Get);
+            return self.send(index, LeaseRequest::Get);
         };
         if let Some(until) = candidate.until {
-            match decide_renewal(&observed, NAMES[who], until, now) {
-                RenewDecision::Renew => self.write(who, Some(NAMES[who].to_owned())),
-                RenewDecision::StepDown => self.crash(who),
+            match decide_renewal(&observed, NAMES[index], until, now) {
+                RenewDecision::Renew => self.write(index, Some(NAMES[index].to_owned())),
+                RenewDecision::StepDown => self.crash(index),
             }
             return;
         }
-        match decide_election(&observed, NAMES[who], LEASE_DURATION, now) {
+        match decide_election(&observed, NAMES[index], LEASE_DURATION, now) {
             ElectionDecision::Acquire | ElectionDecision::Renew => {
-                self.write(who, Some(NAMES[who].to_owned()))
+                self.write(index, Some(NAMES[index].to_owned()))
             }
-            ElectionDecision::Wait(_) => self.send(who, LeaseRequest::Get),
+            ElectionDecision::Wait(_) => self.send(index, LeaseRequest::Get),
         }
     }
 
-    fn crash(&mut self, who: usize) {
-        self.end_term(who);
-        self.candidates[who].observed = None;
+    fn crash(&mut self, index: usize) {
+        self.end_term(index);
+        self.candidates[index].observed = None;
         let delay = self.rng.below(5_000);
-        self.wake(who, delay);
+        self.wake(index, delay);
     }
 
-    fn handle_response(&mut self, who: usize, response: LeaseResponse) {
-        let now = self.candidates[who].clock.at(self.now);
-        let candidate = &mut self.candidates[who];
+    fn handle_response(&mut self, index: usize, response: LeaseResponse) {
+        let now = self.candidates[index].clock.at(self.now);
+        let candidate = &mut self.candidates[index];
         let look = |observed: Option<ObservedLease>, record| match observed {
             Some(observed) => observed.observe(record, now),
             None => ObservedLease::first(record, now),
         };
         match response {
             LeaseResponse::Conflict => {
-                self.send(who, LeaseRequest::Get);
+                self.send(index, LeaseRequest::Get);
                 return;
             }
             LeaseResponse::Read(record) => candidate.observed = Some(look(candidate.observed.take(), record)),
-            LeaseResponse::Written(record) if record.holder.is_none() => return self.crash(who),
+            LeaseResponse::Written(record) if record.holder.is_none() => return self.crash(index),
             LeaseResponse::Written(record) => {
                 candidate.observed = Some(look(candidate.observed.take(), Some(record)));
                 let until = fence_until(candidate.started, LEASE_DURATION);
                 candidate.until = Some(until);
                 let end = candidate.clock.to_simulated(until);
                 if self.now < end {
-                    self.terms.push((self.now, end, who));
+                    self.terms.push((self.now, end, index));
                 }
-                return self.wait(who, RETRY_PERIOD);
+                return self.wait(index, RETRY_PERIOD);
             }
         }
-        let candidate = &self.candidates[who];
+        let candidate = &self.candidates[index];
         match candidate
             .observed
             .as_ref()
-            .map(|observed| decide_election(observed, NAMES[who], LEASE_DURATION, now))
+            .map(|observed| decide_election(observed, NAMES[index], LEASE_DURATION, now))
         {
-            Some(ElectionDecision::Wait(remaining)) if candidate.until.is_none() => self.wait(who, remaining),
-            Some(_) | None => self.act(who),
+            Some(ElectionDecision::Wait(remaining)) if candidate.until.is_none() => {
+                self.wait(index, remaining)
+            }
+            Some(_) | None => self.act(index),
         }
     }
 
     fn handle(&mut self, event: SimEvent) {
         match event {
-            SimEvent::Arrive { who, ticket, call } => {
-                let response = self.handle_request(call);
+            SimEvent::Arrive { index, ticket, request } => {
+                let response = self.handle_request(request);
                 if !self.rng.one_in(12) {
                     let at = self.now + self.delay();
-                    self.schedule(at, SimEvent::Respond { who, ticket, response });
+                    self.schedule(at, SimEvent::Respond { index, ticket, response });
                 }
             }
-            SimEvent::Respond { who, ticket, response } if ticket == self.candidates[who].ticket => {
-                self.handle_response(who, response);
+            SimEvent::Respond { index, ticket, response } if ticket == self.candidates[index].ticket => {
+                self.handle_response(index, response);
             }
-            SimEvent::Wake { who, ticket } if ticket == self.candidates[who].ticket => {
+            SimEvent::Wake { index, ticket } if ticket == self.candidates[index].ticket => {
                 // After a write with unknown outcome the record has to be read.
-                if std::mem::take(&mut self.candidates[who].writing) || self.candidates[who].until.is_none() {
-                    let expired = self.candidates[who]
+                if std::mem::take(&mut self.candidates[index].writing)
+                    || self.candidates[index].until.is_none()
+                {
+                    let expired = self.candidates[index]
                         .until
-                        .is_some_and(|until| self.candidates[who].clock.at(self.now) >= until);
+                        .is_some_and(|until| self.candidates[index].clock.at(self.now) >= until);
                     if expired {
-                        return self.crash(who);
+                        return self.crash(index);
                     }
-                    return self.send(who, LeaseRequest::Get);
+                    return self.send(index, LeaseRequest::Get);
                 }
-                self.act(who);
+                self.act(index);
             }
-            SimEvent::Crash { who } => self.crash(who),
+            SimEvent::Crash { index } => self.crash(index),
             SimEvent::ForeignWrite(what) => self.foreign_write(what),
-            SimEvent::Release { who } if self.candidates[who].until.is_some() => {
-                self.end_term(who);
-                self.write(who, None);
+            SimEvent::Release { index } if self.candidates[index].until.is_some() => {
+                self.end_term(index);
+                self.write(index, None);
             }
             SimEvent::Respond { .. } | SimEvent::Wake { .. } | SimEvent::Release { .. } => {}
         }
@@ -404,7 +408,7 @@ fn the_simulation_detects_a_leader_that_acts_past_its_fence() {
     let overlaps = (0..200).any(|seed| {
         let terms = LeaseSimulation::new(seed).run();
         let extended: Vec<_> =
-            terms.iter().map(|&(from, to, who)| (from, from + (to - from) * 9 / 4, who)).collect();
+            terms.iter().map(|&(from, to, index)| (from, from + (to - from) * 9 / 4, index)).collect();
         extended.iter().enumerate().any(|(n, a)| extended[n + 1..].iter().any(|b| b.0 < a.1 && a.2 != b.2))
     });
     assert!(overlaps);
