@@ -232,7 +232,7 @@ impl LeaseSimulation {
         match what {
             ForeignWrite::ClearHolder => lease.holder = None,
             ForeignWrite::Steal => {
-                (lease.holder, lease.duration) = (Some("thief".to_owned()), Some(LEASE_DURATION))
+                (lease.holder, lease.duration) = (Some("thief".to_owned()), Some(LEASE_DURATION));
             }
             ForeignWrite::Release => (lease.holder, lease.duration) = (None, Some(Duration::from_secs(1))),
         }
@@ -285,7 +285,7 @@ impl LeaseSimulation {
         }
         match decide_election(&observed, NAMES[index], LEASE_DURATION, now) {
             ElectionDecision::Acquire | ElectionDecision::Renew => {
-                self.write(index, Some(NAMES[index].to_owned()))
+                self.write(index, Some(NAMES[index].to_owned()));
             }
             ElectionDecision::Wait(_) => self.send(index, LeaseRequest::Get),
         }
@@ -301,7 +301,7 @@ impl LeaseSimulation {
     fn handle_response(&mut self, index: usize, response: LeaseResponse) {
         let now = self.candidates[index].clock.at(self.now);
         let candidate = &mut self.candidates[index];
-        let look = |observed: Option<ObservedLease>, record| match observed {
+        let observe = |observed: Option<ObservedLease>, record| match observed {
             Some(observed) => observed.observe(record, now),
             None => ObservedLease::first(record, now),
         };
@@ -310,10 +310,12 @@ impl LeaseSimulation {
                 self.send(index, LeaseRequest::Get);
                 return;
             }
-            LeaseResponse::Read(record) => candidate.observed = Some(look(candidate.observed.take(), record)),
+            LeaseResponse::Read(record) => {
+                candidate.observed = Some(observe(candidate.observed.take(), record));
+            }
             LeaseResponse::Written(record) if record.holder.is_none() => return self.crash(index),
             LeaseResponse::Written(record) => {
-                candidate.observed = Some(look(candidate.observed.take(), Some(record)));
+                candidate.observed = Some(observe(candidate.observed.take(), Some(record)));
                 let until = fence_until(candidate.started, LEASE_DURATION);
                 candidate.until = Some(until);
                 let end = candidate.clock.to_simulated(until);
@@ -330,7 +332,7 @@ impl LeaseSimulation {
             .map(|observed| decide_election(observed, NAMES[index], LEASE_DURATION, now))
         {
             Some(ElectionDecision::Wait(remaining)) if candidate.until.is_none() => {
-                self.wait(index, remaining)
+                self.wait(index, remaining);
             }
             Some(_) | None => self.act(index),
         }
