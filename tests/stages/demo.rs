@@ -226,7 +226,7 @@ impl Tour {
         child.stdin.take().context("kubectl has no input")?.write_all(input.as_bytes())?;
         let output = child.wait_with_output().context("wait for kubectl")?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        if output.status.success() || !said.contains("there is no Node") {
+        if output.status.success() || !said.contains("does not exist; the Patchbay daemon") {
             bail!("kubectl {line}: this should have been refused by Patchbay, but: {said}");
         }
         println!("{}\n", said.trim());

@@ -1,6 +1,5 @@
-//! The controller as real processes against a real API server, without nodes: who leads, what is admitted, and
-//! certificates that change while it works.
-#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
+//! Controller processes against a real API server, without nodes: leader election, admission and certificate rotation.
+#![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
 use std::{
     fs,
@@ -40,15 +39,15 @@ fn main() -> ExitCode {
     Suite {
         name: "t-controller",
         topology: Topology::ControlPlaneOnly,
-        set_up: |lab| Box::pin(async move { replica::prepare(&lab, 2) }),
+        set_up: |lab| Box::pin(async move { replica::install(&lab, 2) }),
         tests: tests![
-            the_webhook_refuses_a_nodenetwork_without_a_node,
-            a_replica_is_not_ready_before_it_has_seen_the_cluster,
-            the_leader_lets_go_when_told_to_stop_and_ends_within_10_s,
+            the_webhook_denies_a_nodenetwork_without_a_node,
+            a_replica_is_not_ready_before_its_caches_have_synced,
+            the_leader_releases_the_lease_on_sigterm_and_exits_within_10_s,
             another_replica_leads_within_15_s_after_kill_9,
-            a_paused_leader_never_acts_beside_the_new_one,
-            a_rival_whose_clock_is_two_minutes_off_breaks_nothing,
-            certificates_change_under_load_without_one_failed_admission,
+            a_paused_leader_writes_nothing_after_another_leads,
+            a_rival_whose_clock_is_two_minutes_off_is_respected,
+            certificates_rotate_under_load_without_a_failed_admission,
             damaged_certificates_and_bundles_are_repaired,
         ],
     }
@@ -64,7 +63,7 @@ async fn holder(client: &Client) -> Result<String> {
     Ok(lease.and_then(|l| l.spec?.holder_identity).unwrap_or_default())
 }
 
-async fn leads(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+async fn wait_for_leader(client: &Client, name: &str, within: Duration) -> Result<Duration> {
     let start = Instant::now();
     wait::until(within, &format!("{name} to lead"), || async {
         Ok((holder(client).await? == name).then_some(()))
@@ -73,7 +72,7 @@ async fn leads(client: &Client, name: &str, within: Duration) -> Result<Duration
     Ok(start.elapsed())
 }
 
-async fn free_the_lease(client: &Client) -> Result<()> {
+async fn delete_the_lease(client: &Client) -> Result<()> {
     match leases(client).delete("patchbay-controller", &kube::api::DeleteParams::default()).await {
         Err(kube::Error::Api(e)) if e.is_not_found() => Ok(()),
         other => other.map(|_| ()).context("delete the Lease"),
@@ -85,8 +84,8 @@ fn nodenetworks(client: &Client) -> Api<DynamicObject> {
     Api::all_with(client.clone(), &ApiResource::from_gvk(&gvk))
 }
 
-/// Asks for a NodeNetwork without making one: what admission says.
-async fn admission(client: &Client, name: &str) -> Result<(), kube::Error> {
+/// Creates a NodeNetwork as a dry run: returns the result of admission.
+async fn admit(client: &Client, name: &str) -> Result<(), kube::Error> {
     let object: DynamicObject = serde_json::from_value(json!({
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": name},
     }))
@@ -95,46 +94,49 @@ async fn admission(client: &Client, name: &str) -> Result<(), kube::Error> {
     nodenetworks(client).create(&dry, &object).await.map(|_| ())
 }
 
-/// Refused by our webhook, with its sentence.
-fn refused_by_us(outcome: &Result<(), kube::Error>) -> bool {
+/// Whether our webhook denied the request.
+fn denied_by_webhook(outcome: &Result<(), kube::Error>) -> bool {
     matches!(outcome, Err(kube::Error::Api(e)) if e.message.contains("nodenetworks.patchbay.dev") && e.message.contains("denied") && e.message.contains("Node"))
 }
 
-async fn webhook_answers(client: &Client) -> Result<()> {
+async fn wait_for_webhook(client: &Client) -> Result<()> {
     wait::until(Duration::from_secs(20), "the webhook to answer", || async {
-        let outcome = admission(client, "nobody").await;
-        ensure!(refused_by_us(&outcome), "{outcome:?}");
+        let outcome = admit(client, "missing").await;
+        ensure!(denied_by_webhook(&outcome), "{outcome:?}");
         Ok(Some(()))
     })
     .await
 }
 
-async fn the_webhook_refuses_a_nodenetwork_without_a_node(lab: Lab) -> Result<()> {
+async fn the_webhook_denies_a_nodenetwork_without_a_node(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let _one = Replica::ready(&lab, 1, &[]).await?;
-    let _two = Replica::ready(&lab, 2, &[]).await?;
-    webhook_answers(&client).await?;
-    let Err(kube::Error::Api(refusal)) = admission(&client, "nobody").await else { bail!("it was let in") };
-    println!("{}", refusal.message);
+    let _one = Replica::start_ready(&lab, 1, &[]).await?;
+    let _two = Replica::start_ready(&lab, 2, &[]).await?;
+    wait_for_webhook(&client).await?;
+    let Err(kube::Error::Api(denial)) = admit(&client, "missing").await else {
+        bail!("the NodeNetwork was admitted")
+    };
+    println!("{}", denial.message);
     lab.kubectl(&[
         "create",
         "-f",
         write(
             &lab,
             "node.json",
-            &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "somebody"}}),
+            &json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "present"}}),
         )?
         .as_str(),
     ])?;
-    // Every replica learns of the Node from its own watch: ten in a row, whichever of them answers.
-    let row = AtomicUsize::new(0);
+    // Every replica has its own watch: ten admissions in a row, because the Service picks the replica.
+    let consecutive = AtomicUsize::new(0);
     wait::until(Duration::from_secs(10), "ten admissions in a row", || async {
-        let good = admission(&client, "somebody").await.is_ok();
-        row.store(if good { row.load(Ordering::Relaxed) + 1 } else { 0 }, Ordering::Relaxed);
-        Ok((row.load(Ordering::Relaxed) >= 10).then_some(()))
+        let allowed = admit(&client, "present").await.is_ok();
+        consecutive
+            .store(if allowed { consecutive.load(Ordering::Relaxed) + 1 } else { 0 }, Ordering::Relaxed);
+        Ok((consecutive.load(Ordering::Relaxed) >= 10).then_some(()))
     })
     .await?;
-    lab.kubectl(&["delete", "node", "somebody"]).map(|_| ())
+    lab.kubectl(&["delete", "node", "present"]).map(|_| ())
 }
 
 fn write(lab: &Lab, name: &str, object: &serde_json::Value) -> Result<String> {
@@ -143,18 +145,21 @@ fn write(lab: &Lab, name: &str, object: &serde_json::Value) -> Result<String> {
     Ok(file.to_str().context("a path in UTF-8")?.to_owned())
 }
 
-async fn a_replica_is_not_ready_before_it_has_seen_the_cluster(lab: Lab) -> Result<()> {
-    // Its token is asked for while the API server still talks.
-    let early = Replica::start(&lab, 1, &[])?;
+async fn a_replica_is_not_ready_before_its_caches_have_synced(lab: Lab) -> Result<()> {
+    // The token is requested while the API server still responds.
+    let first = Replica::start(&lab, 1, &[])?;
     lab.pause("apiserver")?;
-    drop(early);
-    let replica = Replica::again(&lab, 1)?;
+    drop(first);
+    let replica = Replica::restart(&lab, 1)?;
     let outcome = async {
-        wait::until(Duration::from_secs(10), "the replica to live", || async {
+        wait::until(Duration::from_secs(10), "the replica to be healthy", || async {
             Ok((replica.probe("healthz") == 200).then_some(()))
         })
         .await?;
-        ensure!(replica.probe("readyz") == 503, "it says it is ready with an API server that is silent");
+        ensure!(
+            replica.probe("readyz") == 503,
+            "the replica is ready although the API server does not respond"
+        );
         anyhow::Ok(())
     };
     let outcome = outcome.await;
@@ -166,107 +171,117 @@ async fn a_replica_is_not_ready_before_it_has_seen_the_cluster(lab: Lab) -> Resu
     .await
 }
 
-async fn the_leader_lets_go_when_told_to_stop_and_ends_within_10_s(lab: Lab) -> Result<()> {
+async fn the_leader_releases_the_lease_on_sigterm_and_exits_within_10_s(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    free_the_lease(&client).await?;
-    let mut one = Replica::ready(&lab, 1, &[]).await?;
-    leads(&client, "replica-1", Duration::from_secs(15)).await?;
-    let _two = Replica::ready(&lab, 2, &[]).await?;
+    delete_the_lease(&client).await?;
+    let mut one = Replica::start_ready(&lab, 1, &[]).await?;
+    wait_for_leader(&client, "replica-1", Duration::from_secs(15)).await?;
+    let _two = Replica::start_ready(&lab, 2, &[]).await?;
     one.signal(Signal::SIGTERM)?;
     let stop = Instant::now();
-    let status = one.ends_within(Duration::from_secs(10)).await?;
+    let status = one.wait_for_exit(Duration::from_secs(10)).await?;
     ensure!(status.success(), "{status}: {}", one.tail());
-    let took = leads(&client, "replica-2", Duration::from_secs(6)).await?;
-    println!("both took {:?}, of which the other one needed {took:?} to lead", stop.elapsed());
+    let took = wait_for_leader(&client, "replica-2", Duration::from_secs(6)).await?;
+    println!("shutdown and failover took {:?}; replica-2 led {took:?} after the exit", stop.elapsed());
     Ok(())
 }
 
 async fn another_replica_leads_within_15_s_after_kill_9(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let rounds = if e2e::soak() { 5 } else { 1 };
-    for _ in 0..rounds {
-        free_the_lease(&client).await?;
-        let one = Replica::ready(&lab, 1, &[]).await?;
-        leads(&client, "replica-1", Duration::from_secs(15)).await?;
-        let _two = Replica::ready(&lab, 2, &[]).await?;
+    let repetitions = if e2e::soak() { 5 } else { 1 };
+    for _ in 0..repetitions {
+        delete_the_lease(&client).await?;
+        let one = Replica::start_ready(&lab, 1, &[]).await?;
+        wait_for_leader(&client, "replica-1", Duration::from_secs(15)).await?;
+        let _two = Replica::start_ready(&lab, 2, &[]).await?;
         one.signal(Signal::SIGKILL)?;
-        let took = leads(&client, "replica-2", Duration::from_secs(15)).await?;
+        let took = wait_for_leader(&client, "replica-2", Duration::from_secs(15)).await?;
         println!("failover after kill -9: {took:?}");
     }
     Ok(())
 }
 
-async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
+async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    free_the_lease(&client).await?;
-    let mut one = Replica::ready(&lab, 1, &[]).await?;
-    leads(&client, "replica-1", Duration::from_secs(15)).await?;
-    let two = Replica::ready(&lab, 2, &[]).await?;
-    webhook_answers(&client).await?;
+    delete_the_lease(&client).await?;
+    let mut one = Replica::start_ready(&lab, 1, &[]).await?;
+    wait_for_leader(&client, "replica-1", Duration::from_secs(15)).await?;
+    let two = Replica::start_ready(&lab, 2, &[]).await?;
+    wait_for_webhook(&client).await?;
     one.signal(Signal::SIGSTOP)?;
-    leads(&client, "replica-2", Duration::from_secs(15)).await?;
-    // With the new leader held too, only the old one could mend what is broken now; and it must not.
+    wait_for_leader(&client, "replica-2", Duration::from_secs(15)).await?;
+    // With the new leader stopped too, only the old one could repair the bundle; it must not.
     two.signal(Signal::SIGSTOP)?;
     let broken = r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#;
     lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
     let mark = lab.audit_offset()?;
     one.signal(Signal::SIGCONT)?;
-    // It wakes up believing that it leads, and must end without having written anything.
-    let status = one.ends_within(Duration::from_secs(8)).await?;
-    ensure!(!status.success(), "losing the lead is not a success: {status}");
+    // It resumes as if it still led, and must exit without a write.
+    let status = one.wait_for_exit(Duration::from_secs(8)).await?;
+    ensure!(!status.success(), "losing the lease must not exit with success: {status}");
     let ours = |a: &lab::audit::AuditedRequest| {
         a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller")
     };
     let writes: Vec<_> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
     ensure!(writes.is_empty(), "{writes:?}");
-    ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
-    ensure!(bundle(&client).await?.is_empty(), "somebody mended it");
-    // It was held for less than its own tenure: it still leads, and mends what was broken meanwhile.
+    ensure!(holder(&client).await? == "replica-2", "the new leader lost the Lease");
+    ensure!(
+        ca_bundle(&client).await?.is_empty(),
+        "the bundle was repaired while both replicas must not write"
+    );
+    // It was stopped for less than its fence: it still leads, and repairs the bundle.
     two.signal(Signal::SIGCONT)?;
-    wait::until(Duration::from_secs(20), "the bundle to be mended", || async {
-        Ok((!bundle(&client).await?.is_empty()).then_some(()))
+    wait::until(Duration::from_secs(20), "the bundle to be repaired", || async {
+        Ok((!ca_bundle(&client).await?.is_empty()).then_some(()))
     })
     .await?;
-    webhook_answers(&client).await
+    wait_for_webhook(&client).await
 }
 
-/// The authorities that the API server is told to trust.
-async fn bundle(client: &Client) -> Result<String> {
+/// The CA bundle of the first webhook.
+async fn ca_bundle(client: &Client) -> Result<String> {
     let api: Api<ValidatingWebhookConfiguration> = Api::all(client.clone());
     let hooks = api.get("patchbay").await?.webhooks.unwrap_or_default();
     let first = hooks.into_iter().next().and_then(|hook| hook.client_config.ca_bundle);
     Ok(first.map(|b| String::from_utf8_lossy(&b.0).into_owned()).unwrap_or_default())
 }
 
-/// A shorter term than the default, and all that follows from it in proportion: these tests mostly wait.
-const TERM: Duration = Duration::from_secs(4);
-const SHORT_TERM: [&str; 4] = ["--lease-term=4s", "--lease-renew=800ms", "--lease-look=800ms", "--drain=1s"];
+/// A shorter lease duration than the default, and the other durations in proportion: these tests mostly wait.
+const LEASE_DURATION: Duration = Duration::from_secs(4);
+const SHORT_LEASE: [&str; 4] =
+    ["--lease-duration=4s", "--lease-renew=800ms", "--lease-retry-period=800ms", "--drain=1s"];
 
-/// Holds the Lease as somebody whose clock is off, until the other work is done.
-async fn rival<T>(
+/// Holds the Lease as a rival whose clock is off by `skew`, until `meanwhile` is done.
+async fn hold_lease_as_rival<T>(
     client: &Client,
-    off: SignedDuration,
+    skew: SignedDuration,
     meanwhile: impl Future<Output = Result<T>>,
 ) -> Result<T> {
     let renew = async || -> Result<()> {
-        let now = MicroTime(Timestamp::now().checked_add(off).context("a time")?);
+        let now = MicroTime(Timestamp::now().checked_add(skew).context("a time")?);
         let spec = json!({"spec": {
-            "holderIdentity": "rival", "leaseDurationSeconds": TERM.as_secs(), "renewTime": now,
+            "holderIdentity": "rival", "leaseDurationSeconds": LEASE_DURATION.as_secs(), "renewTime": now,
         }});
         leases(client)
             .patch("patchbay-controller", &PatchParams::default(), &Patch::Merge(&spec))
             .await
             .context("the rival's renewal")?;
-        wait::until(TERM * 3 / 10, "the rival to keep the Lease", || async {
-            ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
+        wait::until(LEASE_DURATION * 3 / 10, "the rival to keep the Lease", || async {
+            ensure!(
+                holder(client).await? == "rival",
+                "a replica acquired the Lease although the rival renews it"
+            );
             Ok(Some(()))
         })
         .await?;
-        tokio::time::sleep(TERM / 10).await;
-        ensure!(holder(client).await? == "rival", "the Lease was taken from a rival that renews it");
+        tokio::time::sleep(LEASE_DURATION / 10).await;
+        ensure!(
+            holder(client).await? == "rival",
+            "a replica acquired the Lease although the rival renews it"
+        );
         Ok(())
     };
-    // Once before anything else: whatever is done meanwhile finds the Lease taken.
+    // Once first, so that `meanwhile` starts with the Lease held.
     renew().await?;
     let renewing = async {
         loop {
@@ -281,36 +296,38 @@ async fn rival<T>(
     }
 }
 
-async fn a_rival_whose_clock_is_two_minutes_off_breaks_nothing(lab: Lab) -> Result<()> {
+async fn a_rival_whose_clock_is_two_minutes_off_is_respected(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     for minutes in [-2, 2] {
-        free_the_lease(&client).await?;
-        let mut one = Replica::ready(&lab, 1, &SHORT_TERM).await?;
-        leads(&client, "replica-1", TERM * 3 / 2).await?;
-        // The rival takes the Lease by force: the one that led must stop, not lead beside it.
-        let off = SignedDuration::from_mins(minutes);
+        delete_the_lease(&client).await?;
+        let mut one = Replica::start_ready(&lab, 1, &SHORT_LEASE).await?;
+        wait_for_leader(&client, "replica-1", LEASE_DURATION * 3 / 2).await?;
+        // The rival takes the Lease by force: the leader must exit, not lead at the same time.
+        let skew = SignedDuration::from_mins(minutes);
         let ended = async {
-            let (ended, ()) =
-                tokio::join!(one.ends_within(TERM * 14 / 10), tokio::time::sleep(TERM * 14 / 10));
-            ended.context("the old leader goes on")
+            let (ended, ()) = tokio::join!(
+                one.wait_for_exit(LEASE_DURATION * 14 / 10),
+                tokio::time::sleep(LEASE_DURATION * 14 / 10)
+            );
+            ended.context("the old leader still runs")
         };
-        rival(&client, off, ended).await?;
-        // A newcomer waits while the rival renews, whatever its clock says, and leads soon after it stops.
-        let newcomer = async {
-            let two = Replica::ready(&lab, 2, &SHORT_TERM).await?;
-            tokio::time::sleep(TERM * 13 / 10).await;
+        hold_lease_as_rival(&client, skew, ended).await?;
+        // A new replica waits while the rival renews, whatever the rival's clock says, and leads soon after it stops.
+        let new_replica = async {
+            let two = Replica::start_ready(&lab, 2, &SHORT_LEASE).await?;
+            tokio::time::sleep(LEASE_DURATION * 13 / 10).await;
             Ok(two)
         };
-        let mut two = rival(&client, off, newcomer).await?;
-        ensure!(two.alive()?, "waiting is no reason to end");
-        let took = leads(&client, "replica-2", TERM * 3 / 2).await?;
+        let mut two = hold_lease_as_rival(&client, skew, new_replica).await?;
+        ensure!(two.is_running()?, "a waiting replica must not exit");
+        let took = wait_for_leader(&client, "replica-2", LEASE_DURATION * 3 / 2).await?;
         println!("clock {minutes} min off: led {took:?} after the rival's last renewal");
-        ensure!(took >= TERM * 7 / 10, "a full term has to pass: {took:?}");
+        ensure!(took >= LEASE_DURATION * 7 / 10, "acquired before a full lease duration: {took:?}");
     }
     Ok(())
 }
 
-/// Serial numbers that were served or trusted in the course of time.
+/// The serving certificate, and the number of CAs in the Secret.
 async fn certificates(client: &Client) -> Result<(String, usize)> {
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let data = secrets.get("patchbay-webhook-certs").await?.data.unwrap_or_default();
@@ -319,98 +336,101 @@ async fn certificates(client: &Client) -> Result<(String, usize)> {
     Ok((text("tls.crt"), text("ca.crt").matches("BEGIN CERTIFICATE").count()))
 }
 
-async fn certificates_change_under_load_without_one_failed_admission(lab: Lab) -> Result<()> {
+async fn certificates_rotate_under_load_without_a_failed_admission(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    free_the_lease(&client).await?;
+    delete_the_lease(&client).await?;
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let _ = secrets.delete("patchbay-webhook-certs", &kube::api::DeleteParams::default()).await;
-    let short = ["--leaf-lifetime=6s", "--ca-lifetime=12s", "--settle=500ms"];
-    let mut one = Replica::ready(&lab, 1, &short).await?;
-    let mut two = Replica::ready(&lab, 2, &short).await?;
-    webhook_answers(&client).await?;
+    let short = ["--leaf-lifetime=6s", "--ca-lifetime=12s", "--ca-propagation-delay=500ms"];
+    let mut one = Replica::start_ready(&lab, 1, &short).await?;
+    let mut two = Replica::start_ready(&lab, 2, &short).await?;
+    wait_for_webhook(&client).await?;
 
     let seconds = if e2e::soak() { 180 } else { 24 };
     let stop = Arc::new(AtomicBool::new(false));
-    let answered = Arc::new(AtomicUsize::new(0));
+    let admissions = Arc::new(AtomicUsize::new(0));
     let mut load = tokio::task::JoinSet::new();
     for _ in 0..4 {
-        let (client, stop, answered) = (client.clone(), Arc::clone(&stop), Arc::clone(&answered));
+        let (client, stop, admissions) = (client.clone(), Arc::clone(&stop), Arc::clone(&admissions));
         load.spawn(async move {
             let mut failed = Vec::new();
             while !stop.load(Ordering::Relaxed) {
-                let outcome = admission(&client, "nobody").await;
-                answered.fetch_add(1, Ordering::Relaxed);
-                if !refused_by_us(&outcome) {
+                let outcome = admit(&client, "missing").await;
+                admissions.fetch_add(1, Ordering::Relaxed);
+                if !denied_by_webhook(&outcome) {
                     failed.push(format!("{outcome:?}"));
                 }
             }
             failed
         });
     }
-    let (mut leaves, mut bundles, mut authorities) = (Vec::new(), Vec::new(), 0);
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(seconds) {
+    let (mut leaves, mut bundles, mut new_cas) = (Vec::new(), Vec::new(), 0);
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(seconds) {
         let (leaf, count) = certificates(&client).await?;
         if leaves.last() != Some(&leaf) {
             leaves.push(leaf);
         }
         if bundles.last() != Some(&count) {
-            authorities += usize::from(bundles.last().is_some_and(|last| count > *last));
+            new_cas += usize::from(bundles.last().is_some_and(|last| count > *last));
             bundles.push(count);
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
     stop.store(true, Ordering::Relaxed);
     let failed: Vec<String> = load.join_all().await.into_iter().flatten().collect();
-    let answered = answered.load(Ordering::Relaxed);
+    let admissions = admissions.load(Ordering::Relaxed);
     println!(
-        "{answered} admissions, {} failed, {} certificates served, bundle sizes {bundles:?}",
+        "{admissions} admissions, {} failed, {} certificates served, bundle sizes {bundles:?}",
         failed.len(),
         leaves.len()
     );
     ensure!(
         failed.is_empty(),
-        "{} of {answered} failed, first: {:?}\n{}\n{}",
+        "{} of {admissions} failed, first: {:?}\n{}\n{}",
         failed.len(),
         failed.first(),
         one.tail(),
         two.tail()
     );
-    ensure!(answered > 100, "too little load to tell: {answered}");
+    ensure!(admissions > 100, "too little load: {admissions} admissions");
     ensure!(
-        leaves.len() >= 4 && authorities >= 2,
-        "too few changes to tell: {} certificates, bundles {bundles:?}",
+        leaves.len() >= 4 && new_cas >= 2,
+        "too few rotations: {} certificates, bundles {bundles:?}",
         leaves.len()
     );
-    ensure!(one.alive()? && two.alive()?, "no restart is needed");
+    ensure!(one.is_running()? && two.is_running()?, "a replica exited");
     Ok(())
 }
 
 async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    free_the_lease(&client).await?;
-    let _one = Replica::ready(&lab, 1, &[]).await?;
-    webhook_answers(&client).await?;
-    let mangle = [
+    delete_the_lease(&client).await?;
+    let _one = Replica::start_ready(&lab, 1, &[]).await?;
+    wait_for_webhook(&client).await?;
+    let damage = [
         r#"[{"op":"replace","path":"/webhooks/0/clientConfig/caBundle","value":"bm90aGluZw=="}]"#,
         r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#,
     ];
-    let good = bundle(&client).await?;
+    let good = ca_bundle(&client).await?;
     ensure!(good.contains("BEGIN CERTIFICATE"), "{good}");
-    for patch in mangle {
-        // The API server itself may refuse a bundle that is none.
+    for patch in damage {
+        // The API server itself may reject an invalid bundle.
         let _ =
             lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", patch]);
-        wait::until(Duration::from_secs(5), "the bundle to be mended", || async {
-            Ok((bundle(&client).await? == good).then_some(()))
+        wait::until(Duration::from_secs(5), "the bundle to be repaired", || async {
+            Ok((ca_bundle(&client).await? == good).then_some(()))
         })
         .await?;
-        webhook_answers(&client).await?;
+        wait_for_webhook(&client).await?;
     }
     let manifests = patchbay::manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
-    let outcome = admission(&client, "nobody").await;
-    ensure!(refused_by_us(&outcome), "an apply of the manifests must not interrupt admission: {outcome:?}");
+    let outcome = admit(&client, "missing").await;
+    ensure!(
+        denied_by_webhook(&outcome),
+        "an apply of the manifests must not interrupt admission: {outcome:?}"
+    );
     let secrets = ["-n", NAMESPACE, "patch", "secret", "patchbay-webhook-certs", "--type=merge", "-p"];
     for patch in [
         r#"{"data":{"tls.crt":"Z2FyYmFnZQ==","tls.key":"Z2FyYmFnZQ=="}}"#,
@@ -418,19 +438,19 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
         r#"{"data":{"ca.crt":""}}"#,
     ] {
         lab.kubectl(&[&secrets[..], &[patch]].concat())?;
-        wait::until(Duration::from_secs(30), &format!("the Secret to be mended after {patch}"), || async {
+        wait::until(Duration::from_secs(30), &format!("the Secret to be repaired after {patch}"), || async {
             let api: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
             let data = api.get("patchbay-webhook-certs").await?.data.unwrap_or_default();
-            let whole = |key: &str| data.get(key).is_some_and(|b| b.0.starts_with(b"-----BEGIN"));
-            Ok(["tls.crt", "tls.key", "ca.crt", "ca.key"].into_iter().all(whole).then_some(()))
+            let is_pem = |key: &str| data.get(key).is_some_and(|b| b.0.starts_with(b"-----BEGIN"));
+            Ok(["tls.crt", "tls.key", "ca.crt", "ca.key"].into_iter().all(is_pem).then_some(()))
         })
         .await?;
-        webhook_answers(&client).await?;
+        wait_for_webhook(&client).await?;
     }
     lab.kubectl(&["-n", NAMESPACE, "delete", "secret", "patchbay-webhook-certs"])?;
     wait::until(Duration::from_secs(20), "a new Secret", || async {
         certificates(&client).await.map(|_| Some(()))
     })
     .await?;
-    webhook_answers(&client).await
+    wait_for_webhook(&client).await
 }

@@ -69,8 +69,8 @@ fn main() -> ExitCode {
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| {
             Box::pin(async move {
-                replica::prepare(&lab, 2)?;
-                replica::serve(&lab, &[1])
+                replica::install(&lab, 2)?;
+                replica::set_webhook_endpoints(&lab, &[1])
             })
         },
         tests: tests![
@@ -383,7 +383,7 @@ async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Resul
         let same = json!({"nodeSelector": selector("two"), "attachment": {"name": "clash", "namespaces": ["clash"]}});
         let told = cluster.refusal("second", same).await?;
         ensure!(
-            told.contains("BridgeNetwork clash keeps NetworkAttachmentDefinition clash/clash already"),
+            told.contains("BridgeNetwork clash already manages NetworkAttachmentDefinition clash/clash"),
             "{told}"
         );
         // Apart they may be; then the node gets both, which no webhook sees.
@@ -404,7 +404,7 @@ async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Resul
         let pod = cluster.pod("user", "clash").await?;
         cluster.condition("clash", "InUse", "True").await?;
         let told = cluster.edit("clash", json!({"mtu": 1000})).await.err().context("lowered while used")?;
-        ensure!(format!("{told:#}").contains("cannot go from 1450 down to 1000"), "{told:#}");
+        ensure!(format!("{told:#}").contains("cannot be lowered from 1450 to 1000"), "{told:#}");
         cluster.vtep("clash-a", 9000).await?;
         cluster.until("clash", "the MTU raised", |network| network["status"]["mtu"] == 8950).await?;
         cluster.vtep("clash-a", 1400).await?;
@@ -544,7 +544,7 @@ async fn kill_9_at_every_step_loses_nothing(lab: Lab) -> Result<()> {
             ensure!(begun.elapsed() < SOON * 2, "{step} is not seen: {}", replica.tail());
         }
         replica.signal(nix::sys::signal::Signal::SIGKILL)?;
-        replica.ends_within(SOON).await?;
+        replica.wait_for_exit(SOON).await?;
         if step == "blocked" {
             ensure!(cluster.find_nad("kill", "kill").await?.is_some(), "taken from under a pod");
         }
@@ -583,13 +583,13 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
         crowd(pods, async |n| cluster.pod(&format!("pod-{n}"), "crowd").await.map(drop)).await?;
         let count = machines + pods;
         cluster.until("crowd", "all users", |network| network["status"]["users"]["count"] == count).await?;
-        let grown = replica.memory()?;
+        let grown = replica.rss_mib()?;
         // One that has to list all of them when it starts.
         drop(replica);
         let replica = cluster.lead(&lab).await?;
         cluster.delete("crowd").await?;
         cluster.reason("crowd", "Ready", "DeletionBlocked").await?;
-        let listed = replica.memory()?;
+        let listed = replica.rss_mib()?;
         let begun = Instant::now();
         let within = if e2e::soak() { SOON * 6 } else { SOON };
         let go = quiet.iter().map(async |name| {

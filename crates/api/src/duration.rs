@@ -1,35 +1,33 @@
-//! Durations as people write them: `90d`, `12h`, `1h30m`, `30s`, `500ms`.
+//! Parses durations in flags: `90d`, `12h`, `1h30m`, `30s`, `500ms`.
 
 use std::time::Duration;
 
-/// Why a text is not a duration.
+/// Why a duration cannot be parsed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    #[error("a duration is numbers with units, such as 90d, 12h, 1h30m, 30s or 500ms")]
-    /// Not a sequence of numbers with units.
-    Form,
+    #[error("a duration needs a number and a unit, such as 90d, 12h, 1h30m, 30s or 500ms")]
+    Syntax,
     #[error("unknown unit {0:?}: use d, h, m, s or ms")]
     /// A unit other than d, h, m, s and ms.
     Unit(String),
-    #[error("a duration this long cannot be represented")]
+    #[error("the duration is too long to be represented")]
     /// Overflows.
     TooLong,
 }
 
-/// Reads a duration.
 pub fn parse(text: &str) -> Result<Duration, Error> {
     let mut rest = text.trim();
     if rest.is_empty() {
-        return Err(Error::Form);
+        return Err(Error::Syntax);
     }
     let mut total = Duration::ZERO;
     while !rest.is_empty() {
-        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or(Error::Form)?;
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or(Error::Syntax)?;
         let (number, tail) = rest.split_at(digits);
         let letters = tail.find(|c: char| !c.is_alphabetic()).unwrap_or(tail.len());
         let (unit, tail) = tail.split_at(letters);
         if number.is_empty() || unit.is_empty() {
-            return Err(Error::Form);
+            return Err(Error::Syntax);
         }
         let number: u64 = number.parse().map_err(|_| Error::TooLong)?;
         let millis = number.checked_mul(millis(unit)?).ok_or(Error::TooLong)?;
@@ -55,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_what_people_write() {
+    fn parses_numbers_with_units() {
         let cases = [
             ("0s", 0),
             ("500ms", 500),
@@ -74,9 +72,9 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_not_a_duration() {
+    fn rejects_text_that_is_not_a_duration() {
         for text in ["", " ", "s", "30", "30 s", "-5s", "1.5h", "1h30", "h1", "5s,", "٣s"] {
-            assert_eq!(parse(text), Err(Error::Form), "{text}");
+            assert_eq!(parse(text), Err(Error::Syntax), "{text}");
         }
         assert_eq!(parse("3y"), Err(Error::Unit("y".to_owned())));
         assert_eq!(parse("3µs"), Err(Error::Unit("µs".to_owned())));

@@ -1,7 +1,7 @@
-//! Admission: what cannot be seen in one object alone.
+//! The admission webhook: validation that needs other objects.
 //!
-//! A check is a plain function of the object and what the caches show, so that webhook and reconcilers judge alike. A
-//! new path is one more variant of [`Path`] and its arm in [`judge`].
+//! A validation is a plain function of the object and the caches, so that the webhook and the reconcilers agree. A new path is
+//! one more variant of [`WebhookPath`] and its arm in [`validate`].
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{http::Replica, metrics::Outcome, object};
+use crate::{http::WebhookState, metrics::AdmissionOutcome, object};
 
 mod network;
 #[cfg(test)]
@@ -32,54 +32,54 @@ mod tests;
 mod user;
 
 /// An object is at most 1.5 MiB in etcd, and an update carries two.
-const LARGEST_BODY: usize = 3 * 1024 * 1024;
+const MAX_BODY_BYTES: usize = 3 * 1024 * 1024;
 
-/// So many bodies are read and judged at a time; the others wait.
-pub const MOST_BODIES: usize = 16;
+/// How many bodies are read and validated at a time; further requests wait.
+pub const MAX_CONCURRENT_BODIES: usize = 16;
 
-/// How long a request waits for its turn before the API server is told to try elsewhere.
-const LONGEST_QUEUE: Duration = Duration::from_secs(2);
+/// How long a request waits for a permit before the API server is asked to retry.
+const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// API servers give up on us after five seconds.
-const SLOWEST_BODY: Duration = Duration::from_secs(5);
+/// API servers stop waiting after at most five seconds (`timeoutSeconds`).
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a request says is repeated up to so many characters.
-const LONGEST_ECHO: usize = 64;
+/// How many characters of a request's text are repeated in messages.
+const MAX_ECHO_CHARS: usize = 64;
 
 const REVIEW_VERSION: &str = "admission.k8s.io/v1";
 
-/// An AdmissionReview, as far as anything here reads it.
+/// The fields of an AdmissionReview that the webhook reads.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Review {
+struct ReviewBody {
     api_version: String,
-    request: Option<Asked>,
+    request: Option<ReviewedRequest>,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Asked {
+struct ReviewedRequest {
     uid: String,
-    resource: Resource,
+    resource: ReviewedResource,
     #[serde(default)]
     name: String,
-    operation: Operation,
+    operation: ReviewedOperation,
     #[serde(default)]
     namespace: String,
-    user_info: User,
+    user_info: ReviewedUser,
     object: Option<Map<String, Value>>,
     old_object: Option<Map<String, Value>>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Resource {
+struct ReviewedResource {
     group: String,
     resource: String,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
-enum Operation {
+enum ReviewedOperation {
     Create,
     Update,
     Delete,
@@ -87,50 +87,50 @@ enum Operation {
 }
 
 #[derive(Debug, Deserialize)]
-struct User {
+struct ReviewedUser {
     #[serde(default)]
     username: String,
 }
 
-/// What the API server asks about.
+/// A path of the webhook. Variant names are label values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[expect(clippy::enum_variant_names, reason = "a path that changes objects would begin otherwise")]
-pub enum Path {
+#[expect(clippy::enum_variant_names, reason = "a mutating path would have another prefix")]
+pub enum WebhookPath {
     ValidateNodeNetworks,
     ValidateBridgeNetworks,
     ValidateUsers,
 }
 
-/// What a check says.
+/// The result of a validation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum AdmissionDecision {
     Allow,
-    /// Refused, with a sentence that says what to do.
+    /// Denied, with a message that says what to do next.
     Deny(String),
 }
 
-/// Why a request gets no verdict.
+/// Why a request cannot be validated.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-enum Unanswerable {
+enum RequestError {
     #[error("the body is not an AdmissionReview: {0}")]
-    Body(String),
+    InvalidBody(String),
     #[error("the AdmissionReview has no request")]
     NoRequest,
-    #[error("the AdmissionReview is of {0:?}, and only admission.k8s.io/v1 is understood")]
-    Version(String),
-    #[error("this path is about {expected} and was asked about {asked}: mend the webhook configuration")]
-    Resource { expected: String, asked: String },
-    #[error("too many requests at a time: try again")]
+    #[error("AdmissionReview version {0:?} is not supported; use admission.k8s.io/v1")]
+    UnsupportedVersion(String),
+    #[error("this path validates {expected}, not {actual}; fix the webhook configuration")]
+    WrongResource { expected: String, actual: String },
+    #[error("too many concurrent requests; retry")]
     Busy,
     #[error("the body did not arrive in time")]
-    Slow,
-    #[error("the body was refused: {0}")]
-    Refused(StatusCode, String),
-    #[error("the caches are not filled yet: try again")]
+    BodyTimeout,
+    #[error("the body was rejected: {0}")]
+    BodyRejected(StatusCode, String),
+    #[error("the caches are not synced; retry")]
     NotSynced,
 }
 
-impl Path {
+impl WebhookPath {
     const ALL: [Self; 3] = [Self::ValidateNodeNetworks, Self::ValidateBridgeNetworks, Self::ValidateUsers];
 
     fn route(self) -> &'static str {
@@ -141,8 +141,8 @@ impl Path {
         }
     }
 
-    /// What this path is about.
-    fn about(self) -> &'static str {
+    /// The resources that this path validates, for messages.
+    fn validates(self) -> &'static str {
         match self {
             Self::ValidateNodeNetworks => "nodenetworks.patchbay.dev",
             Self::ValidateBridgeNetworks => "bridgenetworks.patchbay.dev",
@@ -150,7 +150,7 @@ impl Path {
         }
     }
 
-    fn is_about(self, resource: &Resource) -> bool {
+    fn accepts(self, resource: &ReviewedResource) -> bool {
         match self {
             Self::ValidateNodeNetworks => resource.is(api::GROUP, "nodenetworks"),
             Self::ValidateBridgeNetworks => resource.is(api::GROUP, "bridgenetworks"),
@@ -160,90 +160,104 @@ impl Path {
 }
 
 /// All admission paths.
-pub fn router() -> Router<Arc<Replica>> {
-    let router = Path::ALL.into_iter().fold(Router::new(), |router, path| {
-        router.route(path.route(), post(move |State(replica), request| admit(path, replica, request)))
+pub fn router() -> Router<Arc<WebhookState>> {
+    let router = WebhookPath::ALL.into_iter().fold(Router::new(), |router, path| {
+        router.route(path.route(), post(move |State(state), request| admit(path, state, request)))
     });
-    router.layer(DefaultBodyLimit::max(LARGEST_BODY))
+    router.layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
 }
 
-async fn admit(path: Path, replica: Arc<Replica>, request: Request) -> Response {
-    match answer(path, &replica, request).await {
-        Ok((uid, verdict)) => {
-            replica.metrics.admission(path, verdict.outcome());
-            Json(response(&uid, &verdict)).into_response()
+async fn admit(path: WebhookPath, state: Arc<WebhookState>, request: Request) -> Response {
+    match review(path, &state, request).await {
+        Ok((uid, decision)) => {
+            state.metrics.admission(path, decision.outcome());
+            Json(response(&uid, &decision)).into_response()
         }
         Err(error) => {
-            replica.metrics.admission(path, error.outcome());
-            debug!(?path, error = %ErrorChain(&error), "an admission request was not judged");
+            state.metrics.admission(path, error.outcome());
+            debug!(?path, error = %ErrorChain(&error), "could not validate an admission request");
             (error.status(), error.to_string()).into_response()
         }
     }
 }
 
-/// The UID of what was asked, and the verdict.
-async fn answer(path: Path, replica: &Replica, request: Request) -> Result<(String, Verdict), Unanswerable> {
-    let turn = timeout(LONGEST_QUEUE, replica.bodies.acquire()).await;
-    let Ok(Ok(_turn)) = turn else { return Err(Unanswerable::Busy) };
-    let body = timeout(SLOWEST_BODY, Bytes::from_request(request, &())).await;
-    let body = body.map_err(|_| Unanswerable::Slow)?;
-    let body = body.map_err(|refused| Unanswerable::Refused(refused.status(), refused.body_text()))?;
-    let asked = read(path, &body)?;
-    if !replica.readiness.is_synced() {
-        return Err(Unanswerable::NotSynced);
+/// Returns the UID of the request and the decision.
+async fn review(
+    path: WebhookPath,
+    state: &WebhookState,
+    request: Request,
+) -> Result<(String, AdmissionDecision), RequestError> {
+    let permit = timeout(QUEUE_TIMEOUT, state.bodies.acquire()).await;
+    let Ok(Ok(_permit)) = permit else { return Err(RequestError::Busy) };
+    let body = timeout(BODY_TIMEOUT, Bytes::from_request(request, &())).await;
+    let body = body.map_err(|_| RequestError::BodyTimeout)?;
+    let body = body.map_err(|error| RequestError::BodyRejected(error.status(), error.body_text()))?;
+    let request = parse(path, &body)?;
+    if !state.readiness.is_synced() {
+        return Err(RequestError::NotSynced);
     }
-    let verdict = judge(path, replica, &asked);
-    if let Verdict::Deny(_) = verdict {
-        debug!(?path, name = short(asked.name()), user = short(&asked.user_info.username), "refused");
+    let decision = validate(path, state, &request);
+    if let AdmissionDecision::Deny(_) = decision {
+        debug!(
+            ?path,
+            name = truncate(request.name()),
+            user = truncate(&request.user_info.username),
+            "denied"
+        );
     }
-    Ok((asked.uid, verdict))
+    Ok((request.uid, decision))
 }
 
-fn read(path: Path, body: &[u8]) -> Result<Asked, Unanswerable> {
-    let review: Review =
-        serde_json::from_slice(body).map_err(|error| Unanswerable::Body(short(&error.to_string())))?;
+fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError> {
+    let review: ReviewBody = serde_json::from_slice(body)
+        .map_err(|error| RequestError::InvalidBody(truncate(&error.to_string())))?;
     if review.api_version != REVIEW_VERSION {
-        return Err(Unanswerable::Version(short(&review.api_version)));
+        return Err(RequestError::UnsupportedVersion(truncate(&review.api_version)));
     }
-    let request = review.request.ok_or(Unanswerable::NoRequest)?;
-    if request.uid.chars().count() > LONGEST_ECHO {
-        return Err(Unanswerable::Body("its uid is none".to_owned()));
+    let request = review.request.ok_or(RequestError::NoRequest)?;
+    if request.uid.chars().count() > MAX_ECHO_CHARS {
+        return Err(RequestError::InvalidBody("the uid is too long".to_owned()));
     }
-    if !path.is_about(&request.resource) {
-        let Resource { group, resource } = &request.resource;
-        let asked = short(&format!("{resource}.{group}"));
-        return Err(Unanswerable::Resource { expected: path.about().to_owned(), asked });
+    if !path.accepts(&request.resource) {
+        let ReviewedResource { group, resource } = &request.resource;
+        let actual = truncate(&format!("{resource}.{group}"));
+        return Err(RequestError::WrongResource { expected: path.validates().to_owned(), actual });
     }
     Ok(request)
 }
 
-fn judge(path: Path, replica: &Replica, asked: &Asked) -> Verdict {
-    let world = || replica.cluster.world();
-    match (path, asked.operation) {
-        (_, Operation::Delete | Operation::Connect) | (Path::ValidateNodeNetworks, Operation::Update) => {
-            Verdict::Allow
+fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
+    let cluster = || state.cluster.world();
+    match (path, request.operation) {
+        (_, ReviewedOperation::Delete | ReviewedOperation::Connect)
+        | (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Update) => AdmissionDecision::Allow,
+        (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Create) => {
+            validate_node_network(request.name(), cluster().nodes.contains_key(request.name()))
         }
-        (Path::ValidateNodeNetworks, Operation::Create) => {
-            node_network(asked.name(), world().nodes.contains_key(asked.name()))
+        (WebhookPath::ValidateBridgeNetworks, ReviewedOperation::Create | ReviewedOperation::Update) => {
+            network::validate(
+                &cluster(),
+                request.name(),
+                request.object.as_ref(),
+                request.old_object.as_ref(),
+            )
         }
-        (Path::ValidateBridgeNetworks, Operation::Create | Operation::Update) => {
-            network::judge(&world(), asked.name(), asked.object.as_ref(), asked.old_object.as_ref())
-        }
-        (Path::ValidateUsers, Operation::Create | Operation::Update) => {
-            let Some(kind) = asked.resource.kind() else { return Verdict::Allow };
-            let read =
-                |object: &Option<Map<String, Value>>| user::read(kind, &asked.namespace, object.as_ref());
-            let new = read(&asked.object);
-            let added = user::added(&new, &read(&asked.old_object));
-            user::judge(&world(), kind, &new, &added)
+        (WebhookPath::ValidateUsers, ReviewedOperation::Create | ReviewedOperation::Update) => {
+            let Some(kind) = request.resource.kind() else { return AdmissionDecision::Allow };
+            let refs = |object: &Option<Map<String, Value>>| {
+                user::workload_refs(kind, &request.namespace, object.as_ref())
+            };
+            let new = refs(&request.object);
+            let added = user::added_references(&new, &refs(&request.old_object));
+            user::validate(&cluster(), kind, &new, &added)
         }
     }
 }
 
-fn response(uid: &str, verdict: &Verdict) -> Value {
-    let response = match verdict {
-        Verdict::Allow => json!({"uid": uid, "allowed": true}),
-        Verdict::Deny(message) => {
+fn response(uid: &str, decision: &AdmissionDecision) -> Value {
+    let response = match decision {
+        AdmissionDecision::Allow => json!({"uid": uid, "allowed": true}),
+        AdmissionDecision::Deny(message) => {
             let status =
                 json!({"code": StatusCode::FORBIDDEN.as_u16(), "reason": "Forbidden", "message": message});
             json!({"uid": uid, "allowed": false, "status": status})
@@ -252,75 +266,76 @@ fn response(uid: &str, verdict: &Verdict) -> Value {
     json!({"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response})
 }
 
-/// What is repeated of a text that anybody may have written.
-fn short(text: &str) -> String {
-    match text.char_indices().nth(LONGEST_ECHO) {
+/// Shortens text that comes from a request.
+fn truncate(text: &str) -> String {
+    match text.char_indices().nth(MAX_ECHO_CHARS) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
     }
 }
 
-impl Resource {
+impl ReviewedResource {
     fn is(&self, group: &str, resource: &str) -> bool {
         self.group == group && self.resource == resource
     }
 
-    /// The kind of user that this is about.
+    /// The workload kind of this resource.
     fn kind(&self) -> Option<Kind> {
         Kind::ALL.into_iter().find(|kind| self.is(kind.group(), &object::workloads(*kind).plural))
     }
 }
 
-impl Asked {
-    /// A generated name stands in the object only.
+impl ReviewedRequest {
+    /// A generated name is in the object only.
     fn name(&self) -> &str {
         let named = self.object.as_ref().and_then(|object| object.get("metadata")?.get("name")?.as_str());
         named.unwrap_or(&self.name)
     }
 }
 
-/// Whether a NodeNetwork of this name may be, given whether a Node of this name exists.
-pub fn node_network(name: &str, node_exists: bool) -> Verdict {
+/// Whether a NodeNetwork of this name may be created.
+pub fn validate_node_network(name: &str, node_exists: bool) -> AdmissionDecision {
     if node_exists {
-        return Verdict::Allow;
+        return AdmissionDecision::Allow;
     }
-    Verdict::Deny(format!(
-        "there is no Node {:?}: a NodeNetwork bears the name of its Node and is made by the Patchbay daemon on it. \
-         Do not create it by hand; if the Node has only just joined, try again in a moment",
-        short(name)
+    AdmissionDecision::Deny(format!(
+        "Node {:?} does not exist; the Patchbay daemon creates the NodeNetwork of its Node. \
+         Do not create it yourself; if the Node has just joined, retry",
+        truncate(name)
     ))
 }
 
-impl Verdict {
-    fn outcome(&self) -> Outcome {
+impl AdmissionDecision {
+    fn outcome(&self) -> AdmissionOutcome {
         match self {
-            Self::Allow => Outcome::Allowed,
-            Self::Deny(_) => Outcome::Denied,
+            Self::Allow => AdmissionOutcome::Allowed,
+            Self::Deny(_) => AdmissionOutcome::Denied,
         }
     }
 }
 
-impl Unanswerable {
+impl RequestError {
     fn status(&self) -> StatusCode {
         match self {
-            Self::Body(_) | Self::NoRequest | Self::Version(_) | Self::Resource { .. } => {
-                StatusCode::BAD_REQUEST
-            }
-            Self::Slow => StatusCode::REQUEST_TIMEOUT,
-            Self::Refused(status, _) => *status,
+            Self::InvalidBody(_)
+            | Self::NoRequest
+            | Self::UnsupportedVersion(_)
+            | Self::WrongResource { .. } => StatusCode::BAD_REQUEST,
+            Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
+            Self::BodyRejected(status, _) => *status,
             Self::Busy | Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 
-    fn outcome(&self) -> Outcome {
+    fn outcome(&self) -> AdmissionOutcome {
         match self {
-            Self::Busy | Self::NotSynced => Outcome::Unavailable,
-            Self::Body(_)
+            Self::Busy | Self::NotSynced => AdmissionOutcome::Unavailable,
+            Self::InvalidBody(_)
             | Self::NoRequest
-            | Self::Version(_)
-            | Self::Resource { .. }
-            | Self::Slow
-            | Self::Refused(..) => Outcome::Malformed,
+            | Self::UnsupportedVersion(_)
+            | Self::WrongResource { .. }
+            | Self::BodyTimeout
+            | Self::BodyRejected(..) => AdmissionOutcome::Malformed,
         }
     }
 }

@@ -6,46 +6,46 @@ use std::{
 };
 
 use api::names::{HEALTH_PORT, WEBHOOK_PORT, WEBHOOK_SERVICE};
-use plan::{certs::LONGEST_LIFE, lease::LONGEST_TERM};
+use plan::{certs::MAX_CA_LIFETIME, lease::MAX_LEASE_DURATION};
 
 use api::duration;
 
-/// Settings of one replica. Every flag can also be given through the environment.
+/// Settings of one replica. Every flag can also be set by an environment variable.
 #[derive(Clone, Debug, PartialEq, Eq, clap::Args)]
 pub struct Args {
     /// Namespace of the Lease, the certificate Secret and the webhook Service
     #[arg(long, env = "POD_NAMESPACE")]
     pub namespace: String,
 
-    /// Name of this replica, unlike any other's
+    /// Unique name of this replica, written into the Lease when it leads
     #[arg(long, env = "POD_NAME")]
     pub identity: String,
 
-    /// How long a Lease has to be seen unchanged before another replica takes it
-    #[arg(long, env = "PATCHBAY_LEASE_TERM", default_value = "10s", value_parser = duration::parse)]
-    pub lease_term: Duration,
+    /// How long a Lease must stay unchanged before another replica acquires it
+    #[arg(long, env = "PATCHBAY_LEASE_DURATION", default_value = "10s", value_parser = duration::parse)]
+    pub lease_duration: Duration,
 
     /// How often the leader renews its Lease
     #[arg(long, env = "PATCHBAY_LEASE_RENEW", default_value = "2s", value_parser = duration::parse)]
     pub lease_renew: Duration,
 
-    /// How often the other replicas look at the Lease
-    #[arg(long, env = "PATCHBAY_LEASE_LOOK", default_value = "2s", value_parser = duration::parse)]
-    pub lease_look: Duration,
+    /// How often the other replicas try to acquire the Lease
+    #[arg(long, env = "PATCHBAY_LEASE_RETRY_PERIOD", default_value = "2s", value_parser = duration::parse)]
+    pub lease_retry_period: Duration,
 
-    /// Where /healthz and /readyz are served, in the clear
-    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any(HEALTH_PORT))]
+    /// Address of /healthz and /readyz, served over plain HTTP
+    #[arg(long, env = "PATCHBAY_HEALTH_ADDR", default_value_t = any_address(HEALTH_PORT))]
     pub health_addr: SocketAddr,
 
-    /// Where admission and /metrics are served, over TLS
-    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any(WEBHOOK_PORT))]
+    /// Address of the admission webhook and /metrics, served over TLS
+    #[arg(long, env = "PATCHBAY_WEBHOOK_ADDR", default_value_t = any_address(WEBHOOK_PORT))]
     pub webhook_addr: SocketAddr,
 
     /// Name of the Service through which the API server calls the webhook
     #[arg(long, env = "PATCHBAY_WEBHOOK_SERVICE", default_value = WEBHOOK_SERVICE)]
     pub webhook_service: String,
 
-    /// Lifetime of the webhook's certificate authority; renewed after two thirds of it
+    /// Lifetime of the webhook's CA certificate; renewed after two thirds of it
     #[arg(long, env = "PATCHBAY_CA_LIFETIME", default_value = "365d", value_parser = duration::parse)]
     pub ca_lifetime: Duration,
 
@@ -53,74 +53,77 @@ pub struct Args {
     #[arg(long, env = "PATCHBAY_LEAF_LIFETIME", default_value = "90d", value_parser = duration::parse)]
     pub leaf_lifetime: Duration,
 
-    /// How long a new authority stands in the webhook configurations before a certificate is signed by it
-    #[arg(long, env = "PATCHBAY_SETTLE", default_value = "5s", value_parser = duration::parse)]
-    pub settle: Duration,
+    /// How long a new CA must be in the webhook configurations before it signs a serving certificate
+    #[arg(long, env = "PATCHBAY_CA_PROPAGATION_DELAY", default_value = "5s", value_parser = duration::parse)]
+    pub ca_propagation_delay: Duration,
 
-    /// How long to go on serving after SIGTERM, until no API server sends new requests here
+    /// How long to keep serving after SIGTERM, until API servers stop sending new requests to this replica
     #[arg(long, env = "PATCHBAY_DRAIN", default_value = "3s", value_parser = duration::parse)]
     pub drain: Duration,
 }
 
-/// Settings that cannot work.
+/// Invalid flags.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    #[error("--{0} is empty: set it, or the variable that {0} is read from")]
+    #[error("--{0} is empty; set the flag or its environment variable")]
     Empty(&'static str),
-    #[error("--lease-term must be between 1s and {}s", LONGEST_TERM.as_secs())]
-    Term,
-    #[error("--lease-renew and --lease-look must be above 0 and at most a third of --lease-term")]
-    Renew,
-    #[error("--leaf-lifetime must be at least 3s, and --ca-lifetime no shorter than it and at most 3650d")]
+    #[error("--lease-duration must be between 1s and {}s", MAX_LEASE_DURATION.as_secs())]
+    LeaseDuration,
+    #[error(
+        "--lease-renew and --lease-retry-period must be greater than 0 and at most a third of --lease-duration"
+    )]
+    LeaseInterval,
+    #[error(
+        "--leaf-lifetime must be at least 3s; --ca-lifetime must be at least --leaf-lifetime and at most 3650d"
+    )]
     Lifetime,
-    #[error("--settle must be at most a twelfth of --leaf-lifetime, or no certificate is renewed in time")]
-    Settle,
-    #[error("--drain must be at most {}s: all has to end within ten", LONGEST_DRAIN.as_secs())]
+    #[error(
+        "--ca-propagation-delay must be at most a twelfth of --leaf-lifetime, so that certificates are renewed in time"
+    )]
+    CaPropagationDelay,
+    #[error("--drain must be at most {}s, so that the replica stops within 10s", MAX_DRAIN.as_secs())]
     Drain,
 }
 
-const LONGEST_DRAIN: Duration = Duration::from_secs(5);
+const MAX_DRAIN: Duration = Duration::from_secs(5);
 
-fn any(port: u16) -> SocketAddr {
+fn any_address(port: u16) -> SocketAddr {
     SocketAddr::from((Ipv6Addr::UNSPECIFIED, port))
 }
 
 impl Args {
-    /// Whether these settings can work together.
+    /// Checks that the flags are valid together.
     pub fn check(&self) -> Result<(), Error> {
-        let texts = [
+        let required = [
             ("namespace", &self.namespace),
             ("identity", &self.identity),
             ("webhook-service", &self.webhook_service),
         ];
-        if let Some((name, _)) = texts.into_iter().find(|(_, text)| text.trim().is_empty()) {
+        if let Some((name, _)) = required.into_iter().find(|(_, text)| text.trim().is_empty()) {
             return Err(Error::Empty(name));
         }
-        if self.lease_term < Duration::from_secs(1) || self.lease_term > LONGEST_TERM {
-            return Err(Error::Term);
+        if self.lease_duration < Duration::from_secs(1) || self.lease_duration > MAX_LEASE_DURATION {
+            return Err(Error::LeaseDuration);
         }
-        let pauses = [self.lease_renew, self.lease_look];
-        if pauses.iter().any(|pause| pause.is_zero() || *pause > self.lease_term / 3) {
-            return Err(Error::Renew);
+        let intervals = [self.lease_renew, self.lease_retry_period];
+        if intervals.iter().any(|interval| interval.is_zero() || *interval > self.lease_duration / 3) {
+            return Err(Error::LeaseInterval);
         }
-        let authority_too_short = self.ca_lifetime < self.leaf_lifetime;
-        if self.leaf_lifetime < Duration::from_secs(3)
-            || authority_too_short
-            || self.ca_lifetime > LONGEST_LIFE
-        {
+        let ca_too_short = self.ca_lifetime < self.leaf_lifetime;
+        if self.leaf_lifetime < Duration::from_secs(3) || ca_too_short || self.ca_lifetime > MAX_CA_LIFETIME {
             return Err(Error::Lifetime);
         }
-        if self.settle > self.leaf_lifetime / 12 {
-            return Err(Error::Settle);
+        if self.ca_propagation_delay > self.leaf_lifetime / 12 {
+            return Err(Error::CaPropagationDelay);
         }
-        if self.drain > LONGEST_DRAIN {
+        if self.drain > MAX_DRAIN {
             return Err(Error::Drain);
         }
         Ok(())
     }
 
-    /// The name by which API servers call the webhook.
-    pub fn webhook_name(&self) -> String {
+    /// The DNS name by which API servers call the webhook.
+    pub fn webhook_dns_name(&self) -> String {
         format!("{}.{}.svc", self.webhook_service, self.namespace)
     }
 }
@@ -132,49 +135,57 @@ pub mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Line {
+    struct TestCommand {
         #[command(flatten)]
         args: Args,
     }
 
-    pub fn args(more: &[&str]) -> Args {
-        let line = ["controller", "--namespace", "ns", "--identity", "a"];
-        Line::try_parse_from(line.iter().chain(more)).unwrap().args
+    pub fn args(extra: &[&str]) -> Args {
+        let required = ["controller", "--namespace", "ns", "--identity", "a"];
+        TestCommand::try_parse_from(required.iter().chain(extra)).unwrap().args
     }
 
     #[test]
-    fn the_defaults_work_together() {
+    fn the_defaults_are_valid() {
         assert_eq!(args(&[]).check(), Ok(()));
     }
 
     #[test]
-    fn short_lifetimes_for_tests_work() {
-        let short =
-            ["--ca-lifetime", "30s", "--leaf-lifetime", "12s", "--settle", "1s", "--lease-term", "3s"];
-        let pauses = ["--lease-renew", "500ms", "--lease-look", "500ms"];
-        assert_eq!(args(&[short.as_slice(), &pauses].concat()).check(), Ok(()));
+    fn short_durations_for_tests_are_valid() {
+        let short = [
+            "--ca-lifetime",
+            "30s",
+            "--leaf-lifetime",
+            "12s",
+            "--ca-propagation-delay",
+            "1s",
+            "--lease-duration",
+            "3s",
+        ];
+        let intervals = ["--lease-renew", "500ms", "--lease-retry-period", "500ms"];
+        assert_eq!(args(&[short.as_slice(), &intervals].concat()).check(), Ok(()));
     }
 
     #[test]
-    fn settings_that_cannot_work_are_refused_with_a_sentence() {
+    fn invalid_combinations_are_rejected() {
         let cases: [(&[&str], Error); 9] = [
             (&["--webhook-service", ""], Error::Empty("webhook-service")),
-            (&["--lease-term", "999ms"], Error::Term),
-            (&["--lease-term", "61s"], Error::Term),
-            (&["--lease-renew", "4s"], Error::Renew),
-            (&["--lease-look", "0s"], Error::Renew),
+            (&["--lease-duration", "999ms"], Error::LeaseDuration),
+            (&["--lease-duration", "61s"], Error::LeaseDuration),
+            (&["--lease-renew", "4s"], Error::LeaseInterval),
+            (&["--lease-retry-period", "0s"], Error::LeaseInterval),
             (&["--leaf-lifetime", "366d"], Error::Lifetime),
             (&["--ca-lifetime", "99999d"], Error::Lifetime),
-            (&["--leaf-lifetime", "59s"], Error::Settle),
+            (&["--leaf-lifetime", "59s"], Error::CaPropagationDelay),
             (&["--drain", "6s"], Error::Drain),
         ];
-        for (more, error) in cases {
-            assert_eq!(args(more).check(), Err(error), "{more:?}");
+        for (extra, error) in cases {
+            assert_eq!(args(extra).check(), Err(error), "{extra:?}");
         }
     }
 
     #[test]
-    fn the_webhook_is_known_by_its_service_in_the_namespace() {
-        assert_eq!(args(&[]).webhook_name(), "patchbay-webhook.ns.svc");
+    fn the_webhook_dns_name_is_the_services() {
+        assert_eq!(args(&[]).webhook_dns_name(), "patchbay-webhook.ns.svc");
     }
 }

@@ -1,39 +1,39 @@
-//! The wall clock, watched for being set.
+//! Detects that the wall clock was set.
 
 use std::time::{Duration, Instant, SystemTime};
 
 use plan::certs;
 
-use crate::tenure::now;
+use crate::lease::fence::now;
 
-/// How soon a step is noticed. A look costs nothing: it asks nobody.
-const LOOK: Duration = Duration::from_mins(1);
+/// How often the clocks are compared. Cheap: no request is sent.
+const CHECK_INTERVAL: Duration = Duration::from_mins(1);
 
-/// Both clocks at one moment.
-pub struct Clock {
+/// Compares the wall clock with the monotonic clock.
+pub struct WallClockMonitor {
     wall: fn() -> SystemTime,
     last: (SystemTime, Instant),
 }
 
-impl Clock {
+impl WallClockMonitor {
     pub fn new() -> Self {
-        Self::of(SystemTime::now)
+        Self::with_wall_clock(SystemTime::now)
     }
 
-    fn of(wall: fn() -> SystemTime) -> Self {
+    fn with_wall_clock(wall: fn() -> SystemTime) -> Self {
         Self { wall, last: (wall(), now()) }
     }
 
     /// Resolves when the wall clock was set.
-    pub async fn was_set(mut self) {
+    pub async fn stepped(mut self) {
         loop {
-            tokio::time::sleep(LOOK).await;
-            let seen = ((self.wall)(), now());
-            if certs::clock_was_set(self.last, seen) {
+            tokio::time::sleep(CHECK_INTERVAL).await;
+            let current = ((self.wall)(), now());
+            if certs::wall_clock_stepped(self.last, current) {
                 return;
             }
-            // From look to look, so that a clock that is merely slewed never adds up to a step.
-            self.last = seen;
+            // Compared with the last check, so that a clock that is slewed never adds up to a step.
+            self.last = current;
         }
     }
 }
@@ -47,23 +47,23 @@ mod tests {
 
     use super::*;
 
-    /// How far the wall clock was set ahead.
+    /// How many seconds the wall clock was set ahead.
     static AHEAD: AtomicU64 = AtomicU64::new(0);
     static START: LazyLock<Instant> = LazyLock::new(now);
 
     fn wall() -> SystemTime {
-        let passed = now().saturating_duration_since(*START);
-        SystemTime::UNIX_EPOCH + passed + Duration::from_secs(AHEAD.load(Ordering::Relaxed))
+        let elapsed = now().saturating_duration_since(*START);
+        SystemTime::UNIX_EPOCH + elapsed + Duration::from_secs(AHEAD.load(Ordering::Relaxed))
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_clock_that_is_set_is_noticed_within_a_minute_and_one_that_runs_is_not() {
-        let mut set = std::pin::pin!(Clock::of(wall).was_set());
-        assert!(tokio::time::timeout(Duration::from_hours(24), set.as_mut()).await.is_err());
+    async fn a_wall_clock_step_is_detected_within_a_minute_and_elapsed_time_is_not_a_step() {
+        let mut ahead = std::pin::pin!(WallClockMonitor::with_wall_clock(wall).stepped());
+        assert!(tokio::time::timeout(Duration::from_hours(24), ahead.as_mut()).await.is_err());
         AHEAD.store(3600, Ordering::Relaxed);
-        assert!(tokio::time::timeout(Duration::from_secs(61), set).await.is_ok());
-        let back = Clock::of(wall);
+        assert!(tokio::time::timeout(Duration::from_secs(61), ahead).await.is_ok());
+        let back = WallClockMonitor::with_wall_clock(wall);
         AHEAD.store(0, Ordering::Relaxed);
-        assert!(tokio::time::timeout(Duration::from_secs(61), back.was_set()).await.is_ok());
+        assert!(tokio::time::timeout(Duration::from_secs(61), back.stepped()).await.is_ok());
     }
 }

@@ -1,4 +1,4 @@
-//! Connections to the TLS listener: so many at a time, and none that stays silent.
+//! Limits on connections to the TLS listener: how many there are, and how long one may be idle.
 
 use std::{
     io,
@@ -17,68 +17,74 @@ use tokio::{
 };
 
 /// More than all API servers and scrapers of a cluster need.
-const MOST: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 
-/// HTTP/2 is told from HTTP/1 by its first 24 bytes; until then no other deadline runs.
-const PREFACE: usize = 24;
+/// The HTTP/2 preface, which distinguishes it from HTTP/1; until it has arrived, no other timeout applies.
+const PREFACE_BYTES: usize = 24;
 
-/// How long a new connection may take for them.
-const FIRST_SILENCE: Duration = Duration::from_secs(10);
+/// How long a new connection may take to send them.
+const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a connection may say nothing afterwards. API servers close idle ones after 90 s, or ping every 30 s: none of theirs is cut.
-const LATER_SILENCE: Duration = Duration::from_mins(2);
+/// How long a connection may be idle afterwards. API servers close idle connections after 90 s or ping every 30 s, so none of
+/// theirs is cut.
+const IDLE_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// An acceptor that limits what another one accepts.
+/// An acceptor that limits the connections of an inner one.
 #[derive(Clone)]
-pub struct Limited<A> {
+pub struct LimitedAcceptor<A> {
     inner: A,
-    room: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
-impl<A> Limited<A> {
+impl<A> LimitedAcceptor<A> {
     pub fn new(inner: A) -> Self {
-        Self { inner, room: Arc::new(Semaphore::new(MOST)) }
+        Self { inner, permits: Arc::new(Semaphore::new(MAX_CONNECTIONS)) }
     }
 }
 
-impl<A, I, S> Accept<I, S> for Limited<A>
+impl<A, I, S> Accept<I, S> for LimitedAcceptor<A>
 where
     A: Accept<I, S>,
     A::Future: Send + 'static,
     A::Stream: Send,
     A::Service: Send,
 {
-    type Stream = Connection<A::Stream>;
+    type Stream = IdleTimeoutStream<A::Stream>;
     type Service = A::Service;
     type Future = BoxFuture<'static, io::Result<(Self::Stream, Self::Service)>>;
 
     fn accept(&self, stream: I, service: S) -> Self::Future {
-        let room = self.room.clone().try_acquire_owned();
+        let permit = self.permits.clone().try_acquire_owned();
         let accepted = self.inner.accept(stream, service);
         async move {
-            let room = room.map_err(|_| io::Error::other("too many connections"))?;
+            let permit = permit.map_err(|_| io::Error::other("too many connections"))?;
             let (stream, service) = accepted.await?;
-            Ok((Connection::new(stream, room), service))
+            Ok((IdleTimeoutStream::new(stream, permit), service))
         }
         .boxed()
     }
 }
 
-/// A connection that fails when nothing is heard on it for too long.
-pub struct Connection<T> {
+/// A connection that fails when it is idle for too long.
+pub struct IdleTimeoutStream<T> {
     stream: T,
-    heard: usize,
-    silence: Pin<Box<Sleep>>,
-    _room: OwnedSemaphorePermit,
+    bytes_read: usize,
+    idle_timer: Pin<Box<Sleep>>,
+    _permit: OwnedSemaphorePermit,
 }
 
-impl<T> Connection<T> {
-    fn new(stream: T, room: OwnedSemaphorePermit) -> Self {
-        Self { stream, heard: 0, silence: Box::pin(tokio::time::sleep(FIRST_SILENCE)), _room: room }
+impl<T> IdleTimeoutStream<T> {
+    fn new(stream: T, permit: OwnedSemaphorePermit) -> Self {
+        Self {
+            stream,
+            bytes_read: 0,
+            idle_timer: Box::pin(tokio::time::sleep(PREFACE_TIMEOUT)),
+            _permit: permit,
+        }
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Connection<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for IdleTimeoutStream<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -86,18 +92,18 @@ impl<T: AsyncRead + Unpin> AsyncRead for Connection<T> {
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_read(cx, buf) {
-            self.heard = self.heard.saturating_add(buf.filled().len() - before);
-            if self.heard >= PREFACE {
-                self.silence.as_mut().reset(Instant::now() + LATER_SILENCE);
+            self.bytes_read = self.bytes_read.saturating_add(buf.filled().len() - before);
+            if self.bytes_read >= PREFACE_BYTES {
+                self.idle_timer.as_mut().reset(Instant::now() + IDLE_TIMEOUT);
             }
             return Poll::Ready(result);
         }
-        ready!(self.silence.as_mut().poll(cx));
+        ready!(self.idle_timer.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Connection<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for IdleTimeoutStream<T> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(cx, buf)
     }
@@ -131,18 +137,18 @@ mod tests {
     use super::*;
 
     async fn accept(
-        acceptor: &Limited<DefaultAcceptor>,
-    ) -> io::Result<(DuplexStream, Connection<DuplexStream>)> {
-        let (far, near) = duplex(64);
-        let (near, ()) = acceptor.accept(near, ()).await?;
-        Ok((far, near))
+        acceptor: &LimitedAcceptor<DefaultAcceptor>,
+    ) -> io::Result<(DuplexStream, IdleTimeoutStream<DuplexStream>)> {
+        let (client, server) = duplex(64);
+        let (server, ()) = acceptor.accept(server, ()).await?;
+        Ok((client, server))
     }
 
     #[tokio::test]
-    async fn one_connection_too_many_is_turned_away_until_another_ends() {
-        let acceptor = Limited::new(DefaultAcceptor);
+    async fn a_connection_above_the_limit_is_rejected_until_another_ends() {
+        let acceptor = LimitedAcceptor::new(DefaultAcceptor);
         let mut open = Vec::new();
-        for _ in 0..MOST {
+        for _ in 0..MAX_CONNECTIONS {
             open.push(accept(&acceptor).await.unwrap());
         }
         assert!(accept(&acceptor).await.is_err());
@@ -150,28 +156,28 @@ mod tests {
         assert!(accept(&acceptor).await.is_ok());
     }
 
-    async fn silence(near: &mut Connection<DuplexStream>) -> (io::ErrorKind, u64) {
-        let begun = Instant::now();
-        let error = near.read_u8().await.unwrap_err();
-        (error.kind(), begun.elapsed().as_secs())
+    async fn idle_timeout(server: &mut IdleTimeoutStream<DuplexStream>) -> (io::ErrorKind, u64) {
+        let start = Instant::now();
+        let error = server.read_u8().await.unwrap_err();
+        (error.kind(), start.elapsed().as_secs())
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_silent_connection_is_cut_soon_at_first_and_later_when_it_has_spoken() {
-        let acceptor = Limited::new(DefaultAcceptor);
-        let (_far, mut near) = accept(&acceptor).await.unwrap();
-        assert_eq!(silence(&mut near).await, (io::ErrorKind::TimedOut, 10));
-        let (mut far, mut near) = accept(&acceptor).await.unwrap();
-        far.write_all(b"PRI").await.unwrap();
-        near.read_exact(&mut [0; 3]).await.unwrap();
+    async fn an_idle_connection_times_out_sooner_before_its_preface_than_after() {
+        let acceptor = LimitedAcceptor::new(DefaultAcceptor);
+        let (_client, mut server) = accept(&acceptor).await.unwrap();
+        assert_eq!(idle_timeout(&mut server).await, (io::ErrorKind::TimedOut, 10));
+        let (mut client, mut server) = accept(&acceptor).await.unwrap();
+        client.write_all(b"PRI").await.unwrap();
+        server.read_exact(&mut [0; 3]).await.unwrap();
         tokio::time::advance(Duration::from_secs(5)).await;
-        assert_eq!(silence(&mut near).await, (io::ErrorKind::TimedOut, 5));
-        let (mut far, mut near) = accept(&acceptor).await.unwrap();
+        assert_eq!(idle_timeout(&mut server).await, (io::ErrorKind::TimedOut, 5));
+        let (mut client, mut server) = accept(&acceptor).await.unwrap();
         for _ in 0..3 {
-            far.write_all(&[b'x'; PREFACE]).await.unwrap();
-            near.read_exact(&mut [0; PREFACE]).await.unwrap();
+            client.write_all(&[b'x'; PREFACE_BYTES]).await.unwrap();
+            server.read_exact(&mut [0; PREFACE_BYTES]).await.unwrap();
             tokio::time::advance(Duration::from_secs(100)).await;
         }
-        assert_eq!(silence(&mut near).await, (io::ErrorKind::TimedOut, 20));
+        assert_eq!(idle_timeout(&mut server).await, (io::ErrorKind::TimedOut, 20));
     }
 }

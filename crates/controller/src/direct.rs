@@ -19,9 +19,9 @@ use plan::users::{Facts, Kind};
 use serde::de::DeserializeOwned;
 
 use crate::{
-    call::{self, Line},
+    api_call::{self, ApiCall},
     follow::LIVE_PODS,
-    metrics::{Call, Metrics},
+    metrics::{ApiCallKind, Metrics},
     object::{self, AttachmentObject, NetworkObject, NodeObject, PodObject, ReportObject, WorkloadObject},
 };
 
@@ -45,7 +45,7 @@ pub struct Question {
     pub lost: BTreeSet<String>,
 }
 
-type Answer<T> = Result<T, Arc<call::Error>>;
+type Answer<T> = Result<T, Arc<api_call::Error>>;
 
 /// What the API server said. What was not asked is answered so that nothing is taken away.
 #[derive(Debug)]
@@ -103,12 +103,12 @@ impl Answers {
 /// The API server, asked directly.
 pub struct Direct {
     client: Client,
-    line: Line,
+    line: ApiCall,
 }
 
 impl Direct {
     pub fn new(client: Client, metrics: Arc<Metrics>) -> Self {
-        Self { client, line: Line::new(metrics, Call::List, call::DEADLINE) }
+        Self { client, line: ApiCall::new(metrics, ApiCallKind::List, api_call::DEFAULT_TIMEOUT) }
     }
 
     /// Asks for all of it; of the nodes, only for those that exist. Users are looked for only when it is known which
@@ -130,7 +130,7 @@ impl Direct {
     }
 
     /// Those of these networks that have attachments.
-    async fn attached(&self, networks: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
+    async fn attached(&self, networks: &BTreeSet<String>) -> Result<BTreeSet<String>, api_call::Error> {
         let mut left = BTreeSet::new();
         if networks.is_empty() {
             return Ok(left);
@@ -148,7 +148,7 @@ impl Direct {
     }
 
     /// Those of these attachments that are used, each with one who does.
-    async fn users(&self, attachments: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, call::Error> {
+    async fn users(&self, attachments: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
         if attachments.is_empty() {
             return Ok(BTreeMap::new());
         }
@@ -161,7 +161,7 @@ impl Direct {
         &self,
         kind: Kind,
         attachments: &BTreeSet<NadRef>,
-    ) -> Result<BTreeMap<NadRef, String>, call::Error> {
+    ) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
         let mut used = BTreeMap::new();
         let params = ListParams::default().limit(PAGE);
         if kind == Kind::Pod {
@@ -180,7 +180,7 @@ impl Direct {
         &self,
         networks: &BTreeSet<String>,
         exists: impl Fn(&str) -> bool,
-    ) -> Result<BTreeMap<String, String>, call::Error> {
+    ) -> Result<BTreeMap<String, String>, api_call::Error> {
         let mut listed = BTreeMap::new();
         if networks.is_empty() {
             return Ok(listed);
@@ -196,7 +196,7 @@ impl Direct {
     }
 
     /// Those of these networks that there are.
-    async fn networks(&self, wanted: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
+    async fn networks(&self, wanted: &BTreeSet<String>) -> Result<BTreeSet<String>, api_call::Error> {
         let mut live = BTreeSet::new();
         if wanted.is_empty() {
             return Ok(live);
@@ -208,7 +208,7 @@ impl Direct {
     }
 
     /// Whether there is this Node.
-    pub async fn has_node(&self, name: &str, uid: &str) -> Result<bool, call::Error> {
+    pub async fn has_node(&self, name: &str, uid: &str) -> Result<bool, api_call::Error> {
         let mut found = false;
         let api = self.all::<NodeObject>(&object::nodes());
         let params = ListParams::default().fields(&format!("metadata.name={name}"));
@@ -217,7 +217,7 @@ impl Direct {
     }
 
     /// Whether there is this network, and pods can join it.
-    pub async fn is_joined(&self, uid: &str) -> Result<bool, call::Error> {
+    pub async fn is_joined(&self, uid: &str) -> Result<bool, api_call::Error> {
         let mut found = false;
         let api = self.all::<NetworkObject>(&object::networks());
         let look = |it: NetworkObject| {
@@ -244,7 +244,7 @@ impl Direct {
         api: Api<K>,
         params: ListParams,
         look: impl FnMut(K),
-    ) -> Result<(), call::Error> {
+    ) -> Result<(), api_call::Error> {
         let page = |params| {
             let api = api.clone();
             async move { api.list(&params).await }
@@ -258,10 +258,10 @@ impl Direct {
         page: impl Fn(ListParams) -> F,
         mut params: ListParams,
         mut look: impl FnMut(K),
-    ) -> Result<(), call::Error> {
+    ) -> Result<(), api_call::Error> {
         loop {
             let list = match self.line.read(page(params.clone())).await {
-                Err(call::Error::Refused(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
+                Err(api_call::Error::Failed(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
                 list => list?,
             };
             list.items.into_iter().for_each(&mut look);

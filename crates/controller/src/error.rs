@@ -1,14 +1,14 @@
-//! What ends a controller.
+//! Errors that end the controller.
 
 use std::{io, net::SocketAddr};
 
-use crate::{args, election};
+use crate::{args, lease::election};
 
-/// Why [`run`](crate::run) ended although nobody asked it to.
+/// Why [`run`](crate::run) ended before it was cancelled.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the settings cannot work")]
-    Settings(#[source] args::Error),
+    #[error("invalid flags")]
+    Args(#[source] args::Error),
     #[error("listen on {addr}")]
     Listen {
         addr: SocketAddr,
@@ -21,10 +21,10 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    #[error("lead")]
-    Lead(#[source] election::Error),
-    #[error("the task {0} ended, which it never should")]
-    Ended(&'static str),
-    #[error("a task broke down")]
-    Broken(#[source] tokio::task::JoinError),
+    #[error("lost leadership")]
+    LostLease(#[source] election::Error),
+    #[error("task {0} ended unexpectedly")]
+    TaskEnded(&'static str),
+    #[error("a task panicked")]
+    TaskPanicked(#[source] tokio::task::JoinError),
 }

@@ -32,7 +32,7 @@ use tracing::info;
 
 use crate::{
     cluster::{Cluster, Source},
-    metrics::{Call, Metrics},
+    metrics::{ApiCallKind, Metrics},
     object, watch,
 };
 
@@ -87,7 +87,7 @@ impl Follower {
         );
     }
 
-    fn all<K>(&self, resource: &ApiResource, call: Call) -> impl Stream<Item = News<K>> + use<K>
+    fn all<K>(&self, resource: &ApiResource, call: ApiCallKind) -> impl Stream<Item = News<K>> + use<K>
     where
         K: Resource<DynamicType = ApiResource> + Clone + Debug + DeserializeOwned + Send + 'static,
     {
@@ -103,29 +103,29 @@ impl Follower {
             }
             Some((network.name.clone(), network))
         };
-        let stream = self.all(&object::networks(), Call::WatchNetworks);
+        let stream = self.all(&object::networks(), ApiCallKind::WatchNetworks);
         self.keep(Source::Networks, stream, |world| Some(&mut world.networks), put).await;
     }
 
     async fn nodes(&self) {
-        let stream = self.all(&object::nodes(), Call::WatchNodes);
+        let stream = self.all(&object::nodes(), ApiCallKind::WatchNodes);
         self.keep(Source::Nodes, stream, |world| Some(&mut world.nodes), |_, it| object::node(it)).await;
     }
 
     async fn reports(&self) {
-        let stream = self.all(&object::reports(), Call::WatchNodeNetworks);
+        let stream = self.all(&object::reports(), ApiCallKind::WatchNodeNetworks);
         self.keep(Source::Reports, stream, |world| Some(&mut world.reports), |_, it| object::report(it))
             .await;
     }
 
     async fn blocks(&self) {
-        let stream = self.all(&object::blocks(), Call::WatchBlocks);
+        let stream = self.all(&object::blocks(), ApiCallKind::WatchBlocks);
         self.keep(Source::Blocks, stream, |world| Some(&mut world.blocks), |_, it| object::block(it)).await;
     }
 
     async fn namespaces(&self) {
         let api = Api::<PartialObjectMeta<Namespace>>::all(self.client.clone());
-        let stream = news(watcher(api, watch::all()), self.metrics.clone(), Call::WatchNamespaces);
+        let stream = news(watcher(api, watch::all()), self.metrics.clone(), ApiCallKind::WatchNamespaces);
         let put = |_: &mut World, object: PartialObjectMeta<Namespace>| {
             let state = match object.metadata.deletion_timestamp {
                 Some(_) => network::Namespace::Terminating,
@@ -142,7 +142,7 @@ impl Follower {
                 world.attachments.get_or_insert_default();
                 true
             });
-            let stream = self.all(&object::attachments(), Call::WatchAttachments);
+            let stream = self.all(&object::attachments(), ApiCallKind::WatchAttachments);
             let map: fn(&mut World) -> Option<&mut BTreeMap<NadRef, network::Attachment>> =
                 |world| world.attachments.as_mut();
             self.keep(Source::Attachments, stream, map, |world, it| {
@@ -159,12 +159,12 @@ impl Follower {
     async fn pods(&self) {
         let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
         let stream = watcher(api, watch::all().fields(LIVE_PODS));
-        let stream = news(stream, self.metrics.clone(), Call::WatchUsers);
+        let stream = news(stream, self.metrics.clone(), ApiCallKind::WatchUsers);
         self.index(Kind::Pod, stream, |object| object::pod(&object.metadata)).await;
     }
 
     async fn workloads(&self, kind: Kind) {
-        let stream = self.all(&object::workloads(kind), Call::WatchUsers);
+        let stream = self.all(&object::workloads(kind), ApiCallKind::WatchUsers);
         self.index(kind, stream, move |object| object::workload(kind, object)).await;
     }
 
@@ -278,7 +278,7 @@ impl Follower {
     ) {
         let api = Api::<PartialObjectMeta<CustomResourceDefinition>>::all(self.client.clone());
         let stream = watcher(api, watch::only(name));
-        let mut definition = pin!(news(stream, self.metrics.clone(), Call::WatchKinds));
+        let mut definition = pin!(news(stream, self.metrics.clone(), ApiCallKind::WatchKinds));
         let mut following: Option<Pin<Box<F>>> = None;
         let mut listed = false;
         loop {
@@ -325,7 +325,7 @@ async fn until_gone<F: Future<Output = ()>>(following: &mut Option<Pin<Box<F>>>)
 fn news<K: Resource + Clone + Debug + Send + 'static>(
     stream: impl Stream<Item = watcher::Result<Event<K>>> + Send,
     metrics: Arc<Metrics>,
-    call: Call,
+    call: ApiCallKind,
 ) -> impl Stream<Item = News<K>> {
     let stream = stream.default_backoff().inspect_err(move |error| watch::failed(&metrics, call, error));
     stream.filter_map(async |event| {
@@ -371,7 +371,7 @@ mod tests {
         let events = [forbidden, failure(), Ok(Event::Init), Ok(Event::InitDone), failure()];
         let stream = futures::stream::iter(events).boxed();
         let told: Vec<News<PartialObjectMeta<Pod>>> =
-            news(stream, Arc::default(), Call::WatchUsers).collect().await;
+            news(stream, Arc::default(), ApiCallKind::WatchUsers).collect().await;
         let complete = |source: Source| told.iter().map(|one| source.is_complete(one)).collect::<Vec<_>>();
         for source in [Source::Attachments, Source::Users(Kind::VirtualMachine)] {
             assert_eq!(complete(source), [true, false, true, true]);
@@ -409,7 +409,7 @@ mod tests {
                 let end = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
                 let events = futures::stream::iter(begin.into_iter().chain(end));
                 let stream = events.chain(futures::stream::pending()).boxed();
-                let stream = news(stream, Arc::default(), Call::WatchUsers);
+                let stream = news(stream, Arc::default(), ApiCallKind::WatchUsers);
                 let index = follower.index(kind, stream, |it| object::pod(&it.metadata));
                 let ended = tokio::time::timeout(std::time::Duration::from_mins(1), index).await;
                 assert_eq!(ended.is_ok(), left == 0, "{kind:?}: it is listed anew");

@@ -1,4 +1,4 @@
-//! The two listeners: health in the clear, admission and metrics over TLS.
+//! The two listeners: health over plain HTTP, admission and metrics over TLS.
 
 #[cfg(test)]
 mod tests;
@@ -25,12 +25,12 @@ use hyper_util::rt::TokioTimer;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, cluster::Cluster, connection::Limited, metrics::Metrics};
+use crate::{admission, cluster::Cluster, connection::LimitedAcceptor, metrics::Metrics};
 
-/// A client that does not even finish its headers is let go.
-const SLOWEST_HEADERS: Duration = Duration::from_secs(10);
+/// How long a client may take to send its headers.
+const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether this replica should be sent requests.
+/// Whether this replica is ready to serve requests.
 #[derive(Debug, Default)]
 pub struct Readiness {
     synced: AtomicBool,
@@ -38,23 +38,23 @@ pub struct Readiness {
     draining: AtomicBool,
 }
 
-/// What the handlers know.
-pub struct Replica {
+/// The state that the request handlers share.
+pub struct WebhookState {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
     pub cluster: Cluster,
-    /// Room for bodies that are read and judged: bounds the memory that any number of requests can take.
+    /// Permits to read and validate a body: bounds the memory that concurrent requests take.
     pub bodies: Semaphore,
 }
 
-impl Replica {
+impl WebhookState {
     pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: Cluster) -> Self {
-        Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MOST_BODIES) }
+        Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MAX_CONCURRENT_BODIES) }
     }
 }
 
 impl Readiness {
-    pub fn synced(&self) {
+    pub fn set_synced(&self) {
         self.synced.store(true, Ordering::Relaxed);
     }
 
@@ -62,54 +62,54 @@ impl Readiness {
         self.synced.load(Ordering::Relaxed)
     }
 
-    pub fn has_certificate(&self) {
+    pub fn set_certificate_loaded(&self) {
         self.certificate.store(true, Ordering::Relaxed);
     }
 
-    pub fn drain(&self) {
+    pub fn set_draining(&self) {
         self.draining.store(true, Ordering::Relaxed);
     }
 
     /// Ready, or why not.
-    pub fn state(&self) -> Result<(), &'static str> {
+    pub fn check(&self) -> Result<(), &'static str> {
         if self.draining.load(Ordering::Relaxed) {
             Err("shutting down")
         } else if !self.is_synced() {
-            Err("the caches are not filled yet")
+            Err("caches not synced")
         } else if !self.certificate.load(Ordering::Relaxed) {
-            Err("no webhook certificate yet")
+            Err("no webhook certificate loaded")
         } else {
             Ok(())
         }
     }
 }
 
-/// What the plain listener serves.
+/// The routes of the plain listener.
 pub fn health_router(readiness: Arc<Readiness>) -> Router {
     Router::new().route("/healthz", get(async || "ok\n")).route("/readyz", get(ready)).with_state(readiness)
 }
 
 async fn ready(State(readiness): State<Arc<Readiness>>) -> Response {
-    match readiness.state() {
+    match readiness.check() {
         Ok(()) => "ok\n".into_response(),
         Err(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")).into_response(),
     }
 }
 
-/// What the TLS listener serves.
-pub fn router(replica: Arc<Replica>) -> Router {
-    Router::new().route("/metrics", get(metrics)).merge(admission::router()).with_state(replica)
+/// The routes of the TLS listener.
+pub fn router(state: Arc<WebhookState>) -> Router {
+    Router::new().route("/metrics", get(metrics)).merge(admission::router()).with_state(state)
 }
 
-async fn metrics(State(replica): State<Arc<Replica>>) -> Response {
-    let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match replica.metrics.text() {
-        Ok(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
+async fn metrics(State(state): State<Arc<WebhookState>>) -> Response {
+    let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    match state.metrics.text() {
+        Ok(text) => ([(header::CONTENT_TYPE, content_type)], text).into_response(),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
     }
 }
 
-/// Opens a listener. Where the kernel has no IPv6, "any address" means any IPv4 address.
+/// Opens a listener. If the kernel has no IPv6, the unspecified address means any IPv4 address.
 pub fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
     let listener = match TcpListener::bind(addr) {
         Err(_) if addr.is_ipv6() && addr.ip().is_unspecified() && TcpListener::bind("[::1]:0").is_err() => {
@@ -121,19 +121,19 @@ pub fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
     Ok(listener)
 }
 
-/// Serves in the clear until the handle says stop.
+/// Serves plain HTTP until the handle shuts it down.
 pub async fn serve_plain(
     listener: TcpListener,
     router: Router,
     handle: Handle<SocketAddr>,
 ) -> io::Result<()> {
-    // HTTP/1 only: an HTTP/2 connection that has not sent its preface yet has no deadline.
+    // HTTP/1 only: no timeout applies to an HTTP/2 connection that has not sent its preface.
     let mut server = axum_server::from_tcp(listener)?.handle(handle).http1_only();
-    limit(&mut server);
+    set_timeouts(&mut server);
     server.serve(router.into_make_service()).await
 }
 
-/// Serves over TLS as soon as there is a certificate, until the handle says stop.
+/// Serves over TLS once a certificate is loaded, until the handle shuts it down.
 pub async fn serve_tls(
     listener: TcpListener,
     router: Router,
@@ -143,12 +143,12 @@ pub async fn serve_tls(
     let Some(tls) = certificate.await else {
         return Ok(());
     };
-    let mut server = axum_server::from_tcp_rustls(listener, tls)?.map(Limited::new).handle(handle);
-    limit(&mut server);
+    let mut server = axum_server::from_tcp_rustls(listener, tls)?.map(LimitedAcceptor::new).handle(handle);
+    set_timeouts(&mut server);
     server.serve(router.into_make_service()).await
 }
 
-/// The first certificate, or nothing if the replica closes before there is one.
+/// The first certificate, or `None` if the replica stops before one is loaded.
 pub async fn first_certificate(
     mut tls: watch::Receiver<Option<RustlsConfig>>,
     close: CancellationToken,
@@ -156,7 +156,7 @@ pub async fn first_certificate(
     close.run_until_cancelled(tls.wait_for(Option::is_some)).await?.ok()?.clone()
 }
 
-fn limit<A>(server: &mut Server<SocketAddr, A>) {
-    server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(SLOWEST_HEADERS);
+fn set_timeouts<A>(server: &mut Server<SocketAddr, A>) {
+    server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(HEADER_READ_TIMEOUT);
     server.http_builder().http2().timer(TokioTimer::new());
 }

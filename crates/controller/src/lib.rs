@@ -1,28 +1,25 @@
-//! The cluster side of Patchbay: one leader's loops, and the admission webhook that every replica serves.
+//! The Patchbay controller: the leader's control loops, and the admission webhook that every replica serves.
 //!
-//! [`run`] is one replica, with a client and a stop of the caller's. Rules are in `plan`; this crate watches, asks them and writes.
+//! [`run`] runs one replica with the caller's client and cancellation token. The rules are in `plan`; this crate watches the
+//! API server, asks `plan` for decisions and applies them.
 
 mod admission;
+mod api_call;
 mod args;
-mod authority;
-mod call;
-mod certificate;
+mod certs;
 mod clock;
 mod cluster;
-mod configuration;
 mod connection;
 mod direct;
-mod election;
+mod duration;
 mod error;
 mod follow;
 mod http;
+mod lease;
 mod metrics;
 mod networks;
 mod object;
 mod run;
-mod secret;
-mod serving;
-mod tenure;
 mod watch;
 
 pub use args::Args;

@@ -1,4 +1,4 @@
-//! What a replica counts.
+//! The metrics of a replica.
 
 use std::{
     fmt,
@@ -16,11 +16,11 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::admission::Path;
+use crate::admission::WebhookPath;
 
-/// Which calls fail.
+/// The kind of a request to the API server. Variant names are label values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Call {
+pub enum ApiCallKind {
     Lease,
     Secret,
     WebhookConfiguration,
@@ -42,9 +42,9 @@ pub enum Call {
     WatchWebhookConfiguration,
 }
 
-/// What became of an admission request.
+/// The result of an admission request. Variant names are label values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Outcome {
+pub enum AdmissionOutcome {
     Allowed,
     Denied,
     Malformed,
@@ -53,16 +53,15 @@ pub enum Outcome {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CallLabels {
-    call: Call,
+    call: ApiCallKind,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct AdmissionLabels {
-    path: Path,
-    result: Outcome,
+    path: WebhookPath,
+    result: AdmissionOutcome,
 }
 
-/// The metrics of one replica.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -96,19 +95,19 @@ impl Default for Metrics {
 impl Metrics {
     fn registered(mut self) -> Self {
         let registry = &mut self.registry;
-        registry.register("leader", "Whether this replica leads", self.leader.clone());
+        registry.register("leader", "Whether this replica is the leader", self.leader.clone());
         registry.register(
             "webhook_certificate_expiry_timestamp_seconds",
             "When the served webhook certificate expires, 0 before one is loaded",
             self.certificate_expiry.clone(),
         );
-        registry.register("api_errors", "Calls to the API server that failed", self.api_errors.clone());
-        registry.register("admission_requests", "Admission requests answered", self.admissions.clone());
-        registry.register("networks", "BridgeNetworks there are", self.networks.clone());
-        registry.register("network_users", "Objects that name a network", self.users.clone());
-        let repairs = "Attachments that somebody changed or deleted and that were put right";
+        registry.register("api_errors", "Failed requests to the API server", self.api_errors.clone());
+        registry.register("admission_requests", "Answered admission requests", self.admissions.clone());
+        registry.register("networks", "Number of BridgeNetworks", self.networks.clone());
+        registry.register("network_users", "Objects that reference a network", self.users.clone());
+        let repairs = "NetworkAttachmentDefinitions that were changed or deleted and then repaired";
         registry.register("attachment_repairs", repairs, self.attachment_repairs.clone());
-        let plan = "How long it takes to decide what to write";
+        let plan = "Duration of planning all networks";
         registry.register("network_plan_duration_seconds", plan, self.plan_duration.clone());
         self
     }
@@ -122,7 +121,7 @@ impl Metrics {
         self.certificate_expiry.set(i64::try_from(seconds).unwrap_or(i64::MAX));
     }
 
-    /// A look of the leader at all there is.
+    /// Records one planning pass of the leader.
     pub fn planned(&self, networks: usize, users: usize, took: Duration) {
         self.networks.set(i64::try_from(networks).unwrap_or(i64::MAX));
         self.users.set(i64::try_from(users).unwrap_or(i64::MAX));
@@ -133,15 +132,15 @@ impl Metrics {
         self.attachment_repairs.inc();
     }
 
-    pub fn api_error(&self, call: Call) {
+    pub fn api_error(&self, call: ApiCallKind) {
         self.api_errors.get_or_create(&CallLabels { call }).inc();
     }
 
-    pub fn admission(&self, path: Path, result: Outcome) {
+    pub fn admission(&self, path: WebhookPath, result: AdmissionOutcome) {
         self.admissions.get_or_create(&AdmissionLabels { path, result }).inc();
     }
 
-    /// The text that Prometheus reads.
+    /// Encodes the metrics in the OpenMetrics text format.
     pub fn text(&self) -> Result<String, fmt::Error> {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.registry)?;

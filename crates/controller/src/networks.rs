@@ -26,8 +26,8 @@ use self::{
 use crate::{
     cluster::Cluster,
     direct::Answers,
+    lease::fence::{LeaseFence, now},
     metrics::Metrics,
-    tenure::{Tenure, now},
 };
 
 /// Changes come in bursts: so long is waited for the rest of one.
@@ -46,8 +46,8 @@ pub struct Steward {
 }
 
 impl Steward {
-    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
-        let writer = Writer::new(client, cluster.clone(), metrics.clone(), tenure);
+    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+        let writer = Writer::new(client, cluster.clone(), metrics.clone(), fence);
         Self { cluster, metrics, writer, memory: Memory::default() }
     }
 

@@ -1,68 +1,70 @@
-//! The wiring: every task of a replica, and the order in which they end.
+//! Starts every task of a replica and shuts them down in order.
 
 use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum_server::Handle;
 use kube::Client;
-use plan::certs::Policy;
+use plan::certs::CertPolicy;
 use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
     Args, Error,
-    authority::{Home, Keeper},
+    certs::{
+        reload::CertReloader,
+        rotate::{CertRotator, WebhookService},
+    },
     cluster::Cluster,
-    election::{self, Candidate},
     follow::Follower,
-    http::{self, Readiness, Replica},
+    http::{self, Readiness, WebhookState},
+    lease::election::{Candidate, ElectionConfig},
     metrics::Metrics,
     networks::Steward,
-    serving::Served,
 };
 
-/// From the wish to stop until everything has: a pod is given ten seconds, one of them for the process itself.
-const END: Duration = Duration::from_secs(9);
+/// From the stop until every task has ended: a pod has ten seconds, one of them for the process itself.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(9);
 
-/// How long a leader's loop may take to end the step it is at.
-const LAST_STEP: Duration = Duration::from_secs(3);
+/// How long a leader's loop may take to finish its current step.
+const LEADER_LOOP_GRACE: Duration = Duration::from_secs(3);
 
-/// How long requests that are under way may take when the listeners close.
-const LAST_REQUESTS: Duration = Duration::from_secs(3);
+/// How long requests in flight may take when the listeners close.
+const REQUEST_GRACE: Duration = Duration::from_secs(3);
 
-/// A task and how it ended.
-type Ended = (&'static str, Result<(), Error>);
+/// A task's name and how it ended.
+type TaskExit = (&'static str, Result<(), Error>);
 
-/// Runs one replica until `stop`. Shares nothing with other replicas in the same process.
+/// Runs one replica until `stop` is cancelled. Shares nothing with other replicas in the same process.
 pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
-    args.check().map_err(Error::Settings)?;
-    let name = args.webhook_name();
+    args.check().map_err(Error::Args)?;
+    let dns_name = args.webhook_dns_name();
     let Args {
         namespace,
         identity,
-        lease_term,
+        lease_duration,
         lease_renew,
-        lease_look,
+        lease_retry_period,
         health_addr,
         webhook_addr,
         webhook_service,
         ca_lifetime,
         leaf_lifetime,
-        settle,
+        ca_propagation_delay,
         drain,
     } = args;
     info!(
         namespace,
         identity,
-        ?lease_term,
+        ?lease_duration,
         ?lease_renew,
-        ?lease_look,
+        ?lease_retry_period,
         %health_addr,
         %webhook_addr,
         webhook_service,
         ?ca_lifetime,
         ?leaf_lifetime,
-        ?settle,
+        ?ca_propagation_delay,
         ?drain,
         "starting"
     );
@@ -70,20 +72,20 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let readiness = Arc::new(Readiness::default());
     let metrics = Arc::new(Metrics::default());
     let cluster = Cluster::new();
-    let served = Served::new(name.clone(), readiness.clone(), metrics.clone());
-    let replica = Arc::new(Replica::new(readiness.clone(), metrics.clone(), cluster.clone()));
-    let settings = election::Settings {
+    let reloader = CertReloader::new(dns_name.clone(), readiness.clone(), metrics.clone());
+    let state = Arc::new(WebhookState::new(readiness.clone(), metrics.clone(), cluster.clone()));
+    let config = ElectionConfig {
         namespace: namespace.clone(),
         identity,
-        term: lease_term,
-        renew: lease_renew,
-        look: lease_look,
+        lease_duration,
+        renew_interval: lease_renew,
+        retry_period: lease_retry_period,
     };
-    let policy = Policy { name, authority_life: ca_lifetime, leaf_life: leaf_lifetime, settle };
-    let candidate = Candidate::new(client.clone(), settings, metrics.clone());
-    let leader = LeaderLoops {
+    let policy = CertPolicy { dns_name, ca_lifetime, leaf_lifetime, ca_propagation_delay };
+    let candidate = Candidate::new(client.clone(), config, metrics.clone());
+    let loops = LeaderLoops {
         client: client.clone(),
-        home: Home { namespace: namespace.clone(), service: webhook_service },
+        service: WebhookService { namespace: namespace.clone(), name: webhook_service },
         policy,
         metrics: metrics.clone(),
         cluster: cluster.clone(),
@@ -97,45 +99,45 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let mut tasks = JoinSet::new();
     let serve = http::serve_plain(health, http::health_router(readiness.clone()), handles[0].clone());
     tasks.spawn(named("health listener", server(health_addr, serve)));
-    let certificate = http::first_certificate(served.tls(), close.clone());
-    let serve = http::serve_tls(webhook, http::router(replica), handles[1].clone(), certificate);
+    let certificate = http::first_certificate(reloader.tls(), close.clone());
+    let serve = http::serve_tls(webhook, http::router(state), handles[1].clone(), certificate);
     tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
-    let follow = served.follow(client.clone(), namespace);
-    tasks.spawn(named("certificate watch", until(close.clone(), follow)));
+    let reload = reloader.run(client.clone(), namespace);
+    tasks.spawn(named("certificate watch", until_cancelled(close.clone(), reload)));
     let follower = Follower { client, cluster: cluster.clone(), metrics };
-    tasks.spawn(named("cluster watch", until(close.clone(), follower.follow())));
-    tasks.spawn(named("sync", sync(cluster, readiness.clone(), close.clone())));
-    tasks.spawn(named("election", lead(candidate, leader, resign.clone())));
+    tasks.spawn(named("cluster watch", until_cancelled(close.clone(), follower.follow())));
+    tasks.spawn(named("cache sync", wait_for_sync(cluster, readiness.clone(), close.clone())));
+    tasks.spawn(named("election", lead(candidate, loops, resign.clone())));
 
-    let closing = Closing { readiness, handles, resign, close, drain };
-    closing.after(stop, tasks).await
+    let shutdown = Shutdown { readiness, handles, resign, close, drain };
+    shutdown.run(stop, tasks).await
 }
 
-/// What it takes to end a replica.
-struct Closing {
+/// Ends the tasks of a replica in order.
+struct Shutdown {
     readiness: Arc<Readiness>,
     handles: [Handle<SocketAddr>; 2],
-    /// Ends the leader's loops and gives the Lease back.
+    /// Ends the leader's loops and releases the Lease.
     resign: CancellationToken,
     /// Ends the watches.
     close: CancellationToken,
     drain: Duration,
 }
 
-impl Closing {
-    /// Waits for the wish to stop, or for a task that ends although nobody wished it; then ends all of them in order.
-    async fn after(self, stop: CancellationToken, mut tasks: JoinSet<Ended>) -> Result<(), Error> {
+impl Shutdown {
+    /// Waits for `stop` or for a task that ends unexpectedly, then ends all tasks in order.
+    async fn run(self, stop: CancellationToken, mut tasks: JoinSet<TaskExit>) -> Result<(), Error> {
         let result = tokio::select! {
             biased;
             () = stop.cancelled() => Ok(()),
-            ended = unexpected(&mut tasks) => Err(ended),
+            error = unexpected_exit(&mut tasks) => Err(error),
         };
-        self.readiness.drain();
+        self.readiness.set_draining();
         self.resign.cancel();
-        // After a failure nobody is helped by waiting; requests that are under way are answered all the same.
-        let pause = if result.is_ok() { self.drain } else { Duration::ZERO };
-        if timeout(END, self.wind_down(&mut tasks, pause)).await.is_err() {
-            warn!("not everything ended in time, the rest is cut off");
+        // After a failure there is no reason to drain; requests in flight are still answered.
+        let drain = if result.is_ok() { self.drain } else { Duration::ZERO };
+        if timeout(SHUTDOWN_TIMEOUT, self.close_listeners(&mut tasks, drain)).await.is_err() {
+            warn!("some tasks did not end in time; aborting them");
         }
         for handle in &self.handles {
             handle.shutdown();
@@ -145,63 +147,63 @@ impl Closing {
         result
     }
 
-    /// Serves on for a while, then closes the listeners and waits for all that is under way.
-    async fn wind_down(&self, tasks: &mut JoinSet<Ended>, pause: Duration) {
-        tokio::time::sleep(pause).await;
+    /// Keeps serving for `drain`, then closes the listeners and waits for every task.
+    async fn close_listeners(&self, tasks: &mut JoinSet<TaskExit>, drain: Duration) {
+        tokio::time::sleep(drain).await;
         self.close.cancel();
         for handle in &self.handles {
-            handle.graceful_shutdown(Some(LAST_REQUESTS));
+            handle.graceful_shutdown(Some(REQUEST_GRACE));
         }
-        finished(tasks).await;
+        wait_for_all(tasks).await;
     }
 }
 
-/// What only the leader does.
+/// What the leader's loops need.
 struct LeaderLoops {
     client: Client,
-    home: Home,
-    policy: Policy,
+    service: WebhookService,
+    policy: CertPolicy,
     metrics: Arc<Metrics>,
     cluster: Cluster,
 }
 
-/// Stands for election and, once elected, leads until told to resign. Losing the Lease is an error: a restart is the simplest way
-/// to be sure that nothing of a leader is left.
+/// Acquires the Lease, then runs the leader's loops until `resign` is cancelled. Losing the Lease is an error: a restart of
+/// the process is the simplest way to be sure that none of the leader's loops is left.
 async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToken) -> Result<(), Error> {
-    let Some(mut leader) = candidate.win(&resign).await else {
+    let Some(mut leader) = candidate.acquire(&resign).await else {
         return Ok(());
     };
     if resign.is_cancelled() {
         leader.release().await;
         return Ok(());
     }
-    let LeaderLoops { client, home, policy, metrics, cluster } = loops;
-    let steward = Steward::new(client.clone(), cluster, metrics.clone(), leader.tenure());
-    let keeper = Keeper::new(client, home, policy, metrics, leader.tenure());
+    let LeaderLoops { client, service, policy, metrics, cluster } = loops;
+    let networks = Steward::new(client.clone(), cluster, metrics.clone(), leader.fence());
+    let rotator = CertRotator::new(client, service, policy, metrics, leader.fence());
     let mut tasks = JoinSet::new();
-    tasks.spawn(named("certificates", endless(keeper.keep(resign.clone()))));
-    tasks.spawn(named("networks", endless(steward.keep(resign.clone()))));
+    tasks.spawn(named("certificates", infallible(rotator.run(resign.clone()))));
+    tasks.spawn(named("networks", infallible(networks.keep(resign.clone()))));
     let result = tokio::select! {
         biased;
         () = resign.cancelled() => Ok(()),
-        lost = leader.keep() => Err(Error::Lead(lost)),
-        ended = unexpected(&mut tasks) => Err(ended),
+        lost = leader.run() => Err(Error::LostLease(lost)),
+        error = unexpected_exit(&mut tasks) => Err(error),
     };
-    if let Err(Error::Lead(_)) = result {
-        // Another may lead already: nothing is ended in order, and there is no Lease to give back.
+    if let Err(Error::LostLease(_)) = result {
+        // Another replica may lead already: abort the loops at once. There is no Lease to release.
         tasks.shutdown().await;
         return result;
     }
     resign.cancel();
-    if timeout(LAST_STEP, finished(&mut tasks)).await.is_err() {
-        warn!("a leader's loop did not end its step in time and is cut off");
+    if timeout(LEADER_LOOP_GRACE, wait_for_all(&mut tasks)).await.is_err() {
+        warn!("a leader's loop did not finish its step in time; aborting it");
     }
     tasks.shutdown().await;
     leader.release().await;
     result
 }
 
-async fn named(name: &'static str, task: impl Future<Output = Result<(), Error>>) -> Ended {
+async fn named(name: &'static str, task: impl Future<Output = Result<(), Error>>) -> TaskExit {
     (name, task.await)
 }
 
@@ -209,37 +211,40 @@ async fn server(addr: SocketAddr, serve: impl Future<Output = io::Result<()>>) -
     serve.await.map_err(|source| Error::Serve { addr, source })
 }
 
-/// A loop has nothing to say when it ends; that it did is noticed by its name.
-async fn endless(task: impl Future<Output = ()>) -> Result<(), Error> {
+async fn infallible(task: impl Future<Output = ()>) -> Result<(), Error> {
     task.await;
     Ok(())
 }
 
-/// A watch has nothing to finish, so it is dropped where it stands.
-async fn until(close: CancellationToken, watch: impl Future<Output = ()>) -> Result<(), Error> {
+/// A watch has nothing to finish, so it is dropped at any await point.
+async fn until_cancelled(close: CancellationToken, watch: impl Future<Output = ()>) -> Result<(), Error> {
     close.run_until_cancelled(watch).await;
     Ok(())
 }
 
-/// Tells readiness when the caches are filled, and stays, because a task that ends is taken for a failure.
-async fn sync(cluster: Cluster, readiness: Arc<Readiness>, close: CancellationToken) -> Result<(), Error> {
+/// Sets readiness when the caches have synced. Then waits for `close`, because a task that ends early counts as failed.
+async fn wait_for_sync(
+    cluster: Cluster,
+    readiness: Arc<Readiness>,
+    close: CancellationToken,
+) -> Result<(), Error> {
     if close.run_until_cancelled(cluster.synced()).await == Some(true) {
-        readiness.synced();
+        readiness.set_synced();
     }
     close.cancelled().await;
     Ok(())
 }
 
-/// Resolves with the first task that ends, which none should.
-async fn unexpected(tasks: &mut JoinSet<Ended>) -> Error {
+/// Resolves when the first task ends, which is always a failure.
+async fn unexpected_exit(tasks: &mut JoinSet<TaskExit>) -> Error {
     match tasks.join_next().await {
         Some(Ok((_, Err(error)))) => error,
-        Some(Ok((name, Ok(())))) => Error::Ended(name),
-        Some(Err(broken)) => Error::Broken(broken),
-        None => Error::Ended("all"),
+        Some(Ok((name, Ok(())))) => Error::TaskEnded(name),
+        Some(Err(panic)) => Error::TaskPanicked(panic),
+        None => Error::TaskEnded("all"),
     }
 }
 
-async fn finished(tasks: &mut JoinSet<Ended>) {
+async fn wait_for_all(tasks: &mut JoinSet<TaskExit>) {
     while tasks.join_next().await.is_some() {}
 }

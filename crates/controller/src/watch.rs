@@ -15,7 +15,7 @@ use kube::{
 };
 use tracing::warn;
 
-use crate::metrics::{Call, Metrics};
+use crate::metrics::{ApiCallKind, Metrics};
 
 /// The API server ends a watch after so many seconds, and one that is silent for five more is given up: that is how soon a
 /// partition that swallows everything is noticed.
@@ -32,7 +32,7 @@ pub fn only(name: &str) -> watcher::Config {
 }
 
 /// Counts and reports a failure; the watch itself goes on after its backoff.
-pub fn failed(metrics: &Metrics, call: Call, error: &watcher::Error) {
+pub fn failed(metrics: &Metrics, call: ApiCallKind, error: &watcher::Error) {
     metrics.api_error(call);
     warn!(?call, error = %ErrorChain(error), "watch failed and is tried again");
 }
@@ -42,7 +42,7 @@ pub fn touches<K>(
     api: Api<PartialObjectMeta<K>>,
     name: &str,
     metrics: Arc<Metrics>,
-    call: Call,
+    call: ApiCallKind,
 ) -> BoxStream<'static, ()>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
@@ -81,7 +81,7 @@ mod tests {
         });
         let metrics = Arc::new(Metrics::default());
         let api = Api::namespaced(Client::new(service, "ns"), "ns");
-        let mut touches = touches::<Secret>(api, "name", metrics.clone(), Call::WatchSecret);
+        let mut touches = touches::<Secret>(api, "name", metrics.clone(), ApiCallKind::WatchSecret);
         assert!(tokio::time::timeout(Duration::from_mins(5), touches.next()).await.is_err());
         assert!(metrics.text().unwrap().contains("patchbay_api_errors_total{call=\"WatchSecret\"}"));
     }

@@ -1,12 +1,12 @@
-//! The webhook's certificates: which one step comes next, or when to look again.
+//! Rotation of the webhook's certificates: the next single step, or when to check again.
 //!
-//! The order is what matters. A new authority joins the trusted bundle first, in the Secret and in every webhook
-//! configuration; only after it was seen there for the settle time is a leaf signed by it; it leaves the bundle last, after it has
-//! expired, because a replica that is cut off may serve an old leaf until then. Damage goes through the same steps: an authority that
-//! only a configuration still knows is taken back into the Secret, since replicas may still serve its leaf.
+//! The order matters. A new CA is added to the trusted bundle first, in the Secret and in every webhook configuration. A leaf
+//! is signed by it only after the CA was observed there for the propagation delay. The old CA is removed last, after it has
+//! expired, because a replica that is cut off may serve an old leaf until then. Damage is repaired by the same steps: a CA
+//! that only a webhook configuration still has is added to the Secret again, since replicas may still serve its leaf.
 
 #[cfg(test)]
-mod rotation;
+mod simulation;
 #[cfg(test)]
 mod tests;
 
@@ -15,273 +15,281 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// The most authorities in one bundle. Two or three is normal; this bounds what endless damage can pile up.
-pub const MOST_AUTHORITIES: usize = 16;
+/// The most CAs in one bundle. Two or three are normal; this bounds what repeated damage can add.
+pub const MAX_CAS: usize = 16;
 
-/// How far the clocks of a cluster are allowed to differ.
-const SKEW: Duration = Duration::from_mins(5);
+/// How far the clocks of a cluster may differ.
+const MAX_CLOCK_SKEW: Duration = Duration::from_mins(5);
 
-/// No authority is made to live longer, so one that claims more is not believed: it would stay trusted for ever.
-pub const LONGEST_LIFE: Duration = Duration::from_hours(3650 * 24);
+/// The longest lifetime of a CA that Patchbay creates. A CA that claims more is dropped: it would stay trusted for ever.
+pub const MAX_CA_LIFETIME: Duration = Duration::from_hours(3650 * 24);
 
-/// No sleep is longer than this, whatever the dates say.
-const LONGEST_LOOK: Duration = Duration::from_hours(1);
+/// The longest wait between two checks, whatever the dates say.
+const MAX_RECHECK: Duration = Duration::from_hours(1);
 
-/// A wall clock that moves this far against the monotonic one between two looks was set, or the machine slept.
-const CLOCK_STEP: Duration = Duration::from_secs(1);
+/// A wall clock that moves this far against the monotonic clock between two checks was set, or the machine was suspended.
+const CLOCK_STEP_THRESHOLD: Duration = Duration::from_secs(1);
 
 /// A certificate's identity: its DER encoding.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Id(pub Vec<u8>);
+pub struct CertId(pub Vec<u8>);
 
-/// From when until when a certificate is good.
+/// When a certificate is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Validity {
-    pub from: SystemTime,
-    pub until: SystemTime,
+    pub not_before: SystemTime,
+    pub not_after: SystemTime,
 }
 
-/// A certificate of an authority.
+/// A CA certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Authority {
-    pub id: Id,
+pub struct CaCert {
+    pub id: CertId,
     pub validity: Validity,
-    pub origin: Origin,
+    pub origin: CaOrigin,
 }
 
-/// Whether an authority looks like one that Patchbay made.
+/// Whether Patchbay created a CA, judged by its subject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Origin {
+pub enum CaOrigin {
     Ours,
     Foreign,
 }
 
-/// A list of trusted authorities, as it stands somewhere.
+/// A list of trusted CAs, as the Secret or a webhook configuration holds it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Bundle {
-    pub authorities: Vec<Authority>,
-    /// Some part of it could not be read.
-    pub damaged: bool,
+pub struct CaBundle {
+    pub cas: Vec<CaCert>,
+    /// Whether some part of it could not be parsed.
+    pub corrupt: bool,
 }
 
-/// A serving certificate whose key is at hand and fits.
+/// A serving certificate whose private key is present and matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Leaf {
-    /// The authority of the Secret's bundle that signed it.
-    pub signed_by: Option<Id>,
+pub struct LeafCert {
+    /// The CA of the Secret's bundle that signed it.
+    pub signed_by: Option<CertId>,
     pub validity: Validity,
-    pub names: BTreeSet<String>,
+    pub dns_names: BTreeSet<String>,
 }
 
-/// What is there.
+/// The observed state of the Secret and of the webhook configurations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Observed {
+pub struct ObservedCerts {
     /// The bundle in the Secret.
-    pub secret: Bundle,
-    /// The authority in the Secret's bundle whose key the Secret has.
-    pub signer: Option<Id>,
-    /// The Secret's serving certificate; `None` if it is missing, unreadable or does not fit its key.
-    pub leaf: Option<Leaf>,
+    pub secret: CaBundle,
+    /// The CA in the Secret's bundle whose private key the Secret has.
+    pub signer: Option<CertId>,
+    /// The Secret's leaf; `None` if it is missing, cannot be parsed or does not match its private key.
+    pub leaf: Option<LeafCert>,
     /// The bundle of every webhook in every configuration.
-    pub configurations: Vec<Bundle>,
-    /// For how long the signer has been seen in all of them without a break: see [`Trust`].
+    pub webhook_bundles: Vec<CaBundle>,
+    /// For how long the signer has been in all of them without interruption: see [`SignerTrust`].
     pub trusted_for: Option<Duration>,
 }
 
-/// What is wanted.
+/// The desired certificates.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Policy {
-    /// The one name by which API servers call the webhook.
-    pub name: String,
-    pub authority_life: Duration,
-    pub leaf_life: Duration,
-    /// How long an API server may go on using a bundle after it was changed.
-    pub settle: Duration,
+pub struct CertPolicy {
+    /// The DNS name by which API servers call the webhook.
+    pub dns_name: String,
+    pub ca_lifetime: Duration,
+    pub leaf_lifetime: Duration,
+    /// How long an API server may use a bundle after it was changed.
+    pub ca_propagation_delay: Duration,
 }
 
 /// One write.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Make a new authority; the Secret's bundle becomes it and those to keep, its key replaces the old one's.
-    Found { validity: Validity, keep: Vec<Id> },
-    /// Make the Secret's bundle exactly these.
-    Bundle { keep: Vec<Id> },
-    /// Put the Secret's bundle into every configuration that shows another one.
-    Publish,
+pub enum RotationStep {
+    /// Create a CA. The Secret's bundle becomes it and the retained ones; its private key replaces the old one.
+    CreateCa { validity: Validity, retain: Vec<CertId> },
+    /// Set the Secret's bundle to exactly these.
+    WriteBundle { retain: Vec<CertId> },
+    /// Write the Secret's bundle into every webhook configuration that differs from it.
+    PublishBundle,
     /// Sign a new leaf with the signer.
-    Sign { validity: Validity },
+    SignLeaf { validity: Validity },
 }
 
 /// What to do now.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Next {
-    Step(Step),
-    /// All is well for this long.
-    Look(Duration),
+pub enum RotationDecision {
+    Apply(RotationStep),
+    /// Nothing to do for this long.
+    RecheckAfter(Duration),
 }
 
 impl Validity {
-    /// The validity of a certificate made `now`, dated back so that a clock that is behind accepts it.
-    pub fn starting(now: SystemTime, life: Duration) -> Self {
-        Self { from: now - slack(life), until: now + life }
+    /// The validity of a certificate created `now`, backdated so that a clock that is behind accepts it.
+    pub fn starting_at(now: SystemTime, lifetime: Duration) -> Self {
+        Self { not_before: now - skew_allowance(lifetime), not_after: now + lifetime }
     }
 
-    /// Two thirds of its life.
+    /// Two thirds of its lifetime.
     pub fn renew_at(&self) -> SystemTime {
-        self.from + self.length() * 2 / 3
+        self.not_before + self.lifetime() * 2 / 3
     }
 
-    /// When even a clock that is behind agrees that it is over.
-    pub fn gone_at(&self) -> SystemTime {
-        self.until + slack(self.length())
+    /// When it has expired for a clock that is behind, too.
+    pub fn expired_everywhere_at(&self) -> SystemTime {
+        self.not_after + skew_allowance(self.lifetime())
     }
 
-    fn length(&self) -> Duration {
-        self.until.duration_since(self.from).unwrap_or_default()
+    fn lifetime(&self) -> Duration {
+        self.not_after.duration_since(self.not_before).unwrap_or_default()
     }
 
-    fn fresh(&self, now: SystemTime) -> bool {
-        self.from <= now && now < self.renew_at()
+    fn is_fresh(&self, now: SystemTime) -> bool {
+        self.not_before <= now && now < self.renew_at()
     }
 
-    fn believable(&self) -> bool {
-        self.length() <= LONGEST_LIFE + SKEW
+    fn is_plausible(&self) -> bool {
+        self.lifetime() <= MAX_CA_LIFETIME + MAX_CLOCK_SKEW
     }
 }
 
-/// What skew is allowed for a certificate of this life: short lives, as in tests, leave little room.
-fn slack(life: Duration) -> Duration {
-    (life / 10).min(SKEW)
+/// The clock skew to allow for a certificate of this lifetime: a tenth of it, because tests use short lifetimes.
+fn skew_allowance(lifetime: Duration) -> Duration {
+    (lifetime / 10).min(MAX_CLOCK_SKEW)
 }
 
-impl Bundle {
-    /// Whether both hold the same authorities and nothing else.
+impl CaBundle {
+    /// Whether both hold the same CAs and nothing else.
     pub fn matches(&self, other: &Self) -> bool {
-        !self.damaged && !other.damaged && self.ids() == other.ids()
+        !self.corrupt && !other.corrupt && self.ids() == other.ids()
     }
 
-    fn ids(&self) -> BTreeSet<&Id> {
-        self.authorities.iter().map(|authority| &authority.id).collect()
+    fn ids(&self) -> BTreeSet<&CertId> {
+        self.cas.iter().map(|ca| &ca.id).collect()
     }
 
-    fn find(&self, id: &Id) -> Option<&Authority> {
-        self.authorities.iter().find(|authority| authority.id == *id)
+    fn find(&self, id: &CertId) -> Option<&CaCert> {
+        self.cas.iter().find(|ca| ca.id == *id)
     }
 }
 
-/// The one thing to do now.
-pub fn next(observed: &Observed, policy: &Policy, now: SystemTime) -> Next {
-    let keep = keep(observed, now);
+/// Decides the next single step.
+pub fn decide(observed: &ObservedCerts, policy: &CertPolicy, now: SystemTime) -> RotationDecision {
+    let trusted = cas_to_trust(observed, now);
     let signer = observed.signer.as_ref().and_then(|id| observed.secret.find(id));
-    let Some(signer) = signer.filter(|signer| signer.validity.believable() && signer.validity.fresh(now))
+    let Some(signer) =
+        signer.filter(|signer| signer.validity.is_plausible() && signer.validity.is_fresh(now))
     else {
-        let keep =
-            keep.into_iter().take(MOST_AUTHORITIES - 1).map(|authority| authority.id.clone()).collect();
-        return Next::Step(Step::Found { validity: Validity::starting(now, policy.authority_life), keep });
+        let retain = trusted.into_iter().take(MAX_CAS - 1).map(|ca| ca.id.clone()).collect();
+        let validity = Validity::starting_at(now, policy.ca_lifetime);
+        return RotationDecision::Apply(RotationStep::CreateCa { validity, retain });
     };
-    let wanted: BTreeSet<_> = keep.iter().map(|authority| &authority.id).collect();
-    if observed.secret.damaged || observed.secret.ids() != wanted {
-        return Next::Step(Step::Bundle {
-            keep: keep.iter().map(|authority| authority.id.clone()).collect(),
-        });
+    let desired: BTreeSet<_> = trusted.iter().map(|ca| &ca.id).collect();
+    if observed.secret.corrupt || observed.secret.ids() != desired {
+        let retain = trusted.iter().map(|ca| ca.id.clone()).collect();
+        return RotationDecision::Apply(RotationStep::WriteBundle { retain });
     }
-    if observed.configurations.iter().any(|bundle| bundle.damaged || bundle.ids() != wanted) {
-        return Next::Step(Step::Publish);
+    if observed.webhook_bundles.iter().any(|bundle| bundle.corrupt || bundle.ids() != desired) {
+        return RotationDecision::Apply(RotationStep::PublishBundle);
     }
-    let Some(leaf) = observed.leaf.as_ref().filter(|leaf| serves(leaf, signer, policy, now)) else {
-        let trusted = observed.trusted_for.unwrap_or_default();
-        return match policy.settle.checked_sub(trusted) {
-            Some(rest) if !rest.is_zero() => Next::Look(rest),
-            Some(_) | None => Next::Step(Step::Sign { validity: leaf_validity(signer, policy, now) }),
+    let Some(leaf) = observed.leaf.as_ref().filter(|leaf| is_current(leaf, signer, policy, now)) else {
+        let trusted_for = observed.trusted_for.unwrap_or_default();
+        return match policy.ca_propagation_delay.checked_sub(trusted_for) {
+            Some(remaining) if !remaining.is_zero() => RotationDecision::RecheckAfter(remaining),
+            Some(_) | None => {
+                let validity = leaf_validity(signer, policy, now);
+                RotationDecision::Apply(RotationStep::SignLeaf { validity })
+            }
         };
     };
-    let others = keep.iter().filter(|other| other.id != signer.id).map(|other| other.validity.gone_at());
-    let look = others.chain([signer.validity.renew_at(), leaf.validity.renew_at()]).min();
-    let rest = look.and_then(|at| at.duration_since(now).ok()).unwrap_or_default();
-    Next::Look(rest.min(LONGEST_LOOK))
+    let others = trusted.iter().filter(|ca| ca.id != signer.id).map(|ca| ca.validity.expired_everywhere_at());
+    let recheck_at = others.chain([signer.validity.renew_at(), leaf.validity.renew_at()]).min();
+    let remaining = recheck_at.and_then(|at| at.duration_since(now).ok()).unwrap_or_default();
+    RotationDecision::RecheckAfter(remaining.min(MAX_RECHECK))
 }
 
-/// The authorities that have to stay trusted: the signer first, then the current leaf's, then the youngest.
-fn keep(observed: &Observed, now: SystemTime) -> Vec<&Authority> {
-    let leaf = observed.leaf.as_ref().and_then(|leaf| leaf.signed_by.as_ref());
-    let known = observed.configurations.iter().flat_map(|bundle| &bundle.authorities);
-    let mut keep: Vec<_> = observed
+/// The CAs that have to be trusted: the signer first, then the CA of the current leaf, then by latest expiry.
+fn cas_to_trust(observed: &ObservedCerts, now: SystemTime) -> Vec<&CaCert> {
+    let leaf_ca = observed.leaf.as_ref().and_then(|leaf| leaf.signed_by.as_ref());
+    let published = observed.webhook_bundles.iter().flat_map(|bundle| &bundle.cas);
+    let mut cas: Vec<_> = observed
         .secret
-        .authorities
+        .cas
         .iter()
-        // A foreign authority in a configuration is a hand edit; one of ours there is what is left of a damaged Secret.
-        .chain(known.filter(|authority| authority.origin == Origin::Ours))
-        .filter(|authority| authority.validity.believable() && now < authority.validity.gone_at())
+        // A foreign CA in a configuration is a manual edit; one of ours there is left over from a damaged Secret.
+        .chain(published.filter(|ca| ca.origin == CaOrigin::Ours))
+        .filter(|ca| ca.validity.is_plausible() && now < ca.validity.expired_everywhere_at())
         .collect();
-    let rank = |authority: &Authority| {
-        let first = if Some(&authority.id) == observed.signer.as_ref() {
+    let rank = |ca: &CaCert| {
+        let role = if Some(&ca.id) == observed.signer.as_ref() {
             0
-        } else if Some(&authority.id) == leaf {
+        } else if Some(&ca.id) == leaf_ca {
             1
         } else {
             2
         };
-        (first, std::cmp::Reverse(authority.validity.until))
+        (role, std::cmp::Reverse(ca.validity.not_after))
     };
-    keep.sort_by(|a, b| (rank(a), &a.id).cmp(&(rank(b), &b.id)));
-    keep.dedup_by(|a, b| a.id == b.id);
-    keep.truncate(MOST_AUTHORITIES);
-    keep
+    cas.sort_by(|a, b| (rank(a), &a.id).cmp(&(rank(b), &b.id)));
+    cas.dedup_by(|a, b| a.id == b.id);
+    cas.truncate(MAX_CAS);
+    cas
 }
 
-fn serves(leaf: &Leaf, signer: &Authority, policy: &Policy, now: SystemTime) -> bool {
+fn is_current(leaf: &LeafCert, signer: &CaCert, policy: &CertPolicy, now: SystemTime) -> bool {
     leaf.signed_by.as_ref() == Some(&signer.id)
-        && leaf.names.iter().eq([&policy.name])
-        && leaf.validity.fresh(now)
+        && leaf.dns_names.iter().eq([&policy.dns_name])
+        && leaf.validity.is_fresh(now)
 }
 
-/// A leaf never outlives its authority.
-fn leaf_validity(signer: &Authority, policy: &Policy, now: SystemTime) -> Validity {
-    let rest = signer.validity.until.duration_since(now).unwrap_or_default();
-    let validity = Validity::starting(now, policy.leaf_life.min(rest));
-    Validity { from: validity.from.max(signer.validity.from), ..validity }
+/// A leaf never outlives its CA.
+fn leaf_validity(signer: &CaCert, policy: &CertPolicy, now: SystemTime) -> Validity {
+    let remaining = signer.validity.not_after.duration_since(now).unwrap_or_default();
+    let validity = Validity::starting_at(now, policy.leaf_lifetime.min(remaining));
+    Validity { not_before: validity.not_before.max(signer.validity.not_before), ..validity }
 }
 
-/// Why a replica does not serve a certificate. Its dates are for the leader to judge: a replica whose clock is wrong had better serve.
+/// Why a replica does not serve a leaf. Only the leader judges its dates: a replica whose clock is wrong keeps serving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Unfit {
-    #[error("it is missing, unreadable or does not fit its key")]
+pub enum UnservableLeaf {
+    #[error("tls.crt is missing, cannot be parsed or does not match tls.key")]
     Unreadable,
-    #[error("no authority in the same Secret signed it")]
+    #[error("tls.crt is not signed by any CA in ca.crt of the same Secret")]
     Unsigned,
-    #[error("it is not made out for this webhook's name")]
-    OtherNames,
+    #[error("tls.crt is not valid for the webhook's DNS name")]
+    WrongName,
 }
 
-/// Whether a replica may serve what the Secret holds.
-pub fn fit(leaf: Option<&Leaf>, name: &str) -> Result<(), Unfit> {
-    let leaf = leaf.ok_or(Unfit::Unreadable)?;
+/// Whether a replica may serve the Secret's leaf.
+pub fn check_servable(leaf: Option<&LeafCert>, dns_name: &str) -> Result<(), UnservableLeaf> {
+    let leaf = leaf.ok_or(UnservableLeaf::Unreadable)?;
     if leaf.signed_by.is_none() {
-        return Err(Unfit::Unsigned);
+        return Err(UnservableLeaf::Unsigned);
     }
-    if !leaf.names.contains(name) {
-        return Err(Unfit::OtherNames);
+    if !leaf.dns_names.contains(dns_name) {
+        return Err(UnservableLeaf::WrongName);
     }
     Ok(())
 }
 
-/// Whether the wall clock was set between two looks at it and at the monotonic clock: then every date has to be judged anew.
-pub fn clock_was_set(before: (SystemTime, Instant), now: (SystemTime, Instant)) -> bool {
+/// Whether the wall clock was set between two readings of it and of the monotonic clock: every date must be checked again.
+pub fn wall_clock_stepped(before: (SystemTime, Instant), now: (SystemTime, Instant)) -> bool {
     let expected = before.0 + now.1.saturating_duration_since(before.1);
     let step = expected.duration_since(now.0).unwrap_or_else(|ahead| ahead.duration());
-    step > CLOCK_STEP
+    step > CLOCK_STEP_THRESHOLD
 }
 
-/// Since when the signer has been seen in every configuration, on the own clock.
+/// Since when the signer has been in every webhook configuration, on the local clock.
 #[derive(Clone, Debug, Default)]
-pub struct Trust(Option<(Id, Instant)>);
+pub struct SignerTrust(Option<(CertId, Instant)>);
 
-impl Trust {
-    /// Takes in what was seen at `now` and says for how long the signer has been trusted without a break.
-    pub fn look(&mut self, signer: Option<&Id>, configurations: &[Bundle], now: Instant) -> Option<Duration> {
-        let trusted = signer.filter(|id| configurations.iter().all(|bundle| bundle.find(id).is_some()));
+impl SignerTrust {
+    /// Records an observation at `now` and returns for how long the signer has been trusted without interruption.
+    pub fn observe(
+        &mut self,
+        signer: Option<&CertId>,
+        webhook_bundles: &[CaBundle],
+        now: Instant,
+    ) -> Option<Duration> {
+        let trusted = signer.filter(|id| webhook_bundles.iter().all(|bundle| bundle.find(id).is_some()));
         self.0 = match (trusted, self.0.take()) {
-            (Some(id), Some((held, since))) if *id == held => Some((held, since)),
+            (Some(id), Some((known, since))) if *id == known => Some((known, since)),
             (Some(id), _) => Some((id.clone(), now)),
             (None, _) => None,
         };

@@ -1,18 +1,21 @@
-//! Who leads: when a candidate may take the Lease, when it must wait, and when a leader has to stop.
+//! Leader election: when a candidate may acquire the Lease, when it must wait, and when a leader has to stop.
 //!
-//! Only the own clock counts. A record is judged by the local instant at which it was last seen to *change*; the times that
-//! another party wrote into it are compared for equality and never against a clock. A follower takes the Lease after it
-//! saw no change for a full term; a leader acts for two thirds of a term after the *start* of its last successful write. The
-//! write reaches the API server after it was started and is seen after it arrived, so between the two lies at least a
-//! third of a term, which is more than clocks that run at different speeds can eat.
+//! Only the local clock counts. A record is judged by the local instant at which it was last observed to *change*; the times
+//! that other replicas wrote into it are compared for equality and never against a clock. A candidate acquires the Lease
+//! after it observed no change for a full lease duration; a leader acts for two thirds of a lease duration after the *start*
+//! of its last successful write. The write reaches the API server after it was started, and other candidates observe it
+//! later still. So at least a third of a lease duration lies between the two, more than clocks of different speeds can
+//! consume.
 //!
-//! Others may write the Lease too: a person with kubectl, a tool. So a record without a holder is not free by that alone. It is
-//! free at once if it bears the mark of a release, which only a replica that led and has stopped puts there and every
-//! replica that takes the Lease removes: as long as the mark stands, none of ours has taken it since. In every other case
-//! whoever led may not know yet, and a full term has to pass, as after a deletion.
+//! Other writers may change the Lease too: a user with kubectl, a tool. So a record without a holder is not free by that
+//! alone. It is free at once if it carries the release annotation, which only a replica that led and has stopped sets, and
+//! which every replica that acquires the Lease removes: while the annotation is present, no replica has acquired the Lease
+//! since. In every other case the last leader may not know that it lost the Lease, and a full lease duration has to pass, as
+//! after a deletion.
 //!
-//! Two first looks go without a wait, because nothing can be known and a new cluster should not wait: no Lease at all, and one that
-//! nobody ever renewed. Whoever deletes the Lease under a leader and starts a new replica in the same ten seconds has two.
+//! Two first observations need no wait, because nothing can be known and a new cluster should not wait: no Lease at all, and
+//! one that was never renewed. A user who deletes the Lease of a running leader and starts a new replica within the same ten
+//! seconds therefore gets two leaders.
 
 #[cfg(test)]
 mod simulation;
@@ -21,149 +24,157 @@ mod tests;
 
 use std::time::{Duration, Instant, SystemTime};
 
-/// No candidate is configured with a longer term, so a record that claims more is not believed.
-pub const LONGEST_TERM: Duration = Duration::from_mins(1);
+/// The longest lease duration that a candidate may be configured with. A record that claims more is capped to this.
+pub const MAX_LEASE_DURATION: Duration = Duration::from_mins(1);
 
-/// The Lease as the API server showed it.
+/// The Lease as the API server returned it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// `None` and the empty string both mean that nobody holds it.
+pub struct LeaseRecord {
+    /// `None` and the empty string both mean that the Lease has no holder.
     pub holder: Option<String>,
-    /// What the holder wrote as the time of its renewal: compared, never read as a time.
-    pub renewed: Option<SystemTime>,
+    /// The renew time that the holder wrote: compared for equality, never read as a time.
+    pub renew_time: Option<SystemTime>,
     pub transitions: i32,
-    /// The term that the holder announced.
-    pub term: Option<Duration>,
-    /// It bears the mark of a release.
+    /// The lease duration that the holder announced.
+    pub duration: Option<Duration>,
+    /// Whether the record carries the release annotation.
     pub released: bool,
-    /// The resourceVersion.
-    pub version: String,
+    pub resource_version: String,
 }
 
-/// What a candidate knows of the Lease.
+/// What a candidate knows about the Lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct ObservedLease {
     holder: Holder,
-    term: Option<Duration>,
-    record: Option<Record>,
-    at: Instant,
-    /// The record, should it name us, is one that we wrote, now or in an earlier life.
-    ours: bool,
-    /// Holder and renewal of the write whose fate is open.
-    attempt: Option<(String, SystemTime)>,
+    duration: Option<Duration>,
+    record: Option<LeaseRecord>,
+    changed_at: Instant,
+    /// If the record names this candidate: whether this candidate wrote it, in this process or an earlier one.
+    written_by_us: bool,
+    /// Holder and renew time of a write whose outcome is unknown.
+    pending_write: Option<(String, SystemTime)>,
 }
 
-/// Who may act as leader.
+/// Which replica may act as leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Holder {
-    Nobody,
-    /// The Lease names nobody, but was not given back: its last holder may not know yet.
-    Somebody,
+    Free,
+    /// The Lease names no holder but was not released: its last holder may not know yet.
+    Unknown,
     Named(String),
 }
 
 /// What a candidate does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// Write ourselves into the record just seen, with its version. A conflict means that another was quicker.
-    Take,
-    /// We hold it: renew, with its version.
-    Keep,
-    /// Another holds it. Look again, and if nothing has changed after this long, it is free.
+pub enum ElectionDecision {
+    /// Write ourselves into the observed record, with its resourceVersion. A conflict means that another writer was first.
+    Acquire,
+    /// We hold the Lease: renew it, with its resourceVersion.
+    Renew,
+    /// Another replica holds the Lease. It is free if nothing changes for this long.
     Wait(Duration),
 }
 
 /// What a leader does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Office {
-    /// Still ours: write again.
+pub enum RenewDecision {
     Renew,
     /// Stop acting now.
-    GiveUp,
+    StepDown,
 }
 
-impl Seen {
-    /// The first look, at `now`: the instant at which the answer was in our hands, not when it was asked for.
-    pub fn first(record: Option<Record>, now: Instant) -> Self {
+impl ObservedLease {
+    /// The first observation. `now` is the instant at which the response had arrived, not when the request was sent.
+    pub fn first(record: Option<LeaseRecord>, now: Instant) -> Self {
         let holder = match &record {
-            Some(record) if record.renewed.is_some() => holder(record),
-            Some(Record { holder: Some(holder), .. }) if !holder.is_empty() => Holder::Named(holder.clone()),
-            Some(_) | None => Holder::Nobody,
+            Some(record) if record.renew_time.is_some() => holder(record),
+            Some(LeaseRecord { holder: Some(holder), .. }) if !holder.is_empty() => {
+                Holder::Named(holder.clone())
+            }
+            Some(_) | None => Holder::Free,
         };
-        let term = record.as_ref().and_then(|record| record.term);
-        Self { holder, term, record, at: now, ours: true, attempt: None }
+        let duration = record.as_ref().and_then(|record| record.duration);
+        Self { holder, duration, record, changed_at: now, written_by_us: true, pending_write: None }
     }
 
-    /// A further look. The instant moves only if something changed.
+    /// A further observation. The instant of the last change moves only if something changed.
     #[must_use]
-    pub fn look(self, record: Option<Record>, now: Instant) -> Self {
+    pub fn observe(self, record: Option<LeaseRecord>, now: Instant) -> Self {
         if record == self.record {
             return self;
         }
-        let holder = record.as_ref().map_or(Holder::Somebody, holder);
-        let term = record.as_ref().and_then(|record| record.term);
-        // The term of one who is no longer named is the last one known.
-        let term = if holder == Holder::Somebody { term.max(self.term) } else { term };
-        let ours = self.attempt.is_some_and(|(me, renewed)| {
-            holder == Holder::Named(me) && record.as_ref().is_some_and(|it| it.renewed == Some(renewed))
+        let holder = record.as_ref().map_or(Holder::Unknown, holder);
+        let duration = record.as_ref().and_then(|record| record.duration);
+        // A holder that is no longer named keeps the longest duration known of it.
+        let duration = if holder == Holder::Unknown { duration.max(self.duration) } else { duration };
+        let written_by_us = self.pending_write.is_some_and(|(me, renew_time)| {
+            holder == Holder::Named(me)
+                && record.as_ref().is_some_and(|record| record.renew_time == Some(renew_time))
         });
-        Self { holder, term, record, at: now, ours, attempt: None }
+        Self { holder, duration, record, changed_at: now, written_by_us, pending_write: None }
     }
 
-    /// Remembers what is about to be written, so that it is known when it is seen, even if the answer is lost. A record that
-    /// names us without our doing is somebody else's writing: the one who led may not know yet.
-    pub fn attempt(&mut self, me: &str, renewed: SystemTime) {
-        self.attempt = Some((me.to_owned(), renewed));
+    /// Remembers a write before it is sent, so that it is recognised in a later observation even if its response is lost. A
+    /// record that names this candidate without such a write comes from another writer, and the previous leader may not know
+    /// about it yet.
+    pub fn record_attempt(&mut self, me: &str, renew_time: SystemTime) {
+        self.pending_write = Some((me.to_owned(), renew_time));
     }
 
-    /// Whether the fate of our last write is not known yet.
-    pub fn is_open(&self) -> bool {
-        self.attempt.is_some()
+    /// Whether the outcome of the last write is unknown.
+    pub fn write_pending(&self) -> bool {
+        self.pending_write.is_some()
     }
 
-    /// The record to write over, or `None` if there is no Lease and it has to be created.
-    pub fn record(&self) -> Option<&Record> {
+    /// The record to overwrite, or `None` if the Lease has to be created.
+    pub fn record(&self) -> Option<&LeaseRecord> {
         self.record.as_ref()
     }
 
     pub fn holder(&self) -> Option<&str> {
         match &self.holder {
             Holder::Named(holder) => Some(holder),
-            Holder::Nobody | Holder::Somebody => None,
+            Holder::Free | Holder::Unknown => None,
         }
     }
 }
 
-fn holder(record: &Record) -> Holder {
+fn holder(record: &LeaseRecord) -> Holder {
     match &record.holder {
         Some(holder) if !holder.is_empty() => Holder::Named(holder.clone()),
-        Some(_) | None if record.released => Holder::Nobody,
-        Some(_) | None => Holder::Somebody,
+        Some(_) | None if record.released => Holder::Free,
+        Some(_) | None => Holder::Unknown,
     }
 }
 
-/// What the candidate `me` with the term `own` does at `now`.
-pub fn turn(seen: &Seen, me: &str, own: Duration, now: Instant) -> Turn {
-    // The holder's term counts if it is longer, so that replicas with different settings stay safe with each other.
-    let term = seen.term.unwrap_or_default().min(LONGEST_TERM).max(own);
-    match &seen.holder {
-        Holder::Named(holder) if holder == me && seen.ours => Turn::Keep,
-        Holder::Named(_) | Holder::Somebody if now < seen.at + term => Turn::Wait(seen.at + term - now),
-        Holder::Nobody | Holder::Named(_) | Holder::Somebody => Turn::Take,
+/// What the candidate `me`, configured with `lease_duration`, does at `now`.
+pub fn decide_election(
+    observed: &ObservedLease,
+    me: &str,
+    lease_duration: Duration,
+    now: Instant,
+) -> ElectionDecision {
+    // The longer of the holder's duration and ours counts, so that replicas with different settings are safe together.
+    let duration = observed.duration.unwrap_or_default().min(MAX_LEASE_DURATION).max(lease_duration);
+    let expires = observed.changed_at + duration;
+    match &observed.holder {
+        Holder::Named(holder) if holder == me && observed.written_by_us => ElectionDecision::Renew,
+        Holder::Named(_) | Holder::Unknown if now < expires => ElectionDecision::Wait(expires - now),
+        Holder::Free | Holder::Named(_) | Holder::Unknown => ElectionDecision::Acquire,
     }
 }
 
 /// Until when a leader may act whose last successful write was *started* at `started`.
-pub fn tenure(started: Instant, term: Duration) -> Instant {
-    started + term * 2 / 3
+pub fn fence_until(started: Instant, lease_duration: Duration) -> Instant {
+    started + lease_duration * 2 / 3
 }
 
-/// What the leader `me`, who may act `until`, does at `now`.
-pub fn office(seen: &Seen, me: &str, until: Instant, now: Instant) -> Office {
-    match seen.holder() {
-        // Emptied or unwritten under our feet: nobody else holds it, so writing again heals it.
-        None if now < until => Office::Renew,
-        Some(holder) if holder == me && now < until => Office::Renew,
-        Some(_) | None => Office::GiveUp,
+/// What the leader `me`, which may act `until`, does at `now`.
+pub fn decide_renewal(observed: &ObservedLease, me: &str, until: Instant, now: Instant) -> RenewDecision {
+    match observed.holder() {
+        // Another writer cleared or deleted the record. No replica holds the Lease, so writing it again repairs it.
+        None if now < until => RenewDecision::Renew,
+        Some(holder) if holder == me && now < until => RenewDecision::Renew,
+        Some(_) | None => RenewDecision::StepDown,
     }
 }

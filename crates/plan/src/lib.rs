@@ -1,6 +1,6 @@
-//! What should happen: every rule of Patchbay as a pure function over plain types.
+//! Every decision of Patchbay as a pure function over plain types.
 //!
-//! Nothing here awaits, reads a clock, draws a random number or knows a client: whatever a rule needs is passed in.
+//! Nothing here awaits, reads a clock, draws a random number or knows a client: callers pass in what a decision needs.
 
 pub mod attachment;
 pub mod bridge;

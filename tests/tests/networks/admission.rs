@@ -47,7 +47,7 @@ pub async fn while_a_network_goes_no_kind_begins_to_use_it(lab: Lab) -> Result<(
             let kind = &new.0.resource.kind;
             let told = refusal(&cluster, &new).await?;
             let sentence = format!(
-                "this {kind} names NetworkAttachmentDefinition refuse/refuse of BridgeNetwork refuse, which is being deleted"
+                "this {kind} references NetworkAttachmentDefinition refuse/refuse of BridgeNetwork refuse, which is being deleted"
             );
             ensure!(told.contains(&sentence), "{told}");
             // What adds no reference passes, and so does what names something else.
@@ -131,7 +131,7 @@ pub async fn without_a_controller_pods_are_made_and_networks_are_not(lab: Lab) -
     cluster.create("ignore", spec(&cluster)).await?;
     cluster.nad("ignore", "ignore").await?;
     replica.signal(nix::sys::signal::Signal::SIGKILL)?;
-    replica.ends_within(SOON).await?;
+    replica.wait_for_exit(SOON).await?;
     cluster.delete("ignore").await?;
     for (number, one) in users::all().into_iter().enumerate() {
         let user = users::naming(one, &format!("user-{number}"), "ignore", "ignore");

@@ -312,7 +312,7 @@ impl Cluster {
     /// A controller that is the only one and leads. Whoever led before is dead: nobody waits for its Lease to end.
     pub async fn lead(&self, lab: &Lab) -> Result<Replica> {
         self.free_lease().await?;
-        Replica::ready(lab, 1, &[]).await
+        Replica::start_ready(lab, 1, &[]).await
     }
 
     pub async fn free_lease(&self) -> Result<()> {
@@ -445,7 +445,7 @@ impl Cluster {
         wait::until(Duration::from_secs(20), "the webhook to answer", || async {
             let refused = self.post(&reports, None, &object).await;
             ensure!(
-                matches!(&refused, Err(kube::Error::Api(it)) if it.message.contains("there is no Node")),
+                matches!(&refused, Err(kube::Error::Api(it)) if it.message.contains("does not exist; the Patchbay daemon")),
                 "{refused:?}"
             );
             Ok(Some(()))

@@ -20,7 +20,7 @@ fn holds(network: Option<&Value>, finalizer: &str) -> bool {
 
 async fn kill(replica: &mut Replica) -> Result<()> {
     replica.signal(Signal::SIGKILL)?;
-    replica.ends_within(SOON).await.map(drop)
+    replica.wait_for_exit(SOON).await.map(drop)
 }
 
 pub async fn kill_9_between_two_steps_of_a_deletion_loses_nothing(lab: Lab) -> Result<()> {
@@ -74,11 +74,11 @@ pub async fn kill_9_between_two_steps_of_a_deletion_loses_nothing(lab: Lab) -> R
 
 /// Two at once; the leader dies in the middle of a deletion.
 async fn take_over(lab: &Lab, cluster: &Cluster, history: &History) -> Result<()> {
-    let quick = ["--lease-term", "2s", "--lease-renew", "500ms", "--lease-look", "500ms"];
+    let quick = ["--lease-duration", "2s", "--lease-renew", "500ms", "--lease-retry-period", "500ms"];
     cluster.free_lease().await?;
-    let mut first = Replica::ready(lab, 1, &quick).await?;
-    let _second = Replica::ready(lab, 2, &quick).await?;
-    replica::serve(lab, &[1, 2])?;
+    let mut first = Replica::start_ready(lab, 1, &quick).await?;
+    let _second = Replica::start_ready(lab, 2, &quick).await?;
+    replica::set_webhook_endpoints(lab, &[1, 2])?;
     let held = cluster.pod("held", "held").await?;
     cluster.condition("held", "InUse", "True").await?;
     for name in ["held", "goes"] {
@@ -89,7 +89,7 @@ async fn take_over(lab: &Lab, cluster: &Cluster, history: &History) -> Result<()
     kill(&mut first).await?;
     let between = holds(cluster.network("goes").await?.as_ref(), "patchbay.dev/users");
     println!("the leader died {} the release", if between { "before" } else { "after" });
-    replica::serve(lab, &[2])?;
+    replica::set_webhook_endpoints(lab, &[2])?;
     // Admission is not only the leader's.
     wait::until(SOON, "the other replica to refuse", || async {
         let refused = cluster.refused("new", "held").await?;
@@ -114,7 +114,7 @@ pub async fn another_replica_ends_what_the_leader_began(lab: Lab) -> Result<()> 
     drop(replica);
     let history = History::begin(&cluster).await?;
     let outcome = history.beside(take_over(&lab, &cluster, &history)).await;
-    replica::serve(&lab, &[1])?;
+    replica::set_webhook_endpoints(&lab, &[1])?;
     outcome.with_context(|| format!("{}\n{}", Replica::log(&lab, 1), Replica::log(&lab, 2)))
 }
 

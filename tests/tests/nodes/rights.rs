@@ -31,7 +31,7 @@ pub async fn the_webhook_is_reached_through_its_service(lab: Lab) -> Result<()> 
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "nowhere"},
     }))?;
     match nodenetworks(&client).create(&PostParams::default(), &stranger).await {
-        Err(kube::Error::Api(e)) if e.message.contains("there is no Node \"nowhere\"") => Ok(()),
+        Err(kube::Error::Api(e)) if e.message.contains("Node \"nowhere\" does not exist") => Ok(()),
         other => bail!("{other:?}"),
     }
 }

@@ -244,7 +244,7 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         ensure!(link(&lab, "node-1", "br-edit").is_some_and(|l| l["mtu"] == 1480), "the new MTU");
         // Lowering is refused while pods are on it, and so are changes of what cannot change.
         for (spec, words) in [
-            (json!({"mtu": 1300}), "the MTU cannot go from 1480 down to 1300"),
+            (json!({"mtu": 1300}), "the MTU cannot be lowered from 1480 to 1300"),
             (json!({"bridge": "other"}), "spec.bridge cannot be changed"),
             (json!({"overlay": {"vni": 5}}), "spec.overlay cannot be set"),
             (json!({"attachment": {"name": "x"}}), "spec.attachment.name cannot be changed"),

@@ -1,31 +1,31 @@
-//! Whether a BridgeNetwork may be as somebody wants it, beside the others.
+//! Validates a BridgeNetwork against the other networks and its users.
 
 use api::BridgeNetworkSpec;
 use plan::network::{self, World};
 use serde_json::{Map, Value};
 
-use super::Verdict;
+use super::AdmissionDecision;
 
-/// What changes nothing of the spec is let through, and so is everything about a network that is being deleted.
-pub fn judge(
-    world: &World,
+/// Allows every update that does not change the spec, and every update of a network that is being deleted.
+pub fn validate(
+    cluster: &World,
     name: &str,
     object: Option<&Map<String, Value>>,
     old: Option<&Map<String, Value>>,
-) -> Verdict {
-    let Some(object) = object else { return Verdict::Allow };
+) -> AdmissionDecision {
+    let Some(object) = object else { return AdmissionDecision::Allow };
     if object.get("metadata").is_some_and(|metadata| metadata.get("deletionTimestamp").is_some()) {
-        return Verdict::Allow;
+        return AdmissionDecision::Allow;
     }
-    // What cannot be read is the business of the kind's own rules.
-    let Some(spec) = spec(object) else { return Verdict::Allow };
+    // The CRD schema rejects a spec that cannot be parsed.
+    let Some(spec) = spec(object) else { return AdmissionDecision::Allow };
     let old = old.and_then(self::spec);
     if old.as_ref() == Some(&spec) {
-        return Verdict::Allow;
+        return AdmissionDecision::Allow;
     }
-    match refusal(world, name, &spec, old.as_ref()) {
-        Some(sentence) => Verdict::Deny(sentence),
-        None => Verdict::Allow,
+    match denial(cluster, name, &spec, old.as_ref()) {
+        Some(message) => AdmissionDecision::Deny(message),
+        None => AdmissionDecision::Allow,
     }
 }
 
@@ -34,39 +34,39 @@ fn spec(object: &Map<String, Value>) -> Option<BridgeNetworkSpec> {
     serde_json::from_value(spec).ok()
 }
 
-fn refusal(
-    world: &World,
+fn denial(
+    cluster: &World,
     name: &str,
     spec: &BridgeNetworkSpec,
     old: Option<&BridgeNetworkSpec>,
 ) -> Option<String> {
-    if let Some((node, clash)) = network::clash_with(world, name, spec, old) {
+    if let Some((node, conflict)) = network::clash_with(cluster, name, spec, old) {
         return Some(format!(
-            "on node {node}, {clash}: choose another, or a spec.nodeSelector that shares no node with it"
+            "on node {node}, {conflict}; choose another, or a spec.nodeSelector that shares no node with it"
         ));
     }
-    if let Some((other, namespace)) = network::same_attachment(world, name, spec, old) {
+    if let Some((other, namespace)) = network::same_attachment(cluster, name, spec, old) {
         return Some(format!(
-            "BridgeNetwork {other} keeps NetworkAttachmentDefinition {namespace}/{} already: set spec.attachment.name to another name, or leave that namespace out",
+            "BridgeNetwork {other} already manages NetworkAttachmentDefinition {namespace}/{}; set spec.attachment.name to another name, or remove that namespace from spec.attachment.namespaces",
             spec.attachment_name(name)
         ));
     }
-    // One that was held higher by its users may be edited in everything else.
+    // A network whose MTU its users hold higher may still be edited in everything else.
     if old.is_some_and(|old| network::wanted_mtu(old) == network::wanted_mtu(spec)) {
         return None;
     }
-    lowered(world, name, spec)
+    mtu_decrease(cluster, name, spec)
 }
 
-/// Pods that run would go on sending packets that are too large now.
-fn lowered(world: &World, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
-    let network = world.networks.get(name)?;
+/// Denies a lower MTU while pods run: they would keep sending packets that are too large.
+fn mtu_decrease(cluster: &World, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
+    let network = cluster.networks.get(name)?;
     let (old, new) = (network.status.mtu?, network::wanted_mtu(spec)?);
-    let users = world.users.summary(&network::attachments_of(world, network), 1);
+    let users = cluster.users.summary(&network::attachments_of(cluster, network), 1);
     let first = users.first.first()?;
     (new < old).then(|| {
         format!(
-            "the MTU cannot go from {old} down to {new} while the network is used, by {} in all, such as {first}: stop them first",
+            "the MTU cannot be lowered from {old} to {new} while the network has {} users, such as {first}; stop them first",
             users.count
         )
     })

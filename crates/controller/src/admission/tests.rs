@@ -1,4 +1,4 @@
-//! Networks and their users before the webhook.
+//! Validation of networks and their users.
 
 use jiff::Timestamp;
 use plan::{
@@ -23,8 +23,8 @@ fn network(name: &str, spec: &Value, deleting: bool) -> Network {
     }
 }
 
-/// One node, and a network that stays and one that goes.
-fn world() -> World {
+/// One node, the network `blue`, and the network `old` that is being deleted.
+fn cluster() -> World {
     let attachment = json!({"bridge": "br-blue", "attachment": {"namespaces": ["ns"]}});
     let networks = [
         network("blue", &attachment, false),
@@ -42,74 +42,84 @@ fn map(value: Value) -> Map<String, Value> {
     serde_json::from_value(value).unwrap()
 }
 
-fn bridge(name: &str, spec: &Value, old: Option<&Value>) -> Verdict {
+fn bridge(name: &str, spec: &Value, old: Option<&Value>) -> AdmissionDecision {
     let object = map(json!({"metadata": {"name": name}, "spec": spec}));
     let old = old.map(|spec| map(json!({"metadata": {"name": name}, "spec": spec})));
-    network::judge(&world(), name, Some(&object), old.as_ref())
+    network::validate(&cluster(), name, Some(&object), old.as_ref())
 }
 
-fn refuses(verdict: &Verdict, sentence: &str) {
-    assert!(matches!(verdict, Verdict::Deny(told) if told.contains(sentence)), "{verdict:?}");
+fn assert_denied(decision: &AdmissionDecision, text: &str) {
+    assert!(matches!(decision, AdmissionDecision::Deny(message) if message.contains(text)), "{decision:?}");
 }
 
 #[test]
-fn a_network_that_clashes_is_refused_and_one_that_shares_no_node_is_not() {
-    refuses(&bridge("red", &json!({"bridge": "br-blue"}), None), "belongs to BridgeNetwork blue");
+fn a_conflicting_network_is_denied_unless_it_shares_no_node() {
+    assert_denied(&bridge("red", &json!({"bridge": "br-blue"}), None), "belongs to BridgeNetwork blue");
     let elsewhere = json!({"bridge": "br-blue", "nodeSelector": {"matchLabels": {"no": "such"}}});
-    assert_eq!(bridge("red", &elsewhere, None), Verdict::Allow);
+    assert_eq!(bridge("red", &elsewhere, None), AdmissionDecision::Allow);
     let same = json!({"attachment": {"name": "blue", "namespaces": ["other", "ns"]}});
-    refuses(&bridge("red", &same, None), "BridgeNetwork blue keeps NetworkAttachmentDefinition ns/blue");
+    assert_denied(
+        &bridge("red", &same, None),
+        "BridgeNetwork blue already manages NetworkAttachmentDefinition ns/blue",
+    );
 }
 
 #[test]
-fn an_update_that_changes_nothing_of_the_spec_or_of_what_goes_is_never_refused() {
-    let clash = json!({"bridge": "br-blue"});
-    assert_eq!(bridge("red", &clash, Some(&clash)), Verdict::Allow);
-    refuses(&bridge("red", &clash, Some(&json!({}))), "belongs to");
-    let going = map(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "spec": clash}));
-    assert_eq!(network::judge(&world(), "red", Some(&going), None), Verdict::Allow);
+fn an_update_without_a_spec_change_or_during_deletion_is_never_denied() {
+    let conflict = json!({"bridge": "br-blue"});
+    assert_eq!(bridge("red", &conflict, Some(&conflict)), AdmissionDecision::Allow);
+    assert_denied(&bridge("red", &conflict, Some(&json!({}))), "belongs to");
+    let deleting = map(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "spec": conflict}));
+    assert_eq!(network::validate(&cluster(), "red", Some(&deleting), None), AdmissionDecision::Allow);
     for junk in [json!({"spec": 7}), json!({"spec": {"mtu": "x"}}), json!({})] {
-        assert_eq!(network::judge(&world(), "red", Some(&map(junk)), None), Verdict::Allow);
+        assert_eq!(network::validate(&cluster(), "red", Some(&map(junk)), None), AdmissionDecision::Allow);
     }
 }
 
 #[test]
-fn the_mtu_of_a_used_network_goes_up_only() {
-    let mut world = world();
-    let judge = |world: &World, mtu: i32| {
+fn the_mtu_of_a_network_with_users_can_only_be_raised() {
+    let mut cluster = cluster();
+    let validate = |cluster: &World, mtu: i32| {
         let object =
             map(json!({"spec": {"bridge": "br-blue", "mtu": mtu, "attachment": {"namespaces": ["ns"]}}}));
-        network::judge(world, "blue", Some(&object), Some(&map(json!({"spec": {"bridge": "br-blue"}}))))
+        network::validate(cluster, "blue", Some(&object), Some(&map(json!({"spec": {"bridge": "br-blue"}}))))
     };
-    assert_eq!(judge(&world, 1400), Verdict::Allow);
-    world.users.apply(Kind::Pod, &pod("blue"));
-    refuses(&judge(&world, 1400), "cannot go from 1500 down to 1400");
-    assert_eq!(judge(&world, 9000), Verdict::Allow);
+    assert_eq!(validate(&cluster, 1400), AdmissionDecision::Allow);
+    cluster.users.apply(Kind::Pod, &pod("blue"));
+    assert_denied(&validate(&cluster, 1400), "cannot be lowered from 1500 to 1400");
+    assert_eq!(validate(&cluster, 9000), AdmissionDecision::Allow);
 }
 
 #[test]
-fn an_edit_is_not_refused_for_what_it_leaves_as_it_was() {
+fn an_update_is_not_denied_for_fields_that_it_does_not_change() {
     let spec = |selector: &str, namespaces: &[&str]| json!({"nodeSelector": {"matchLabels": {"zone": selector}}, "attachment": {"name": "blue", "namespaces": namespaces}});
     let old = spec("a", &["ns"]);
-    assert_eq!(bridge("red", &spec("b", &["ns", "other"]), Some(&old)), Verdict::Allow);
-    refuses(
+    assert_eq!(bridge("red", &spec("b", &["ns", "other"]), Some(&old)), AdmissionDecision::Allow);
+    assert_denied(
         &bridge("red", &spec("b", &["ns"]), Some(&spec("a", &["other"]))),
-        "keeps NetworkAttachmentDefinition",
+        "already manages NetworkAttachmentDefinition",
     );
-    let mut world = world();
-    world.users.apply(Kind::Pod, &pod("blue"));
-    let judge = |new: Value| {
+    let mut cluster = cluster();
+    cluster.users.apply(Kind::Pod, &pod("blue"));
+    let validate = |new: Value| {
         let old =
             map(json!({"spec": {"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns"]}}}));
-        network::judge(&world, "blue", Some(&map(json!({"spec": new}))), Some(&old))
+        network::validate(&cluster, "blue", Some(&map(json!({"spec": new}))), Some(&old))
     };
     let more = json!({"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns", "other"]}});
-    assert_eq!(judge(more), Verdict::Allow, "1500 is held by its users, and nothing is said about the MTU");
-    refuses(&judge(json!({"bridge": "br-blue", "mtu": 1300})), "cannot go from 1500 down to 1300");
+    assert_eq!(
+        validate(more),
+        AdmissionDecision::Allow,
+        "users hold the MTU at 1500, and the update does not change it"
+    );
+    assert_denied(
+        &validate(json!({"bridge": "br-blue", "mtu": 1300})),
+        "cannot be lowered from 1500 to 1300",
+    );
 }
 
 fn object(kind: Kind, value: Value) -> Facts {
-    user::read(kind, "ns", Some(&map(value)))
+    user::workload_refs(kind, "ns", Some(&map(value)))
 }
 
 fn pod(networks: &str) -> Facts {
@@ -117,16 +127,16 @@ fn pod(networks: &str) -> Facts {
     object(Kind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
 }
 
-fn judge_user(world: &World, kind: Kind, new: &Facts, old: &Facts) -> Verdict {
-    user::judge(world, kind, new, &user::added(new, old))
+fn validate_user(cluster: &World, kind: Kind, new: &Facts, old: &Facts) -> AdmissionDecision {
+    user::validate(cluster, kind, new, &user::added_references(new, old))
 }
 
-fn nobody() -> Facts {
-    user::read(Kind::Pod, "ns", None)
+fn no_refs() -> Facts {
+    user::workload_refs(Kind::Pod, "ns", None)
 }
 
 #[test]
-fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
+fn a_new_reference_to_a_network_being_deleted_is_denied_for_every_kind() {
     let annotated = json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}});
     let machine = json!({"networks": [{"multus": {"networkName": "ns/old"}}]});
     for kind in Kind::ALL {
@@ -143,50 +153,54 @@ fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
         if value.get("metadata").is_none() {
             value["metadata"] = json!({"name": "x"});
         }
-        refuses(
-            &judge_user(&world(), kind, &object(kind, value), &nobody()),
+        assert_denied(
+            &validate_user(&cluster(), kind, &object(kind, value), &no_refs()),
             "BridgeNetwork old, which is being deleted",
         );
     }
 }
 
 #[test]
-fn whoever_had_the_reference_keeps_it_and_what_an_old_user_makes_is_let_in() {
-    let judge = |world: &World, new: &Facts, old: &Facts| judge_user(world, Kind::Pod, new, old);
-    assert_eq!(judge(&world(), &pod("blue"), &nobody()), Verdict::Allow);
-    assert_eq!(judge(&world(), &pod("old"), &pod("blue,old")), Verdict::Allow);
-    refuses(&judge(&world(), &pod("blue,old"), &pod("blue")), "ns/old");
+fn existing_references_and_objects_of_existing_users_are_allowed() {
+    let validate = |cluster: &World, new: &Facts, old: &Facts| validate_user(cluster, Kind::Pod, new, old);
+    assert_eq!(validate(&cluster(), &pod("blue"), &no_refs()), AdmissionDecision::Allow);
+    assert_eq!(validate(&cluster(), &pod("old"), &pod("blue,old")), AdmissionDecision::Allow);
+    assert_denied(&validate(&cluster(), &pod("blue,old"), &pod("blue")), "ns/old");
     let owner = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "set", "uid": "u", "controller": true}]);
     let owned = object(
         Kind::Pod,
         json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}, "ownerReferences": owner}}),
     );
-    refuses(&judge(&world(), &owned, &nobody()), "old");
-    let mut world = world();
+    assert_denied(&validate(&cluster(), &owned, &no_refs()), "old");
+    let mut cluster = cluster();
     let set = json!({"metadata": {"name": "set", "namespace": "ns"}, "spec": {"template": {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}}}});
-    world.users.apply(Kind::ReplicaSet, &object(Kind::ReplicaSet, set));
-    assert_eq!(judge(&world, &owned, &nobody()), Verdict::Allow);
+    cluster.users.apply(Kind::ReplicaSet, &object(Kind::ReplicaSet, set));
+    assert_eq!(validate(&cluster, &owned, &no_refs()), AdmissionDecision::Allow);
 }
 
 #[test]
-fn an_object_that_cannot_be_read_names_nothing() {
+fn an_object_that_cannot_be_parsed_has_no_references() {
     for junk in
         [json!({"spec": 7}), json!({"metadata": 7}), json!({"metadata": {}, "spec": {"template": []}})]
     {
         for kind in Kind::ALL {
-            let facts = object(kind, junk.clone());
-            assert_eq!(judge_user(&world(), kind, &facts, &nobody()), Verdict::Allow, "{junk}");
+            let refs = object(kind, junk.clone());
+            assert_eq!(
+                validate_user(&cluster(), kind, &refs, &no_refs()),
+                AdmissionDecision::Allow,
+                "{junk}"
+            );
         }
     }
 }
 
 #[test]
-fn a_judgement_costs_no_more_however_many_attachments_there_are() {
-    let mut world = world();
+fn validation_time_does_not_depend_on_the_number_of_attachments() {
+    let mut cluster = cluster();
     for number in 0..1000 {
-        let name = format!("going-{number}");
-        world.networks.insert(name.clone(), network(&name, &json!({}), true));
-        let marked = plan::network::Attachment {
+        let name = format!("deleting-{number}");
+        cluster.networks.insert(name.clone(), network(&name, &json!({}), true));
+        let template = plan::network::Attachment {
             uid: name.clone(),
             version: "1".to_owned(),
             deleting: false,
@@ -196,21 +210,21 @@ fn a_judgement_costs_no_more_however_many_attachments_there_are() {
             config: None,
             joins: None,
         };
-        let all = world.attachments.as_mut().unwrap();
+        let all = cluster.attachments.as_mut().unwrap();
         for namespace in 0..10 {
             let at = api::selection::NadRef::new(format!("n{namespace}"), name.as_str());
             let place = Some(api::nad::origin_digest(&format!("uid-{name}"), &at));
-            all.insert(at, plan::network::Attachment { place, ..marked.clone() });
+            all.insert(at, plan::network::Attachment { place, ..template.clone() });
         }
     }
-    let named = pod("blue");
-    // The best of several: what is measured is the judgement, not this machine's other work.
+    let unrelated = pod("blue");
+    // The best of several runs, so that other load on the machine does not count.
     let best = (0..20).map(|_| {
-        let begun = std::time::Instant::now();
-        assert_eq!(judge_user(&world, Kind::Pod, &named, &nobody()), Verdict::Allow);
-        begun.elapsed()
+        let start = std::time::Instant::now();
+        assert_eq!(validate_user(&cluster, Kind::Pod, &unrelated, &no_refs()), AdmissionDecision::Allow);
+        start.elapsed()
     });
     let best = best.min().unwrap();
     assert!(best.as_micros() < 2000, "{best:?}");
-    refuses(&judge_user(&world, Kind::Pod, &pod("n7/going-7"), &nobody()), "going-7");
+    assert_denied(&validate_user(&cluster, Kind::Pod, &pod("n7/deleting-7"), &no_refs()), "deleting-7");
 }

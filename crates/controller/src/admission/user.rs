@@ -1,6 +1,6 @@
-//! Whether an object may begin to use a network: not one whose deletion has begun.
+//! Validates that an object does not start to use a network that is being deleted.
 //!
-//! This spares users a surprise, no more. What keeps links from being pulled away is the order in which a network goes.
+//! This only tells users early. The order of deletion of a network keeps its links while pods use them.
 
 use std::collections::BTreeSet;
 
@@ -11,43 +11,44 @@ use plan::{
 };
 use serde_json::{Map, Value};
 
-use super::Verdict;
+use super::AdmissionDecision;
 use crate::object::{self, WorkloadObject};
 
-/// What the object says, if there is one that can be read.
-pub fn read(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) -> Facts {
+/// The references of the object; none if it is missing or cannot be parsed.
+pub fn workload_refs(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) -> Facts {
     let object = object.cloned().map(Value::Object).unwrap_or_default();
     let Ok(object) = serde_json::from_value::<WorkloadObject>(object) else { return Facts::default() };
-    let facts = object::workload(kind, object);
-    // Some requests name the namespace in their address only.
-    let namespace = if facts.namespace.is_empty() { namespace.to_owned() } else { facts.namespace };
-    Facts { namespace, ..facts }
+    let refs = object::workload(kind, object);
+    // Some requests have the namespace only in their URL.
+    let namespace = if refs.namespace.is_empty() { namespace.to_owned() } else { refs.namespace };
+    Facts { namespace, ..refs }
 }
 
-/// What the object names and did not name before. Annotations can be long: they are read before anything is locked.
-pub fn added(new: &Facts, old: &Facts) -> BTreeSet<NadRef> {
+/// The references that the object adds. Parses long annotations, so it runs before the cache is locked.
+pub fn added_references(new: &Facts, old: &Facts) -> BTreeSet<NadRef> {
     if new.finished {
         return BTreeSet::new();
     }
-    let had = old.references();
-    new.references().into_iter().filter(|one| !had.contains(one)).collect()
+    let previous = old.references();
+    new.references().into_iter().filter(|reference| !previous.contains(reference)).collect()
 }
 
-/// Refuses new references to a network that is going, unless whatever controls the object has had one all along.
-pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<NadRef>) -> Verdict {
-    let going = |at| network::networks_of(world, at).filter(|network| network.deleting.is_some());
-    let asked = added.iter().flat_map(|at| going(at).map(move |network| (at, network)));
-    for (attachment, network) in asked {
-        let owned = new.owner.iter().flat_map(|(kind, name)| world.users.named(*kind, &new.namespace, name));
-        if owned.flat_map(going).any(|had| had.uid == network.uid) {
+/// Denies new references to a network that is being deleted, unless the object's controller already has one.
+pub fn validate(cluster: &World, kind: Kind, new: &Facts, added: &BTreeSet<NadRef>) -> AdmissionDecision {
+    let deleting = |at| network::networks_of(cluster, at).filter(|network| network.deleting.is_some());
+    let denied = added.iter().flat_map(|at| deleting(at).map(move |network| (at, network)));
+    for (attachment, network) in denied {
+        let owned =
+            new.owner.iter().flat_map(|(kind, name)| cluster.users.named(*kind, &new.namespace, name));
+        if owned.flat_map(deleting).any(|other| other.uid == network.uid) {
             continue;
         }
-        return Verdict::Deny(format!(
-            "this {} names NetworkAttachmentDefinition {attachment} of BridgeNetwork {}, which is being deleted: \
-             name another network, or wait until it is gone and make it anew",
+        return AdmissionDecision::Deny(format!(
+            "this {} references NetworkAttachmentDefinition {attachment} of BridgeNetwork {}, which is being deleted; \
+             use another network, or wait for the deletion and create the network again",
             kind.name(),
             network.name
         ));
     }
-    Verdict::Allow
+    AdmissionDecision::Allow
 }

@@ -10,7 +10,7 @@ use tower::ServiceExt;
 
 use super::*;
 
-/// A cluster with one Node.
+/// A cache that holds one Node.
 fn cluster() -> Cluster {
     let cluster = Cluster::new();
     let node = Node { uid: "n-1".to_owned(), labels: [].into(), silent: None };
@@ -18,11 +18,11 @@ fn cluster() -> Cluster {
     cluster
 }
 
-/// A replica that knows of one Node.
-fn replica() -> Arc<Replica> {
+/// The state of a synced replica whose cache holds one Node.
+fn state() -> Arc<WebhookState> {
     let readiness = Arc::new(Readiness::default());
-    readiness.synced();
-    Arc::new(Replica::new(readiness, Arc::default(), cluster()))
+    readiness.set_synced();
+    Arc::new(WebhookState::new(readiness, Arc::default(), cluster()))
 }
 
 async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
@@ -36,9 +36,9 @@ async fn fetch(router: Router, path: &str) -> (StatusCode, String) {
     send(router, Request::get(path).body(Body::empty()).unwrap()).await
 }
 
-async fn post(replica: &Arc<Replica>, body: impl Into<Body>) -> (StatusCode, String) {
+async fn post(state: &Arc<WebhookState>, body: impl Into<Body>) -> (StatusCode, String) {
     let request = Request::post(VALIDATE_NODENETWORKS).header("content-type", "application/json");
-    send(router(replica.clone()), request.body(body.into()).unwrap()).await
+    send(router(state.clone()), request.body(body.into()).unwrap()).await
 }
 
 fn review(operation: &str, name: &str) -> Value {
@@ -56,37 +56,37 @@ fn review(operation: &str, name: &str) -> Value {
             "resource": {"group": "patchbay.dev", "version": "v1alpha1", "resource": "nodenetworks"},
             "name": name,
             "operation": operation,
-            "userInfo": {"username": "someone"},
+            "userInfo": {"username": "user"},
             "object": if operation == "DELETE" { Value::Null } else { object.clone() },
             "oldObject": if operation == "CREATE" { Value::Null } else { object },
         },
     })
 }
 
-async fn judged(replica: &Arc<Replica>, review: &Value) -> Value {
-    let (status, body) = post(replica, review.to_string()).await;
+async fn validate(state: &Arc<WebhookState>, review: &Value) -> Value {
+    let (status, body) = post(state, review.to_string()).await;
     assert_eq!(status, StatusCode::OK, "{body}");
-    let answer: Value = serde_json::from_str(&body).unwrap();
+    let response: Value = serde_json::from_str(&body).unwrap();
     assert_eq!(
-        (&answer["apiVersion"], &answer["kind"]),
+        (&response["apiVersion"], &response["kind"]),
         (&json!("admission.k8s.io/v1"), &json!("AdmissionReview"))
     );
-    assert_eq!(answer["response"]["uid"], "u-1");
-    answer["response"].clone()
+    assert_eq!(response["response"]["uid"], "u-1");
+    response["response"].clone()
 }
 
 #[tokio::test]
-async fn healthz_is_ok_from_the_start_and_readyz_says_what_is_missing() {
+async fn healthz_is_ok_from_the_start_and_readyz_reports_what_is_missing() {
     let readiness = Arc::new(Readiness::default());
     let router = || health_router(readiness.clone());
     assert_eq!(fetch(router(), "/healthz").await, (StatusCode::OK, "ok\n".to_owned()));
     let unready = |reason: &str| (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n"));
-    assert_eq!(fetch(router(), "/readyz").await, unready("the caches are not filled yet"));
-    readiness.synced();
-    assert_eq!(fetch(router(), "/readyz").await, unready("no webhook certificate yet"));
-    readiness.has_certificate();
+    assert_eq!(fetch(router(), "/readyz").await, unready("caches not synced"));
+    readiness.set_synced();
+    assert_eq!(fetch(router(), "/readyz").await, unready("no webhook certificate loaded"));
+    readiness.set_certificate_loaded();
     assert_eq!(fetch(router(), "/readyz").await, (StatusCode::OK, "ok\n".to_owned()));
-    readiness.drain();
+    readiness.set_draining();
     assert_eq!(fetch(router(), "/readyz").await, unready("shutting down"));
     assert_eq!(fetch(router(), "/healthz").await.0, StatusCode::OK);
 }
@@ -100,20 +100,20 @@ async fn the_plain_listener_serves_health_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_node_network_is_admitted_only_for_a_node_that_exists() {
-    let replica = replica();
-    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
-    let refused = judged(&replica, &review("CREATE", "nowhere")).await;
-    assert_eq!((&refused["allowed"], &refused["status"]["code"]), (&json!(false), &json!(403)));
-    let message = refused["status"]["message"].as_str().unwrap();
-    assert!(message.starts_with("there is no Node \"nowhere\""), "{message}");
+async fn a_nodenetwork_is_admitted_only_if_its_node_exists() {
+    let state = state();
+    assert_eq!(validate(&state, &review("CREATE", "worker-1")).await["allowed"], true);
+    let denied = validate(&state, &review("CREATE", "missing")).await;
+    assert_eq!((&denied["allowed"], &denied["status"]["code"]), (&json!(false), &json!(403)));
+    let message = denied["status"]["message"].as_str().unwrap();
+    assert!(message.starts_with("Node \"missing\" does not exist"), "{message}");
 }
 
 #[tokio::test]
-async fn what_exists_already_may_always_change_and_go() {
-    let replica = replica();
+async fn updates_and_deletes_of_a_nodenetwork_are_always_allowed() {
+    let state = state();
     for operation in ["UPDATE", "DELETE", "CONNECT"] {
-        assert_eq!(judged(&replica, &review(operation, "nowhere")).await["allowed"], true, "{operation}");
+        assert_eq!(validate(&state, &review(operation, "missing")).await["allowed"], true, "{operation}");
     }
 }
 
@@ -121,26 +121,26 @@ async fn what_exists_already_may_always_change_and_go() {
 async fn a_generated_name_is_read_from_the_object() {
     let mut review = review("CREATE", "worker-1");
     review["request"]["name"] = json!("");
-    assert_eq!(judged(&replica(), &review).await["allowed"], true);
+    assert_eq!(validate(&state(), &review).await["allowed"], true);
     review["request"]["object"]["metadata"] = json!({});
-    assert_eq!(judged(&replica(), &review).await["allowed"], false);
+    assert_eq!(validate(&state(), &review).await["allowed"], false);
 }
 
 #[tokio::test]
-async fn hostile_bodies_are_refused_and_harm_nobody() {
-    let replica = replica();
+async fn malformed_bodies_are_rejected_and_the_next_request_succeeds() {
+    let state = state();
     let mut without = review("CREATE", "x");
     without["request"] = Value::Null;
     let mut pods = review("CREATE", "x");
     pods["request"]["resource"] = json!({"group": "", "version": "v1", "resource": "pods"});
     let mut old = review("CREATE", "x");
     old["apiVersion"] = json!("admission.k8s.io/v1beta1");
-    let mut strange = review("CREATE", "x");
-    strange["request"]["operation"] = json!("EXPLODE");
+    let mut unknown = review("CREATE", "x");
+    unknown["request"]["operation"] = json!("EXPLODE");
     let mut list = review("CREATE", "x");
     list["request"]["object"] = json!([1, 2, 3]);
-    let mut endless = review("CREATE", "x");
-    endless["request"]["uid"] = json!("u".repeat(65));
+    let mut long_uid = review("CREATE", "x");
+    long_uid["request"]["uid"] = json!("u".repeat(65));
     let bodies = [
         Vec::new(),
         b"{".to_vec(),
@@ -150,50 +150,50 @@ async fn hostile_bodies_are_refused_and_harm_nobody() {
         without.to_string().into_bytes(),
         pods.to_string().into_bytes(),
         old.to_string().into_bytes(),
-        strange.to_string().into_bytes(),
+        unknown.to_string().into_bytes(),
         list.to_string().into_bytes(),
-        endless.to_string().into_bytes(),
+        long_uid.to_string().into_bytes(),
     ];
     for body in bodies {
         let shown = String::from_utf8_lossy(&body[..body.len().min(60)]).into_owned();
-        assert_eq!(post(&replica, body).await.0, StatusCode::BAD_REQUEST, "{shown}");
+        assert_eq!(post(&state, body).await.0, StatusCode::BAD_REQUEST, "{shown}");
     }
     let huge = vec![b' '; 3 * 1024 * 1024 + 1];
-    assert_eq!(post(&replica, huge).await.0, StatusCode::PAYLOAD_TOO_LARGE);
-    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
+    assert_eq!(post(&state, huge).await.0, StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(validate(&state, &review("CREATE", "worker-1")).await["allowed"], true);
 }
 
-fn endless() -> Body {
+fn stalled_body() -> Body {
     Body::from_stream(futures::stream::pending::<io::Result<Vec<u8>>>())
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_body_that_never_ends_is_given_up() {
-    assert_eq!(post(&replica(), endless()).await.0, StatusCode::REQUEST_TIMEOUT);
+async fn a_body_that_never_ends_times_out() {
+    assert_eq!(post(&state(), stalled_body()).await.0, StatusCode::REQUEST_TIMEOUT);
 }
 
 #[tokio::test(start_paused = true)]
-async fn one_body_too_many_at_a_time_is_told_to_try_again_soon() {
-    let replica = replica();
+async fn a_request_above_the_concurrency_limit_is_asked_to_retry() {
+    let state = state();
     let mut slow = tokio::task::JoinSet::new();
-    for _ in 0..admission::MOST_BODIES {
-        let replica = replica.clone();
-        slow.spawn(async move { post(&replica, endless()).await.0 });
+    for _ in 0..admission::MAX_CONCURRENT_BODIES {
+        let state = state.clone();
+        slow.spawn(async move { post(&state, stalled_body()).await.0 });
     }
     tokio::time::sleep(Duration::from_millis(1)).await;
-    let asked = tokio::time::Instant::now();
-    let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
-    assert_eq!((status, asked.elapsed().as_secs()), (StatusCode::SERVICE_UNAVAILABLE, 2));
+    let start = tokio::time::Instant::now();
+    let (status, _) = post(&state, review("CREATE", "worker-1").to_string()).await;
+    assert_eq!((status, start.elapsed().as_secs()), (StatusCode::SERVICE_UNAVAILABLE, 2));
     tokio::time::sleep(Duration::from_millis(1500)).await;
-    assert_eq!(judged(&replica, &review("CREATE", "worker-1")).await["allowed"], true);
-    assert_eq!(slow.join_all().await, [StatusCode::REQUEST_TIMEOUT; admission::MOST_BODIES]);
+    assert_eq!(validate(&state, &review("CREATE", "worker-1")).await["allowed"], true);
+    assert_eq!(slow.join_all().await, [StatusCode::REQUEST_TIMEOUT; admission::MAX_CONCURRENT_BODIES]);
 }
 
 #[tokio::test]
-async fn what_a_request_says_is_repeated_only_in_part() {
+async fn request_text_is_truncated_in_messages() {
     let long = "ä".repeat(100_000);
-    let refused = judged(&replica(), &review("CREATE", &long)).await;
-    assert!(refused["status"]["message"].as_str().unwrap().chars().count() < 400);
+    let denied = validate(&state(), &review("CREATE", &long)).await;
+    assert!(denied["status"]["message"].as_str().unwrap().chars().count() < 400);
     let edits: [fn(&mut Value, &str); 3] = [
         |review, long| review["apiVersion"] = json!(long),
         |review, long| review["request"]["resource"]["resource"] = json!(long),
@@ -202,7 +202,7 @@ async fn what_a_request_says_is_repeated_only_in_part() {
     for edit in edits {
         let mut review = review("CREATE", "worker-1");
         edit(&mut review, &long);
-        let (status, text) = post(&replica(), review.to_string()).await;
+        let (status, text) = post(&state(), review.to_string()).await;
         assert_eq!(status, StatusCode::BAD_REQUEST);
         assert!(text.chars().count() < 300, "{} characters", text.len());
     }
@@ -212,22 +212,22 @@ async fn what_a_request_says_is_repeated_only_in_part() {
 async fn the_plain_listener_speaks_http_1_only() {
     let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let addr = listener.local_addr().unwrap();
-    let ask = async {
+    let request = async {
         let mut stream = tokio::net::TcpStream::connect(addr).await.unwrap();
         stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-        let mut answer = [0; 9];
-        let read = stream.read(&mut answer).await.unwrap();
-        String::from_utf8_lossy(&answer[..read]).into_owned()
+        let mut response = [0; 9];
+        let read = stream.read(&mut response).await.unwrap();
+        String::from_utf8_lossy(&response[..read]).into_owned()
     };
-    // HTTP/2 would begin with a frame of settings.
+    // HTTP/2 would start with a SETTINGS frame.
     tokio::select! {
         served = serve_plain(listener, health_router(Arc::default()), Handle::new()) => served.unwrap(),
-        answer = ask => assert!(answer.is_empty() || answer.starts_with("HTTP/1.1"), "{answer:?}"),
+        response = request => assert!(response.is_empty() || response.starts_with("HTTP/1.1"), "{response:?}"),
     }
 }
 
 #[tokio::test]
-async fn a_listener_that_was_told_to_close_once_hears_it_even_before_it_serves() {
+async fn a_shutdown_before_the_listener_serves_is_not_lost() {
     let listener = listen(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).unwrap();
     let handle = Handle::new();
     handle.graceful_shutdown(Some(Duration::from_secs(3)));
@@ -236,27 +236,27 @@ async fn a_listener_that_was_told_to_close_once_hears_it_even_before_it_serves()
 }
 
 #[tokio::test]
-async fn nothing_is_judged_before_the_nodes_are_known() {
-    let replica = Arc::new(Replica::new(Arc::default(), Arc::default(), cluster()));
-    let (status, _) = post(&replica, review("CREATE", "worker-1").to_string()).await;
+async fn no_request_is_validated_before_the_caches_have_synced() {
+    let state = Arc::new(WebhookState::new(Arc::default(), Arc::default(), cluster()));
+    let (status, _) = post(&state, review("CREATE", "worker-1").to_string()).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }
 
 #[tokio::test]
-async fn admission_is_asked_by_post_only() {
-    assert_eq!(fetch(router(replica()), VALIDATE_NODENETWORKS).await.0, StatusCode::METHOD_NOT_ALLOWED);
+async fn admission_accepts_only_post() {
+    assert_eq!(fetch(router(state()), VALIDATE_NODENETWORKS).await.0, StatusCode::METHOD_NOT_ALLOWED);
 }
 
 #[tokio::test]
 async fn metrics_count_requests_by_path_and_result() {
-    let replica = replica();
-    judged(&replica, &review("CREATE", "worker-1")).await;
-    judged(&replica, &review("CREATE", "nowhere")).await;
-    judged(&replica, &review("CREATE", "nowhere")).await;
-    post(&replica, "junk").await;
-    replica.metrics.leads(true);
-    replica.metrics.api_error(crate::metrics::Call::Lease);
-    let (status, text) = fetch(router(replica), "/metrics").await;
+    let state = state();
+    validate(&state, &review("CREATE", "worker-1")).await;
+    validate(&state, &review("CREATE", "missing")).await;
+    validate(&state, &review("CREATE", "missing")).await;
+    post(&state, "junk").await;
+    state.metrics.leads(true);
+    state.metrics.api_error(crate::metrics::ApiCallKind::Lease);
+    let (status, text) = fetch(router(state), "/metrics").await;
     assert_eq!(status, StatusCode::OK);
     for line in [
         "patchbay_leader 1",

@@ -13,7 +13,7 @@ use plan::network::Network;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::tenure::tests::tenure;
+use crate::lease::fence::tests::fence;
 
 /// An API server that has little and agrees to almost everything.
 #[derive(Default)]
@@ -77,8 +77,8 @@ fn steward() -> (Steward, Arc<Server>) {
     let client = Client::new(service, "ns");
     let cluster = Cluster::new();
     cluster.world().attachments = Some([].into());
-    let tenure = tenure(Duration::from_hours(1));
-    (Steward::new(client, cluster, Arc::default(), tenure), server)
+    let fence = fence(Duration::from_hours(1));
+    (Steward::new(client, cluster, Arc::default(), fence), server)
 }
 
 /// A network whose deletion began long ago.

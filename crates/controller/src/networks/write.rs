@@ -19,12 +19,12 @@ use serde_json::{Value, json};
 use tracing::{debug, info};
 
 use crate::{
-    call::{self, Line},
+    api_call::{self, ApiCall},
     cluster::Cluster,
     direct::{Answers, Direct, Question},
-    metrics::{Call, Metrics},
+    lease::fence::LeaseFence,
+    metrics::{ApiCallKind, Metrics},
     object,
-    tenure::Tenure,
 };
 
 /// Why something was not written.
@@ -34,31 +34,31 @@ pub enum Error {
     Ask {
         name: String,
         #[source]
-        source: Arc<call::Error>,
+        source: Arc<api_call::Error>,
     },
     #[error("write network {name}")]
     Network {
         name: String,
         #[source]
-        source: call::Error,
+        source: api_call::Error,
     },
     #[error("write attachment {at}")]
     Attachment {
         at: NadRef,
         #[source]
-        source: call::Error,
+        source: api_call::Error,
     },
     #[error("remove the address block {name}")]
     Block {
         name: String,
         #[source]
-        source: call::Error,
+        source: api_call::Error,
     },
     #[error("write the labels of node {name}")]
     Node {
         name: String,
         #[source]
-        source: call::Error,
+        source: api_call::Error,
     },
 }
 
@@ -110,7 +110,7 @@ impl Outcome {
                 self.beaten = true;
                 Ok(false)
             }
-            Err(Error::Attachment { source: call::Error::Refused(kube::Error::Api(status)), .. }) => {
+            Err(Error::Attachment { source: api_call::Error::Failed(kube::Error::Api(status)), .. }) => {
                 self.refused.push((at.clone(), status.message.clone()));
                 Ok(false)
             }
@@ -125,25 +125,25 @@ pub struct Writer {
     metrics: Arc<Metrics>,
     direct: Direct,
     recorder: Recorder,
-    network: Line,
-    attachment: Line,
-    node: Line,
-    block: Line,
-    event: Line,
+    network: ApiCall,
+    attachment: ApiCall,
+    node: ApiCall,
+    block: ApiCall,
+    event: ApiCall,
 }
 
 impl Writer {
-    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
-        let line = |call| Line::of_leader(metrics.clone(), call, tenure.clone());
+    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+        let line = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
         let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
             direct: Direct::new(client.clone(), metrics.clone()),
             recorder: Recorder::new(client.clone(), reporter),
-            network: line(Call::Network),
-            attachment: line(Call::Attachment),
-            node: line(Call::Node),
-            block: line(Call::Block),
-            event: line(Call::Event),
+            network: line(ApiCallKind::Network),
+            attachment: line(ApiCallKind::Attachment),
+            node: line(ApiCallKind::Node),
+            block: line(ApiCallKind::Block),
+            event: line(ApiCallKind::Event),
             client,
             cluster,
             metrics,
@@ -432,7 +432,7 @@ impl Writer {
     }
 }
 
-fn ask(turn: &Turn, source: Arc<call::Error>) -> Error {
+fn ask(turn: &Turn, source: Arc<api_call::Error>) -> Error {
     Error::Ask { name: turn.name.clone(), source }
 }
 
@@ -503,7 +503,8 @@ mod tests {
 
     fn answer(reason: &str, code: u16) -> Error {
         let error = kube::Error::Api(Box::new(Status::failure("quota", reason).with_code(code)));
-        let source = if code == 409 { call::Error::Conflict(error) } else { call::Error::Refused(error) };
+        let source =
+            if code == 409 { api_call::Error::Conflict(error) } else { api_call::Error::Failed(error) };
         Error::Attachment { at: NadRef::new("ns", "blue"), source }
     }
 
@@ -516,7 +517,7 @@ mod tests {
         assert_eq!(outcome.refused, [(at.clone(), "quota".to_owned())]);
         assert!(!outcome.beaten && !outcome.passed(&at, Err(answer("Conflict", 409))).unwrap());
         assert!(outcome.beaten);
-        let silence = Error::Attachment { at: at.clone(), source: call::Error::Over };
+        let silence = Error::Attachment { at: at.clone(), source: api_call::Error::LeaseExpired };
         assert!(outcome.passed(&at, Err(silence)).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! Two candidates with clocks of their own, a network that delays and loses, crashes, releases, and hands that meddle: never
-//! two leaders.
+//! Simulates two candidates with skewed clocks, a network that delays and loses messages, crashes, releases and foreign
+//! writes: there are never two leaders.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -7,361 +7,385 @@ use proptest::prelude::*;
 
 use super::*;
 
-const TERM: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_secs(2);
-const DEADLINE: Duration = Duration::from_secs(3);
-const END: u64 = 600_000;
+const LEASE_DURATION: Duration = Duration::from_secs(10);
+const RETRY_PERIOD: Duration = Duration::from_secs(2);
+const CALL_TIMEOUT: Duration = Duration::from_secs(3);
+const END_MILLIS: u64 = 600_000;
 const NAMES: [&str; 2] = ["a", "b"];
 
-/// splitmix64: enough to be fair, and the same on every machine.
-struct Dice(u64);
+/// Deterministic on every machine.
+struct SplitMix64(u64);
 
-impl Dice {
-    fn roll(&mut self, below: u64) -> u64 {
+impl SplitMix64 {
+    fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % below
+        (z ^ (z >> 31)) % bound
     }
 
     fn one_in(&mut self, n: u64) -> bool {
-        self.roll(n) == 0
+        self.below(n) == 0
     }
 }
 
-/// A local clock: true milliseconds, moved by an offset and run at a speed in permille.
+/// A local clock: simulated milliseconds, shifted by an offset and scaled by a speed in permille.
 #[derive(Clone, Copy)]
-struct Clock {
+struct SkewedClock {
     base: Instant,
     offset: u64,
     speed: u64,
 }
 
-impl Clock {
-    fn at(self, truth: u64) -> Instant {
-        self.base + Duration::from_millis(self.offset) + Duration::from_micros(truth * self.speed)
+impl SkewedClock {
+    fn at(self, millis: u64) -> Instant {
+        self.base + Duration::from_millis(self.offset) + Duration::from_micros(millis * self.speed)
     }
 
-    /// The true time at which this clock shows `local`.
-    fn truth(self, local: Instant) -> u64 {
-        let passed = local.saturating_duration_since(self.base + Duration::from_millis(self.offset));
-        u64::try_from(passed.as_micros()).unwrap() / self.speed
+    /// The simulated time at which this clock shows `local`.
+    fn to_simulated(self, local: Instant) -> u64 {
+        let elapsed = local.saturating_duration_since(self.base + Duration::from_millis(self.offset));
+        u64::try_from(elapsed.as_micros()).unwrap() / self.speed
     }
 }
 
 #[derive(Clone)]
-enum Call {
-    Look,
-    Write { version: Option<String>, holder: Option<String>, renewed: SystemTime },
+enum LeaseRequest {
+    Get,
+    Write { resource_version: Option<String>, holder: Option<String>, renew_time: SystemTime },
 }
 
 #[derive(Clone)]
-enum Answer {
-    Shown(Option<Record>),
-    Written(Record),
+enum LeaseResponse {
+    Read(Option<LeaseRecord>),
+    Written(LeaseRecord),
     Conflict,
 }
 
-enum Event {
+enum SimEvent {
     Arrive {
-        who: usize,
+        index: usize,
         ticket: u64,
-        call: Call,
+        request: LeaseRequest,
     },
-    Answer {
-        who: usize,
+    Respond {
+        index: usize,
         ticket: u64,
-        answer: Answer,
+        response: LeaseResponse,
     },
-    /// The deadline of a call, or the end of a pause.
+    /// The timeout of a request, or the end of a wait.
     Wake {
-        who: usize,
+        index: usize,
         ticket: u64,
     },
     Crash {
-        who: usize,
+        index: usize,
     },
-    /// SIGTERM: the leader's loops have stopped, the Lease is given back.
+    /// SIGTERM: the leader's loops have stopped, and it releases the Lease.
     Release {
-        who: usize,
+        index: usize,
     },
-    /// Somebody who is no candidate writes the Lease, whatever its version.
-    Meddle(Meddling),
+    /// A writer that is no candidate changes the Lease, whatever its resourceVersion.
+    ForeignWrite(ForeignWrite),
 }
 
 #[derive(Clone, Copy)]
-enum Meddling {
-    Empty,
-    /// Takes the Lease by force, and gives it back soon after as client-go would.
+enum ForeignWrite {
+    ClearHolder,
+    /// Takes the Lease by force, and releases it soon after as client-go does.
     Steal,
-    GiveBack,
+    Release,
 }
 
-struct Candidate {
-    clock: Clock,
-    seen: Option<Seen>,
+struct SimCandidate {
+    clock: SkewedClock,
+    observed: Option<ObservedLease>,
     until: Option<Instant>,
     started: Instant,
-    /// Answers and wake-ups with another ticket belong to a past that is over.
+    /// Responses and timeouts with another ticket are stale.
     ticket: u64,
     writing: bool,
 }
 
-struct World {
-    dice: Dice,
+struct LeaseSimulation {
+    rng: SplitMix64,
     now: u64,
     queue: BinaryHeap<Reverse<(u64, u64)>>,
-    events: std::collections::HashMap<u64, Event>,
+    events: std::collections::HashMap<u64, SimEvent>,
     count: u64,
-    lease: Option<Record>,
-    version: u64,
-    candidates: Vec<Candidate>,
-    /// Who led from when to when, in true time.
-    reigns: Vec<(u64, u64, usize)>,
+    lease: Option<LeaseRecord>,
+    resource_version: u64,
+    candidates: Vec<SimCandidate>,
+    /// Which candidate led from when to when, in simulated time.
+    terms: Vec<(u64, u64, usize)>,
 }
 
-impl World {
+impl LeaseSimulation {
     fn new(seed: u64) -> Self {
-        let mut dice = Dice(seed);
+        let mut rng = SplitMix64(seed);
         let base = Instant::now();
         let candidates = (0..2)
             .map(|_| {
-                let clock = Clock { base, offset: dice.roll(240_000), speed: 900 + dice.roll(201) };
-                Candidate { clock, seen: None, until: None, started: base, ticket: 0, writing: false }
+                let clock = SkewedClock { base, offset: rng.below(240_000), speed: 900 + rng.below(201) };
+                SimCandidate { clock, observed: None, until: None, started: base, ticket: 0, writing: false }
             })
             .collect();
-        let mut world = Self {
-            dice,
+        let mut simulation = Self {
+            rng,
             now: 0,
             queue: BinaryHeap::new(),
             events: std::collections::HashMap::new(),
             count: 0,
             lease: None,
-            version: 0,
+            resource_version: 0,
             candidates,
-            reigns: Vec::new(),
+            terms: Vec::new(),
         };
-        for who in 0..2 {
-            let delay = world.dice.roll(3000);
-            world.wake(who, delay);
-            for _ in 0..world.dice.roll(6) {
-                let at = world.dice.roll(END);
-                world.put(at, Event::Crash { who });
+        for index in 0..2 {
+            let delay = simulation.rng.below(3000);
+            simulation.wake(index, delay);
+            for _ in 0..simulation.rng.below(6) {
+                let at = simulation.rng.below(END_MILLIS);
+                simulation.schedule(at, SimEvent::Crash { index });
             }
-            for _ in 0..world.dice.roll(6) {
-                let at = world.dice.roll(END);
-                world.put(at, Event::Release { who });
+            for _ in 0..simulation.rng.below(6) {
+                let at = simulation.rng.below(END_MILLIS);
+                simulation.schedule(at, SimEvent::Release { index });
             }
         }
-        for _ in 0..world.dice.roll(20) {
-            let at = world.dice.roll(END);
-            let what = if world.dice.one_in(2) { Meddling::Empty } else { Meddling::Steal };
-            world.put(at, Event::Meddle(what));
+        for _ in 0..simulation.rng.below(20) {
+            let at = simulation.rng.below(END_MILLIS);
+            let what = if simulation.rng.one_in(2) { ForeignWrite::ClearHolder } else { ForeignWrite::Steal };
+            simulation.schedule(at, SimEvent::ForeignWrite(what));
         }
-        world
+        simulation
     }
 
-    fn put(&mut self, at: u64, event: Event) {
+    fn schedule(&mut self, at: u64, event: SimEvent) {
         self.count += 1;
         self.events.insert(self.count, event);
         self.queue.push(Reverse((at, self.count)));
     }
 
-    fn wake(&mut self, who: usize, delay: u64) {
-        self.candidates[who].ticket = self.count;
+    fn wake(&mut self, index: usize, delay: u64) {
+        self.candidates[index].ticket = self.count;
         let ticket = self.count;
-        self.put(self.now + delay, Event::Wake { who, ticket });
+        self.schedule(self.now + delay, SimEvent::Wake { index, ticket });
     }
 
     fn delay(&mut self) -> u64 {
-        match self.dice.roll(10) {
-            0 => self.dice.roll(30_000),
-            1 | 2 => self.dice.roll(3_000),
-            _ => self.dice.roll(50),
+        match self.rng.below(10) {
+            0 => self.rng.below(30_000),
+            1 | 2 => self.rng.below(3_000),
+            _ => self.rng.below(50),
         }
     }
 
-    fn send(&mut self, who: usize, call: Call) {
-        let deadline = u64::try_from(DEADLINE.as_millis()).unwrap();
-        self.wake(who, deadline);
-        let candidate = &mut self.candidates[who];
+    fn send(&mut self, index: usize, request: LeaseRequest) {
+        let deadline = u64::try_from(CALL_TIMEOUT.as_millis()).unwrap();
+        self.wake(index, deadline);
+        let candidate = &mut self.candidates[index];
         candidate.started = candidate.clock.at(self.now);
-        candidate.writing = matches!(call, Call::Write { .. });
+        candidate.writing = matches!(request, LeaseRequest::Write { .. });
         let ticket = candidate.ticket;
-        if self.dice.one_in(12) {
+        if self.rng.one_in(12) {
             return;
         }
         let at = self.now + self.delay();
-        self.put(at, Event::Arrive { who, ticket, call });
+        self.schedule(at, SimEvent::Arrive { index, ticket, request });
     }
 
-    /// The API server: compares versions, nothing else.
-    fn serve(&mut self, call: Call) -> Answer {
-        match call {
-            Call::Look => Answer::Shown(self.lease.clone()),
-            Call::Write { version, .. }
-                if version != self.lease.as_ref().map(|lease| lease.version.clone()) =>
+    /// The API server: compares resourceVersions, nothing else.
+    fn handle_request(&mut self, request: LeaseRequest) -> LeaseResponse {
+        match request {
+            LeaseRequest::Get => LeaseResponse::Read(self.lease.clone()),
+            LeaseRequest::Write { resource_version, .. }
+                if resource_version != self.lease.as_ref().map(|lease| lease.resource_version.clone()) =>
             {
-                Answer::Conflict
+                LeaseResponse::Conflict
             }
-            Call::Write { holder, renewed, .. } => {
-                self.version += 1;
-                let version = self.version.to_string();
+            LeaseRequest::Write { holder, renew_time, .. } => {
+                self.resource_version += 1;
+                let resource_version = self.resource_version.to_string();
                 let released = holder.is_none();
-                let term = Some(if released { Duration::from_secs(1) } else { TERM });
-                let record =
-                    Record { holder, renewed: Some(renewed), transitions: 0, term, released, version };
+                let duration = Some(if released { Duration::from_secs(1) } else { LEASE_DURATION });
+                let record = LeaseRecord {
+                    holder,
+                    renew_time: Some(renew_time),
+                    transitions: 0,
+                    duration,
+                    released,
+                    resource_version,
+                };
                 self.lease = Some(record.clone());
-                Answer::Written(record)
+                LeaseResponse::Written(record)
             }
         }
     }
 
-    /// A merge patch: what it does not name stays, the mark of a release among it.
-    fn meddle(&mut self, what: Meddling) {
+    /// A merge patch: fields that it does not name stay, the release annotation among them.
+    fn foreign_write(&mut self, what: ForeignWrite) {
         let Some(lease) = &mut self.lease else { return };
-        self.version += 1;
-        lease.version = self.version.to_string();
+        self.resource_version += 1;
+        lease.resource_version = self.resource_version.to_string();
         match what {
-            Meddling::Empty => lease.holder = None,
-            Meddling::Steal => (lease.holder, lease.term) = (Some("thief".to_owned()), Some(TERM)),
-            Meddling::GiveBack => (lease.holder, lease.term) = (None, Some(Duration::from_secs(1))),
+            ForeignWrite::ClearHolder => lease.holder = None,
+            ForeignWrite::Steal => {
+                (lease.holder, lease.duration) = (Some("thief".to_owned()), Some(LEASE_DURATION));
+            }
+            ForeignWrite::Release => (lease.holder, lease.duration) = (None, Some(Duration::from_secs(1))),
         }
-        if let Meddling::Steal = what {
-            let at = self.now + self.dice.roll(4_000);
-            self.put(at, Event::Meddle(Meddling::GiveBack));
-        }
-    }
-
-    fn write(&mut self, who: usize, holder: Option<String>) {
-        let version = self.candidates[who].seen.as_ref().and_then(Seen::record).map(|r| r.version.clone());
-        // A wall clock up to two minutes off, which nobody may care about.
-        let renewed = SystemTime::UNIX_EPOCH + Duration::from_millis(self.now + self.dice.roll(240_000));
-        if let (Some(seen), Some(me)) = (&mut self.candidates[who].seen, &holder) {
-            seen.attempt(me, renewed);
-        }
-        self.send(who, Call::Write { version, holder, renewed });
-    }
-
-    fn rest(&mut self, who: usize, at_most: Duration) {
-        let pause = u64::try_from(at_most.min(PAUSE).as_millis()).unwrap();
-        // A process may be stopped for a while at any time.
-        let late = if self.dice.one_in(20) { self.dice.roll(30_000) } else { 0 };
-        self.wake(who, pause + 1 + late);
-    }
-
-    fn end_reign(&mut self, who: usize) {
-        self.candidates[who].until = None;
-        for reign in self.reigns.iter_mut().filter(|reign| reign.2 == who) {
-            reign.1 = reign.1.min(self.now);
+        if let ForeignWrite::Steal = what {
+            let at = self.now + self.rng.below(4_000);
+            self.schedule(at, SimEvent::ForeignWrite(ForeignWrite::Release));
         }
     }
 
-    fn act(&mut self, who: usize) {
-        let candidate = &self.candidates[who];
+    fn write(&mut self, index: usize, holder: Option<String>) {
+        let resource_version = self.candidates[index]
+            .observed
+            .as_ref()
+            .and_then(ObservedLease::record)
+            .map(|r| r.resource_version.clone());
+        // The wall clock is up to two minutes off, and no candidate may depend on it.
+        let renew_time = SystemTime::UNIX_EPOCH + Duration::from_millis(self.now + self.rng.below(240_000));
+        if let (Some(observed), Some(me)) = (&mut self.candidates[index].observed, &holder) {
+            observed.record_attempt(me, renew_time);
+        }
+        self.send(index, LeaseRequest::Write { resource_version, holder, renew_time });
+    }
+
+    fn wait(&mut self, index: usize, max_wait: Duration) {
+        let pause = u64::try_from(max_wait.min(RETRY_PERIOD).as_millis()).unwrap();
+        // The process may be stopped at any time.
+        let late = if self.rng.one_in(20) { self.rng.below(30_000) } else { 0 };
+        self.wake(index, pause + 1 + late);
+    }
+
+    fn end_term(&mut self, index: usize) {
+        self.candidates[index].until = None;
+        for term in self.terms.iter_mut().filter(|term| term.2 == index) {
+            term.1 = term.1.min(self.now);
+        }
+    }
+
+    fn act(&mut self, index: usize) {
+        let candidate = &self.candidates[index];
         let now = candidate.clock.at(self.now);
-        let Some(seen) = candidate.seen.clone() else {
-            return self.send(who, Call::Look);
+        let Some(observed) = candidate.observed.clone() else {
+            return self.send(index, LeaseRequest::Get);
         };
         if let Some(until) = candidate.until {
-            match office(&seen, NAMES[who], until, now) {
-                Office::Renew => self.write(who, Some(NAMES[who].to_owned())),
-                Office::GiveUp => self.crash(who),
+            match decide_renewal(&observed, NAMES[index], until, now) {
+                RenewDecision::Renew => self.write(index, Some(NAMES[index].to_owned())),
+                RenewDecision::StepDown => self.crash(index),
             }
             return;
         }
-        match turn(&seen, NAMES[who], TERM, now) {
-            Turn::Take | Turn::Keep => self.write(who, Some(NAMES[who].to_owned())),
-            Turn::Wait(_) => self.send(who, Call::Look),
+        match decide_election(&observed, NAMES[index], LEASE_DURATION, now) {
+            ElectionDecision::Acquire | ElectionDecision::Renew => {
+                self.write(index, Some(NAMES[index].to_owned()));
+            }
+            ElectionDecision::Wait(_) => self.send(index, LeaseRequest::Get),
         }
     }
 
-    fn crash(&mut self, who: usize) {
-        self.end_reign(who);
-        self.candidates[who].seen = None;
-        let delay = self.dice.roll(5_000);
-        self.wake(who, delay);
+    fn crash(&mut self, index: usize) {
+        self.end_term(index);
+        self.candidates[index].observed = None;
+        let delay = self.rng.below(5_000);
+        self.wake(index, delay);
     }
 
-    fn answered(&mut self, who: usize, answer: Answer) {
-        let now = self.candidates[who].clock.at(self.now);
-        let candidate = &mut self.candidates[who];
-        let look = |seen: Option<Seen>, record| match seen {
-            Some(seen) => seen.look(record, now),
-            None => Seen::first(record, now),
+    fn handle_response(&mut self, index: usize, response: LeaseResponse) {
+        let now = self.candidates[index].clock.at(self.now);
+        let candidate = &mut self.candidates[index];
+        let observe = |observed: Option<ObservedLease>, record| match observed {
+            Some(observed) => observed.observe(record, now),
+            None => ObservedLease::first(record, now),
         };
-        match answer {
-            Answer::Conflict => {
-                self.send(who, Call::Look);
+        match response {
+            LeaseResponse::Conflict => {
+                self.send(index, LeaseRequest::Get);
                 return;
             }
-            Answer::Shown(record) => candidate.seen = Some(look(candidate.seen.take(), record)),
-            Answer::Written(record) if record.holder.is_none() => return self.crash(who),
-            Answer::Written(record) => {
-                candidate.seen = Some(look(candidate.seen.take(), Some(record)));
-                let until = tenure(candidate.started, TERM);
+            LeaseResponse::Read(record) => {
+                candidate.observed = Some(observe(candidate.observed.take(), record));
+            }
+            LeaseResponse::Written(record) if record.holder.is_none() => return self.crash(index),
+            LeaseResponse::Written(record) => {
+                candidate.observed = Some(observe(candidate.observed.take(), Some(record)));
+                let until = fence_until(candidate.started, LEASE_DURATION);
                 candidate.until = Some(until);
-                let end = candidate.clock.truth(until);
+                let end = candidate.clock.to_simulated(until);
                 if self.now < end {
-                    self.reigns.push((self.now, end, who));
+                    self.terms.push((self.now, end, index));
                 }
-                return self.rest(who, PAUSE);
+                return self.wait(index, RETRY_PERIOD);
             }
         }
-        let candidate = &self.candidates[who];
-        match candidate.seen.as_ref().map(|seen| turn(seen, NAMES[who], TERM, now)) {
-            Some(Turn::Wait(rest)) if candidate.until.is_none() => self.rest(who, rest),
-            Some(_) | None => self.act(who),
+        let candidate = &self.candidates[index];
+        match candidate
+            .observed
+            .as_ref()
+            .map(|observed| decide_election(observed, NAMES[index], LEASE_DURATION, now))
+        {
+            Some(ElectionDecision::Wait(remaining)) if candidate.until.is_none() => {
+                self.wait(index, remaining);
+            }
+            Some(_) | None => self.act(index),
         }
     }
 
-    fn step(&mut self, event: Event) {
+    fn handle(&mut self, event: SimEvent) {
         match event {
-            Event::Arrive { who, ticket, call } => {
-                let answer = self.serve(call);
-                if !self.dice.one_in(12) {
+            SimEvent::Arrive { index, ticket, request } => {
+                let response = self.handle_request(request);
+                if !self.rng.one_in(12) {
                     let at = self.now + self.delay();
-                    self.put(at, Event::Answer { who, ticket, answer });
+                    self.schedule(at, SimEvent::Respond { index, ticket, response });
                 }
             }
-            Event::Answer { who, ticket, answer } if ticket == self.candidates[who].ticket => {
-                self.answered(who, answer);
+            SimEvent::Respond { index, ticket, response } if ticket == self.candidates[index].ticket => {
+                self.handle_response(index, response);
             }
-            Event::Wake { who, ticket } if ticket == self.candidates[who].ticket => {
-                // After a write whose fate is unknown the record has to be looked at.
-                if std::mem::take(&mut self.candidates[who].writing) || self.candidates[who].until.is_none() {
-                    let expired = self.candidates[who]
+            SimEvent::Wake { index, ticket } if ticket == self.candidates[index].ticket => {
+                // After a write with unknown outcome the record has to be read.
+                if std::mem::take(&mut self.candidates[index].writing)
+                    || self.candidates[index].until.is_none()
+                {
+                    let expired = self.candidates[index]
                         .until
-                        .is_some_and(|until| self.candidates[who].clock.at(self.now) >= until);
+                        .is_some_and(|until| self.candidates[index].clock.at(self.now) >= until);
                     if expired {
-                        return self.crash(who);
+                        return self.crash(index);
                     }
-                    return self.send(who, Call::Look);
+                    return self.send(index, LeaseRequest::Get);
                 }
-                self.act(who);
+                self.act(index);
             }
-            Event::Crash { who } => self.crash(who),
-            Event::Meddle(what) => self.meddle(what),
-            Event::Release { who } if self.candidates[who].until.is_some() => {
-                self.end_reign(who);
-                self.write(who, None);
+            SimEvent::Crash { index } => self.crash(index),
+            SimEvent::ForeignWrite(what) => self.foreign_write(what),
+            SimEvent::Release { index } if self.candidates[index].until.is_some() => {
+                self.end_term(index);
+                self.write(index, None);
             }
-            Event::Answer { .. } | Event::Wake { .. } | Event::Release { .. } => {}
+            SimEvent::Respond { .. } | SimEvent::Wake { .. } | SimEvent::Release { .. } => {}
         }
     }
 
     fn run(mut self) -> Vec<(u64, u64, usize)> {
         while let Some(Reverse((at, id))) = self.queue.pop() {
             self.now = at;
-            if at > END {
+            if at > END_MILLIS {
                 break;
             }
             let event = self.events.remove(&id).unwrap();
-            self.step(event);
+            self.handle(event);
         }
-        self.reigns.sort_unstable();
-        self.reigns
+        self.terms.sort_unstable();
+        self.terms
     }
 }
 
@@ -370,10 +394,10 @@ proptest! {
 
     #[test]
     fn there_is_never_a_moment_with_two_leaders(seed: u64) {
-        let reigns = World::new(seed).run();
-        prop_assert!(!reigns.is_empty(), "nobody ever led");
-        for (n, a) in reigns.iter().enumerate() {
-            for b in reigns[n + 1..].iter().take_while(|b| b.0 < a.1) {
+        let terms = LeaseSimulation::new(seed).run();
+        prop_assert!(!terms.is_empty(), "no candidate ever led");
+        for (n, a) in terms.iter().enumerate() {
+            for b in terms[n + 1..].iter().take_while(|b| b.0 < a.1) {
                 prop_assert_eq!(a.2, b.2, "{:?} and {:?} led at the same time", a, b);
             }
         }
@@ -381,13 +405,13 @@ proptest! {
 }
 
 #[test]
-fn the_simulation_finds_the_fault_when_a_leader_overstays() {
-    // The checker itself is checked: leaders that act for a term and a half are caught within a few seeds.
+fn the_simulation_detects_a_leader_that_acts_past_its_fence() {
+    // Leaders that act for one and a half lease durations must be detected within a few seeds.
     let overlaps = (0..200).any(|seed| {
-        let reigns = World::new(seed).run();
-        let long: Vec<_> =
-            reigns.iter().map(|&(from, to, who)| (from, from + (to - from) * 9 / 4, who)).collect();
-        long.iter().enumerate().any(|(n, a)| long[n + 1..].iter().any(|b| b.0 < a.1 && a.2 != b.2))
+        let terms = LeaseSimulation::new(seed).run();
+        let extended: Vec<_> =
+            terms.iter().map(|&(from, to, index)| (from, from + (to - from) * 9 / 4, index)).collect();
+        extended.iter().enumerate().any(|(n, a)| extended[n + 1..].iter().any(|b| b.0 < a.1 && a.2 != b.2))
     });
     assert!(overlaps);
 }

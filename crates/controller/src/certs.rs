@@ -1,0 +1,7 @@
+//! The webhook's certificates: created and rotated by the leader, served by every replica.
+
+pub mod ca_bundle;
+pub mod reload;
+pub mod rotate;
+pub mod secret;
+pub mod x509;
