@@ -5,16 +5,18 @@ use std::time::Duration;
 /// Why a duration cannot be parsed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
+    /// No number, or a number without a unit.
     #[error("a duration needs a number and a unit, such as 90d, 12h, 1h30m, 30s or 500ms")]
     Syntax,
-    #[error("unknown unit {0:?}: use d, h, m, s or ms")]
     /// A unit other than d, h, m, s and ms.
+    #[error("unknown unit {0:?}: use d, h, m, s or ms")]
     Unit(String),
+    /// The sum overflows.
     #[error("the duration is too long to be represented")]
-    /// Overflows.
     TooLong,
 }
 
+/// Parses a sum of numbers, each with its unit.
 pub fn parse(text: &str) -> Result<Duration, Error> {
     let mut rest = text.trim();
     if rest.is_empty() {

@@ -148,7 +148,10 @@ impl Direct {
     }
 
     /// Those of these attachments that are used, each with one who does.
-    async fn users(&self, attachments: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
+    async fn users(
+        &self,
+        attachments: &BTreeSet<NadRef>,
+    ) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
         if attachments.is_empty() {
             return Ok(BTreeMap::new());
         }

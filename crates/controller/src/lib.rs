@@ -11,7 +11,6 @@ mod clock;
 mod cluster;
 mod connection;
 mod direct;
-mod duration;
 mod error;
 mod follow;
 mod http;

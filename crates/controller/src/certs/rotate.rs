@@ -10,8 +10,8 @@ use std::{
 };
 
 use api::{
-    Chain,
-    names::{CONFIGURATION, SECRET},
+    ErrorChain,
+    names::{WEBHOOK_CERT_SECRET, WEBHOOK_CONFIGURATION},
 };
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
@@ -122,7 +122,7 @@ impl CertRotator {
                     Duration::ZERO
                 }
                 Err(error) => {
-                    warn!(error = %Chain(&error), ?retry, "could not reconcile the webhook certificates; retrying");
+                    warn!(error = %ErrorChain(&error), ?retry, "could not reconcile the webhook certificates; retrying");
                     let requeue_after = retry;
                     retry = (retry * 2).min(MAX_RETRY);
                     requeue_after
@@ -144,10 +144,15 @@ impl CertRotator {
         let secrets = Api::namespaced(self.client.clone(), &self.service.namespace);
         let configurations = Api::all(self.client.clone());
         stream::select(
-            watch::touches::<Secret>(secrets, SECRET, self.metrics.clone(), ApiCallKind::WatchSecret),
+            watch::touches::<Secret>(
+                secrets,
+                WEBHOOK_CERT_SECRET,
+                self.metrics.clone(),
+                ApiCallKind::WatchSecret,
+            ),
             watch::touches::<ValidatingWebhookConfiguration>(
                 configurations,
-                CONFIGURATION,
+                WEBHOOK_CONFIGURATION,
                 self.metrics.clone(),
                 ApiCallKind::WatchWebhookConfiguration,
             ),

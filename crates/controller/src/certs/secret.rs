@@ -47,7 +47,8 @@ impl CertSecret {
             Some(old) if is_replaceable(&old) => {
                 let new = merge_data(old, data);
                 return self
-                    .call.change(self.api.replace(WEBHOOK_CERT_SECRET, &params, &new))
+                    .call
+                    .change(self.api.replace(WEBHOOK_CERT_SECRET, &params, &new))
                     .await
                     .map(drop);
             }

@@ -678,8 +678,8 @@ proptest! {
 }
 
 /// A node whose only block, with an address that is lent, is not in its journal.
-fn with_lost_journal(boot_of_block: &str) -> Node {
-    let mut node = Node::new(&["10.0.0.0/28"]);
+fn with_lost_journal(boot_of_block: &str) -> TestNode {
+    let mut node = TestNode::new(&["10.0.0.0/28"]);
     node.record(LedgerRecord::Incomplete);
     node.record(LedgerRecord::Booted(node.boot.clone()));
     node.object("10.0.0.0/28", "block", me(), None);
@@ -733,7 +733,7 @@ fn an_unverified_block_of_an_earlier_boot_is_reused() {
 #[test]
 fn after_a_boot_a_block_is_marked_before_it_is_used_and_one_without_a_mark_is_used_at_once() {
     for (of_block, usable) in [("an earlier boot", false), ("", true)] {
-        let mut node = Node::new(&["10.0.0.0/28"]);
+        let mut node = TestNode::new(&["10.0.0.0/28"]);
         node.acquire("10.0.0.0/28");
         node.objects.values_mut().next().unwrap().spec.boot_id = of_block.to_owned();
         let steps = node.settle();
