@@ -17,14 +17,14 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
-use plan::users::Kind;
+use plan::users::WorkloadKind;
 use prometheus_client::encoding::EncodeLabelValue;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{http::Replica, metrics::Outcome, object};
+use crate::{cache::project, http::Replica, metrics::Outcome};
 
 mod network;
 #[cfg(test)]
@@ -218,7 +218,7 @@ fn read(path: Path, body: &[u8]) -> Result<Asked, Unanswerable> {
 }
 
 fn judge(path: Path, replica: &Replica, asked: &Asked) -> Verdict {
-    let world = || replica.cluster.world();
+    let world = || replica.cluster.state();
     match (path, asked.operation) {
         (_, Operation::Delete | Operation::Connect) | (Path::ValidateNodeNetworks, Operation::Update) => {
             Verdict::Allow
@@ -266,8 +266,8 @@ impl Resource {
     }
 
     /// The kind of user that this is about.
-    fn kind(&self) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|kind| self.is(kind.group(), &object::workloads(*kind).plural))
+    fn kind(&self) -> Option<WorkloadKind> {
+        WorkloadKind::ALL.into_iter().find(|kind| self.is(kind.group(), &project::workloads(*kind).plural))
     }
 }
 

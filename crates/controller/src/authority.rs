@@ -134,8 +134,8 @@ impl Keeper {
         let secret = Api::namespaced(self.client.clone(), &self.home.namespace);
         let configuration = Api::all(self.client.clone());
         stream::select(
-            watch::touches::<Secret>(secret, SECRET, self.metrics.clone(), Call::WatchSecret),
-            watch::touches::<ValidatingWebhookConfiguration>(
+            watch::object_changes::<Secret>(secret, SECRET, self.metrics.clone(), Call::WatchSecret),
+            watch::object_changes::<ValidatingWebhookConfiguration>(
                 configuration,
                 CONFIGURATION,
                 self.metrics.clone(),

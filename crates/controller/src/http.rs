@@ -25,7 +25,7 @@ use hyper_util::rt::TokioTimer;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, cluster::Cluster, connection::Limited, metrics::Metrics};
+use crate::{admission, cache::ClusterCache, connection::Limited, metrics::Metrics};
 
 /// A client that does not even finish its headers is let go.
 const SLOWEST_HEADERS: Duration = Duration::from_secs(10);
@@ -42,13 +42,13 @@ pub struct Readiness {
 pub struct Replica {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
-    pub cluster: Cluster,
+    pub cluster: ClusterCache,
     /// Room for bodies that are read and judged: bounds the memory that any number of requests can take.
     pub bodies: Semaphore,
 }
 
 impl Replica {
-    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: Cluster) -> Self {
+    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: ClusterCache) -> Self {
         Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MOST_BODIES) }
     }
 }

@@ -12,12 +12,11 @@ use tracing::{info, warn};
 use crate::{
     Args, Error,
     authority::{Home, Keeper},
-    cluster::Cluster,
+    cache::{ClusterCache, watch::CacheFiller},
     election::{self, Candidate},
-    follow::Follower,
     http::{self, Readiness, Replica},
     metrics::Metrics,
-    networks::Steward,
+    networks::NetworkController,
     serving::Served,
 };
 
@@ -69,7 +68,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
 
     let readiness = Arc::new(Readiness::default());
     let metrics = Arc::new(Metrics::default());
-    let cluster = Cluster::new();
+    let cluster = ClusterCache::new();
     let served = Served::new(name.clone(), readiness.clone(), metrics.clone());
     let replica = Arc::new(Replica::new(readiness.clone(), metrics.clone(), cluster.clone()));
     let settings = election::Settings {
@@ -102,8 +101,8 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
     let follow = served.follow(client.clone(), namespace);
     tasks.spawn(named("certificate watch", until(close.clone(), follow)));
-    let follower = Follower { client, cluster: cluster.clone(), metrics };
-    tasks.spawn(named("cluster watch", until(close.clone(), follower.follow())));
+    let filler = CacheFiller { client, cache: cluster.clone(), metrics };
+    tasks.spawn(named("cluster watch", until(close.clone(), filler.run())));
     tasks.spawn(named("sync", sync(cluster, readiness.clone(), close.clone())));
     tasks.spawn(named("election", lead(candidate, leader, resign.clone())));
 
@@ -162,7 +161,7 @@ struct LeaderLoops {
     home: Home,
     policy: Policy,
     metrics: Arc<Metrics>,
-    cluster: Cluster,
+    cluster: ClusterCache,
 }
 
 /// Stands for election and, once elected, leads until told to resign. Losing the Lease is an error: a restart is the simplest way
@@ -176,11 +175,11 @@ async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToke
         return Ok(());
     }
     let LeaderLoops { client, home, policy, metrics, cluster } = loops;
-    let steward = Steward::new(client.clone(), cluster, metrics.clone(), leader.tenure());
+    let networks = NetworkController::new(client.clone(), cluster, metrics.clone(), leader.tenure());
     let keeper = Keeper::new(client, home, policy, metrics, leader.tenure());
     let mut tasks = JoinSet::new();
     tasks.spawn(named("certificates", endless(keeper.keep(resign.clone()))));
-    tasks.spawn(named("networks", endless(steward.keep(resign.clone()))));
+    tasks.spawn(named("networks", endless(networks.run(resign.clone()))));
     let result = tokio::select! {
         biased;
         () = resign.cancelled() => Ok(()),
@@ -222,7 +221,11 @@ async fn until(close: CancellationToken, watch: impl Future<Output = ()>) -> Res
 }
 
 /// Tells readiness when the caches are filled, and stays, because a task that ends is taken for a failure.
-async fn sync(cluster: Cluster, readiness: Arc<Readiness>, close: CancellationToken) -> Result<(), Error> {
+async fn sync(
+    cluster: ClusterCache,
+    readiness: Arc<Readiness>,
+    close: CancellationToken,
+) -> Result<(), Error> {
     if close.run_until_cancelled(cluster.synced()).await == Some(true) {
         readiness.synced();
     }

@@ -18,7 +18,7 @@ use crate::{
     certificate,
     http::Readiness,
     metrics::{Call, Metrics},
-    watch::{failed, only},
+    watch::{by_name, failed},
 };
 
 /// Why a certificate is not served.
@@ -52,7 +52,7 @@ impl Served {
     /// Follows the Secret; ends only when it is dropped.
     pub async fn follow(mut self, client: Client, namespace: String) {
         let metrics = self.metrics.clone();
-        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(SECRET))
+        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), by_name(SECRET))
             .default_backoff()
             .inspect_err(|error| failed(&metrics, Call::WatchSecret, error))
             .applied_objects()

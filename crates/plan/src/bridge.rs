@@ -314,7 +314,11 @@ pub fn pod_port(name: &str) -> bool {
 
 /// The network that the host's end of a pod's pair belongs to.
 fn pod_network(alias: &str) -> Option<&str> {
-    alias.strip_prefix(attachment::ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
+    alias
+        .strip_prefix(attachment::POD_ALIAS_PREFIX)?
+        .split_once('/')
+        .map(|(uid, _)| uid)
+        .filter(|uid| is_uid(uid))
 }
 
 /// The network that a link was made for, by its alias.

@@ -16,7 +16,7 @@ use api::selection::{self, Reference};
 
 /// The kinds that can use a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
+pub enum WorkloadKind {
     CronJob,
     DaemonSet,
     Deployment,
@@ -28,7 +28,7 @@ pub enum Kind {
     VirtualMachineInstance,
 }
 
-impl Kind {
+impl WorkloadKind {
     /// All of them.
     pub const ALL: [Self; 9] = [
         Self::CronJob,
@@ -75,7 +75,7 @@ impl Kind {
 
 /// An object that may use networks, as far as anything is decided by it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Facts {
+pub struct WorkloadRefs {
     pub namespace: String,
     pub name: String,
     /// The annotation that names networks: the pod's own, or that of the template.
@@ -87,10 +87,10 @@ pub struct Facts {
     /// It has run to its end, for good.
     pub finished: bool,
     /// What controls it, if that is of a kind which is indexed itself.
-    pub owner: Option<(Kind, String)>,
+    pub owner: Option<(WorkloadKind, String)>,
 }
 
-impl Facts {
+impl WorkloadRefs {
     /// The attachments that it names, sorted, each once, and no more than an object may name.
     pub fn references(&self) -> Vec<Reference> {
         let annotated =
@@ -101,15 +101,15 @@ impl Facts {
 
     /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is
     /// counted through that.
-    pub fn counts(&self, kind: Kind) -> bool {
-        !self.finished && (kind == Kind::Pod || self.owner.is_none())
+    pub fn is_user(&self, kind: WorkloadKind) -> bool {
+        !self.finished && (kind == WorkloadKind::Pod || self.owner.is_none())
     }
 }
 
 /// A user. Ordered by kind, namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct User {
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     pub namespace: Arc<str>,
     pub name: Arc<str>,
 }
@@ -122,66 +122,66 @@ impl fmt::Display for User {
 
 /// The users of one network: how many, and the first of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Summary {
+pub struct UserSummary {
     pub count: usize,
     pub first: Vec<User>,
 }
 
 /// The index.
 #[derive(Debug, Default)]
-pub struct Index {
-    objects: HashMap<Arc<User>, Entry>,
-    attachments: HashMap<Arc<Reference>, Users>,
+pub struct UserIndex {
+    objects: HashMap<Arc<User>, IndexEntry>,
+    nads: HashMap<Arc<Reference>, NadUsers>,
     namespaces: HashSet<Arc<str>>,
     /// How often each kind was listed anew.
-    listings: HashMap<Kind, u32>,
+    relists: HashMap<WorkloadKind, u32>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct IndexEntry {
     references: Box<[Arc<Reference>]>,
-    counts: bool,
+    is_user: bool,
     /// The listing that it was last seen in.
-    listing: u32,
+    relist: u32,
 }
 
 /// Those who use one attachment. Anybody can make up names, and each has one user then: that one takes no set.
 #[derive(Debug)]
-enum Users {
-    One { user: Arc<User>, several: bool },
-    Many(Box<Crowd>),
+enum NadUsers {
+    One { user: Arc<User>, names_several: bool },
+    Many(Box<UserSet>),
 }
 
 #[derive(Debug, Default)]
-struct Crowd {
+struct UserSet {
     all: BTreeSet<Arc<User>>,
     /// Those that name another attachment too, and so may be met twice.
-    several: BTreeSet<Arc<User>>,
+    names_several: BTreeSet<Arc<User>>,
 }
 
-impl Users {
+impl NadUsers {
     /// One more, who is not there yet.
-    fn add(&mut self, user: Arc<User>, several: bool) {
-        let crowd = match self {
-            Self::Many(crowd) => crowd,
-            Self::One { user: first, several: also } => {
-                let mut crowd = Box::<Crowd>::default();
-                crowd.add(first.clone(), *also);
-                *self = Self::Many(crowd);
-                return self.add(user, several);
+    fn add(&mut self, user: Arc<User>, names_several: bool) {
+        let set = match self {
+            Self::Many(set) => set,
+            Self::One { user: first, names_several: also } => {
+                let mut set = Box::<UserSet>::default();
+                set.add(first.clone(), *also);
+                *self = Self::Many(set);
+                return self.add(user, names_several);
             }
         };
-        crowd.add(user, several);
+        set.add(user, names_several);
     }
 
     /// One less; says whether nobody is left.
     fn remove(&mut self, user: &User) -> bool {
         match self {
             Self::One { user: only, .. } => **only == *user,
-            Self::Many(crowd) => {
-                crowd.all.remove(user);
-                crowd.several.remove(user);
-                crowd.all.is_empty()
+            Self::Many(set) => {
+                set.all.remove(user);
+                set.names_several.remove(user);
+                set.all.is_empty()
             }
         }
     }
@@ -189,118 +189,123 @@ impl Users {
     fn len(&self) -> usize {
         match self {
             Self::One { .. } => 1,
-            Self::Many(crowd) => crowd.all.len(),
+            Self::Many(set) => set.all.len(),
         }
     }
 
     fn first(&self, count: usize) -> impl Iterator<Item = &User> {
         let (one, many) = match self {
             Self::One { user, .. } => (Some(user), None),
-            Self::Many(crowd) => (None, Some(&crowd.all)),
+            Self::Many(set) => (None, Some(&set.all)),
         };
         one.into_iter().chain(many.into_iter().flatten()).take(count).map(|user| &**user)
     }
 
-    fn several(&self) -> impl Iterator<Item = &User> {
+    fn names_several(&self) -> impl Iterator<Item = &User> {
         let (one, many) = match self {
-            Self::One { user, several } => (several.then_some(user), None),
-            Self::Many(crowd) => (None, Some(&crowd.several)),
+            Self::One { user, names_several } => (names_several.then_some(user), None),
+            Self::Many(set) => (None, Some(&set.names_several)),
         };
         one.into_iter().chain(many.into_iter().flatten()).map(|user| &**user)
     }
 }
 
-impl Crowd {
-    fn add(&mut self, user: Arc<User>, several: bool) {
-        if several {
-            self.several.insert(user.clone());
+impl UserSet {
+    fn add(&mut self, user: Arc<User>, names_several: bool) {
+        if names_several {
+            self.names_several.insert(user.clone());
         }
         self.all.insert(user);
     }
 }
 
-impl Index {
+impl UserIndex {
     /// Takes in an object as it is now, and says whether that is news. One that names nothing takes no room.
-    pub fn apply(&mut self, kind: Kind, facts: &Facts) -> bool {
-        let references = facts.references();
+    pub fn apply(&mut self, kind: WorkloadKind, refs: &WorkloadRefs) -> bool {
+        let references = refs.references();
         if references.is_empty() {
-            return self.delete(kind, &facts.namespace, &facts.name);
+            return self.delete(kind, &refs.namespace, &refs.name);
         }
-        let user = self.user(kind, &facts.namespace, &facts.name);
-        let counts = facts.counts(kind);
-        let listing = self.listings.get(&kind).copied().unwrap_or_default();
+        let user = self.user(kind, &refs.namespace, &refs.name);
+        let is_user = refs.is_user(kind);
+        let relist = self.relists.get(&kind).copied().unwrap_or_default();
         if let Some(old) = self.objects.get_mut(&user)
-            && old.counts == counts
+            && old.is_user == is_user
             && old.references.iter().map(|one| &**one).eq(&references)
         {
-            old.listing = listing;
+            old.relist = relist;
             return false;
         }
         self.remove(&user);
         let references: Box<[_]> = references.into_iter().map(|one| self.reference(one)).collect();
-        if counts {
-            let several = references.len() > 1;
+        if is_user {
+            let names_several = references.len() > 1;
             for reference in &references {
                 let user = user.clone();
-                match self.attachments.entry(reference.clone()) {
-                    hash_map::Entry::Occupied(mut users) => users.get_mut().add(user, several),
-                    hash_map::Entry::Vacant(empty) => _ = empty.insert(Users::One { user, several }),
+                match self.nads.entry(reference.clone()) {
+                    hash_map::Entry::Occupied(mut users) => users.get_mut().add(user, names_several),
+                    hash_map::Entry::Vacant(empty) => _ = empty.insert(NadUsers::One { user, names_several }),
                 }
             }
         }
-        self.objects.insert(user, Entry { references, counts, listing });
+        self.objects.insert(user, IndexEntry { references, is_user, relist });
         true
     }
 
     /// Forgets an object, and says whether it was known.
-    pub fn delete(&mut self, kind: Kind, namespace: &str, name: &str) -> bool {
+    pub fn delete(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> bool {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         self.remove(&user)
     }
 
     /// A new list of this kind begins: what it does not name has gone when it ends.
-    pub fn begin(&mut self, kind: Kind) {
-        *self.listings.entry(kind).or_default() += 1;
+    pub fn start_relist(&mut self, kind: WorkloadKind) {
+        *self.relists.entry(kind).or_default() += 1;
     }
 
     /// The list is complete; says whether anything has gone.
-    pub fn end(&mut self, kind: Kind) -> bool {
-        let listing = self.listings.get(&kind).copied().unwrap_or_default();
-        let gone = |(user, entry): (&Arc<User>, &Entry)| {
-            (user.kind == kind && entry.listing != listing).then(|| user.clone())
+    pub fn finish_relist(&mut self, kind: WorkloadKind) -> bool {
+        let relist = self.relists.get(&kind).copied().unwrap_or_default();
+        let removed = |(user, entry): (&Arc<User>, &IndexEntry)| {
+            (user.kind == kind && entry.relist != relist).then(|| user.clone())
         };
-        let gone: Vec<Arc<User>> = self.objects.iter().filter_map(gone).collect();
-        for user in &gone {
+        let removed: Vec<Arc<User>> = self.objects.iter().filter_map(removed).collect();
+        for user in &removed {
             self.remove(user);
         }
-        !gone.is_empty()
+        !removed.is_empty()
     }
 
     /// Forgets all objects of a kind, because the kind itself is gone.
-    pub fn clear(&mut self, kind: Kind) -> bool {
-        self.begin(kind);
-        self.end(kind)
+    pub fn clear(&mut self, kind: WorkloadKind) -> bool {
+        self.start_relist(kind);
+        self.finish_relist(kind)
     }
 
     /// The users of any of these attachments, each counted once, and the first of them in order.
-    pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a Reference>, first: usize) -> Summary {
-        let found: Vec<&Users> = attachments.into_iter().filter_map(|it| self.attachments.get(it)).collect();
+    pub fn summary<'a>(&self, nads: impl IntoIterator<Item = &'a Reference>, first: usize) -> UserSummary {
+        let found: Vec<&NadUsers> = nads.into_iter().filter_map(|it| self.nads.get(it)).collect();
         if let [only] = found[..] {
-            return Summary { count: only.len(), first: only.first(first).cloned().collect() };
+            return UserSummary { count: only.len(), first: only.first(first).cloned().collect() };
         }
         let mut met = HashSet::new();
         let mut count = 0;
         let mut heads = BTreeSet::new();
         for users in found {
-            let again = users.several().filter(|user| !met.insert(*user)).count();
+            let again = users.names_several().filter(|user| !met.insert(*user)).count();
             count += users.len() - again;
             heads.extend(users.first(first));
         }
-        Summary { count, first: heads.into_iter().take(first).cloned().collect() }
+        UserSummary { count, first: heads.into_iter().take(first).cloned().collect() }
     }
 
     /// What this object, as last seen, names; it need not count as a user itself.
-    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &Reference> {
+    pub fn references_of(
+        &self,
+        kind: WorkloadKind,
+        namespace: &str,
+        name: &str,
+    ) -> impl Iterator<Item = &Reference> {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         let entry = self.objects.get(&user);
         entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
@@ -318,17 +323,17 @@ impl Index {
 
     fn remove(&mut self, user: &User) -> bool {
         let Some(entry) = self.objects.remove(user) else { return false };
-        for reference in entry.references.iter().filter(|_| entry.counts) {
-            let Some(users) = self.attachments.get_mut(reference) else { continue };
+        for reference in entry.references.iter().filter(|_| entry.is_user) {
+            let Some(users) = self.nads.get_mut(reference) else { continue };
             if users.remove(user) {
-                self.attachments.remove(reference);
+                self.nads.remove(reference);
             }
         }
         true
     }
 
     /// Namespaces are few and named often: each is kept once.
-    fn user(&mut self, kind: Kind, namespace: &str, name: &str) -> Arc<User> {
+    fn user(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> Arc<User> {
         let known = self.namespaces.get(namespace).cloned();
         let namespace = known.unwrap_or_else(|| {
             let namespace: Arc<str> = namespace.into();
@@ -339,7 +344,7 @@ impl Index {
     }
 
     fn reference(&self, reference: Reference) -> Arc<Reference> {
-        match self.attachments.get_key_value(&reference) {
+        match self.nads.get_key_value(&reference) {
             Some((known, _)) => known.clone(),
             None => Arc::new(reference),
         }

@@ -1,7 +1,7 @@
 //! How much room the index of users takes, in a process of its own.
 
 use api::selection::MAX_REFERENCES;
-use plan::users::{Facts, Index, Kind};
+use plan::users::{UserIndex, WorkloadKind, WorkloadRefs};
 
 const OBJECTS: usize = 2000;
 /// What one reference may cost that somebody made up, in bytes.
@@ -16,17 +16,17 @@ fn resident() -> Option<usize> {
 
 #[test]
 fn a_reference_that_somebody_made_up_takes_little_room() {
-    let mut index = Index::default();
+    let mut index = UserIndex::default();
     let before = resident().unwrap();
     for object in 0..OBJECTS {
         let names: Vec<String> = (0..MAX_REFERENCES).map(|it| format!("made-up-{object}-{it}")).collect();
-        let facts = Facts {
+        let refs = WorkloadRefs {
             namespace: "home".to_owned(),
             name: format!("x{object}"),
             networks: Some(names.join(",")),
-            ..Facts::default()
+            ..WorkloadRefs::default()
         };
-        index.apply(Kind::Deployment, &facts);
+        index.apply(WorkloadKind::Deployment, &refs);
     }
     let each = (resident().unwrap() - before) / (OBJECTS * MAX_REFERENCES);
     assert!(each < MOST, "{each} bytes");

@@ -1,14 +1,14 @@
 //! Whether a BridgeNetwork may be as somebody wants it, beside the others.
 
 use api::BridgeNetworkSpec;
-use plan::network::{self, World};
+use plan::network::{self, ClusterState};
 use serde_json::{Map, Value};
 
 use super::Verdict;
 
 /// What changes nothing of the spec is let through, and so is everything about a network that is being deleted.
 pub fn judge(
-    world: &World,
+    world: &ClusterState,
     name: &str,
     object: Option<&Map<String, Value>>,
     old: Option<&Map<String, Value>>,
@@ -35,34 +35,34 @@ fn spec(object: &Map<String, Value>) -> Option<BridgeNetworkSpec> {
 }
 
 fn refusal(
-    world: &World,
+    world: &ClusterState,
     name: &str,
     spec: &BridgeNetworkSpec,
     old: Option<&BridgeNetworkSpec>,
 ) -> Option<String> {
-    if let Some((node, clash)) = network::clash_with(world, name, spec, old) {
+    if let Some((node, clash)) = network::find_conflict(world, name, spec, old) {
         return Some(format!(
             "on node {node}, {clash}: choose another, or a spec.nodeSelector that shares no node with it"
         ));
     }
-    if let Some((other, namespace)) = network::same_attachment(world, name, spec, old) {
+    if let Some((other, namespace)) = network::find_nad_conflict(world, name, spec, old) {
         return Some(format!(
             "BridgeNetwork {other} keeps NetworkAttachmentDefinition {namespace}/{} already: set spec.attachment.name to another name, or leave that namespace out",
             spec.attachment_name(name)
         ));
     }
     // One that was held higher by its users may be edited in everything else.
-    if old.is_some_and(|old| network::wanted_mtu(old) == network::wanted_mtu(spec)) {
+    if old.is_some_and(|old| network::desired_mtu(old) == network::desired_mtu(spec)) {
         return None;
     }
     lowered(world, name, spec)
 }
 
 /// Pods that run would go on sending packets that are too large now.
-fn lowered(world: &World, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
+fn lowered(world: &ClusterState, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
     let network = world.networks.get(name)?;
-    let (old, new) = (network.status.mtu?, network::wanted_mtu(spec)?);
-    let users = world.users.summary(&network::attachments_of(world, network), 1);
+    let (old, new) = (network.status.mtu?, network::desired_mtu(spec)?);
+    let users = world.users.summary(&network::nads_of(world, network), 1);
     let first = users.first.first()?;
     (new < old).then(|| {
         format!(

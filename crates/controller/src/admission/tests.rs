@@ -2,15 +2,15 @@
 
 use jiff::Timestamp;
 use plan::{
-    network::{Network, Node, World},
-    users::Facts,
+    network::{ClusterState, NetworkState, NodeState},
+    users::WorkloadRefs,
 };
 use serde_json::{Map, Value, json};
 
 use super::*;
 
-fn network(name: &str, spec: &Value, deleting: bool) -> Network {
-    Network {
+fn network(name: &str, spec: &Value, deleting: bool) -> NetworkState {
+    NetworkState {
         name: name.to_owned(),
         uid: format!("uid-{name}"),
         version: "1".to_owned(),
@@ -24,17 +24,21 @@ fn network(name: &str, spec: &Value, deleting: bool) -> Network {
 }
 
 /// One node, and a network that stays and one that goes.
-fn world() -> World {
+fn world() -> ClusterState {
     let attachment = json!({"bridge": "br-blue", "attachment": {"namespaces": ["ns"]}});
     let networks = [
         network("blue", &attachment, false),
         network("old", &json!({"attachment": {"namespaces": ["ns"]}}), true),
     ];
-    World {
+    ClusterState {
         networks: networks.map(|network| (network.name.clone(), network)).into(),
-        nodes: [("n".to_owned(), Node { uid: "n".to_owned(), labels: [].into(), silent: None })].into(),
-        attachments: Some([].into()),
-        ..World::default()
+        nodes: [(
+            "n".to_owned(),
+            NodeState { uid: "n".to_owned(), labels: [].into(), not_ready_reason: None },
+        )]
+        .into(),
+        nads: Some([].into()),
+        ..ClusterState::default()
     }
 }
 
@@ -76,13 +80,13 @@ fn an_update_that_changes_nothing_of_the_spec_or_of_what_goes_is_never_refused()
 #[test]
 fn the_mtu_of_a_used_network_goes_up_only() {
     let mut world = world();
-    let judge = |world: &World, mtu: i32| {
+    let judge = |world: &ClusterState, mtu: i32| {
         let object =
             map(json!({"spec": {"bridge": "br-blue", "mtu": mtu, "attachment": {"namespaces": ["ns"]}}}));
         network::judge(world, "blue", Some(&object), Some(&map(json!({"spec": {"bridge": "br-blue"}}))))
     };
     assert_eq!(judge(&world, 1400), Verdict::Allow);
-    world.users.apply(Kind::Pod, &pod("blue"));
+    world.users.apply(WorkloadKind::Pod, &pod("blue"));
     refuses(&judge(&world, 1400), "cannot go from 1500 down to 1400");
     assert_eq!(judge(&world, 9000), Verdict::Allow);
 }
@@ -97,7 +101,7 @@ fn an_edit_is_not_refused_for_what_it_leaves_as_it_was() {
         "keeps NetworkAttachmentDefinition",
     );
     let mut world = world();
-    world.users.apply(Kind::Pod, &pod("blue"));
+    world.users.apply(WorkloadKind::Pod, &pod("blue"));
     let judge = |new: Value| {
         let old =
             map(json!({"spec": {"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns"]}}}));
@@ -108,34 +112,38 @@ fn an_edit_is_not_refused_for_what_it_leaves_as_it_was() {
     refuses(&judge(json!({"bridge": "br-blue", "mtu": 1300})), "cannot go from 1500 down to 1300");
 }
 
-fn object(kind: Kind, value: Value) -> Facts {
+fn object(kind: WorkloadKind, value: Value) -> WorkloadRefs {
     user::read(kind, "ns", Some(&map(value)))
 }
 
-fn pod(networks: &str) -> Facts {
+fn pod(networks: &str) -> WorkloadRefs {
     let annotations = json!({"k8s.v1.cni.cncf.io/networks": networks});
-    object(Kind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
+    object(WorkloadKind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
 }
 
-fn judge_user(world: &World, kind: Kind, new: &Facts, old: &Facts) -> Verdict {
+fn judge_user(world: &ClusterState, kind: WorkloadKind, new: &WorkloadRefs, old: &WorkloadRefs) -> Verdict {
     user::judge(world, kind, new, &user::added(new, old))
 }
 
-fn nobody() -> Facts {
-    user::read(Kind::Pod, "ns", None)
+fn nobody() -> WorkloadRefs {
+    user::read(WorkloadKind::Pod, "ns", None)
 }
 
 #[test]
 fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
     let annotated = json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}});
     let machine = json!({"networks": [{"multus": {"networkName": "ns/old"}}]});
-    for kind in Kind::ALL {
+    for kind in WorkloadKind::ALL {
         let value = match kind {
-            Kind::Pod => json!({"metadata": annotated["metadata"]}),
-            Kind::CronJob => json!({"spec": {"jobTemplate": {"spec": {"template": annotated}}}}),
-            Kind::VirtualMachine => json!({"spec": {"template": {"spec": machine}}}),
-            Kind::VirtualMachineInstance => json!({"spec": machine}),
-            Kind::DaemonSet | Kind::Deployment | Kind::Job | Kind::ReplicaSet | Kind::StatefulSet => {
+            WorkloadKind::Pod => json!({"metadata": annotated["metadata"]}),
+            WorkloadKind::CronJob => json!({"spec": {"jobTemplate": {"spec": {"template": annotated}}}}),
+            WorkloadKind::VirtualMachine => json!({"spec": {"template": {"spec": machine}}}),
+            WorkloadKind::VirtualMachineInstance => json!({"spec": machine}),
+            WorkloadKind::DaemonSet
+            | WorkloadKind::Deployment
+            | WorkloadKind::Job
+            | WorkloadKind::ReplicaSet
+            | WorkloadKind::StatefulSet => {
                 json!({"spec": {"template": annotated}})
             }
         };
@@ -152,19 +160,21 @@ fn a_new_reference_to_what_goes_is_refused_in_every_kind() {
 
 #[test]
 fn whoever_had_the_reference_keeps_it_and_what_an_old_user_makes_is_let_in() {
-    let judge = |world: &World, new: &Facts, old: &Facts| judge_user(world, Kind::Pod, new, old);
+    let judge = |world: &ClusterState, new: &WorkloadRefs, old: &WorkloadRefs| {
+        judge_user(world, WorkloadKind::Pod, new, old)
+    };
     assert_eq!(judge(&world(), &pod("blue"), &nobody()), Verdict::Allow);
     assert_eq!(judge(&world(), &pod("old"), &pod("blue,old")), Verdict::Allow);
     refuses(&judge(&world(), &pod("blue,old"), &pod("blue")), "ns/old");
     let owner = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "set", "uid": "u", "controller": true}]);
     let owned = object(
-        Kind::Pod,
+        WorkloadKind::Pod,
         json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}, "ownerReferences": owner}}),
     );
     refuses(&judge(&world(), &owned, &nobody()), "old");
     let mut world = world();
     let set = json!({"metadata": {"name": "set", "namespace": "ns"}, "spec": {"template": {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}}}});
-    world.users.apply(Kind::ReplicaSet, &object(Kind::ReplicaSet, set));
+    world.users.apply(WorkloadKind::ReplicaSet, &object(WorkloadKind::ReplicaSet, set));
     assert_eq!(judge(&world, &owned, &nobody()), Verdict::Allow);
 }
 
@@ -173,7 +183,7 @@ fn an_object_that_cannot_be_read_names_nothing() {
     for junk in
         [json!({"spec": 7}), json!({"metadata": 7}), json!({"metadata": {}, "spec": {"template": []}})]
     {
-        for kind in Kind::ALL {
+        for kind in WorkloadKind::ALL {
             let facts = object(kind, junk.clone());
             assert_eq!(judge_user(&world(), kind, &facts, &nobody()), Verdict::Allow, "{junk}");
         }
@@ -186,7 +196,7 @@ fn a_judgement_costs_no_more_however_many_attachments_there_are() {
     for number in 0..1000 {
         let name = format!("going-{number}");
         world.networks.insert(name.clone(), network(&name, &json!({}), true));
-        let marked = plan::network::Attachment {
+        let marked = plan::network::NadState {
             uid: name.clone(),
             version: "1".to_owned(),
             deleting: false,
@@ -196,21 +206,21 @@ fn a_judgement_costs_no_more_however_many_attachments_there_are() {
             config: None,
             joins: None,
         };
-        let all = world.attachments.as_mut().unwrap();
+        let all = world.nads.as_mut().unwrap();
         for namespace in 0..10 {
             let at = api::selection::Reference::new(format!("n{namespace}"), name.as_str());
             let place = Some(api::attachment::place(&format!("uid-{name}"), &at));
-            all.insert(at, plan::network::Attachment { place, ..marked.clone() });
+            all.insert(at, plan::network::NadState { place, ..marked.clone() });
         }
     }
     let named = pod("blue");
     // The best of several: what is measured is the judgement, not this machine's other work.
     let best = (0..20).map(|_| {
         let begun = std::time::Instant::now();
-        assert_eq!(judge_user(&world, Kind::Pod, &named, &nobody()), Verdict::Allow);
+        assert_eq!(judge_user(&world, WorkloadKind::Pod, &named, &nobody()), Verdict::Allow);
         begun.elapsed()
     });
     let best = best.min().unwrap();
     assert!(best.as_micros() < 2000, "{best:?}");
-    refuses(&judge_user(&world, Kind::Pod, &pod("n7/going-7"), &nobody()), "going-7");
+    refuses(&judge_user(&world, WorkloadKind::Pod, &pod("n7/going-7"), &nobody()), "going-7");
 }

@@ -6,26 +6,26 @@ use std::collections::BTreeSet;
 
 use api::selection::Reference;
 use plan::{
-    network::{self, World},
-    users::{Facts, Kind},
+    network::{self, ClusterState},
+    users::{WorkloadKind, WorkloadRefs},
 };
 use serde_json::{Map, Value};
 
 use super::Verdict;
-use crate::object::{self, WorkloadObject};
+use crate::cache::project::{self, WorkloadObject};
 
 /// What the object says, if there is one that can be read.
-pub fn read(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) -> Facts {
+pub fn read(kind: WorkloadKind, namespace: &str, object: Option<&Map<String, Value>>) -> WorkloadRefs {
     let object = object.cloned().map(Value::Object).unwrap_or_default();
-    let Ok(object) = serde_json::from_value::<WorkloadObject>(object) else { return Facts::default() };
-    let facts = object::workload(kind, object);
+    let Ok(object) = serde_json::from_value::<WorkloadObject>(object) else { return WorkloadRefs::default() };
+    let facts = project::workload(kind, object);
     // Some requests name the namespace in their address only.
     let namespace = if facts.namespace.is_empty() { namespace.to_owned() } else { facts.namespace };
-    Facts { namespace, ..facts }
+    WorkloadRefs { namespace, ..facts }
 }
 
 /// What the object names and did not name before. Annotations can be long: they are read before anything is locked.
-pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
+pub fn added(new: &WorkloadRefs, old: &WorkloadRefs) -> BTreeSet<Reference> {
     if new.finished {
         return BTreeSet::new();
     }
@@ -34,11 +34,17 @@ pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
 }
 
 /// Refuses new references to a network that is going, unless whatever controls the object has had one all along.
-pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<Reference>) -> Verdict {
+pub fn judge(
+    world: &ClusterState,
+    kind: WorkloadKind,
+    new: &WorkloadRefs,
+    added: &BTreeSet<Reference>,
+) -> Verdict {
     let going = |at| network::networks_of(world, at).filter(|network| network.deleting.is_some());
     let asked = added.iter().flat_map(|at| going(at).map(move |network| (at, network)));
     for (attachment, network) in asked {
-        let owned = new.owner.iter().flat_map(|(kind, name)| world.users.named(*kind, &new.namespace, name));
+        let owned =
+            new.owner.iter().flat_map(|(kind, name)| world.users.references_of(*kind, &new.namespace, name));
         if owned.flat_map(going).any(|had| had.uid == network.uid) {
             continue;
         }

@@ -241,10 +241,10 @@ impl Shared {
             // A network that there is not has no links here; one that is not known yet may have.
             return read(&view, Code::TryAgainLater);
         };
-        let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
+        let hosts = valid.iter().map(|valid| attachment::host_ifname(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
         let ends =
-            attach::ends(&attachment::alias_of_config(uid, &config.name)).map_err(|error| failed(&error))?;
+            attach::ends(&attachment::alias_prefix(uid, &config.name)).map_err(|error| failed(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
         for host in names.filter(|name| !keep.contains(name)) {
@@ -328,7 +328,7 @@ pub(super) fn whose(request: &Request) -> Result<Whose<'_>, Error> {
     if ifname.is_empty() {
         return Err(refused("CNI_IFNAME is missing"));
     }
-    let host = attachment::host_end(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
+    let host = attachment::host_ifname(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
     Ok(Whose { container_id, ifname, host })
 }
 

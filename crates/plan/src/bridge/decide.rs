@@ -15,7 +15,7 @@ use super::{
     uplink,
 };
 use crate::{
-    clash::{self, Claim, Clash},
+    conflict::{self, Conflict, NodeResources},
     nodenetwork::{Admin, Link},
 };
 
@@ -49,7 +49,7 @@ pub fn plan(view: &View<'_>) -> Plan {
     let seen = Seen::new(view);
     let networks: BTreeMap<&str, &Network> =
         view.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
-    let clashes = clash::losers(&claims(view));
+    let clashes = conflict::conflicts(&claims(view));
     let (uids, left_out) = chosen(&seen, &networks);
     let mut plan = Plan { left_out, ..Plan::default() };
     for uid in uids {
@@ -58,9 +58,9 @@ pub fn plan(view: &View<'_>) -> Plan {
     plan
 }
 
-fn claims(view: &View<'_>) -> Vec<Claim> {
+fn claims(view: &View<'_>) -> Vec<NodeResources> {
     let wanted = view.networks.iter().filter(|network| network.wish == Wish::Have);
-    wanted.map(Claim::of).collect()
+    wanted.map(NodeResources::of).collect()
 }
 
 /// The networks to decide about, and the names of those for which there is no room: the youngest of which this node
@@ -87,13 +87,13 @@ fn one<'a>(
     seen: &Seen<'a>,
     uid: &'a str,
     network: Option<&'a Network>,
-    clash: Option<&Clash>,
+    conflict: Option<&Conflict>,
     plan: &mut Plan,
 ) {
-    let wanted = network.filter(|network| network.wish == Wish::Have && clash.is_none());
+    let wanted = network.filter(|network| network.wish == Wish::Have && conflict.is_none());
     let mut draft = match wanted {
         Some(network) => take_part(seen, network),
-        None => leave(seen, uid, network, clash),
+        None => leave(seen, uid, network, conflict),
     };
     let pending = !draft.actions.is_empty();
     let settled = wanted.map(|network| settled(seen, network));
@@ -201,12 +201,12 @@ fn pods_back(seen: &Seen<'_>, uid: &str, bridge: &Link) -> Vec<Action> {
 }
 
 /// Removes what was made for a network, unless pods are on it.
-fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, clash: Option<&Clash>) -> Draft {
+fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, conflict: Option<&Conflict>) -> Draft {
     let links = seen.made(uid);
     let bridges = links.iter().filter(|(made, _)| *made == Made::Bridge).map(|(_, link)| *link);
     let pods: usize = bridges.clone().map(|bridge| seen.pods_on(bridge).count()).sum();
     if pods > 0 {
-        return in_use(seen, network, clash, pods);
+        return in_use(seen, network, conflict, pods);
     }
     let of = |wanted: Made| links.iter().filter(move |(made, _)| *made == wanted);
     let delete = |(_, link): &(Made, &Link)| Action::Delete { link: link.index };
@@ -220,8 +220,8 @@ fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, clash: Option<&C
     if seen.view.records.contains_key(uid) {
         actions.push(Action::Forget);
     }
-    let problem = match clash {
-        Some(clash) => Problem::new(reason::CONFLICT, clash.to_string()),
+    let problem = match conflict {
+        Some(conflict) => Problem::new(reason::CONFLICT, conflict.to_string()),
         None => Problem::new(reason::LEAVING, "the links of this network are being removed"),
     };
     Draft { actions, problem: Some(problem), ..Draft::default() }
@@ -229,11 +229,11 @@ fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, clash: Option<&C
 
 /// A network that should go and cannot, because pods are on it. Their links are kept as they should be, but nothing is
 /// made for it any more.
-fn in_use(seen: &Seen<'_>, network: Option<&Network>, clash: Option<&Clash>, pods: usize) -> Draft {
+fn in_use(seen: &Seen<'_>, network: Option<&Network>, conflict: Option<&Conflict>, pods: usize) -> Draft {
     let pods = if pods == 1 { "1 pod is".to_owned() } else { format!("{pods} pods are") };
-    if let Some(clash) = clash {
+    if let Some(conflict) = conflict {
         let message =
-            format!("{clash}; {pods} still on the bridge of this one, which stays until they are gone");
+            format!("{conflict}; {pods} still on the bridge of this one, which stays until they are gone");
         return Draft { problem: Some(Problem::new(reason::CONFLICT, message)), ..Draft::default() };
     }
     let message = format!("{pods} still on the bridge; the network goes from this node when they are gone");
