@@ -139,8 +139,8 @@ impl LiveReader {
         }
         let api = self.all::<NadObject>(&project::nads());
         let visit = |it| {
-            if let Some((at, one)) = project::nad(it)
-                && let Some(uid) = one.owner_uid(&at).filter(|uid| networks.contains(*uid))
+            if let Some((at, nad)) = project::nad(it)
+                && let Some(uid) = nad.owner_uid(&at).filter(|uid| networks.contains(*uid))
             {
                 owners.insert(uid.to_owned());
             }
@@ -188,7 +188,9 @@ impl LiveReader {
         }
         let api = self.all::<NodeNetworkObject>(&project::node_networks());
         let visit = |it| {
-            let Some((node, report)) = project::report(it).filter(|(node, _)| exists(node)) else { return };
+            let Some((node, report)) = project::node_report(it).filter(|(node, _)| exists(node)) else {
+                return;
+            };
             let uids = report.networks.into_keys().filter(|uid| networks.contains(uid));
             listed.extend(uids.map(|uid| (uid, node.clone())));
         };
@@ -197,13 +199,13 @@ impl LiveReader {
     }
 
     /// The networks of these that exist.
-    async fn networks(&self, wanted: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
+    async fn networks(&self, uids: &BTreeSet<String>) -> Result<BTreeSet<String>, call::Error> {
         let mut live = BTreeSet::new();
-        if wanted.is_empty() {
+        if uids.is_empty() {
             return Ok(live);
         }
         let api = self.all::<NetworkObject>(&project::networks());
-        let visit = |it: NetworkObject| live.extend(it.metadata.uid.filter(|uid| wanted.contains(uid)));
+        let visit = |it: NetworkObject| live.extend(it.metadata.uid.filter(|uid| uids.contains(uid)));
         self.each(api, ListParams::default().limit(PAGE_SIZE), visit).await?;
         Ok(live)
     }
@@ -279,6 +281,6 @@ fn uses(kind: WorkloadKind, refs: &WorkloadRefs, nads: &BTreeSet<Reference>) -> 
     if !refs.is_user(kind) {
         return Vec::new();
     }
-    let named = refs.references().into_iter().filter(|one| nads.contains(one));
-    named.map(|one| (one, format!("{} {}/{}", kind.name(), refs.namespace, refs.name))).collect()
+    let named = refs.references().into_iter().filter(|at| nads.contains(at));
+    named.map(|at| (at, format!("{} {}/{}", kind.name(), refs.namespace, refs.name))).collect()
 }

@@ -1,7 +1,7 @@
-//! Which of several networks that want the same thing of a node gets it.
+//! Conflicts between networks that need the same resource of a node.
 //!
-//! The oldest does, and of two of one age the one whose name comes first. A network that loses one thing claims nothing
-//! at all: what else it wanted is free for the next.
+//! The oldest network wins; among networks of the same age the first by name. A network that loses one resource owns none:
+//! its other resources are free for younger networks.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -10,20 +10,20 @@ use jiff::Timestamp;
 
 use crate::bridge::{Network, Overlay, Uid};
 
-/// What one network wants of a node for itself alone.
+/// The resources of a node that one network needs exclusively.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeResources {
     pub name: String,
     pub uid: Uid,
     pub created: Timestamp,
     pub bridge: IfName,
-    /// The name of the VXLAN device, and what it is set to.
+    /// The name of the VXLAN device, and its VNI and port.
     pub vxlan: Option<(IfName, Overlay)>,
     pub uplink: Option<IfName>,
 }
 
 impl NodeResources {
-    /// What a network wants of every node that it is on.
+    /// The resources that a network needs on each of its nodes.
     pub fn of(network: &Network) -> Self {
         Self {
             name: network.name.clone(),
@@ -36,22 +36,22 @@ impl NodeResources {
     }
 }
 
-/// Why a network does not get what it wants.
+/// A resource that a network needs and an older one owns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Conflict {
-    /// The name of the network that has it.
+    /// The name of the network that owns the resource.
     pub owner: String,
     pub resource: ContestedResource,
 }
 
-/// What two networks both want.
+/// A resource that two networks need.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ContestedResource {
     Bridge(IfName),
     Vxlan(IfName),
     Overlay(Overlay),
     Uplink(IfName),
-    /// A link that one wants to make and the other has as its uplink.
+    /// A link that one network creates and the other uses in another role.
     Link(IfName),
 }
 
@@ -68,7 +68,7 @@ impl fmt::Display for Conflict {
     }
 }
 
-/// The networks that do not get what they want, if all of these are on one node.
+/// The networks that lose a conflict, if all of these share a node.
 pub fn conflicts(all: &[NodeResources]) -> BTreeMap<Uid, Conflict> {
     let mut by_age: Vec<&NodeResources> = all.iter().collect();
     by_age.sort_by_key(|resources| (resources.created, &resources.name, &resources.uid));
@@ -83,7 +83,7 @@ pub fn conflicts(all: &[NodeResources]) -> BTreeMap<Uid, Conflict> {
     conflicts
 }
 
-/// What a link is to the network that has it.
+/// The role of a link in its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkRole {
     Bridge,
@@ -91,7 +91,7 @@ enum LinkRole {
     Uplink,
 }
 
-/// What the older networks have.
+/// The resources of the older networks.
 #[derive(Default)]
 struct OwnedResources<'a> {
     links: BTreeMap<&'a IfName, (LinkRole, &'a str)>,
@@ -163,17 +163,17 @@ mod tests {
         NodeResources { uplink: Some(name.parse().unwrap()), ..resources }
     }
 
-    /// Each loser with the sentence about it.
+    /// The UID of each loser and the message.
     fn messages(all: &[NodeResources]) -> Vec<(String, String)> {
         conflicts(all).into_iter().map(|(uid, conflict)| (uid, conflict.to_string())).collect()
     }
 
-    fn loser(uid: &str, sentence: &str) -> Vec<(String, String)> {
-        vec![(uid.to_owned(), sentence.to_owned())]
+    fn loser(uid: &str, message: &str) -> Vec<(String, String)> {
+        vec![(uid.to_owned(), message.to_owned())]
     }
 
     #[test]
-    fn networks_that_want_different_things_live_side_by_side() {
+    fn networks_with_distinct_resources_do_not_conflict() {
         let all = [
             vxlan(resources("a", 1), 1, 4789),
             vxlan(resources("b", 2), 1, 4790),
@@ -185,8 +185,8 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_wins_whatever_they_clash_about() {
-        for (old, new, sentence) in [
+    fn the_oldest_wins_every_kind_of_conflict() {
+        for (old, new, message) in [
             (
                 bridge(resources("old", 9), "br0"),
                 bridge(resources("new", 1), "br0"),
@@ -218,20 +218,20 @@ mod tests {
                 "link vx-old belongs to BridgeNetwork old, which is older",
             ),
         ] {
-            let wanted = loser("uid-new", sentence);
+            let wanted = loser("uid-new", message);
             assert_eq!(messages(&[old.clone(), new.clone()]), wanted);
             assert_eq!(messages(&[new, old]), wanted);
         }
     }
 
     #[test]
-    fn of_two_of_one_age_the_first_by_name_wins() {
+    fn among_networks_of_the_same_age_the_first_by_name_wins() {
         let both = [bridge(resources("b", 1), "br0"), bridge(resources("a", 1), "br0")];
         assert_eq!(messages(&both), loser("uid-b", "bridge br0 belongs to BridgeNetwork a, which is older"));
     }
 
     #[test]
-    fn a_loser_claims_nothing() {
+    fn a_loser_owns_nothing() {
         let all = [
             bridge(resources("first", 9), "br0"),
             uplink(bridge(resources("second", 5), "br0"), "eth1"),
@@ -245,7 +245,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_two_winners_share_anything_and_order_does_not_matter(
+        fn winners_share_nothing_and_the_order_does_not_matter(
             wanted in proptest::collection::vec((0..3_i64, 0..3_u8, 0..4_u8, 0..3_u32), 0..8),
             rotation in 0..8_usize,
         ) {

@@ -1,7 +1,7 @@
-//! Who uses which attachment: the index that deletion and admission ask.
+//! The users of each NetworkAttachmentDefinition (NAD): the index that deletion and admission query.
 //!
-//! Fed with every pod, workload and virtual machine as it comes and goes; keeps names only. What it answers costs as much
-//! as there are users of the attachments in question, however large the cluster is.
+//! The watches of pods, workloads and virtual machines update it; it stores only names. A query costs as much as the NADs in
+//! question have users, however large the cluster is.
 
 #[cfg(test)]
 mod tests;
@@ -14,7 +14,7 @@ use std::{
 
 use api::selection::{self, Reference};
 
-/// The kinds that can use a network.
+/// A kind that can use a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum WorkloadKind {
     CronJob,
@@ -29,7 +29,6 @@ pub enum WorkloadKind {
 }
 
 impl WorkloadKind {
-    /// All of them.
     pub const ALL: [Self; 9] = [
         Self::CronJob,
         Self::DaemonSet,
@@ -42,7 +41,7 @@ impl WorkloadKind {
         Self::VirtualMachineInstance,
     ];
 
-    /// Its name in manifests.
+    /// The kind in manifests.
     pub fn name(self) -> &'static str {
         match self {
             Self::CronJob => "CronJob",
@@ -57,7 +56,7 @@ impl WorkloadKind {
         }
     }
 
-    /// Its API group.
+    /// The API group.
     pub fn group(self) -> &'static str {
         match self {
             Self::CronJob | Self::Job => "batch",
@@ -67,31 +66,31 @@ impl WorkloadKind {
         }
     }
 
-    /// The kind that is called so, if it is one of these.
+    /// The kind with this group and name.
     pub fn find(group: &str, name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.group() == group && kind.name() == name)
     }
 }
 
-/// An object that may use networks, as far as anything is decided by it.
+/// The part of a pod, workload or virtual machine that decides which NADs it uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WorkloadRefs {
     pub namespace: String,
     pub name: String,
-    /// The annotation that names networks: the pod's own, or that of the template.
+    /// The networks annotation of the pod or of the pod template.
     pub networks: Option<String>,
-    /// The annotation that names the default network.
+    /// The default-network annotation.
     pub default_network: Option<String>,
-    /// The networks that a virtual machine names.
+    /// The multus networks of a virtual machine.
     pub multus: Vec<String>,
-    /// It has run to its end, for good.
+    /// It has completed and does not run again.
     pub finished: bool,
-    /// What controls it, if that is of a kind which is indexed itself.
+    /// The controlling owner, if its kind is indexed.
     pub owner: Option<(WorkloadKind, String)>,
 }
 
 impl WorkloadRefs {
-    /// The attachments that it names, sorted, each once, and no more than an object may name.
+    /// The NADs that it names: sorted, without duplicates, limited to [`selection::MAX_REFERENCES`].
     pub fn references(&self) -> Vec<Reference> {
         let annotated =
             selection::references(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
@@ -99,14 +98,14 @@ impl WorkloadRefs {
         selection::first(annotated.into_iter().chain(multus))
     }
 
-    /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is
-    /// counted through that.
+    /// Whether it counts as a user. A pod does until it has finished; any other object with an owner is counted through that
+    /// owner.
     pub fn is_user(&self, kind: WorkloadKind) -> bool {
         !self.finished && (kind == WorkloadKind::Pod || self.owner.is_none())
     }
 }
 
-/// A user. Ordered by kind, namespace and name.
+/// An object that uses a NAD. Ordered by kind, namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct User {
     pub kind: WorkloadKind,
@@ -120,20 +119,20 @@ impl fmt::Display for User {
     }
 }
 
-/// The users of one network: how many, and the first of them.
+/// The number of users of a network, and the first of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UserSummary {
     pub count: usize,
     pub first: Vec<User>,
 }
 
-/// The index.
+/// The users by NAD, and the NADs by user.
 #[derive(Debug, Default)]
 pub struct UserIndex {
     objects: HashMap<Arc<User>, IndexEntry>,
     nads: HashMap<Arc<Reference>, NadUsers>,
     namespaces: HashSet<Arc<str>>,
-    /// How often each kind was listed anew.
+    /// The number of relists of each kind.
     relists: HashMap<WorkloadKind, u32>,
 }
 
@@ -141,11 +140,11 @@ pub struct UserIndex {
 struct IndexEntry {
     references: Box<[Arc<Reference>]>,
     is_user: bool,
-    /// The listing that it was last seen in.
+    /// The last relist that contained the object.
     relist: u32,
 }
 
-/// Those who use one attachment. Anybody can make up names, and each has one user then: that one takes no set.
+/// The users of one NAD. Anyone can create pods that name many nonexistent NADs, so a single user needs no set.
 #[derive(Debug)]
 enum NadUsers {
     One { user: Arc<User>, names_several: bool },
@@ -155,12 +154,12 @@ enum NadUsers {
 #[derive(Debug, Default)]
 struct UserSet {
     all: BTreeSet<Arc<User>>,
-    /// Those that name another attachment too, and so may be met twice.
+    /// The users that name more than one NAD, so that a query over several NADs may find them twice.
     names_several: BTreeSet<Arc<User>>,
 }
 
 impl NadUsers {
-    /// One more, who is not there yet.
+    /// Adds a user that is not in the set.
     fn add(&mut self, user: Arc<User>, names_several: bool) {
         let set = match self {
             Self::Many(set) => set,
@@ -174,7 +173,7 @@ impl NadUsers {
         set.add(user, names_several);
     }
 
-    /// One less; says whether nobody is left.
+    /// Removes a user and returns whether none is left.
     fn remove(&mut self, user: &User) -> bool {
         match self {
             Self::One { user: only, .. } => **only == *user,
@@ -220,7 +219,7 @@ impl UserSet {
 }
 
 impl UserIndex {
-    /// Takes in an object as it is now, and says whether that is news. One that names nothing takes no room.
+    /// Updates an object and returns whether that changed the index. An object that names no NAD is not stored.
     pub fn apply(&mut self, kind: WorkloadKind, refs: &WorkloadRefs) -> bool {
         let references = refs.references();
         if references.is_empty() {
@@ -252,18 +251,18 @@ impl UserIndex {
         true
     }
 
-    /// Forgets an object, and says whether it was known.
+    /// Removes an object and returns whether it was in the index.
     pub fn delete(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> bool {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         self.remove(&user)
     }
 
-    /// A new list of this kind begins: what it does not name has gone when it ends.
+    /// Starts a relist of this kind. [`UserIndex::finish_relist`] removes the objects that it does not contain.
     pub fn start_relist(&mut self, kind: WorkloadKind) {
         *self.relists.entry(kind).or_default() += 1;
     }
 
-    /// The list is complete; says whether anything has gone.
+    /// Finishes a relist and returns whether objects were removed.
     pub fn finish_relist(&mut self, kind: WorkloadKind) -> bool {
         let relist = self.relists.get(&kind).copied().unwrap_or_default();
         let removed = |(user, entry): (&Arc<User>, &IndexEntry)| {
@@ -276,30 +275,30 @@ impl UserIndex {
         !removed.is_empty()
     }
 
-    /// Forgets all objects of a kind, because the kind itself is gone.
+    /// Removes all objects of a kind that no longer exists.
     pub fn clear(&mut self, kind: WorkloadKind) -> bool {
         self.start_relist(kind);
         self.finish_relist(kind)
     }
 
-    /// The users of any of these attachments, each counted once, and the first of them in order.
+    /// The users of any of these NADs, each counted once, and the first of them in order.
     pub fn summary<'a>(&self, nads: impl IntoIterator<Item = &'a Reference>, first: usize) -> UserSummary {
         let found: Vec<&NadUsers> = nads.into_iter().filter_map(|it| self.nads.get(it)).collect();
         if let [only] = found[..] {
             return UserSummary { count: only.len(), first: only.first(first).cloned().collect() };
         }
-        let mut met = HashSet::new();
+        let mut seen = HashSet::new();
         let mut count = 0;
         let mut heads = BTreeSet::new();
         for users in found {
-            let again = users.names_several().filter(|user| !met.insert(*user)).count();
-            count += users.len() - again;
+            let repeated = users.names_several().filter(|user| !seen.insert(*user)).count();
+            count += users.len() - repeated;
             heads.extend(users.first(first));
         }
         UserSummary { count, first: heads.into_iter().take(first).cloned().collect() }
     }
 
-    /// What this object, as last seen, names; it need not count as a user itself.
+    /// The NADs that an indexed object names, whether or not it counts as a user.
     pub fn references_of(
         &self,
         kind: WorkloadKind,
@@ -311,12 +310,12 @@ impl UserIndex {
         entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
     }
 
-    /// How many objects name a network at all.
+    /// The number of objects that name any NAD.
     pub fn len(&self) -> usize {
         self.objects.len()
     }
 
-    /// Whether nobody names any network.
+    /// Whether no object names any NAD.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
     }
@@ -332,10 +331,10 @@ impl UserIndex {
         true
     }
 
-    /// Namespaces are few and named often: each is kept once.
+    /// Interns the namespace: there are few, and each has many users.
     fn user(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> Arc<User> {
-        let known = self.namespaces.get(namespace).cloned();
-        let namespace = known.unwrap_or_else(|| {
+        let interned = self.namespaces.get(namespace).cloned();
+        let namespace = interned.unwrap_or_else(|| {
             let namespace: Arc<str> = namespace.into();
             self.namespaces.insert(namespace.clone());
             namespace

@@ -154,7 +154,7 @@ pub async fn a_node_that_carries_less_joins_a_used_overlay(lab: Lab) -> Result<(
         let network = cluster.condition("asks", "MtuReduced", "True").await?;
         let message = &condition(&network, "MtuReduced").context("MtuReduced")?["message"];
         println!("{message}");
-        let told = "spec.mtu is 1450, but node joins-b can carry 1350; 1450 stays in force";
+        let told = "spec.mtu is 1450, but node joins-b carries at most 1350; MTU 1450 stays in effect";
         ensure!(message.as_str().is_some_and(|it| it.contains(told)), "{message}");
         ensure!(network["status"]["mtu"] == 1450, "{network:#}");
         cluster.until("unused", "what the new node carries", |it| it["status"]["mtu"] == 1350).await?;

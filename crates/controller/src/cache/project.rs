@@ -94,7 +94,7 @@ pub struct NodeNetworkReport {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadSpec {
-    template: Option<Template>,
+    template: Option<PodTemplate>,
     job_template: Option<JobTemplate>,
     networks: Option<Vec<VmNetwork>>,
 }
@@ -106,11 +106,11 @@ struct JobTemplate {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 struct JobSpec {
-    template: Option<Template>,
+    template: Option<PodTemplate>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Template {
+struct PodTemplate {
     metadata: Option<TemplateMeta>,
     spec: Option<TemplateSpec>,
 }
@@ -127,12 +127,12 @@ struct TemplateSpec {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 struct VmNetwork {
-    multus: Option<Multus>,
+    multus: Option<MultusNetwork>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Multus {
+struct MultusNetwork {
     network_name: Option<String>,
 }
 
@@ -208,7 +208,7 @@ pub fn node(object: NodeObject) -> Option<(String, NodeState)> {
     Some((object.metadata.name?, NodeState { uid: object.metadata.uid?, labels, not_ready_reason }))
 }
 
-pub fn report(object: NodeNetworkObject) -> Option<(String, NodeReport)> {
+pub fn node_report(object: NodeNetworkObject) -> Option<(String, NodeReport)> {
     let status = object.status.map(Lenient::or_default).unwrap_or_default();
     let networks = status.networks.into_iter().map(|network| (network.uid.clone(), network)).collect();
     Some((object.metadata.name?, NodeReport { vtep: status.vtep, networks }))

@@ -100,7 +100,7 @@ impl CacheFiller {
     }
 
     async fn networks(&self) {
-        let put = |state: &mut ClusterState, object| {
+        let read = |state: &mut ClusterState, object| {
             let mut network = project::network(object, Timestamp::now())?;
             let old = state.networks.get(&network.name).filter(|old| old.uid == network.uid);
             if let (Some(since), Some(_)) = (old.and_then(|old| old.deleting), network.deleting) {
@@ -109,7 +109,7 @@ impl CacheFiller {
             Some((network.name.clone(), network))
         };
         let stream = self.all(&project::networks(), Call::WatchNetworks);
-        self.mirror(CacheSource::Networks, stream, |state| Some(&mut state.networks), put).await;
+        self.mirror(CacheSource::Networks, stream, |state| Some(&mut state.networks), read).await;
     }
 
     async fn nodes(&self) {
@@ -124,7 +124,7 @@ impl CacheFiller {
             CacheSource::NodeNetworks,
             stream,
             |state| Some(&mut state.reports),
-            |_, it| project::report(it),
+            |_, it| project::node_report(it),
         )
         .await;
     }
@@ -138,14 +138,14 @@ impl CacheFiller {
     async fn namespaces(&self) {
         let api = Api::<PartialObjectMeta<Namespace>>::all(self.client.clone());
         let stream = cache_events(watcher(api, watch::all()), self.metrics.clone(), Call::WatchNamespaces);
-        let put = |_: &mut ClusterState, object: PartialObjectMeta<Namespace>| {
-            let state = match object.metadata.deletion_timestamp {
+        let read = |_: &mut ClusterState, object: PartialObjectMeta<Namespace>| {
+            let phase = match object.metadata.deletion_timestamp {
                 Some(_) => network::NamespacePhase::Terminating,
                 None => network::NamespacePhase::Active,
             };
-            Some((object.metadata.name?, state))
+            Some((object.metadata.name?, phase))
         };
-        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), put).await;
+        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read).await;
     }
 
     async fn nads(&self) {
@@ -158,9 +158,9 @@ impl CacheFiller {
             let map: fn(&mut ClusterState) -> Option<&mut BTreeMap<Reference, network::NadState>> =
                 |state| state.nads.as_mut();
             self.mirror(CacheSource::Nads, stream, map, |state, it| {
-                let (at, one) = project::nad(it)?;
+                let (at, nad) = project::nad(it)?;
                 state.changed_nads.insert(at.clone());
-                Some((at, one))
+                Some((at, nad))
             })
         };
         let clear = |state: &mut ClusterState| state.nads.take().is_some();
@@ -177,12 +177,12 @@ impl CacheFiller {
         let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
         let stream = watcher(api, watch::all().fields(LIVE_PODS));
         let stream = cache_events(stream, self.metrics.clone(), Call::WatchUsers);
-        self.index(WorkloadKind::Pod, stream, |object| project::pod(&object.metadata)).await;
+        self.index_users(WorkloadKind::Pod, stream, |object| project::pod(&object.metadata)).await;
     }
 
     async fn workloads(&self, kind: WorkloadKind) {
         let stream = self.all(&project::workloads(kind), Call::WatchUsers);
-        self.index(kind, stream, move |object| project::workload(kind, object)).await;
+        self.index_users(kind, stream, move |object| project::workload(kind, object)).await;
     }
 
     async fn virtual_machines(&self, kind: WorkloadKind) {
@@ -251,7 +251,7 @@ impl CacheFiller {
 
     /// Mirrors a watch of one kind into the index of users. Returns when a kind that was listed is no longer served: its
     /// objects cannot use anything, and a watch that resumed later would not list the existing ones.
-    async fn index<K>(
+    async fn index_users<K>(
         &self,
         kind: WorkloadKind,
         stream: impl Stream<Item = CacheEvent<K>>,
@@ -301,12 +301,12 @@ impl CacheFiller {
         let api = Api::<PartialObjectMeta<CustomResourceDefinition>>::all(self.client.clone());
         let stream = watcher(api, watch::by_name(name));
         let mut definition = pin!(cache_events(stream, self.metrics.clone(), Call::WatchKinds));
-        let mut following: Option<Pin<Box<F>>> = None;
+        let mut watching: Option<Pin<Box<F>>> = None;
         let mut listed = false;
         loop {
             let event = tokio::select! {
                 event = definition.next() => event,
-                () = poll_watch(&mut following) => None,
+                () = poll_watch(&mut watching) => None,
             };
             let exists = match event {
                 None => return,
@@ -321,11 +321,11 @@ impl CacheFiller {
                 Some(CacheEvent::Deleted(_) | CacheEvent::NotServed) => false,
                 Some(CacheEvent::ListDone) => listed,
             };
-            if exists && following.is_none() {
+            if exists && watching.is_none() {
                 info!(kind = name, "the kind exists, watching it");
-                following = Some(Box::pin(watch()));
+                watching = Some(Box::pin(watch()));
             } else if !exists {
-                if following.take().is_some() {
+                if watching.take().is_some() {
                     info!(kind = name, "the kind no longer exists, stopped watching it");
                 }
                 self.cache.update(&clear);
@@ -336,9 +336,9 @@ impl CacheFiller {
 }
 
 /// Polls the watch, if there is one.
-async fn poll_watch<F: Future<Output = ()>>(following: &mut Option<Pin<Box<F>>>) {
-    match following {
-        Some(following) => following.await,
+async fn poll_watch<F: Future<Output = ()>>(watching: &mut Option<Pin<Box<F>>>) {
+    match watching {
+        Some(watching) => watching.await,
         None => std::future::pending().await,
     }
 }
@@ -431,13 +431,13 @@ mod tests {
                     "ns",
                 );
                 let filler = CacheFiller { client, cache: ClusterCache::new(), metrics: Arc::default() };
-                let begin = [Err(failure(missing())), Ok(Event::Init)];
-                let end = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
-                let events = futures::stream::iter(begin.into_iter().chain(end));
+                let first = [Err(failure(missing())), Ok(Event::Init)];
+                let rest = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
+                let events = futures::stream::iter(first.into_iter().chain(rest));
                 let stream = events.chain(futures::stream::pending()).boxed();
                 let stream = cache_events(stream, Arc::default(), Call::WatchUsers);
-                let index = filler.index(kind, stream, |it| project::pod(&it.metadata));
-                let ended = tokio::time::timeout(std::time::Duration::from_mins(1), index).await;
+                let mirror = filler.index_users(kind, stream, |it| project::pod(&it.metadata));
+                let ended = tokio::time::timeout(std::time::Duration::from_mins(1), mirror).await;
                 assert_eq!(ended.is_ok(), left == 0, "{kind:?}: the watch is restarted");
                 assert_eq!(filler.cache.state().users.len(), left, "{kind:?}");
             }

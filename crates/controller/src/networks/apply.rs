@@ -118,7 +118,7 @@ impl ApplyOutcome {
     }
 }
 
-/// Writes what the plans of networks ask for, while this replica leads.
+/// Applies plans of networks, while this replica leads.
 pub struct NetworkWriter {
     client: Client,
     cache: ClusterCache,
@@ -366,7 +366,7 @@ impl NetworkWriter {
         created.map(drop).map_err(|source| Error::Nad { at: at.clone(), source })
     }
 
-    /// The UID makes the apply update this very object and never create nad.
+    /// The UID makes the apply update this very object and never create one.
     async fn apply_nad(
         &self,
         plan: &NetworkPlan,

@@ -55,17 +55,17 @@ struct NadWrites {
 /// The backoff of one failing operation.
 struct RetryState {
     not_before: Instant,
-    retry: Duration,
+    delay: Duration,
 }
 
 impl RetryState {
     /// The next backoff: twice the last one, up to [`MAX_RETRY`].
     fn after(last: Option<&Self>, now: Instant) -> Self {
-        let retry = last.map_or(MIN_RETRY, |last| (last.retry * 2).min(MAX_RETRY));
-        Self { not_before: now + retry, retry }
+        let delay = last.map_or(MIN_RETRY, |last| (last.delay * 2).min(MAX_RETRY));
+        Self { not_before: now + delay, delay }
     }
 
-    fn rest(&self, now: Instant) -> Option<Duration> {
+    fn remaining(&self, now: Instant) -> Option<Duration> {
         Some(self.not_before.saturating_duration_since(now)).filter(|rest| !rest.is_zero())
     }
 }
@@ -84,7 +84,7 @@ struct PendingNetwork {
 impl PendingState {
     /// Forgets deleted networks and expired entries.
     pub fn prune(&mut self, state: &ClusterState, now: Instant) {
-        let expired = |then: &Instant, pause| now.saturating_duration_since(*then) >= pause;
+        let expired = |then: &Instant, after| now.saturating_duration_since(*then) >= after;
         self.writes.retain(|_, writes| writes.times.back().is_some_and(|last| !expired(last, REPAIR_WINDOW)));
         self.events.retain(|_, last| !expired(last, EVENT_INTERVAL));
         let live: HashSet<&String> = state.networks.values().map(|network| &network.uid).collect();
@@ -188,7 +188,7 @@ impl PendingState {
     /// Backs off the live reads of a network.
     pub fn live_read_failed(&mut self, uid: &str, now: Instant) -> Duration {
         let retry = RetryState::after(self.live_read_failed.get(uid), now);
-        let wait = retry.retry;
+        let wait = retry.delay;
         self.live_read_failed.insert(uid.to_owned(), retry);
         wait
     }
@@ -200,7 +200,7 @@ impl PendingState {
         let last =
             network.status_write_failed.take().filter(|(old, _)| *old == generation).map(|(_, last)| last);
         let retry = RetryState::after(last.as_ref(), now);
-        let wait = retry.retry;
+        let wait = retry.delay;
         network.status_write_failed = Some((generation, retry));
         wait
     }
@@ -212,13 +212,13 @@ impl PendingState {
     /// Drops steps that back off or are throttled, and events that were recorded recently. Returns when the first dropped
     /// step is due.
     pub fn drop_backed_off(&mut self, plan: &mut NetworkPlan, now: Instant) -> Option<Duration> {
-        let live_read_failed = self.live_read_failed.get(&plan.uid).and_then(|it| it.rest(now));
+        let live_read_failed = self.live_read_failed.get(&plan.uid).and_then(|it| it.remaining(now));
         let mut first = live_read_failed.filter(|_| plan.removes_finalizer());
         let status_write_failed =
             self.networks.get(&plan.uid).and_then(|network| network.status_write_failed.as_ref());
         if let (Some(status), Some((generation, retry))) = (&plan.status, status_write_failed)
             && status.observed_generation == *generation
-            && let Some(rest) = retry.rest(now)
+            && let Some(rest) = retry.remaining(now)
         {
             plan.status = None;
             first = Some(first.map_or(rest, |first: Duration| first.min(rest)));
@@ -227,7 +227,7 @@ impl PendingState {
         let mut backed_off = |at: &Reference, config: &str| {
             let rejection = self.rejected.get(&(plan.uid.clone(), at.clone()));
             let throttled = self.throttle(at, config, now).filter(|rest| !rest.is_zero());
-            let rest = rejection.and_then(|it| it.rest(now)).max(throttled);
+            let rest = rejection.and_then(|it| it.remaining(now)).max(throttled);
             first = [first, rest].into_iter().flatten().min();
             rest.is_some()
         };

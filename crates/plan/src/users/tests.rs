@@ -24,18 +24,18 @@ fn summary(index: &UserIndex, nads: &[Reference]) -> (usize, Vec<String>) {
     (summary.count, summary.first.iter().map(User::to_string).collect())
 }
 
-/// Whether an object that says this uses home/blue.
+/// Whether this object uses home/blue.
 fn uses(kind: WorkloadKind, refs: &WorkloadRefs) -> bool {
     let mut index = UserIndex::default();
     index.apply(kind, refs);
     let used = index.summary(&[blue()], 1).count == 1;
     index.delete(kind, &refs.namespace, &refs.name);
-    assert!(index.is_empty() && index.nads.is_empty(), "nothing is left of what was forgotten");
+    assert!(index.is_empty() && index.nads.is_empty(), "a deleted object leaves nothing behind");
     used
 }
 
 #[test]
-fn a_user_is_known_by_every_form_of_reference() {
+fn every_form_of_reference_counts() {
     let default = |text: &str| WorkloadRefs { default_network: Some(text.to_owned()), ..refs("x") };
     let multus = |text: &str| WorkloadRefs { multus: vec!["red".to_owned(), text.to_owned()], ..refs("x") };
     let from = |namespace: &str, refs: WorkloadRefs| WorkloadRefs { namespace: namespace.to_owned(), ..refs };
@@ -89,7 +89,7 @@ fn a_user_is_known_by_every_form_of_reference() {
 }
 
 #[test]
-fn the_finished_and_what_an_indexed_owner_controls_do_not_count_but_live_pods_do() {
+fn finished_and_owned_objects_do_not_count_but_running_pods_do() {
     let owned = |owner| WorkloadRefs { owner: Some((owner, "o".to_owned())), ..annotated("x", "blue") };
     let finished = WorkloadRefs { finished: true, ..annotated("x", "blue") };
     assert!(!uses(WorkloadKind::Pod, &finished) && !uses(WorkloadKind::Job, &finished));
@@ -103,7 +103,7 @@ fn the_finished_and_what_an_indexed_owner_controls_do_not_count_but_live_pods_do
 }
 
 #[test]
-fn users_are_counted_once_and_named_in_order() {
+fn users_are_counted_once_and_listed_in_order() {
     let mut index = UserIndex::default();
     let both = [blue(), Reference::new("home", "red")];
     for name in ["b", "a"] {
@@ -126,7 +126,7 @@ fn users_are_counted_once_and_named_in_order() {
 }
 
 #[test]
-fn what_a_new_list_does_not_name_has_gone() {
+fn objects_missing_from_a_relist_are_removed() {
     let mut index = UserIndex::default();
     for name in ["a", "b"] {
         index.apply(WorkloadKind::Pod, &annotated(name, "blue"));
@@ -134,7 +134,7 @@ fn what_a_new_list_does_not_name_has_gone() {
     }
     index.start_relist(WorkloadKind::Pod);
     index.apply(WorkloadKind::Pod, &annotated("b", "blue"));
-    assert_eq!(summary(&index, &[blue()]).0, 4, "what was known stays known until the list is complete");
+    assert_eq!(summary(&index, &[blue()]).0, 4, "objects stay until the relist is complete");
     index.finish_relist(WorkloadKind::Pod);
     assert_eq!(
         summary(&index, &[blue()]),
@@ -145,7 +145,7 @@ fn what_a_new_list_does_not_name_has_gone() {
 }
 
 #[test]
-fn an_owner_is_known_as_such_even_if_it_does_not_count() {
+fn an_owner_is_indexed_even_if_it_does_not_count() {
     let mut index = UserIndex::default();
     let set =
         WorkloadRefs { owner: Some((WorkloadKind::Deployment, "d".to_owned())), ..annotated("set", "blue") };
@@ -170,24 +170,24 @@ fn a_decision_among_60_000_objects_takes_less_than_a_millisecond() {
         );
     }
     let nads = [Reference::new("home", "net-7"), Reference::new("home", "net-none")];
-    // The best of several: what is measured is the index, not this machine's other work.
+    // The best of several runs, to measure the index and not the load of the machine.
     let best = (0..20).map(|_| {
-        let begun = Instant::now();
+        let started = Instant::now();
         assert_eq!(index.summary(&nads, 10).count, 600);
-        begun.elapsed()
+        started.elapsed()
     });
     assert!(best.min().unwrap() < Duration::from_millis(1));
     let all = Reference::new("home", "net-x");
     let best = (0..20).map(|_| {
-        let begun = Instant::now();
+        let started = Instant::now();
         assert_eq!(index.summary([&all], 10).count, 50_000);
-        begun.elapsed()
+        started.elapsed()
     });
     assert!(best.min().unwrap() < Duration::from_millis(1));
 }
 
 #[test]
-fn hostile_objects_take_a_bounded_room() {
+fn hostile_objects_take_bounded_memory() {
     let mut index = UserIndex::default();
     for object in 0..100 {
         let names = |kind: &str| (0..4096).map(|it| format!("{kind}-{object}-{it}")).collect::<Vec<_>>();
@@ -207,7 +207,7 @@ fn hostile_objects_take_a_bounded_room() {
 
 proptest! {
     #[test]
-    fn the_index_counts_as_somebody_would_who_looks_at_every_object(
+    fn the_index_agrees_with_a_scan_of_every_object(
         changes in proptest::collection::vec((0..4_u8, proptest::collection::btree_set(0..3_u8, 0..3)), 1..40),
     ) {
         let mut index = UserIndex::default();
@@ -217,13 +217,13 @@ proptest! {
             let networks: Vec<String> = references_of.iter().map(|net| format!("net-{net}")).collect();
             index.apply(WorkloadKind::Pod, &annotated(&name, &networks.join(",")));
             model.insert(name, references_of);
-            for asked in [vec![0], vec![0, 1], vec![0, 1, 2]] {
-                let uses = |all: &BTreeSet<u8>| asked.iter().any(|net| all.contains(net));
+            for queried in [vec![0], vec![0, 1], vec![0, 1, 2]] {
+                let uses = |all: &BTreeSet<u8>| queried.iter().any(|net| all.contains(net));
                 let users = model.iter().filter(|(_, all)| uses(all)).map(|(name, _)| format!("Pod home/{name}"));
                 let users: Vec<String> = users.collect();
-                let asked: Vec<Reference> =
-                    asked.iter().map(|net| Reference::new("home", format!("net-{net}"))).collect();
-                prop_assert_eq!(summary(&index, &asked), (users.len(), users));
+                let queried: Vec<Reference> =
+                    queried.iter().map(|net| Reference::new("home", format!("net-{net}"))).collect();
+                prop_assert_eq!(summary(&index, &queried), (users.len(), users));
             }
         }
         for name in model.keys() {

@@ -16,14 +16,14 @@ fn an_overlay_gets_the_smallest_limit_of_its_nodes() {
     };
     let (big, small, six) =
         (Some(vtep("10.0.0.1", 9000)), Some(vtep("10.0.0.2", 1500)), Some(vtep("fd00::1", 1500)));
-    let condition = |text, links| {
+    let mtu = |text, links| {
         let (mtu, reduced, _, _) = fits(text, links);
         (mtu, reduced)
     };
-    assert_eq!(condition("{}", [big.clone(), small.clone()]), (Some(1450), false));
-    assert_eq!(condition("{}", [big.clone(), six]), (Some(1430), false));
-    assert_eq!(condition("{}", [big.clone(), None]), (Some(8950), false));
-    assert_eq!(condition(r#"{"mtu": 1400}"#, [big.clone(), small.clone()]), (Some(1400), false));
+    assert_eq!(mtu("{}", [big.clone(), small.clone()]), (Some(1450), false));
+    assert_eq!(mtu("{}", [big.clone(), six]), (Some(1430), false));
+    assert_eq!(mtu("{}", [big.clone(), None]), (Some(8950), false));
+    assert_eq!(mtu(r#"{"mtu": 1400}"#, [big.clone(), small.clone()]), (Some(1400), false));
     let (mtu, reduced, message, _) = fits(r#"{"mtu": 9000}"#, [big, small]);
     assert_eq!(
         (mtu, reduced, message.as_str()),

@@ -27,17 +27,17 @@ fn a_changed_nad_is_repaired_and_a_foreign_one_is_left_alone() {
         assert_eq!(reconcile_until_stable(&mut state, at(1)), ["apply ns/blue"]);
     }
     state.nads.as_mut().unwrap().remove(&here);
-    let condition = plan(&state, at(1)).networks.remove(0);
-    assert!(matches!(condition.steps[..], [NetworkStep::CreateNad { repair: true, .. }]));
-    assert_eq!(condition.events[0].reason, "AttachmentRepaired");
+    let network_plan = plan(&state, at(1)).networks.remove(0);
+    assert!(matches!(network_plan.steps[..], [NetworkStep::CreateNad { repair: true, .. }]));
+    assert_eq!(network_plan.events[0].reason, "AttachmentRepaired");
     reconcile_until_stable(&mut state, at(1));
     let steps = change(&mut state, |nad| (nad.network, nad.network_uid) = (None, Some("other".to_owned())));
     assert_eq!(steps, []);
     reconcile_until_stable(&mut state, at(2));
-    let (status, _, message) = self::condition(&state, "blue", "Conflict");
+    let (status, _, message) = condition(&state, "blue", "Conflict");
     assert_eq!(status, ConditionStatus::True);
     assert!(message.contains("ns/blue"), "{message}");
-    assert_eq!(self::condition(&state, "blue", "Ready").1, "Conflict");
+    assert_eq!(condition(&state, "blue", "Ready").1, "Conflict");
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn only_a_nad_that_was_in_sync_counts_as_repaired() {
     let repairs = |state: &ClusterState| {
         let networks = plan(state, at(5)).networks;
         let steps = networks.iter().flat_map(|network_plan| &network_plan.steps);
-        let condition = networks
+        let recorded = networks
             .iter()
             .flat_map(|network_plan| &network_plan.events)
             .any(|it| it.reason == "AttachmentRepaired");
@@ -54,7 +54,7 @@ fn only_a_nad_that_was_in_sync_counts_as_repaired() {
             NetworkStep::CreateNad { repair, .. } | NetworkStep::ApplyNad { repair, .. } => *repair,
             _ => false,
         });
-        (repair.collect::<Vec<_>>(), condition)
+        (repair.collect::<Vec<_>>(), recorded)
     };
     reconcile_until_stable(&mut state, at(0));
     // The controller deleted the NAD because it left the spec; then it is back in the spec.

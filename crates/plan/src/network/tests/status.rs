@@ -45,9 +45,8 @@ fn the_reason_of_a_node_that_is_not_ready_is_reported() {
     report(&mut state, "a", "blue", true);
     reconcile_until_stable(&mut state, at(0));
     let status = &state.networks["blue"].status;
-    let condition: Vec<_> =
-        status.not_ready.iter().map(|it| (it.node.as_str(), it.reason.as_str())).collect();
-    assert_eq!(condition, [("b", "Broken"), ("c", "NodeNotReady"), ("d", "NoDaemon"), ("e", "Pending")]);
+    let reasons: Vec<_> = status.not_ready.iter().map(|it| (it.node.as_str(), it.reason.as_str())).collect();
+    assert_eq!(reasons, [("b", "Broken"), ("c", "NodeNotReady"), ("d", "NoDaemon"), ("e", "Pending")]);
     assert_eq!(status.nodes.as_ref().unwrap().summary, "1/5");
     assert!(
         state.nodes["e"].labels.contains_key("network.patchbay.dev/blue"),

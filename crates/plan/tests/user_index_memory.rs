@@ -1,13 +1,13 @@
-//! How much room the index of users takes, in a process of its own.
+//! The memory of the index of users, measured in a separate process.
 
 use api::selection::MAX_REFERENCES;
 use plan::users::{UserIndex, WorkloadKind, WorkloadRefs};
 
 const OBJECTS: usize = 2000;
-/// What one reference may cost that somebody made up, in bytes.
-const MOST: usize = 450;
+/// The limit for one reference to a nonexistent NAD, in bytes.
+const MAX_BYTES: usize = 450;
 
-/// The memory that this process has in use, in bytes.
+/// The resident memory of this process, in bytes.
 fn resident() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -15,7 +15,7 @@ fn resident() -> Option<usize> {
 }
 
 #[test]
-fn a_reference_that_somebody_made_up_takes_little_room() {
+fn a_reference_to_a_nonexistent_nad_takes_little_memory() {
     let mut index = UserIndex::default();
     let before = resident().unwrap();
     for object in 0..OBJECTS {
@@ -29,6 +29,6 @@ fn a_reference_that_somebody_made_up_takes_little_room() {
         index.apply(WorkloadKind::Deployment, &refs);
     }
     let each = (resident().unwrap() - before) / (OBJECTS * MAX_REFERENCES);
-    assert!(each < MOST, "{each} bytes");
+    assert!(each < MAX_BYTES, "{each} bytes");
     assert_eq!(index.len(), OBJECTS);
 }
