@@ -207,6 +207,9 @@ pub struct BridgeNetworkStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: Option<i32>,
+    /// The request that mtu was fitted from. The MTU of an overlay rises only when spec.mtu differs from it. Absent in a status that an older version wrote: that MTU does not rise either.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu_fitted_from: Option<MtuFittedFrom>,
     /// On how many nodes it works.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nodes: Option<Nodes>,
@@ -224,10 +227,21 @@ pub struct BridgeNetworkStatus {
     /// How many addresses it has.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipam: Option<IpamStatus>,
-    /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
+    /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than status.mtu; the message also says if the nodes can carry more than status.mtu. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,
+}
+
+/// The request that the MTU of a network was fitted from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct MtuFittedFrom {
+    /// The value of spec.mtu; absent if it was not set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub spec_mtu: Option<i32>,
 }
 
 /// On how many nodes a network works.

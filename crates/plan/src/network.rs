@@ -194,7 +194,9 @@ impl ClusterState {
                 self.synced_nads.insert(at.clone(), digest([uid, config]));
             }
             NetworkStep::DeleteNads(all) => {
-                all.iter().for_each(|(at, _)| _ = self.synced_nads.remove(at));
+                for (at, _) in all {
+                    self.synced_nads.remove(at);
+                }
             }
             _ => {}
         }

@@ -168,6 +168,8 @@ pub async fn a_node_that_carries_less_joins_a_used_overlay(lab: Lab) -> Result<(
         for node in ["joins-a", "joins-b"] {
             cluster.vtep_at(node, "fd00::1", 1500).await?;
         }
+        cluster.reason("joins", "MtuReduced", "HigherPossible").await?;
+        cluster.edit("joins", json!({"mtu": 9000})).await?;
         cluster.until("joins", "its MTU over IPv6", |it| it["status"]["mtu"] == 1430).await?;
         for name in ["joins", "unused", "asks"] {
             cluster.delete(name).await?;

@@ -1,6 +1,9 @@
 //! The effective MTU of a network.
 
-use api::{BridgeNetworkSpec, bridgenetwork::DEFAULT_MTU};
+use api::{
+    BridgeNetworkSpec,
+    bridgenetwork::{DEFAULT_MTU, MtuFittedFrom},
+};
 
 use super::NetworkContext;
 
@@ -17,12 +20,24 @@ const MAX_MTU: i32 = 9216;
 pub struct EffectiveMtu {
     /// The value for status.mtu; None until it can be computed.
     pub mtu: Option<i32>,
+    /// The value for status.mtuFittedFrom.
+    pub fitted_from: Option<MtuFittedFrom>,
     /// The selected node with the smallest limit, and that limit.
     pub limit: Option<(String, i32)>,
     /// The lower value that applies once the network has no users.
     pub held_by_users: Option<i32>,
-    /// The higher value that applies once these nodes have reported a VTEP that carries it.
-    pub awaiting_vteps: Option<(i32, Vec<String>)>,
+    /// A higher value that does not apply now.
+    pub higher: Option<HigherMtu>,
+}
+
+/// An MTU that the nodes may carry and that the network does not have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HigherMtu {
+    pub mtu: i32,
+    /// Whether spec.mtu has changed, so that the MTU rises once all nodes have a VTEP.
+    pub requested: bool,
+    /// The selected nodes that may carry less.
+    pub nodes_without_vtep: Vec<String>,
 }
 
 /// The MTU that the spec requests. None for an overlay without spec.mtu: it uses what the nodes carry.
@@ -30,9 +45,16 @@ pub fn desired(spec: &BridgeNetworkSpec) -> Option<i32> {
     spec.mtu.or_else(|| spec.overlay.is_none().then_some(DEFAULT_MTU))
 }
 
+/// Fits the MTU to the spec and the nodes.
+///
+/// The MTU of an overlay rises only after a change of spec.mtu. If it followed the nodes, it would rise when a node with a
+/// small MTU leaves, and could not come down again for that node's return once pods use the new size. Without a recorded
+/// spec.mtu, as in a status of an older version, it does not rise.
 pub fn effective(context: &NetworkContext<'_>) -> EffectiveMtu {
-    let old = context.network.status.mtu;
-    let Ok(spec) = &context.network.spec else { return EffectiveMtu { mtu: old, ..EffectiveMtu::default() } };
+    let status = &context.network.status;
+    let (old, fitted_from) = (status.mtu, status.mtu_fitted_from);
+    let unchanged = EffectiveMtu { mtu: old, fitted_from, ..EffectiveMtu::default() };
+    let Ok(spec) = &context.network.spec else { return unchanged };
     let limit = if spec.overlay.is_some() { limit(context) } else { None };
     let desired = match (&spec.overlay, &limit) {
         (None, _) => desired(spec),
@@ -41,19 +63,30 @@ pub fn effective(context: &NetworkContext<'_>) -> EffectiveMtu {
         (Some(_), None) => old.and(desired(spec)).filter(|_| !nodes_without_vtep(context).is_empty()),
     };
     let Some(desired) = desired.filter(|mtu| *mtu >= MIN_MTU) else {
-        return EffectiveMtu { mtu: old, limit, ..EffectiveMtu::default() };
+        return EffectiveMtu { limit, ..unchanged };
     };
-    let effective = EffectiveMtu { mtu: Some(desired), limit, ..EffectiveMtu::default() };
+    let fitted = EffectiveMtu {
+        mtu: Some(desired),
+        fitted_from: Some(MtuFittedFrom { spec_mtu: spec.mtu }),
+        limit,
+        ..EffectiveMtu::default()
+    };
     match old {
         Some(old) if desired < old && context.users.count > 0 => {
-            EffectiveMtu { mtu: Some(old), held_by_users: Some(desired), ..effective }
+            EffectiveMtu { mtu: Some(old), held_by_users: Some(desired), ..fitted }
         }
-        // A node without a VTEP may turn out to have the smallest limit, so the MTU does not rise yet.
-        Some(old) if desired > old && spec.overlay.is_some() => match nodes_without_vtep(context) {
-            nodes if nodes.is_empty() => effective,
-            nodes => EffectiveMtu { mtu: Some(old), awaiting_vteps: Some((desired, nodes)), ..effective },
-        },
-        _ => effective,
+        Some(old) if desired > old && spec.overlay.is_some() => {
+            let requested = fitted_from.is_some_and(|fitted_from| fitted_from.spec_mtu != spec.mtu);
+            let nodes_without_vtep = nodes_without_vtep(context);
+            if requested && nodes_without_vtep.is_empty() {
+                return fitted;
+            }
+            // A node without a VTEP may turn out to have the smallest limit. A requested rise stays pending until then.
+            let fitted_from = if requested { fitted_from } else { fitted.fitted_from };
+            let higher = Some(HigherMtu { mtu: desired, requested, nodes_without_vtep });
+            EffectiveMtu { mtu: Some(old), fitted_from, higher, ..fitted }
+        }
+        _ => fitted,
     }
 }
 

@@ -107,7 +107,7 @@ impl<'a> NadIndex<'a> {
                 (None | Some(NamespacePhase::Terminating), _) => nad_plan.missing.push(at.namespace.clone()),
                 (Some(NamespacePhase::Active), None) => {}
                 (Some(NamespacePhase::Active), Some(mtu)) => {
-                    plan_nad(context, at, all.get(at), mtu, &mut nad_plan)
+                    plan_nad(context, at, all.get(at), mtu, &mut nad_plan);
                 }
             }
         }

@@ -9,7 +9,11 @@ use api::{
     nodenetwork::MAX_MESSAGE,
 };
 
-use super::{EventDraft, NetworkContext, NetworkPlan, addresses, mtu, mtu::EffectiveMtu, nads::NadPlan};
+use super::{
+    EventDraft, NetworkContext, NetworkPlan, addresses, mtu,
+    mtu::{EffectiveMtu, HigherMtu},
+    nads::NadPlan,
+};
 use crate::{bridge, condition::ConditionDraft};
 
 const READY: &str = "Ready";
@@ -83,6 +87,7 @@ pub fn write(
             Err(_) => old.bridge.clone(),
         },
         mtu: effective.mtu,
+        mtu_fitted_from: effective.fitted_from,
         nodes: Some(nodes),
         not_ready,
         users: Some(Users {
@@ -372,16 +377,11 @@ fn mtu_reduced(context: &NetworkContext<'_>, mtu: &EffectiveMtu) -> ConditionDra
         ),
         _ => String::new(),
     };
-    if let (Some((higher, nodes)), Some(current)) = (&mtu.awaiting_vteps, mtu.mtu) {
-        let noun = if nodes.len() == 1 { "node" } else { "nodes" };
-        let message = format!(
-            "MTU {current} stays in effect because {noun} {} may carry no more; it becomes {higher} once they report a \
-             VTEP that carries it, see the condition VtepFound of their NodeNetworks",
-            list(nodes)
-        );
+    if let (Some(higher), Some(current)) = (&mtu.higher, mtu.mtu) {
         // An MTU that nothing requested is not reduced.
         let holds = requested.is_some_and(|requested| requested > current);
-        return ConditionDraft::new(MTU_REDUCED, holds, "NodeUnknown", message);
+        let reason = if higher.nodes_without_vtep.is_empty() { "HigherPossible" } else { "NodeUnknown" };
+        return ConditionDraft::new(MTU_REDUCED, holds, reason, higher_mtu(higher, current, requested));
     }
     match (&mtu.limit, requested) {
         (Some((node, limit)), Some(requested)) if requested > *limit => {
@@ -391,6 +391,33 @@ fn mtu_reduced(context: &NetworkContext<'_>, mtu: &EffectiveMtu) -> ConditionDra
         }
         _ if mtu.held_by_users.is_some() => ConditionDraft::new(MTU_REDUCED, false, "HeldByUsers", held),
         _ => ConditionDraft::new(MTU_REDUCED, false, "Fits", held),
+    }
+}
+
+/// Why a higher MTU does not apply, and how to get it.
+fn higher_mtu(higher: &HigherMtu, current: i32, spec_mtu: Option<i32>) -> String {
+    let HigherMtu { mtu, requested, nodes_without_vtep: nodes } = higher;
+    let (noun, have) = if nodes.len() == 1 { ("node", "has") } else { ("nodes", "have") };
+    match (requested, nodes.is_empty()) {
+        (true, _) => format!(
+            "MTU {current} stays in effect because {noun} {} may carry no more; it becomes {mtu} once they report a \
+             VTEP that carries it, see the condition VtepFound of their NodeNetworks",
+            list(nodes)
+        ),
+        (false, false) => format!(
+            "MTU is {current}; {noun} {} {have} not reported a VTEP, so it is unknown whether more is possible; see \
+             the condition VtepFound of their NodeNetworks",
+            list(nodes)
+        ),
+        (false, true) => {
+            // Only a change of spec.mtu raises the MTU, so a value that is already set has to change twice.
+            let instruction = if spec_mtu == Some(*mtu) {
+                format!("to raise it, set spec.mtu to {} and then to {mtu}", mtu - 1)
+            } else {
+                format!("set spec.mtu to {mtu} to raise it")
+            };
+            format!("MTU is {current}; {mtu} is possible on the current nodes; {instruction}")
+        }
     }
 }
 

@@ -35,26 +35,18 @@ fn an_overlay_gets_the_smallest_limit_of_its_nodes() {
 }
 
 #[test]
-fn an_overlay_rises_only_once_every_node_has_a_vtep() {
+fn a_node_without_a_vtep_does_not_change_the_mtu() {
     let mut state = state([overlay("blue", "{}")]);
     state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
-    let mtu = |state: &mut ClusterState| {
-        reconcile_until_stable(state, at(1));
-        state.networks["blue"].status.mtu
-    };
-    assert_eq!(mtu(&mut state), Some(1450));
+    assert_eq!(mtu(&mut state), 1450);
     state.reports.get_mut("b").unwrap().vtep = None;
-    assert_eq!(mtu(&mut state), Some(1450), "b may be as limited as before");
+    assert_eq!(mtu(&mut state), 1450, "b may be as limited as before");
     let report = state.reports.remove("b").unwrap();
-    assert_eq!(mtu(&mut state), Some(1450), "a recreated node has no report at first");
-    state.reports.insert("b".to_owned(), NodeReport { vtep: Some(vtep("10.0.0.2", 9000)), ..report.clone() });
-    assert_eq!(mtu(&mut state), Some(8950));
+    assert_eq!(mtu(&mut state), 1450, "a recreated node has no report at first");
+    assert_eq!(condition(&state, "blue", "MtuReduced").1, "NodeUnknown");
     state.reports.insert("b".to_owned(), NodeReport { vtep: None, ..report });
-    state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1500));
-    assert_eq!(mtu(&mut state), Some(1450), "a smaller MTU applies at once");
-    state.nodes.remove("b");
-    state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
-    assert_eq!(mtu(&mut state), Some(8950), "a deleted node does not count");
+    state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1400));
+    assert_eq!(mtu(&mut state), 1350, "a smaller limit applies at once");
 }
 
 #[test]
@@ -118,4 +110,95 @@ fn a_used_network_can_be_raised_and_not_lowered() {
     assert_eq!(state.networks["blue"].status.mtu, Some(1300));
     let config = state.nads.as_ref().unwrap()[&Reference::new("ns", "blue")].config.clone().unwrap();
     assert!(config.contains("\"mtu\":1300"), "{config}");
+}
+
+fn mtu(state: &mut ClusterState) -> i32 {
+    reconcile_until_stable(state, at(1));
+    state.networks["blue"].status.mtu.unwrap()
+}
+
+fn set_mtu(state: &mut ClusterState, mtu: Option<i32>) {
+    state.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = mtu;
+}
+
+#[test]
+fn an_overlay_does_not_rise_when_a_node_with_a_small_mtu_leaves() {
+    for (text, kind, instruction) in [
+        ("{}", ConditionStatus::False, "set spec.mtu to 1450 to raise it"),
+        (r#"{"mtu": 9000}"#, ConditionStatus::True, "set spec.mtu to 1450 to raise it"),
+        (r#"{"mtu": 1450}"#, ConditionStatus::True, "to raise it, set spec.mtu to 1449 and then to 1450"),
+    ] {
+        let mut state = state([overlay("blue", text)]);
+        state.reports.get_mut("b").unwrap().vtep = Some(vtep("10.0.0.2", 1400));
+        assert_eq!(mtu(&mut state), 1350);
+        state.nodes.remove("b");
+        assert_eq!(mtu(&mut state), 1350, "{text}");
+        let (status, reason, message) = condition(&state, "blue", "MtuReduced");
+        assert_eq!((status, reason), (kind, "HigherPossible"), "{text}");
+        assert_eq!(message, format!("MTU is 1350; 1450 is possible on the current nodes; {instruction}"));
+        state.nodes.insert("c".to_owned(), state.nodes["a"].clone());
+        assert_eq!(mtu(&mut state), 1350, "{text}: the new node has no VTEP");
+        let (status, reason, message) = condition(&state, "blue", "MtuReduced");
+        assert_eq!((status, reason), (kind, "NodeUnknown"), "{text}");
+        assert!(message.starts_with("MTU is 1350; node c has not reported a VTEP"), "{message}");
+    }
+}
+
+#[test]
+fn an_overlay_rises_when_spec_mtu_changes_and_still_comes_down() {
+    let mut state = state([overlay("blue", r#"{"mtu": 1450}"#)]);
+    state.reports.get_mut("b").unwrap().vtep = Some(vtep("10.0.0.2", 1400));
+    assert_eq!(mtu(&mut state), 1350);
+    state.nodes.remove("b");
+    for (request, expected) in [(Some(1449), 1449), (Some(1450), 1450), (Some(1300), 1300), (None, 1450)] {
+        set_mtu(&mut state, request);
+        assert_eq!(mtu(&mut state), expected, "{request:?}");
+        assert_eq!(state.networks["blue"].status.mtu_fitted_from.unwrap().spec_mtu, request);
+    }
+    state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 1300));
+    assert_eq!(mtu(&mut state), 1250, "a smaller limit applies at once");
+    set_mtu(&mut state, Some(9000));
+    assert_eq!(mtu(&mut state), 1250);
+    state.reports.get_mut("a").unwrap().vtep = Some(vtep("10.0.0.1", 9000));
+    assert_eq!(mtu(&mut state), 1250, "spec.mtu was already fitted");
+    assert!(condition(&state, "blue", "MtuReduced").2.contains("8950 is possible"));
+}
+
+#[test]
+fn a_requested_rise_waits_for_the_vteps_of_all_nodes() {
+    let mut state = state([overlay("blue", r#"{"mtu": 1300}"#)]);
+    assert_eq!(mtu(&mut state), 1300);
+    let report = state.reports.remove("b").unwrap();
+    set_mtu(&mut state, Some(1400));
+    for _ in 0..2 {
+        assert_eq!(mtu(&mut state), 1300);
+        assert_eq!(condition(&state, "blue", "MtuReduced").1, "NodeUnknown");
+    }
+    state.reports.insert("b".to_owned(), report);
+    assert_eq!(mtu(&mut state), 1400);
+}
+
+#[test]
+fn the_mtu_of_a_status_of_an_older_version_does_not_rise() {
+    for text in ["{}", r#"{"mtu": 1450}"#, r#"{"mtu": 9000}"#] {
+        let mut old = overlay("blue", text);
+        old.status.mtu = Some(1400);
+        let requested = old.spec.as_ref().unwrap().mtu;
+        let mut state = state([old]);
+        assert_eq!(mtu(&mut state), 1400, "{text}");
+        assert_eq!(condition(&state, "blue", "MtuReduced").1, "HigherPossible");
+        assert_eq!(state.networks["blue"].status.mtu_fitted_from.unwrap().spec_mtu, requested);
+        set_mtu(&mut state, Some(1420));
+        assert_eq!(mtu(&mut state), 1420, "{text}");
+    }
+}
+
+#[test]
+fn a_network_without_an_overlay_follows_spec_mtu() {
+    let mut old = NetworkState { spec: Ok(spec(r#"{"mtu": 1400}"#)), ..network("blue") };
+    old.status.mtu = Some(1300);
+    let mut state = state([old]);
+    assert_eq!(mtu(&mut state), 1400, "no node limits it");
+    set_mtu(&mut state, None);
+    assert_eq!(mtu(&mut state), 1500);
 }
