@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{machine::capture, place, say};
+use lab::{machine::capture, paths, print_progress};
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::repository;
@@ -32,7 +32,7 @@ impl Release {
 
     /// The version of [`COMMIT`]. The first call builds it, which takes some minutes; the cache keeps it.
     pub fn baseline() -> Result<Self> {
-        let dir = place::cache()?.join("baseline").join(COMMIT);
+        let dir = paths::cache_dir()?.join("baseline").join(COMMIT);
         let release = Self { image: dir.join("patchbay.tar"), manifests: dir.join("install") };
         fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         let lock = File::create(dir.join(".lock")).context("create the lock file of the baseline")?;
@@ -40,7 +40,7 @@ impl Release {
             .map_err(|(_, error)| error)
             .context("lock the baseline")?;
         if !release.image.exists() || !release.manifests.is_dir() {
-            say(format!("building the baseline {COMMIT} (once, takes some minutes) …"));
+            print_progress(format!("building the baseline {COMMIT} (once, takes some minutes) …"));
             release.build(&dir.join("source"))?;
         }
         Ok(release)

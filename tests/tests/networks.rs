@@ -16,6 +16,8 @@ mod crashes;
 mod history;
 #[path = "networks/keeping.rs"]
 mod keeping;
+#[path = "networks/mtu.rs"]
+mod mtu;
 #[path = "networks/races.rs"]
 mod races;
 #[path = "networks/users.rs"]
@@ -53,6 +55,10 @@ use keeping::{
 };
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
+use mtu::{
+    an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
+    the_mtu_of_a_status_of_an_older_version_does_not_rise,
+};
 use races::{
     no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
     pods_that_nobody_refuses_hold_what_they_name,
@@ -94,6 +100,8 @@ fn main() -> ExitCode {
             one_uplink_and_one_vni_serve_one_network_on_a_node,
             of_two_networks_made_at_once_one_wins,
             a_node_that_carries_less_joins_a_used_overlay,
+            an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
+            the_mtu_of_a_status_of_an_older_version_does_not_rise,
             a_vanished_node_holds_nothing_up_and_a_silent_one_is_named,
             at_rest_nothing_is_written,
             the_controller_touches_no_other_label,
@@ -406,9 +414,11 @@ async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Resul
         let told = cluster.edit("clash", json!({"mtu": 1000})).await.err().context("lowered while used")?;
         ensure!(format!("{told:#}").contains("cannot be lowered from 1450 to 1000"), "{told:#}");
         cluster.vtep("clash-a", 9000).await?;
+        cluster.reason("clash", "MtuReduced", "HigherPossible").await?;
+        cluster.edit("clash", json!({"mtu": 8950})).await?;
         cluster.until("clash", "the MTU raised", |network| network["status"]["mtu"] == 8950).await?;
         cluster.vtep("clash-a", 1400).await?;
-        cluster.reason("clash", "MtuReduced", "HeldByUsers").await?;
+        cluster.reason("clash", "MtuReduced", "NodeLimit").await?;
         cluster.remove(&pod).await?;
         cluster.until("clash", "the MTU lowered", |network| network["status"]["mtu"] == 1350).await?;
         for name in ["second", "clash"] {

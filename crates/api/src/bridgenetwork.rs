@@ -208,6 +208,9 @@ pub struct BridgeNetworkStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: Option<i32>,
+    /// The request that mtu was fitted from. The MTU of an overlay rises only when spec.mtu differs from it. Absent in a status that an older version wrote: that MTU does not rise either.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtu_fitted_from: Option<MtuFittedFrom>,
     /// On how many nodes the network is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nodes: Option<NodeCounts>,
@@ -225,10 +228,21 @@ pub struct BridgeNetworkStatus {
     /// How many addresses the network has, by IP family.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipam: Option<IpamStatus>,
-    /// Ready: the network is ready on every selected node and its NetworkAttachmentDefinitions are in place. InUse: the network has users, and its deletion waits for them. Conflict: another network or link has a name, NIC or VNI that the network needs. MtuReduced: spec.mtu is larger than the nodes can carry. AddressesExhausted: no address is free. SubnetsDraining: pods still have addresses that spec.ipam no longer contains.
+    /// Ready: the network is ready on every selected node and its NetworkAttachmentDefinitions are in place. InUse: the network has users, and its deletion waits for them. Conflict: another network or link has a name, NIC or VNI that the network needs. MtuReduced: spec.mtu is larger than status.mtu; the message also says if the nodes can carry more than status.mtu. AddressesExhausted: no address is free. SubnetsDraining: pods still have addresses that spec.ipam no longer contains.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,
+}
+
+/// The request that the MTU of a network was fitted from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct MtuFittedFrom {
+    /// The value of spec.mtu; absent if it was not set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub spec_mtu: Option<i32>,
 }
 
 /// On how many nodes a network is ready.

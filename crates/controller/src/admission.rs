@@ -17,14 +17,14 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
-use plan::users::Kind;
+use plan::users::WorkloadKind;
 use prometheus_client::encoding::EncodeLabelValue;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{http::WebhookState, metrics::AdmissionOutcome, object};
+use crate::{cache::project, http::WebhookState, metrics::AdmissionOutcome};
 
 mod network;
 #[cfg(test)]
@@ -227,7 +227,7 @@ fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError
 }
 
 fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
-    let cluster = || state.cluster.world();
+    let cluster = || state.cluster.state();
     match (path, request.operation) {
         (_, ReviewedOperation::Delete | ReviewedOperation::Connect)
         | (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Update) => AdmissionDecision::Allow,
@@ -280,8 +280,8 @@ impl ReviewedResource {
     }
 
     /// The workload kind of this resource.
-    fn kind(&self) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|kind| self.is(kind.group(), &object::workloads(*kind).plural))
+    fn kind(&self) -> Option<WorkloadKind> {
+        WorkloadKind::ALL.into_iter().find(|kind| self.is(kind.group(), &project::workloads(*kind).plural))
     }
 }
 

@@ -25,7 +25,7 @@ use hyper_util::rt::TokioTimer;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, cluster::Cluster, connection::LimitedAcceptor, metrics::Metrics};
+use crate::{admission, cache::ClusterCache, connection::LimitedAcceptor, metrics::Metrics};
 
 /// How long a client may take to send its headers.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(10);
@@ -42,13 +42,13 @@ pub struct Readiness {
 pub struct WebhookState {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
-    pub cluster: Cluster,
+    pub cluster: ClusterCache,
     /// Permits to read and validate a body: bounds the memory that concurrent requests take.
     pub bodies: Semaphore,
 }
 
 impl WebhookState {
-    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: Cluster) -> Self {
+    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: ClusterCache) -> Self {
         Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MAX_CONCURRENT_BODIES) }
     }
 }

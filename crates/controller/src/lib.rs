@@ -6,18 +6,16 @@
 mod admission;
 mod api_call;
 mod args;
+mod cache;
 mod certs;
 mod clock;
-mod cluster;
 mod connection;
-mod direct;
 mod error;
-mod follow;
 mod http;
 mod lease;
+mod live_reads;
 mod metrics;
 mod networks;
-mod object;
 mod run;
 mod watch;
 

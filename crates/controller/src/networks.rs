@@ -1,9 +1,9 @@
-//! The leader's loop for bridge networks: looks at the cluster, asks `plan::network` what to write next, and writes it.
+//! The leader's controller for BridgeNetworks: plans with `plan::network` and applies the plan.
 
-mod memory;
+mod apply;
+mod pending;
 #[cfg(test)]
 mod tests;
-mod write;
 
 use std::{
     collections::{HashMap, HashSet},
@@ -15,238 +15,244 @@ use api::{ErrorChain, selection::NadRef};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
-use plan::network::{self, Discard, Plan, Relabel, Turn};
+use plan::network::{self, AbandonedBlock, ClusterPlan, NetworkPlan, NodeLabelPatch};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 
 use self::{
-    memory::Memory,
-    write::{Error, Outcome, Writer},
+    apply::{ApplyOutcome, Error, NetworkWriter},
+    pending::PendingState,
 };
 use crate::{
-    cluster::Cluster,
-    direct::Answers,
+    cache::ClusterCache,
     lease::fence::{LeaseFence, now},
+    live_reads::LiveResults,
     metrics::Metrics,
 };
 
-/// Changes come in bursts: so long is waited for the rest of one.
-const BURST: Duration = Duration::from_millis(10);
-/// Networks that are written for at a time.
-const AT_ONCE: usize = 8;
-/// Nothing is polled; this is only how long a wait without a reason may last.
-const LONG: Duration = Duration::from_mins(10);
+/// How long to wait after a change for the rest of its burst.
+const DEBOUNCE: Duration = Duration::from_millis(10);
+/// The number of networks that are written at a time.
+const MAX_CONCURRENT_NETWORKS: usize = 8;
+/// How often to reconcile without a change. The cache is driven by watches, so this is only a safety net.
+const RESYNC: Duration = Duration::from_mins(10);
 
-/// The keeper of the networks.
-pub struct Steward {
-    cluster: Cluster,
+/// Reconciles all BridgeNetworks.
+pub struct NetworkController {
+    cache: ClusterCache,
     metrics: Arc<Metrics>,
-    writer: Writer,
-    memory: Memory,
+    writer: NetworkWriter,
+    pending: PendingState,
 }
 
-impl Steward {
-    pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let writer = Writer::new(client, cluster.clone(), metrics.clone(), fence);
-        Self { cluster, metrics, writer, memory: Memory::default() }
+impl NetworkController {
+    pub fn new(client: Client, cache: ClusterCache, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+        let writer = NetworkWriter::new(client, cache.clone(), metrics.clone(), fence);
+        Self { cache, metrics, writer, pending: PendingState::default() }
     }
 
-    /// Works until told to stop; what was begun is ended.
-    pub async fn keep(mut self, stop: CancellationToken) {
-        if stop.run_until_cancelled(self.cluster.synced()).await != Some(true) {
+    /// Runs until `stop`. A reconcile that has started is finished first.
+    pub async fn run(mut self, stop: CancellationToken) {
+        if stop.run_until_cancelled(self.cache.synced()).await != Some(true) {
             return;
         }
-        let mut changes = self.cluster.changes();
+        let mut changes = self.cache.changes();
         loop {
             changes.mark_unchanged();
-            let pause = self.round().await;
+            let requeue_after = self.reconcile().await;
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(pause) => {}
+                () = tokio::time::sleep(requeue_after) => {}
                 changed = changes.changed() => match changed {
-                    Ok(()) => tokio::time::sleep(BURST).await,
+                    Ok(()) => tokio::time::sleep(DEBOUNCE).await,
                     Err(_) => return,
                 },
             }
         }
     }
 
-    /// One look and all writes that it asks for; says for how long nothing more is due.
-    async fn round(&mut self) -> Duration {
-        let Plan { turns, orphans, labels, discarded, look } = self.plan();
-        self.memory.tidy(&self.cluster.world(), now());
-        let mut pause = look.unwrap_or(LONG);
-        self.settle_refusals(&turns);
+    /// Plans once and applies the plan. Returns when to reconcile again without a change.
+    async fn reconcile(&mut self) -> Duration {
+        let ClusterPlan { networks, orphan_nads, node_labels, abandoned_blocks, requeue_after } = self.plan();
+        self.pending.prune(&self.cache.state(), now());
+        let mut requeue_after = requeue_after.unwrap_or(RESYNC);
+        self.forget_resolved(&networks);
         let mut due = Vec::new();
-        for mut turn in turns {
-            if let Some(wait) = self.memory.put_off(&mut turn, now()) {
-                pause = pause.min(wait);
+        for mut plan in networks {
+            if let Some(wait) = self.pending.drop_backed_off(&mut plan, now()) {
+                requeue_after = requeue_after.min(wait);
             }
-            if turn.steps.is_empty() && turn.status.is_none() {
+            if plan.steps.is_empty() && plan.status.is_none() {
                 continue;
             }
-            match self.memory.wait(&self.cluster.world(), &turn, now()) {
-                Some(wait) => pause = pause.min(wait),
-                None => due.push(turn),
+            match self.pending.wait(&self.cache.state(), &plan, now()) {
+                Some(wait) => requeue_after = requeue_after.min(wait),
+                None => due.push(plan),
             }
         }
         let (orphans, rest): (Vec<_>, Vec<_>) =
-            orphans.into_iter().partition(|(_, one)| !self.memory.swept(&one.uid, now()));
+            orphan_nads.into_iter().partition(|(_, nad)| !self.pending.deletion_pending(&nad.uid, now()));
         if !rest.is_empty() {
-            pause = pause.min(memory::SEEN_AGAIN);
+            requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
         }
-        // The plan is made: what is listed from now on is newer than all that it was made of.
-        let (asking, plain): (Vec<Turn>, Vec<Turn>) = due.into_iter().partition(Turn::asks);
-        let none = Answers::none();
-        let ask = async {
-            let answers = self.writer.ask(&asking, &orphans).await;
-            (self.write(asking, &answers).await, answers)
+        // The live reads start after the plan, so they are newer than everything that the plan is based on.
+        let (guarded, plain): (Vec<NetworkPlan>, Vec<NetworkPlan>) =
+            due.into_iter().partition(NetworkPlan::needs_live_read);
+        let none = LiveResults::none();
+        let guarded = async {
+            let live = self.writer.read_live(&guarded, &orphans).await;
+            (self.apply(guarded, &live).await, live)
         };
-        let (written, (decided, answers)) = futures::join!(self.write(plain, &none), ask);
-        for (turn, outcome) in written.into_iter().chain(decided) {
-            pause = pause.min(self.remember(&turn, outcome));
+        let (plain, (guarded, live)) = futures::join!(self.apply(plain, &none), guarded);
+        for (plan, outcome) in plain.into_iter().chain(guarded) {
+            requeue_after = requeue_after.min(self.record_outcome(&plan, outcome));
         }
-        pause = pause.min(self.relabel(labels).await);
-        pause = pause.min(self.discard(discarded).await);
-        for (at, one) in orphans {
-            self.memory.sweep(one.uid.clone(), now());
-            if let Err(error) = self.writer.sweep(&at, &one, &answers).await {
-                pause = pause.min(failed(&error, "an attachment without a network could not be removed"));
+        requeue_after = requeue_after.min(self.patch_node_labels(node_labels).await);
+        requeue_after = requeue_after.min(self.delete_abandoned_blocks(abandoned_blocks).await);
+        for (at, nad) in orphans {
+            self.pending.deletion_sent(nad.uid.clone(), now());
+            if let Err(error) = self.writer.delete_orphan(&at, &nad, &live).await {
+                requeue_after = requeue_after.min(failed(&error, "could not delete an orphan NAD"));
             }
         }
-        pause
+        requeue_after
     }
 
-    /// Frees address blocks that nobody holds any more.
-    async fn discard(&mut self, discarded: Vec<Discard>) -> Duration {
-        let mut pause = LONG;
-        for one in discarded {
-            if self.memory.swept(&one.uid, now()) {
-                pause = pause.min(memory::SEEN_AGAIN);
+    async fn delete_abandoned_blocks(&mut self, blocks: Vec<AbandonedBlock>) -> Duration {
+        let mut requeue_after = RESYNC;
+        for block in blocks {
+            if self.pending.deletion_pending(&block.uid, now()) {
+                requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
                 continue;
             }
-            self.memory.sweep(one.uid.clone(), now());
-            if let Err(error) = self.writer.discard(&one).await {
-                pause = pause.min(failed(&error, "an address block that nobody holds could not be removed"));
+            self.pending.deletion_sent(block.uid.clone(), now());
+            if let Err(error) = self.writer.delete_abandoned_block(&block).await {
+                requeue_after = requeue_after.min(failed(&error, "could not delete an abandoned IPBlock"));
             }
         }
-        pause
+        requeue_after
     }
 
-    async fn relabel(&mut self, labels: Vec<Relabel>) -> Duration {
-        let mut pause = LONG;
-        for relabel in labels {
-            if self.memory.labelled(&relabel, now()) {
-                pause = pause.min(memory::SEEN_AGAIN);
+    async fn patch_node_labels(&mut self, patches: Vec<NodeLabelPatch>) -> Duration {
+        let mut requeue_after = RESYNC;
+        for patch in patches {
+            if self.pending.labels_pending(&patch, now()) {
+                requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
                 continue;
             }
-            match self.writer.relabel(&relabel).await {
-                Ok(()) => self.memory.label(relabel, now()),
-                Err(error) => pause = pause.min(failed(&error, "the labels of a node could not be set")),
+            match self.writer.patch_node_labels(&patch).await {
+                Ok(()) => self.pending.labels_written(patch, now()),
+                Err(error) => {
+                    requeue_after = requeue_after.min(failed(&error, "could not set the labels of a Node"));
+                }
             }
         }
-        pause
+        requeue_after
     }
 
-    async fn write(&self, turns: Vec<Turn>, answers: &Answers) -> Vec<(Turn, Result<Outcome, Error>)> {
-        let written = stream::iter(turns).map(async |turn| {
-            let outcome = self.writer.turn(&turn, answers).await;
-            (turn, outcome)
+    async fn apply(
+        &self,
+        plans: Vec<NetworkPlan>,
+        live: &LiveResults,
+    ) -> Vec<(NetworkPlan, Result<ApplyOutcome, Error>)> {
+        let applied = stream::iter(plans).map(async |plan| {
+            let outcome = self.writer.apply(&plan, live).await;
+            (plan, outcome)
         });
-        written.buffer_unordered(AT_ONCE).collect().await
+        applied.buffer_unordered(MAX_CONCURRENT_NETWORKS).collect().await
     }
 
-    fn plan(&mut self) -> Plan {
-        let begun = now();
-        let mut world = self.cluster.world();
-        self.memory.seen(&std::mem::take(&mut world.stirred));
-        world.notice(begun);
-        let plan = network::plan(&world, Timestamp::now());
-        world.remember(&plan);
-        self.metrics.planned(world.networks.len(), world.users.len(), begun.elapsed());
+    fn plan(&mut self) -> ClusterPlan {
+        let started = now();
+        let mut state = self.cache.state();
+        self.pending.observe_nads(&std::mem::take(&mut state.changed_nads));
+        state.track_missing_nodes(started);
+        let plan = network::plan(&state, Timestamp::now());
+        state.record_plan(&plan);
+        self.metrics.planned(state.networks.len(), state.users.len(), started.elapsed());
         plan
     }
 
-    /// Makes refusals known to the next plan, which tells of them.
-    fn refuse(&mut self, turn: &Turn, refused: &[(NadRef, String)]) {
-        for (at, why) in refused {
-            debug!(network = turn.name, attachment = %at, why, "an attachment was refused, tried again");
-            self.memory.refused(&turn.uid, at, now());
+    /// Adds rejections to the cache, so that the next plan reports them in the status.
+    fn record_rejected(&mut self, plan: &NetworkPlan, rejected: &[(NadRef, String)]) {
+        for (at, cause) in rejected {
+            debug!(network = plan.name, nad = %at, cause, "the API server rejected a NAD, retrying");
+            self.pending.rejected(&plan.uid, at, now());
         }
-        self.cluster.change(|world| {
-            let known = world.refused.get(&turn.uid).cloned().unwrap_or_default();
+        self.cache.update(|state| {
+            let known = state.rejected.get(&plan.uid).cloned().unwrap_or_default();
             let mut all = known.clone();
-            all.extend(refused.iter().cloned());
-            let news = all != known;
-            if news {
-                world.refused.insert(turn.uid.clone(), all);
+            all.extend(rejected.iter().cloned());
+            let changed = all != known;
+            if changed {
+                state.rejected.insert(plan.uid.clone(), all);
             }
-            news
+            changed
         });
     }
 
-    /// Makes known to the next plan that a network was asked about in vain, or that there was an answer.
-    fn answered(&mut self, turn: &Turn, unanswered: Option<&String>) -> Duration {
-        let Some(why) = unanswered else {
-            if turn.lets_go() {
-                self.memory.answered(&turn.uid);
-                self.cluster.world().unanswered.remove(&turn.uid);
+    /// Adds a failed live read to the cache, or removes it after a successful one.
+    fn record_live_read(&mut self, plan: &NetworkPlan, failed: Option<&String>) -> Duration {
+        let Some(cause) = failed else {
+            if plan.removes_finalizer() {
+                self.pending.live_read_succeeded(&plan.uid);
+                self.cache.state().live_read_failed.remove(&plan.uid);
             }
-            return LONG;
+            return RESYNC;
         };
-        let wait = self.memory.unanswered(&turn.uid, now());
-        warn!(network = turn.name, error = why, ?wait, "the API server was asked in vain, asked again");
-        self.cluster
-            .change(|world| world.unanswered.insert(turn.uid.clone(), why.clone()).as_ref() != Some(why));
+        let wait = self.pending.live_read_failed(&plan.uid, now());
+        warn!(network = plan.name, error = cause, ?wait, "could not read from the API server, retrying");
+        self.cache.update(|state| {
+            state.live_read_failed.insert(plan.uid.clone(), cause.clone()).as_ref() != Some(cause)
+        });
         wait
     }
 
-    /// What is not asked for any more is refused no more.
-    fn settle_refusals(&mut self, turns: &[Turn]) {
-        let asked: HashMap<&str, HashSet<&NadRef>> =
-            turns.iter().map(|turn| (turn.uid.as_str(), turn.places().collect())).collect();
-        let still = |uid: &str, at: &NadRef| asked.get(uid).is_some_and(|all| all.contains(at));
-        self.memory.keep_refusals(still);
-        let going: HashSet<&str> =
-            turns.iter().filter(|turn| turn.lets_go()).map(|turn| turn.uid.as_str()).collect();
-        // No plan asks about those that go: nobody has to be woken.
-        let mut world = self.cluster.world();
-        world.unanswered.retain(|uid, _| going.contains(uid.as_str()));
-        world.refused.retain(|uid, all| {
-            all.retain(|at, _| still(uid, at));
+    /// Forgets rejections and failed live reads of steps that are no longer planned.
+    fn forget_resolved(&mut self, plans: &[NetworkPlan]) {
+        let planned: HashMap<&str, HashSet<&NadRef>> =
+            plans.iter().map(|plan| (plan.uid.as_str(), plan.nads().collect())).collect();
+        let is_planned = |uid: &str, at: &NadRef| planned.get(uid).is_some_and(|all| all.contains(at));
+        self.pending.retain_rejected(is_planned);
+        let finalizing: HashSet<&str> =
+            plans.iter().filter(|plan| plan.removes_finalizer()).map(|plan| plan.uid.as_str()).collect();
+        // No plan depends on the entries that are dropped, so subscribers need no notification.
+        let mut state = self.cache.state();
+        state.live_read_failed.retain(|uid, _| finalizing.contains(uid.as_str()));
+        state.rejected.retain(|uid, all| {
+            all.retain(|at, _| is_planned(uid, at));
             !all.is_empty()
         });
     }
 
-    fn remember(&mut self, turn: &Turn, outcome: Result<Outcome, Error>) -> Duration {
+    /// Records what was written. Returns when to reconcile again.
+    fn record_outcome(&mut self, plan: &NetworkPlan, outcome: Result<ApplyOutcome, Error>) -> Duration {
         match outcome {
             Ok(outcome) => {
-                let Outcome { beaten, refused, .. } = &outcome;
-                let beaten = *beaten;
-                self.refuse(turn, refused);
-                let mut wait = self.answered(turn, outcome.unanswered.as_ref());
-                if let Some(error) = &outcome.unsaid {
-                    wait = wait.min(self.memory.unsaid(turn, now()));
-                    warn!(
-                        network = turn.name,
-                        error, "the status of a network could not be written, tried again"
-                    );
+                let ApplyOutcome { conflicted, rejected, .. } = &outcome;
+                let conflicted = *conflicted;
+                self.record_rejected(plan, rejected);
+                let mut wait = self.record_live_read(plan, outcome.live_read_failed.as_ref());
+                if let Some(error) = &outcome.status_write_failed {
+                    wait = wait.min(self.pending.status_write_failed(plan, now()));
+                    warn!(network = plan.name, error, "could not write the status of a network, retrying");
                 }
-                self.cluster.world().confirmed(&outcome.confirmed);
-                for step in &turn.steps {
-                    self.cluster.world().wrote(&turn.uid, step, |at| outcome.wrote(at));
+                self.cache.state().confirm_unused(&outcome.confirmed_unused);
+                for step in &plan.steps {
+                    self.cache.state().record_write(&plan.uid, step, |at| outcome.wrote(at));
                 }
-                self.memory.written(turn, outcome, now());
-                let next = if beaten { self.memory.beaten(turn, now()) } else { memory::SEEN_AGAIN };
+                self.pending.written(plan, outcome, now());
+                let next =
+                    if conflicted { self.pending.conflicted(plan, now()) } else { pending::EXPECTATION_TTL };
                 next.min(wait)
             }
             Err(error) if error.is_conflict() => {
-                debug!(network = turn.name, "another writer was quicker, looking again");
-                self.memory.beaten(turn, now())
+                debug!(network = plan.name, "conflict with another writer, planning again");
+                self.pending.conflicted(plan, now())
             }
             Err(error) => {
-                let wait = self.memory.failed(turn, now());
-                warn!(network = turn.name, error = %ErrorChain(&error), ?wait, "a network could not be kept, tried again");
+                let wait = self.pending.failed(plan, now());
+                warn!(network = plan.name, error = %ErrorChain(&error), ?wait, "could not reconcile a network, retrying");
                 wait
             }
         }
@@ -255,7 +261,7 @@ impl Steward {
 
 fn failed(error: &Error, what: &'static str) -> Duration {
     if !error.is_conflict() {
-        warn!(error = %ErrorChain(error), "{what}, tried again");
+        warn!(error = %ErrorChain(error), "{what}, retrying");
     }
-    memory::FIRST_RETRY
+    pending::MIN_RETRY
 }

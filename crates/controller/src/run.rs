@@ -11,16 +11,15 @@ use tracing::{info, warn};
 
 use crate::{
     Args, Error,
+    cache::{ClusterCache, watch::CacheFiller},
     certs::{
         reload::CertReloader,
         rotate::{CertRotator, WebhookService},
     },
-    cluster::Cluster,
-    follow::Follower,
     http::{self, Readiness, WebhookState},
     lease::election::{Candidate, ElectionConfig},
     metrics::Metrics,
-    networks::Steward,
+    networks::NetworkController,
 };
 
 /// From the stop until every task has ended: a pod has ten seconds, one of them for the process itself.
@@ -71,7 +70,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
 
     let readiness = Arc::new(Readiness::default());
     let metrics = Arc::new(Metrics::default());
-    let cluster = Cluster::new();
+    let cluster = ClusterCache::new();
     let reloader = CertReloader::new(dns_name.clone(), readiness.clone(), metrics.clone());
     let state = Arc::new(WebhookState::new(readiness.clone(), metrics.clone(), cluster.clone()));
     let config = ElectionConfig {
@@ -104,8 +103,8 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
     let reload = reloader.run(client.clone(), namespace);
     tasks.spawn(named("certificate watch", until_cancelled(close.clone(), reload)));
-    let follower = Follower { client, cluster: cluster.clone(), metrics };
-    tasks.spawn(named("cluster watch", until_cancelled(close.clone(), follower.follow())));
+    let filler = CacheFiller { client, cache: cluster.clone(), metrics };
+    tasks.spawn(named("cluster watch", until_cancelled(close.clone(), filler.run())));
     tasks.spawn(named("cache sync", wait_for_sync(cluster, readiness.clone(), close.clone())));
     tasks.spawn(named("election", lead(candidate, loops, resign.clone())));
 
@@ -164,7 +163,7 @@ struct LeaderLoops {
     service: WebhookService,
     policy: CertPolicy,
     metrics: Arc<Metrics>,
-    cluster: Cluster,
+    cluster: ClusterCache,
 }
 
 /// Acquires the Lease, then runs the leader's loops until `resign` is cancelled. Losing the Lease is an error: a restart of
@@ -178,11 +177,11 @@ async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToke
         return Ok(());
     }
     let LeaderLoops { client, service, policy, metrics, cluster } = loops;
-    let networks = Steward::new(client.clone(), cluster, metrics.clone(), leader.fence());
+    let networks = NetworkController::new(client.clone(), cluster, metrics.clone(), leader.fence());
     let rotator = CertRotator::new(client, service, policy, metrics, leader.fence());
     let mut tasks = JoinSet::new();
     tasks.spawn(named("certificates", infallible(rotator.run(resign.clone()))));
-    tasks.spawn(named("networks", infallible(networks.keep(resign.clone()))));
+    tasks.spawn(named("networks", infallible(networks.run(resign.clone()))));
     let result = tokio::select! {
         biased;
         () = resign.cancelled() => Ok(()),
@@ -224,7 +223,7 @@ async fn until_cancelled(close: CancellationToken, watch: impl Future<Output = (
 
 /// Sets readiness when the caches have synced. Then waits for `close`, because a task that ends early counts as failed.
 async fn wait_for_sync(
-    cluster: Cluster,
+    cluster: ClusterCache,
     readiness: Arc<Readiness>,
     close: CancellationToken,
 ) -> Result<(), Error> {

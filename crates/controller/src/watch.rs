@@ -1,4 +1,4 @@
-//! Watches that outlive the API server.
+//! Watch settings, and watches of single objects that survive failures of the API server.
 
 use std::{fmt::Debug, sync::Arc};
 
@@ -17,28 +17,28 @@ use tracing::warn;
 
 use crate::metrics::{ApiCallKind, Metrics};
 
-/// The API server ends a watch after so many seconds, and one that is silent for five more is given up: that is how soon a
-/// partition that swallows everything is noticed.
-const LONGEST_WATCH: u32 = 60;
+/// The API server ends a watch after this many seconds, and kube gives up a silent one five seconds later. This bounds how
+/// long a partition that drops all packets goes unnoticed.
+const WATCH_TIMEOUT_SECONDS: u32 = 60;
 
-/// A watch of everything.
+/// Watches all objects.
 pub fn all() -> watcher::Config {
-    watcher::Config::default().timeout(LONGEST_WATCH)
+    watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS)
 }
 
-/// A watch of the one object of this name, which need not exist.
-pub fn only(name: &str) -> watcher::Config {
+/// Watches the object of this name, which need not exist.
+pub fn by_name(name: &str) -> watcher::Config {
     all().fields(&format!("metadata.name={name}"))
 }
 
-/// Counts and reports a failure; the watch itself goes on after its backoff.
+/// Counts and logs a failure. The watch goes on after its backoff.
 pub fn failed(metrics: &Metrics, call: ApiCallKind, error: &watcher::Error) {
     metrics.api_error(call);
-    warn!(?call, error = %ErrorChain(error), "watch failed and is tried again");
+    warn!(?call, error = %ErrorChain(error), "watch failed, retrying");
 }
 
-/// Says "look" whenever the one object of this name may have changed.
-pub fn touches<K>(
+/// Yields whenever the object of this name may have changed.
+pub fn object_changes<K>(
     api: Api<PartialObjectMeta<K>>,
     name: &str,
     metrics: Arc<Metrics>,
@@ -48,15 +48,15 @@ where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + 'static,
     PartialObjectMeta<K>: Resource<DynamicType = ()>,
 {
-    watcher(api, only(name))
+    watcher(api, by_name(name))
         .default_backoff()
         .inspect_err(move |error| failed(&metrics, call, error))
-        .filter_map(async |event| event.is_ok_and(|event| tells(&event)).then_some(()))
+        .filter_map(async |event| event.is_ok_and(|event| is_change(&event)).then_some(()))
         .boxed()
 }
 
-/// Whether there is something new to look at. The beginning of a list is none: a list that fails begins again and again.
-fn tells<K>(event: &Event<K>) -> bool {
+/// The start of a list is not a change: a failing list starts again and again.
+fn is_change<K>(event: &Event<K>) -> bool {
     match event {
         Event::Apply(_) | Event::Delete(_) | Event::InitDone => true,
         Event::Init | Event::InitApply(_) => false,
@@ -74,20 +74,20 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_list_that_fails_wakes_nobody() {
+    async fn a_failing_list_yields_no_change() {
         let service = tower::service_fn(async |_: http::Request<kube::client::Body>| {
             let response = http::Response::builder().status(500).body(Body::from("{}"));
             Ok::<_, Infallible>(response.unwrap())
         });
         let metrics = Arc::new(Metrics::default());
         let api = Api::namespaced(Client::new(service, "ns"), "ns");
-        let mut touches = touches::<Secret>(api, "name", metrics.clone(), ApiCallKind::WatchSecret);
-        assert!(tokio::time::timeout(Duration::from_mins(5), touches.next()).await.is_err());
+        let mut changes = object_changes::<Secret>(api, "name", metrics.clone(), ApiCallKind::WatchSecret);
+        assert!(tokio::time::timeout(Duration::from_mins(5), changes.next()).await.is_err());
         assert!(metrics.text().unwrap().contains("patchbay_api_errors_total{call=\"WatchSecret\"}"));
     }
 
     #[test]
     fn every_watch_ends_within_a_minute() {
-        assert_eq!([all().timeout, only("name").timeout], [Some(60); 2]);
+        assert_eq!([all().timeout, by_name("name").timeout], [Some(60); 2]);
     }
 }

@@ -315,7 +315,11 @@ pub fn is_pod_port(name: &str) -> bool {
 
 /// The network in the alias of the host end of a pod's veth pair.
 fn pod_alias_network(alias: &str) -> Option<&str> {
-    alias.strip_prefix(attachment::ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
+    alias
+        .strip_prefix(attachment::POD_ALIAS_PREFIX)?
+        .split_once('/')
+        .map(|(uid, _)| uid)
+        .filter(|uid| is_uid(uid))
 }
 
 /// The network in the alias of a link of this kind.

@@ -5,7 +5,8 @@
 pub mod attachment;
 pub mod bridge;
 pub mod certs;
-pub mod clash;
+pub mod condition;
+pub mod conflict;
 pub mod ipam;
 pub mod lease;
 pub mod network;

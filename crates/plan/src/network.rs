@@ -1,12 +1,12 @@
-//! The bridge networks of the cluster: their attachments, their status, and the order in which they go.
+//! BridgeNetworks: their NetworkAttachmentDefinitions (NADs), their status, and the order of their deletion.
 //!
-//! [`plan`] looks at everything there is and says what to write next. Nothing is remembered between two looks: whatever
-//! was written, by this leader or the one before, is seen the next time.
+//! [`plan`] takes the observed state of the cluster and returns what the controller writes next. The plan is a function of
+//! that state: what any leader wrote before shows up in the next observation.
 
 mod addresses;
-mod attachments;
 mod mtu;
-mod selected;
+mod nads;
+mod selected_nodes;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -26,358 +26,380 @@ use api::{
 use jiff::{SignedDuration, Timestamp};
 
 pub use self::{
-    addresses::{Block, Discard, GONE},
-    mtu::wanted as wanted_mtu,
-    selected::{clash_with, same_attachment},
+    addresses::{AbandonedBlock, BlockState, NODE_GONE_GRACE},
+    mtu::desired as desired_mtu,
+    selected_nodes::{find_conflict, find_nad_conflict},
 };
-use self::{attachments::Attachments, selected::Selected};
-use crate::users::{Index, Summary};
+use self::{nads::NadIndex, selected_nodes::SelectedNodes};
+use crate::users::{UserIndex, UserSummary};
 
-/// From the beginning of a deletion until anything is taken away: a pod that was admitted before anybody knew of the
-/// deletion has this long to be seen.
-pub const SETTLE: Duration = Duration::from_secs(1);
+/// The delay between the start of a network's deletion and the first removal. A pod that was admitted before any webhook
+/// knew of the deletion reaches the caches within this time.
+pub const DELETION_GRACE: Duration = Duration::from_secs(1);
 
-/// A BridgeNetwork, as last seen.
+/// A cached BridgeNetwork.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Network {
+pub struct NetworkState {
     pub name: String,
     pub uid: String,
+    /// The resourceVersion.
     pub version: String,
     pub generation: i64,
     pub created: Timestamp,
-    /// When its deletion was first seen here.
+    /// When this replica first observed the deletionTimestamp.
     pub deleting: Option<Timestamp>,
     pub finalizers: Vec<String>,
-    /// What it asks for, or why that cannot be read.
+    /// The spec, or why it cannot be parsed.
     pub spec: Result<BridgeNetworkSpec, String>,
     pub status: BridgeNetworkStatus,
 }
 
-/// A Node, as last seen.
+/// A cached Node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Node {
+pub struct NodeState {
     pub uid: String,
     pub labels: BTreeMap<String, String>,
-    /// Why the node does not answer, if it does not.
-    pub silent: Option<String>,
+    /// The reason of the Ready condition, if that is not True.
+    pub not_ready_reason: Option<String>,
 }
 
-/// A NodeNetwork, as last seen.
+/// A cached NodeNetwork: what a daemon reports about its node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct NodeReport {
     pub vtep: Option<Vtep>,
-    /// By the network's UID.
+    /// By the UID of the network.
     pub networks: BTreeMap<String, NetworkOnNode>,
 }
 
-/// A NetworkAttachmentDefinition, as last seen.
+/// A cached NetworkAttachmentDefinition (NAD).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Attachment {
+pub struct NadState {
     pub uid: String,
+    /// The resourceVersion.
     pub version: String,
     pub deleting: bool,
-    /// The mark on those that Patchbay keeps: the network's name and UID.
+    /// The network's name in the ownership label.
     pub network: Option<String>,
+    /// The network's UID in the ownership annotation.
     pub network_uid: Option<String>,
-    /// Where it was made, as its mark says: see [`api::nad::origin_digest`].
+    /// The annotation that binds the NAD to its namespace and name: see [`api::nad::origin_digest`].
     pub place: Option<String>,
     pub config: Option<String>,
-    /// The network of ours that its config joins pods to.
+    /// The BridgeNetwork that the config attaches pods to.
     pub joins: Option<String>,
 }
 
-impl Attachment {
-    /// The UID of the network that made it here. A copy that somebody made of it elsewhere is nobody's but theirs.
-    pub fn made_by(&self, at: &NadRef) -> Option<&str> {
+impl NadState {
+    /// The UID of the network that created this NAD under this name. A copy under another name or in another namespace has
+    /// no owner.
+    pub fn owner_uid(&self, at: &NadRef) -> Option<&str> {
         let uid = self.network_uid.as_deref()?;
         (self.place.as_ref() == Some(&origin_digest(uid, at))).then_some(uid)
     }
 }
 
-/// A namespace, as last seen.
+/// The phase of a cached namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Namespace {
+pub enum NamespacePhase {
     Active,
     Terminating,
 }
 
-/// All that is known when something has to be decided.
+/// The observed state of the cluster, which every decision is based on.
 #[derive(Debug, Default)]
-pub struct World {
-    pub networks: BTreeMap<String, Network>,
-    pub nodes: BTreeMap<String, Node>,
-    pub reports: BTreeMap<String, Report>,
-    /// None while the cluster does not have the kind.
-    pub attachments: Option<BTreeMap<NadRef, Attachment>>,
-    pub namespaces: BTreeMap<String, Namespace>,
-    pub users: Index,
-    /// The attachments that the API server refused to write, with its words, by the UID of the network.
-    pub refused: BTreeMap<String, BTreeMap<NadRef, String>>,
-    /// What the API server said instead of an answer when it was asked whether a network may go, by the network's UID.
-    pub unanswered: BTreeMap<String, String>,
-    /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
-    pub in_place: BTreeMap<NadRef, u64>,
-    pub blocks: BTreeMap<String, Block>,
-    /// Since when nodes that hold blocks are gone, by their UID: see [`World::notice`].
-    pub gone: BTreeMap<String, Instant>,
-    /// Those of them that have been for so long that their blocks are free.
-    pub lost: BTreeSet<String>,
-    /// When the next one will have been.
-    pub next_lost: Option<Duration>,
-    /// The attachments that came, changed or went since the last plan.
-    pub stirred: BTreeSet<NadRef>,
-    /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
-    pub withdrawn: BTreeMap<NadRef, Withdrawn>,
+pub struct ClusterState {
+    pub networks: BTreeMap<String, NetworkState>,
+    pub nodes: BTreeMap<String, NodeState>,
+    pub reports: BTreeMap<String, NodeReport>,
+    /// None while the cluster does not serve the kind.
+    pub nads: Option<BTreeMap<NadRef, NadState>>,
+    pub namespaces: BTreeMap<String, NamespacePhase>,
+    pub users: UserIndex,
+    /// The NADs that the API server refused to write, with its message, by the UID of the network.
+    pub rejected: BTreeMap<String, BTreeMap<NadRef, String>>,
+    /// Why a live read before the removal of a finalizer failed, by the UID of the network.
+    pub live_read_failed: BTreeMap<String, String>,
+    /// A digest of each NAD's owner and config when it was last observed or written as desired. Tells a repair from a change
+    /// of the spec: see [`ClusterState::record_plan`].
+    pub synced_nads: BTreeMap<NadRef, u64>,
+    pub blocks: BTreeMap<String, BlockState>,
+    /// When each node that holds blocks was first observed missing, by its UID: see [`ClusterState::track_missing_nodes`].
+    pub missing_nodes: BTreeMap<String, Instant>,
+    /// The missing nodes whose grace period is over: their blocks are free.
+    pub gone_nodes: BTreeSet<String>,
+    /// The time until the next missing node counts as gone.
+    pub next_gone: Option<Duration>,
+    /// The NADs that were created, changed or deleted since the last plan.
+    pub changed_nads: BTreeSet<NadRef>,
+    /// The NADs that the controller deleted, until a live read confirms that no user named them: see
+    /// [`NetworkStep::ConfirmNadsUnused`].
+    pub deleted_nads: BTreeMap<NadRef, DeletedNad>,
 }
 
-/// An attachment that we took away.
+/// A NAD that the controller deleted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Withdrawn {
+pub struct DeletedNad {
     /// The UID of its network.
     pub network: String,
-    /// Its own.
+    /// The UID of the NAD.
     pub uid: String,
 }
 
-impl World {
-    /// Notes which attachments are in place. What a plan has to write is noted as it was before somebody changed it, until
-    /// it is written.
-    pub fn remember(&mut self, plan: &Plan) {
-        let open: BTreeSet<&NadRef> = plan.turns.iter().flat_map(Turn::places).collect();
-        let mut in_place = std::mem::take(&mut self.in_place);
-        in_place.retain(|at, _| open.contains(at));
-        for (at, one) in self.attachments.iter().flatten().filter(|(at, _)| !open.contains(at)) {
-            if let (Some(_), Some(uid), Some(config)) = (&one.network, &one.network_uid, &one.config) {
-                in_place.insert(at.clone(), digest([uid.as_str(), config]));
+impl ClusterState {
+    /// Updates the digests of synced NADs and the list of deleted NADs. A NAD with an open step keeps its old digest until
+    /// the step is done.
+    pub fn record_plan(&mut self, plan: &ClusterPlan) {
+        let open: BTreeSet<&NadRef> = plan.networks.iter().flat_map(NetworkPlan::nads).collect();
+        let mut synced = std::mem::take(&mut self.synced_nads);
+        synced.retain(|at, _| open.contains(at));
+        for (at, nad) in self.nads.iter().flatten().filter(|(at, _)| !open.contains(at)) {
+            if let (Some(_), Some(uid), Some(config)) = (&nad.network, &nad.network_uid, &nad.config) {
+                synced.insert(at.clone(), digest([uid.as_str(), config]));
             }
         }
-        self.in_place = in_place;
-        self.remember_withdrawn(plan);
+        self.synced_nads = synced;
+        self.record_deleted_nads(plan);
     }
 
-    /// Noted before it is done: an answer that is lost does not undo a deletion.
-    fn remember_withdrawn(&mut self, plan: &Plan) {
-        for turn in &plan.turns {
-            let deletions = turn.steps.iter().filter_map(|step| match step {
-                Step::Delete(all) => Some(all),
+    /// Recorded before the deletion is sent, because its response can be lost.
+    fn record_deleted_nads(&mut self, plan: &ClusterPlan) {
+        for network_plan in &plan.networks {
+            let deletions = network_plan.steps.iter().filter_map(|step| match step {
+                NetworkStep::DeleteNads(all) => Some(all),
                 _ => None,
             });
-            for (at, one) in deletions.flatten() {
-                let withdrawn = Withdrawn { network: turn.uid.clone(), uid: one.uid.clone() };
-                self.withdrawn.insert(at.clone(), withdrawn);
+            for (at, nad) in deletions.flatten() {
+                let deleted = DeletedNad { network: network_plan.uid.clone(), uid: nad.uid.clone() };
+                self.deleted_nads.insert(at.clone(), deleted);
             }
         }
         let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
-        let there = |at: &NadRef| self.attachments.as_ref().and_then(|all| all.get(at));
-        self.withdrawn.retain(|at, it| {
-            live.contains(it.network.as_str()) && there(at).is_none_or(|found| found.uid == it.uid)
+        let current = |at: &NadRef| self.nads.as_ref().and_then(|all| all.get(at));
+        self.deleted_nads.retain(|at, deleted| {
+            live.contains(deleted.network.as_str()) && current(at).is_none_or(|nad| nad.uid == deleted.uid)
         });
     }
 
-    /// The API server itself has said that nobody uses these.
-    pub fn confirmed(&mut self, attachments: &BTreeSet<NadRef>) {
-        self.withdrawn.retain(|at, _| !attachments.contains(at));
+    /// Forgets deleted NADs that, as a live read confirmed, have no users.
+    pub fn confirm_unused(&mut self, nads: &BTreeSet<NadRef>) {
+        self.deleted_nads.retain(|at, _| !nads.contains(at));
     }
 
-    /// Notes what we wrote, before it is seen: whoever changes it at once has changed it all the same. What was removed by
-    /// us, nobody else took away.
-    pub fn wrote(&mut self, uid: &str, step: &Step, written: impl Fn(&NadRef) -> bool) {
+    /// Records a successful write before the watch delivers it, so that a foreign change right after it counts as one.
+    pub fn record_write(&mut self, uid: &str, step: &NetworkStep, written: impl Fn(&NadRef) -> bool) {
         match step {
-            Step::Create { at, config, .. } | Step::Apply { at, config, .. } if written(at) => {
-                self.in_place.insert(at.clone(), digest([uid, config]));
+            NetworkStep::CreateNad { at, config, .. } | NetworkStep::ApplyNad { at, config, .. }
+                if written(at) =>
+            {
+                self.synced_nads.insert(at.clone(), digest([uid, config]));
             }
-            Step::Delete(all) => all.iter().for_each(|(at, _)| _ = self.in_place.remove(at)),
+            NetworkStep::DeleteNads(all) => {
+                for (at, _) in all {
+                    self.synced_nads.remove(at);
+                }
+            }
             _ => {}
         }
     }
 }
 
-/// What to write next.
+/// What the controller writes next.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Plan {
-    /// For the networks about which there is something to do.
-    pub turns: Vec<Turn>,
-    /// Attachments that a network left which is no more.
-    pub orphans: Vec<(NadRef, Attachment)>,
-    pub labels: Vec<Relabel>,
-    /// Address blocks that nobody holds any more.
-    pub discarded: Vec<Discard>,
-    /// When to look again although nothing has happened.
-    pub look: Option<Duration>,
+pub struct ClusterPlan {
+    /// The networks with pending writes.
+    pub networks: Vec<NetworkPlan>,
+    /// NADs of networks that no longer exist.
+    pub orphan_nads: Vec<(NadRef, NadState)>,
+    pub node_labels: Vec<NodeLabelPatch>,
+    /// IPBlocks without a holder or without a network.
+    pub abandoned_blocks: Vec<AbandonedBlock>,
+    /// When to plan again without a change.
+    pub requeue_after: Option<Duration>,
 }
 
-/// What to write for one network. Its steps first. An attachment that cannot be written keeps none of the others from
-/// being written; the status waits until the refusal is known here, and tells of it.
+/// The writes for one network: first the steps, then the status.
+///
+/// A rejected NAD does not stop the other steps. The status is held back until the rejection is in [`ClusterState`], so
+/// that it reports the rejection.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Turn {
+pub struct NetworkPlan {
     pub name: String,
     pub uid: String,
+    /// The resourceVersion.
     pub version: String,
-    pub steps: Vec<Step>,
+    pub steps: Vec<NetworkStep>,
     pub status: Option<Box<BridgeNetworkStatus>>,
-    /// Only the users have changed, which may wait a little.
-    pub patient: bool,
-    pub events: Vec<Event>,
+    /// Only the users changed: the write may be batched with later ones.
+    pub deferrable: bool,
+    pub events: Vec<EventDraft>,
 }
 
-impl Turn {
-    /// The attachments that its steps are about, one by one.
-    pub fn places(&self) -> impl Iterator<Item = &NadRef> {
-        self.steps.iter().flat_map(Step::places)
+impl NetworkPlan {
+    /// The NADs that the steps write, one by one.
+    pub fn nads(&self) -> impl Iterator<Item = &NadRef> {
+        self.steps.iter().flat_map(NetworkStep::nads)
     }
 
-    /// Whether it lets the nodes go, or the network itself.
-    pub fn lets_go(&self) -> bool {
-        self.steps.iter().any(|step| matches!(step, Step::Release { .. } | Step::Finish { .. }))
+    /// Whether a step removes a finalizer.
+    pub fn removes_finalizer(&self) -> bool {
+        self.steps.iter().any(|step| {
+            matches!(
+                step,
+                NetworkStep::RemoveUsersFinalizer { .. } | NetworkStep::RemoveNodesFinalizer { .. }
+            )
+        })
     }
 
-    /// Whether the API server itself has to be asked before it is done.
-    pub fn asks(&self) -> bool {
+    /// Whether a step depends on a live read.
+    pub fn needs_live_read(&self) -> bool {
         self.steps.iter().any(|step| match step {
-            Step::Delete(_) | Step::Confirm(_) | Step::Release { .. } | Step::Finish { .. } => true,
-            Step::Finalizers(_) | Step::Create { .. } | Step::Apply { .. } => false,
+            NetworkStep::DeleteNads(_)
+            | NetworkStep::ConfirmNadsUnused(_)
+            | NetworkStep::RemoveUsersFinalizer { .. }
+            | NetworkStep::RemoveNodesFinalizer { .. } => true,
+            NetworkStep::SetFinalizers(_) | NetworkStep::CreateNad { .. } | NetworkStep::ApplyNad { .. } => {
+                false
+            }
         })
     }
 }
 
-/// One change.
+/// One write.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Step {
-    /// Sets the finalizers to these.
-    Finalizers(Vec<String>),
-    Create {
+pub enum NetworkStep {
+    /// Replaces the finalizers.
+    SetFinalizers(Vec<String>),
+    CreateNad {
         at: NadRef,
         config: String,
         repair: bool,
     },
-    /// Puts an attachment of ours right.
-    Apply {
+    /// Corrects an owned NAD.
+    ApplyNad {
         at: NadRef,
         uid: String,
         version: String,
         config: String,
         repair: bool,
     },
-    /// Deletes attachments of ours, if the API server itself knows of no user of any of them.
-    Delete(Vec<(NadRef, Attachment)>),
-    /// Asks the API server itself whether anybody began to use these, which are gone, before they went: then they have to
-    /// come back.
-    Confirm(BTreeSet<NadRef>),
-    /// Lets the nodes undo, if the API server itself knows of no attachment of the network and of no user of these.
-    Release {
-        attachments: BTreeSet<NadRef>,
+    /// Deletes owned NADs, if a live read finds no user of any of them.
+    DeleteNads(Vec<(NadRef, NadState)>),
+    /// Checks with a live read that these deleted NADs had no user. A used one is created again.
+    ConfirmNadsUnused(BTreeSet<NadRef>),
+    /// Lets the nodes remove their links, if a live read finds no NAD of the network and no user of these NADs.
+    RemoveUsersFinalizer {
+        nads: BTreeSet<NadRef>,
         finalizers: Vec<String>,
     },
-    /// Lets the network go, if the API server itself knows of no node that lists it.
-    Finish {
+    /// Lets the API server remove the network, if a live read finds no node that lists it.
+    RemoveNodesFinalizer {
         finalizers: Vec<String>,
     },
 }
 
-impl Step {
-    /// The attachments that it is about, one by one.
-    pub fn places(&self) -> Vec<&NadRef> {
+impl NetworkStep {
+    /// The NADs that the step writes or checks, one by one.
+    pub fn nads(&self) -> Vec<&NadRef> {
         match self {
-            Self::Create { at, .. } | Self::Apply { at, .. } => vec![at],
-            Self::Delete(all) => all.iter().map(|(at, _)| at).collect(),
-            Self::Confirm(all) => all.iter().collect(),
-            Self::Finalizers(_) | Self::Release { .. } | Self::Finish { .. } => Vec::new(),
+            Self::CreateNad { at, .. } | Self::ApplyNad { at, .. } => vec![at],
+            Self::DeleteNads(all) => all.iter().map(|(at, _)| at).collect(),
+            Self::ConfirmNadsUnused(all) => all.iter().collect(),
+            Self::SetFinalizers(_)
+            | Self::RemoveUsersFinalizer { .. }
+            | Self::RemoveNodesFinalizer { .. } => Vec::new(),
         }
     }
 }
 
-/// Labels of one Node to set, or to remove.
+/// Labels of one Node to set (Some) or to remove (None).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Relabel {
+pub struct NodeLabelPatch {
     pub node: String,
     pub uid: String,
     pub labels: BTreeMap<String, Option<&'static str>>,
 }
 
-/// Something to tell whoever looks at the network's events.
+/// An Event to record for a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Event {
-    /// The attachment that it is about: told only if that was written.
-    pub about: Option<NadRef>,
+pub struct EventDraft {
+    /// The NAD that the event reports on. The event is recorded only if that NAD was written.
+    pub nad: Option<NadRef>,
     pub warning: bool,
     pub reason: &'static str,
     pub note: String,
 }
 
-/// Decides what to write next.
-pub fn plan(world: &World, now: Timestamp) -> Plan {
-    let attachments = Attachments::new(world);
-    let selected = selected::all(world);
-    let blocks = addresses::by_network(world);
-    let mut plan = Plan::default();
-    for network in world.networks.values() {
+/// Plans the next writes.
+pub fn plan(state: &ClusterState, now: Timestamp) -> ClusterPlan {
+    let nads = NadIndex::new(state);
+    let selected = selected_nodes::all(state);
+    let blocks = addresses::by_network(state);
+    let mut plan = ClusterPlan::default();
+    for network in state.networks.values() {
         let blocks = blocks.get(network.uid.as_str()).map_or(&[][..], Vec::as_slice);
-        let scene = Scene { blocks, ..Scene::new(world, network, &attachments, &selected, now) };
-        let turn = scene.turn();
-        if network.deleting.is_some() && !settled(network, now) {
-            plan.look = Some(SETTLE);
+        let context = NetworkContext { blocks, ..NetworkContext::new(state, network, &nads, &selected, now) };
+        let network_plan = context.plan();
+        if network.deleting.is_some() && !grace_is_over(network, now) {
+            plan.requeue_after = Some(DELETION_GRACE);
         }
-        if !turn.steps.is_empty() || turn.status.is_some() {
-            plan.turns.push(turn);
+        if !network_plan.steps.is_empty() || network_plan.status.is_some() {
+            plan.networks.push(network_plan);
         }
     }
-    plan.orphans = attachments.orphans(world);
-    plan.labels = relabel(world);
-    plan.discarded = addresses::discarded(world);
-    if let Some(rest) = world.next_lost {
-        plan.look = Some(plan.look.map_or(rest, |look| look.min(rest)));
+    plan.orphan_nads = nads.orphans(state);
+    plan.node_labels = node_labels(state);
+    plan.abandoned_blocks = addresses::abandoned(state);
+    if let Some(rest) = state.next_gone {
+        plan.requeue_after = Some(plan.requeue_after.map_or(rest, |after| after.min(rest)));
     }
     plan
 }
 
-/// The attachments that pods of a network name: those that it keeps or would keep, and those that others wrote for it.
-pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<NadRef> {
-    Attachments::new(world).of(world, network)
+/// The NADs by which pods use a network: those that it owns or should own, and those that others wrote for it.
+pub fn nads_of(state: &ClusterState, network: &NetworkState) -> BTreeSet<NadRef> {
+    NadIndex::new(state).used_for(state, network)
 }
 
-/// The networks of which [`attachments_of`] names this one, for the price of one look at it and at each network.
-pub fn networks_of<'a>(world: &'a World, at: &'a NadRef) -> impl Iterator<Item = &'a Network> {
-    let concern = attachments::Concern::new(world, at);
-    world.networks.values().filter(move |network| concern.is_of(network))
+/// The networks whose [`nads_of`] contains this NAD. Costs one lookup per network and builds no index.
+pub fn networks_of<'a>(state: &'a ClusterState, at: &'a NadRef) -> impl Iterator<Item = &'a NetworkState> {
+    let owners = nads::NadOwners::new(state, at);
+    state.networks.values().filter(move |network| owners.include(network))
 }
 
-fn settled(network: &Network, now: Timestamp) -> bool {
-    // A clock that was set back must not hold anything up.
-    network.deleting.is_none_or(|since| now < since || now.duration_since(since) >= settle())
+fn grace_is_over(network: &NetworkState, now: Timestamp) -> bool {
+    let grace = SignedDuration::try_from(DELETION_GRACE).unwrap_or(SignedDuration::ZERO);
+    // A clock that was set back must not delay a deletion.
+    network.deleting.is_none_or(|since| now < since || now.duration_since(since) >= grace)
 }
 
-fn settle() -> SignedDuration {
-    SignedDuration::try_from(SETTLE).unwrap_or(SignedDuration::ZERO)
-}
-
-/// One network among all there is.
-struct Scene<'a> {
-    world: &'a World,
-    network: &'a Network,
+/// One network and the state that its plan depends on.
+struct NetworkContext<'a> {
+    state: &'a ClusterState,
+    network: &'a NetworkState,
     now: Timestamp,
-    attachments: &'a Attachments<'a>,
-    /// The attachments that its users name.
+    nads: &'a NadIndex<'a>,
+    /// The NADs by which pods use it: see [`nads_of`].
     references: BTreeSet<NadRef>,
-    users: Summary,
-    selected: Option<&'a Selected<'a>>,
-    blocks: &'a [(&'a str, &'a Block)],
+    users: UserSummary,
+    selected: Option<&'a SelectedNodes<'a>>,
+    blocks: &'a [(&'a str, &'a BlockState)],
 }
 
-impl<'a> Scene<'a> {
+impl<'a> NetworkContext<'a> {
     fn new(
-        world: &'a World,
-        network: &'a Network,
-        attachments: &'a Attachments<'a>,
-        selected: &'a BTreeMap<&'a str, Selected<'a>>,
+        state: &'a ClusterState,
+        network: &'a NetworkState,
+        nads: &'a NadIndex<'a>,
+        selected: &'a BTreeMap<&'a str, SelectedNodes<'a>>,
         now: Timestamp,
     ) -> Self {
-        let references = attachments.of(world, network);
-        let users = world.users.summary(&references, MAX_STATUS_ENTRIES);
+        let references = nads.used_for(state, network);
+        let users = state.users.summary(&references, MAX_STATUS_ENTRIES);
         Self {
-            world,
+            state,
             network,
             now,
-            attachments,
+            nads,
             references,
             users,
             selected: selected.get(network.name.as_str()),
@@ -385,83 +407,82 @@ impl<'a> Scene<'a> {
         }
     }
 
-    fn turn(&self) -> Turn {
+    fn plan(&self) -> NetworkPlan {
         let network = self.network;
-        let turn = Turn {
+        let plan = NetworkPlan {
             name: network.name.clone(),
             uid: network.uid.clone(),
             version: network.version.clone(),
-            ..Turn::default()
+            ..NetworkPlan::default()
         };
-        if network.deleting.is_some() { self.going(turn) } else { self.staying(turn) }
+        if network.deleting.is_some() { self.finalize(plan) } else { self.reconcile(plan) }
     }
 
-    fn staying(&self, mut turn: Turn) -> Turn {
+    fn reconcile(&self, mut plan: NetworkPlan) -> NetworkPlan {
         let missing = [FINALIZER_USERS, FINALIZER_NODES].into_iter().filter(|one| !self.has(one));
         let missing: Vec<String> = missing.map(str::to_owned).collect();
         if !missing.is_empty() {
             let all = self.network.finalizers.iter().cloned().chain(missing).collect();
-            turn.steps.push(Step::Finalizers(all));
-            return turn;
+            plan.steps.push(NetworkStep::SetFinalizers(all));
+            return plan;
         }
-        let fit = mtu::fit(self);
-        let kept = self.attachments.keep(self, fit.mtu);
-        turn.steps.clone_from(&kept.steps);
-        status::write(self, &fit, &kept, &mut turn);
-        turn
+        let mtu = mtu::effective(self);
+        let nad_plan = self.nads.plan(self, mtu.mtu);
+        plan.steps.clone_from(&nad_plan.steps);
+        status::write(self, &mtu, &nad_plan, &mut plan);
+        plan
     }
 
-    fn going(&self, mut turn: Turn) -> Turn {
+    fn finalize(&self, mut plan: NetworkPlan) -> NetworkPlan {
         if self.has(FINALIZER_USERS) {
-            let fit = mtu::fit(self);
+            let mtu = mtu::effective(self);
             let used = self.users.count > 0;
-            let mut kept =
-                if used { self.attachments.keep(self, fit.mtu) } else { attachments::Kept::default() };
-            if !used && settled(self.network, self.now) {
-                kept.steps.extend(self.let_go());
-                kept.refused = self.refused(&kept.steps);
+            let mut nad_plan = if used { self.nads.plan(self, mtu.mtu) } else { nads::NadPlan::default() };
+            if !used && grace_is_over(self.network, self.now) {
+                nad_plan.steps.extend(self.next_deletion_step());
+                nad_plan.rejected = self.rejected(&nad_plan.steps);
             }
-            turn.steps.clone_from(&kept.steps);
-            let last = matches!(turn.steps.first(), Some(Step::Release { .. }));
-            if !last || self.unanswered().is_some() {
-                status::write(self, &fit, &kept, &mut turn);
+            plan.steps.clone_from(&nad_plan.steps);
+            let last = matches!(plan.steps.first(), Some(NetworkStep::RemoveUsersFinalizer { .. }));
+            if !last || self.live_read_failed().is_some() {
+                status::write(self, &mtu, &nad_plan, &mut plan);
             }
-            return turn;
+            return plan;
         }
-        turn.steps.extend(deletable(self.attachments.marked(self.network)));
-        // Its addresses are free before its name is.
-        if self.has(FINALIZER_NODES) && self.listing().next().is_none() && self.blocks.is_empty() {
-            turn.steps.push(Step::Finish { finalizers: self.without(FINALIZER_NODES) });
-            if self.unanswered().is_none() {
-                return turn;
+        plan.steps.extend(delete_step(self.nads.owned_by(self.network)));
+        // The blocks go before the network, so that a new network of the same name finds its addresses free.
+        if self.has(FINALIZER_NODES) && self.nodes_listing().next().is_none() && self.blocks.is_empty() {
+            plan.steps.push(NetworkStep::RemoveNodesFinalizer { finalizers: self.without(FINALIZER_NODES) });
+            if self.live_read_failed().is_none() {
+                return plan;
             }
         }
-        let refused = self.refused(&turn.steps);
-        let kept = attachments::Kept { refused, ..attachments::Kept::default() };
-        status::write(self, &mtu::fit(self), &kept, &mut turn);
-        turn
+        let rejected = self.rejected(&plan.steps);
+        let nad_plan = nads::NadPlan { rejected, ..nads::NadPlan::default() };
+        status::write(self, &mtu::effective(self), &nad_plan, &mut plan);
+        plan
     }
 
-    /// Those of these changes that the API server refused the last time, with its words.
-    fn refused(&self, steps: &[Step]) -> Vec<(NadRef, String)> {
-        let Some(refused) = self.world.refused.get(&self.network.uid) else { return Vec::new() };
-        let places = steps.iter().flat_map(Step::places);
-        places.filter_map(|at| Some((at.clone(), refused.get(at)?.clone()))).collect()
+    /// The NADs of these steps that the API server rejected the last time, with its message.
+    fn rejected(&self, steps: &[NetworkStep]) -> Vec<(NadRef, String)> {
+        let Some(rejected) = self.state.rejected.get(&self.network.uid) else { return Vec::new() };
+        let nads = steps.iter().flat_map(NetworkStep::nads);
+        nads.filter_map(|at| Some((at.clone(), rejected.get(at)?.clone()))).collect()
     }
 
-    /// Why nobody knows whether it may go, in the API server's words.
-    fn unanswered(&self) -> Option<&'a str> {
-        self.world.unanswered.get(&self.network.uid).map(String::as_str)
+    /// Why the last live read for the network's deletion failed.
+    fn live_read_failed(&self) -> Option<&'a str> {
+        self.state.live_read_failed.get(&self.network.uid).map(String::as_str)
     }
 
-    /// Nobody uses it, as far as is known: attachments go first, and once they have gone the nodes are let loose.
-    fn let_go(&self) -> Option<Step> {
-        let left = self.attachments.marked(self.network);
+    /// The next step for a network without known users: its NADs are deleted first, then the nodes may remove their links.
+    fn next_deletion_step(&self) -> Option<NetworkStep> {
+        let left = self.nads.owned_by(self.network);
         if left.is_empty() {
             let finalizers = self.without(FINALIZER_USERS);
-            return Some(Step::Release { attachments: self.references.clone(), finalizers });
+            return Some(NetworkStep::RemoveUsersFinalizer { nads: self.references.clone(), finalizers });
         }
-        deletable(left)
+        delete_step(left)
     }
 
     fn has(&self, finalizer: &str) -> bool {
@@ -472,11 +493,12 @@ impl<'a> Scene<'a> {
         self.network.finalizers.iter().filter(|one| *one != finalizer).cloned().collect()
     }
 
-    /// The nodes that have, or may have, links of it. A NodeNetwork without a Node is about to go.
-    fn listing(&self) -> impl Iterator<Item = (&'a str, &'a Node, &'a NetworkOnNode)> + use<'a> {
-        let (world, uid) = (self.world, &self.network.uid);
-        world.nodes.iter().filter_map(move |(name, node)| {
-            let entry = world.reports.get(name)?.networks.get(uid)?;
+    /// The nodes that report the network, so may have links of it. A NodeNetwork without a Node does not count: it is about
+    /// to be garbage collected.
+    fn nodes_listing(&self) -> impl Iterator<Item = (&'a str, &'a NodeState, &'a NetworkOnNode)> + use<'a> {
+        let (state, uid) = (self.state, &self.network.uid);
+        state.nodes.iter().filter_map(move |(name, node)| {
+            let entry = state.reports.get(name)?.networks.get(uid)?;
             Some((name.as_str(), node, entry))
         })
     }
@@ -486,39 +508,39 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// What is about to go already is waited for.
-fn deletable(mut left: Vec<(NadRef, Attachment)>) -> Option<Step> {
-    left.retain(|(_, one)| !one.deleting);
-    (!left.is_empty()).then_some(Step::Delete(left))
+/// Deletes these NADs, except for those that are being deleted already.
+fn delete_step(mut nads: Vec<(NadRef, NadState)>) -> Option<NetworkStep> {
+    nads.retain(|(_, nad)| !nad.deleting);
+    (!nads.is_empty()).then_some(NetworkStep::DeleteNads(nads))
 }
 
-/// The labels by which a scheduler finds nodes on which a network works, as the daemon there says. A node that does not
-/// answer keeps them: nothing is scheduled to it anyway, and it has its links.
-fn relabel(world: &World) -> Vec<Relabel> {
-    let live = |entry: &NetworkOnNode| {
-        let network = world.networks.get(&entry.name).filter(|network| network.uid == entry.uid);
+/// The labels by which the scheduler finds the nodes where a network is ready, as their daemons report. A node that is not
+/// ready keeps its labels: the scheduler avoids it anyway, and its links exist.
+fn node_labels(state: &ClusterState) -> Vec<NodeLabelPatch> {
+    let ready = |entry: &NetworkOnNode| {
+        let network = state.networks.get(&entry.name).filter(|network| network.uid == entry.uid);
         entry.ready && network.is_some()
     };
-    let mut all = Vec::new();
-    for (name, node) in &world.nodes {
-        let report = world.reports.get(name);
+    let mut patches = Vec::new();
+    for (name, node) in &state.nodes {
+        let report = state.reports.get(name);
         let entries = report.into_iter().flat_map(|report| report.networks.values());
-        let wanted: BTreeSet<String> = entries
-            .filter(|entry| live(entry))
+        let desired: BTreeSet<String> = entries
+            .filter(|entry| ready(entry))
             .map(|entry| format!("{READY_LABEL_PREFIX}{}", entry.name))
             .collect();
         let missing =
-            wanted.iter().filter(|label| node.labels.get(*label).is_none_or(|value| value != "true"));
+            desired.iter().filter(|label| node.labels.get(*label).is_none_or(|value| value != "true"));
         let mut labels: BTreeMap<String, Option<&str>> =
             missing.map(|label| (label.clone(), Some("true"))).collect();
-        let old = node
+        let stale = node
             .labels
             .keys()
-            .filter(|label| label.starts_with(READY_LABEL_PREFIX) && !wanted.contains(*label));
-        labels.extend(old.map(|label| (label.clone(), None)));
+            .filter(|label| label.starts_with(READY_LABEL_PREFIX) && !desired.contains(*label));
+        labels.extend(stale.map(|label| (label.clone(), None)));
         if !labels.is_empty() {
-            all.push(Relabel { node: name.clone(), uid: node.uid.clone(), labels });
+            patches.push(NodeLabelPatch { node: name.clone(), uid: node.uid.clone(), labels });
         }
     }
-    all
+    patches
 }

@@ -1,7 +1,7 @@
-//! Who uses which attachment: the index that deletion and admission ask.
+//! The users of each NetworkAttachmentDefinition (NAD): the index that deletion and admission query.
 //!
-//! Fed with every pod, workload and virtual machine as it comes and goes; keeps names only. What it answers costs as much
-//! as there are users of the attachments in question, however large the cluster is.
+//! The watches of pods, workloads and virtual machines update it; it stores only names. A query costs as much as the NADs in
+//! question have users, however large the cluster is.
 
 #[cfg(test)]
 mod tests;
@@ -14,9 +14,9 @@ use std::{
 
 use api::selection::{self, NadRef};
 
-/// The kinds that can use a network.
+/// A kind that can use a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Kind {
+pub enum WorkloadKind {
     CronJob,
     DaemonSet,
     Deployment,
@@ -28,8 +28,7 @@ pub enum Kind {
     VirtualMachineInstance,
 }
 
-impl Kind {
-    /// All of them.
+impl WorkloadKind {
     pub const ALL: [Self; 9] = [
         Self::CronJob,
         Self::DaemonSet,
@@ -42,7 +41,7 @@ impl Kind {
         Self::VirtualMachineInstance,
     ];
 
-    /// Its name in manifests.
+    /// The kind in manifests.
     pub fn name(self) -> &'static str {
         match self {
             Self::CronJob => "CronJob",
@@ -57,7 +56,7 @@ impl Kind {
         }
     }
 
-    /// Its API group.
+    /// The API group.
     pub fn group(self) -> &'static str {
         match self {
             Self::CronJob | Self::Job => "batch",
@@ -67,31 +66,31 @@ impl Kind {
         }
     }
 
-    /// The kind that is called so, if it is one of these.
+    /// The kind with this group and name.
     pub fn find(group: &str, name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.group() == group && kind.name() == name)
     }
 }
 
-/// An object that may use networks, as far as anything is decided by it.
+/// The part of a pod, workload or virtual machine that decides which NADs it uses.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Facts {
+pub struct WorkloadRefs {
     pub namespace: String,
     pub name: String,
-    /// The annotation that names networks: the pod's own, or that of the template.
+    /// The networks annotation of the pod or of the pod template.
     pub networks: Option<String>,
-    /// The annotation that names the default network.
+    /// The default-network annotation.
     pub default_network: Option<String>,
-    /// The networks that a virtual machine names.
+    /// The multus networks of a virtual machine.
     pub multus: Vec<String>,
-    /// It has run to its end, for good.
+    /// It has completed and does not run again.
     pub finished: bool,
-    /// What controls it, if that is of a kind which is indexed itself.
-    pub owner: Option<(Kind, String)>,
+    /// The controlling owner, if its kind is indexed.
+    pub owner: Option<(WorkloadKind, String)>,
 }
 
-impl Facts {
-    /// The attachments that it names, sorted, each once, and no more than an object may name.
+impl WorkloadRefs {
+    /// The NADs that it names: sorted, without duplicates, limited to [`selection::MAX_REFERENCES`].
     pub fn references(&self) -> Vec<NadRef> {
         let annotated =
             selection::nad_refs(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
@@ -99,17 +98,17 @@ impl Facts {
         selection::limit_nad_refs(annotated.into_iter().chain(multus))
     }
 
-    /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is
-    /// counted through that.
-    pub fn counts(&self, kind: Kind) -> bool {
-        !self.finished && (kind == Kind::Pod || self.owner.is_none())
+    /// Whether it counts as a user. A pod does until it has finished; any other object with an owner is counted through that
+    /// owner.
+    pub fn is_user(&self, kind: WorkloadKind) -> bool {
+        !self.finished && (kind == WorkloadKind::Pod || self.owner.is_none())
     }
 }
 
-/// A user. Ordered by kind, namespace and name.
+/// An object that uses a NAD. Ordered by kind, namespace and name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct User {
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     pub namespace: Arc<str>,
     pub name: Arc<str>,
 }
@@ -120,68 +119,68 @@ impl fmt::Display for User {
     }
 }
 
-/// The users of one network: how many, and the first of them.
+/// The number of users of a network, and the first of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Summary {
+pub struct UserSummary {
     pub count: usize,
     pub first: Vec<User>,
 }
 
-/// The index.
+/// The users by NAD, and the NADs by user.
 #[derive(Debug, Default)]
-pub struct Index {
-    objects: HashMap<Arc<User>, Entry>,
-    attachments: HashMap<Arc<NadRef>, Users>,
+pub struct UserIndex {
+    objects: HashMap<Arc<User>, IndexEntry>,
+    nads: HashMap<Arc<NadRef>, NadUsers>,
     namespaces: HashSet<Arc<str>>,
-    /// How often each kind was listed anew.
-    listings: HashMap<Kind, u32>,
+    /// The number of relists of each kind.
+    relists: HashMap<WorkloadKind, u32>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct IndexEntry {
     references: Box<[Arc<NadRef>]>,
-    counts: bool,
-    /// The listing that it was last seen in.
-    listing: u32,
+    is_user: bool,
+    /// The last relist that contained the object.
+    relist: u32,
 }
 
-/// Those who use one attachment. Anybody can make up names, and each has one user then: that one takes no set.
+/// The users of one NAD. Anyone can create pods that name many nonexistent NADs, so a single user needs no set.
 #[derive(Debug)]
-enum Users {
-    One { user: Arc<User>, several: bool },
-    Many(Box<Crowd>),
+enum NadUsers {
+    One { user: Arc<User>, names_several: bool },
+    Many(Box<UserSet>),
 }
 
 #[derive(Debug, Default)]
-struct Crowd {
+struct UserSet {
     all: BTreeSet<Arc<User>>,
-    /// Those that name another attachment too, and so may be met twice.
-    several: BTreeSet<Arc<User>>,
+    /// The users that name more than one NAD, so that a query over several NADs may find them twice.
+    names_several: BTreeSet<Arc<User>>,
 }
 
-impl Users {
-    /// One more, who is not there yet.
-    fn add(&mut self, user: Arc<User>, several: bool) {
-        let crowd = match self {
-            Self::Many(crowd) => crowd,
-            Self::One { user: first, several: also } => {
-                let mut crowd = Box::<Crowd>::default();
-                crowd.add(first.clone(), *also);
-                *self = Self::Many(crowd);
-                return self.add(user, several);
+impl NadUsers {
+    /// Adds a user that is not in the set.
+    fn add(&mut self, user: Arc<User>, names_several: bool) {
+        let set = match self {
+            Self::Many(set) => set,
+            Self::One { user: first, names_several: also } => {
+                let mut set = Box::<UserSet>::default();
+                set.add(first.clone(), *also);
+                *self = Self::Many(set);
+                return self.add(user, names_several);
             }
         };
-        crowd.add(user, several);
+        set.add(user, names_several);
     }
 
-    /// One less; says whether nobody is left.
+    /// Removes a user and returns whether none is left.
     fn remove(&mut self, user: &User) -> bool {
         match self {
             Self::One { user: only, .. } => **only == *user,
-            Self::Many(crowd) => {
-                crowd.all.remove(user);
-                crowd.several.remove(user);
-                crowd.all.is_empty()
+            Self::Many(set) => {
+                set.all.remove(user);
+                set.names_several.remove(user);
+                set.all.is_empty()
             }
         }
     }
@@ -189,148 +188,153 @@ impl Users {
     fn len(&self) -> usize {
         match self {
             Self::One { .. } => 1,
-            Self::Many(crowd) => crowd.all.len(),
+            Self::Many(set) => set.all.len(),
         }
     }
 
     fn first(&self, count: usize) -> impl Iterator<Item = &User> {
         let (one, many) = match self {
             Self::One { user, .. } => (Some(user), None),
-            Self::Many(crowd) => (None, Some(&crowd.all)),
+            Self::Many(set) => (None, Some(&set.all)),
         };
         one.into_iter().chain(many.into_iter().flatten()).take(count).map(|user| &**user)
     }
 
-    fn several(&self) -> impl Iterator<Item = &User> {
+    fn names_several(&self) -> impl Iterator<Item = &User> {
         let (one, many) = match self {
-            Self::One { user, several } => (several.then_some(user), None),
-            Self::Many(crowd) => (None, Some(&crowd.several)),
+            Self::One { user, names_several } => (names_several.then_some(user), None),
+            Self::Many(set) => (None, Some(&set.names_several)),
         };
         one.into_iter().chain(many.into_iter().flatten()).map(|user| &**user)
     }
 }
 
-impl Crowd {
-    fn add(&mut self, user: Arc<User>, several: bool) {
-        if several {
-            self.several.insert(user.clone());
+impl UserSet {
+    fn add(&mut self, user: Arc<User>, names_several: bool) {
+        if names_several {
+            self.names_several.insert(user.clone());
         }
         self.all.insert(user);
     }
 }
 
-impl Index {
-    /// Takes in an object as it is now, and says whether that is news. One that names nothing takes no room.
-    pub fn apply(&mut self, kind: Kind, facts: &Facts) -> bool {
-        let references = facts.references();
+impl UserIndex {
+    /// Updates an object and returns whether that changed the index. An object that names no NAD is not stored.
+    pub fn apply(&mut self, kind: WorkloadKind, refs: &WorkloadRefs) -> bool {
+        let references = refs.references();
         if references.is_empty() {
-            return self.delete(kind, &facts.namespace, &facts.name);
+            return self.delete(kind, &refs.namespace, &refs.name);
         }
-        let user = self.user(kind, &facts.namespace, &facts.name);
-        let counts = facts.counts(kind);
-        let listing = self.listings.get(&kind).copied().unwrap_or_default();
+        let user = self.user(kind, &refs.namespace, &refs.name);
+        let is_user = refs.is_user(kind);
+        let relist = self.relists.get(&kind).copied().unwrap_or_default();
         if let Some(old) = self.objects.get_mut(&user)
-            && old.counts == counts
+            && old.is_user == is_user
             && old.references.iter().map(|one| &**one).eq(&references)
         {
-            old.listing = listing;
+            old.relist = relist;
             return false;
         }
         self.remove(&user);
         let references: Box<[_]> = references.into_iter().map(|one| self.reference(one)).collect();
-        if counts {
-            let several = references.len() > 1;
+        if is_user {
+            let names_several = references.len() > 1;
             for reference in &references {
                 let user = user.clone();
-                match self.attachments.entry(reference.clone()) {
-                    hash_map::Entry::Occupied(mut users) => users.get_mut().add(user, several),
-                    hash_map::Entry::Vacant(empty) => _ = empty.insert(Users::One { user, several }),
+                match self.nads.entry(reference.clone()) {
+                    hash_map::Entry::Occupied(mut users) => users.get_mut().add(user, names_several),
+                    hash_map::Entry::Vacant(empty) => _ = empty.insert(NadUsers::One { user, names_several }),
                 }
             }
         }
-        self.objects.insert(user, Entry { references, counts, listing });
+        self.objects.insert(user, IndexEntry { references, is_user, relist });
         true
     }
 
-    /// Forgets an object, and says whether it was known.
-    pub fn delete(&mut self, kind: Kind, namespace: &str, name: &str) -> bool {
+    /// Removes an object and returns whether it was in the index.
+    pub fn delete(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> bool {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         self.remove(&user)
     }
 
-    /// A new list of this kind begins: what it does not name has gone when it ends.
-    pub fn begin(&mut self, kind: Kind) {
-        *self.listings.entry(kind).or_default() += 1;
+    /// Starts a relist of this kind. [`UserIndex::finish_relist`] removes the objects that it does not contain.
+    pub fn start_relist(&mut self, kind: WorkloadKind) {
+        *self.relists.entry(kind).or_default() += 1;
     }
 
-    /// The list is complete; says whether anything has gone.
-    pub fn end(&mut self, kind: Kind) -> bool {
-        let listing = self.listings.get(&kind).copied().unwrap_or_default();
-        let gone = |(user, entry): (&Arc<User>, &Entry)| {
-            (user.kind == kind && entry.listing != listing).then(|| user.clone())
+    /// Finishes a relist and returns whether objects were removed.
+    pub fn finish_relist(&mut self, kind: WorkloadKind) -> bool {
+        let relist = self.relists.get(&kind).copied().unwrap_or_default();
+        let removed = |(user, entry): (&Arc<User>, &IndexEntry)| {
+            (user.kind == kind && entry.relist != relist).then(|| user.clone())
         };
-        let gone: Vec<Arc<User>> = self.objects.iter().filter_map(gone).collect();
-        for user in &gone {
+        let removed: Vec<Arc<User>> = self.objects.iter().filter_map(removed).collect();
+        for user in &removed {
             self.remove(user);
         }
-        !gone.is_empty()
+        !removed.is_empty()
     }
 
-    /// Forgets all objects of a kind, because the kind itself is gone.
-    pub fn clear(&mut self, kind: Kind) -> bool {
-        self.begin(kind);
-        self.end(kind)
+    /// Removes all objects of a kind that no longer exists.
+    pub fn clear(&mut self, kind: WorkloadKind) -> bool {
+        self.start_relist(kind);
+        self.finish_relist(kind)
     }
 
-    /// The users of any of these attachments, each counted once, and the first of them in order.
-    pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a NadRef>, first: usize) -> Summary {
-        let found: Vec<&Users> = attachments.into_iter().filter_map(|it| self.attachments.get(it)).collect();
+    /// The users of any of these NADs, each counted once, and the first of them in order.
+    pub fn summary<'a>(&self, nads: impl IntoIterator<Item = &'a NadRef>, first: usize) -> UserSummary {
+        let found: Vec<&NadUsers> = nads.into_iter().filter_map(|it| self.nads.get(it)).collect();
         if let [only] = found[..] {
-            return Summary { count: only.len(), first: only.first(first).cloned().collect() };
+            return UserSummary { count: only.len(), first: only.first(first).cloned().collect() };
         }
-        let mut met = HashSet::new();
+        let mut seen = HashSet::new();
         let mut count = 0;
         let mut heads = BTreeSet::new();
         for users in found {
-            let again = users.several().filter(|user| !met.insert(*user)).count();
-            count += users.len() - again;
+            let repeated = users.names_several().filter(|user| !seen.insert(*user)).count();
+            count += users.len() - repeated;
             heads.extend(users.first(first));
         }
-        Summary { count, first: heads.into_iter().take(first).cloned().collect() }
+        UserSummary { count, first: heads.into_iter().take(first).cloned().collect() }
     }
 
-    /// What this object, as last seen, names; it need not count as a user itself.
-    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &NadRef> {
+    /// The NADs that an indexed object names, whether or not it counts as a user.
+    pub fn references_of(
+        &self,
+        kind: WorkloadKind,
+        namespace: &str,
+        name: &str,
+    ) -> impl Iterator<Item = &NadRef> {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         let entry = self.objects.get(&user);
         entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
     }
 
-    /// How many objects name a network at all.
+    /// The number of objects that name any NAD.
     pub fn len(&self) -> usize {
         self.objects.len()
     }
 
-    /// Whether nobody names any network.
+    /// Whether no object names any NAD.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
     }
 
     fn remove(&mut self, user: &User) -> bool {
         let Some(entry) = self.objects.remove(user) else { return false };
-        for reference in entry.references.iter().filter(|_| entry.counts) {
-            let Some(users) = self.attachments.get_mut(reference) else { continue };
+        for reference in entry.references.iter().filter(|_| entry.is_user) {
+            let Some(users) = self.nads.get_mut(reference) else { continue };
             if users.remove(user) {
-                self.attachments.remove(reference);
+                self.nads.remove(reference);
             }
         }
         true
     }
 
-    /// Namespaces are few and named often: each is kept once.
-    fn user(&mut self, kind: Kind, namespace: &str, name: &str) -> Arc<User> {
-        let known = self.namespaces.get(namespace).cloned();
-        let namespace = known.unwrap_or_else(|| {
+    /// Interns the namespace: there are few, and each has many users.
+    fn user(&mut self, kind: WorkloadKind, namespace: &str, name: &str) -> Arc<User> {
+        let interned = self.namespaces.get(namespace).cloned();
+        let namespace = interned.unwrap_or_else(|| {
             let namespace: Arc<str> = namespace.into();
             self.namespaces.insert(namespace.clone());
             namespace
@@ -339,7 +343,7 @@ impl Index {
     }
 
     fn reference(&self, reference: NadRef) -> Arc<NadRef> {
-        match self.attachments.get_key_value(&reference) {
+        match self.nads.get_key_value(&reference) {
             Some((known, _)) => known.clone(),
             None => Arc::new(reference),
         }

@@ -124,7 +124,7 @@ pub async fn people_see_how_many_use_it_and_the_first_ten(lab: Lab) -> Result<()
         let network = cluster.until("many", "all", |it| it["status"]["users"]["count"] == 14).await?;
         let first: Vec<String> = (10..20).map(|number| format!("Pod many/pod-{number}")).collect();
         ensure!(network["status"]["users"]["first"] == json!(first), "{network:#}");
-        let message = format!("used by 14 in all: {}, …", first.join(", "));
+        let message = format!("used by 14 in total: {}, …", first.join(", "));
         ensure!(condition(&network, "InUse").is_some_and(|it| it["message"] == message), "{network:#}");
         cluster.condition("many", "Ready", "True").await?;
         let text = lab.kubectl(&["get", "bnet", "many"])?;

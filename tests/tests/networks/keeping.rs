@@ -48,7 +48,7 @@ pub async fn every_repair_of_an_attachment_is_counted_once(lab: Lab) -> Result<(
         let network = cluster.condition("count", "Conflict", "True").await?;
         let message = &condition(&network, "Conflict").context("Conflict")?["message"];
         ensure!(
-            message.as_str().is_some_and(|it| it.contains("count/count is somebody else's")),
+            message.as_str().is_some_and(|it| it.contains("count/count exists and is not managed")),
             "{message}"
         );
         // Who names it uses the network all the same: it leads there.
@@ -96,7 +96,8 @@ pub async fn namespaces_join_and_leave_the_list(lab: Lab) -> Result<()> {
         let kept = |it: &Value| {
             let message = condition(it, "Ready").and_then(|it| it["message"].as_str());
             message.is_some_and(|it| {
-                it.contains("kept although not listed any more") && it.contains("list/list")
+                it.contains("kept although no longer in spec.attachment.namespaces")
+                    && it.contains("list/list")
             })
         };
         cluster.until("list", "to say what is kept", kept).await?;

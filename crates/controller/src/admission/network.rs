@@ -1,14 +1,14 @@
 //! Validates a BridgeNetwork against the other networks and its users.
 
 use api::BridgeNetworkSpec;
-use plan::network::{self, World};
+use plan::network::{self, ClusterState};
 use serde_json::{Map, Value};
 
 use super::AdmissionDecision;
 
 /// Allows every update that does not change the spec, and every update of a network that is being deleted.
 pub fn validate(
-    cluster: &World,
+    cluster: &ClusterState,
     name: &str,
     object: Option<&Map<String, Value>>,
     old: Option<&Map<String, Value>>,
@@ -35,34 +35,34 @@ fn spec(object: &Map<String, Value>) -> Option<BridgeNetworkSpec> {
 }
 
 fn denial(
-    cluster: &World,
+    cluster: &ClusterState,
     name: &str,
     spec: &BridgeNetworkSpec,
     old: Option<&BridgeNetworkSpec>,
 ) -> Option<String> {
-    if let Some((node, conflict)) = network::clash_with(cluster, name, spec, old) {
+    if let Some((node, conflict)) = network::find_conflict(cluster, name, spec, old) {
         return Some(format!(
             "on node {node}, {conflict}; choose another, or a spec.nodeSelector that shares no node with it"
         ));
     }
-    if let Some((other, namespace)) = network::same_attachment(cluster, name, spec, old) {
+    if let Some((other, namespace)) = network::find_nad_conflict(cluster, name, spec, old) {
         return Some(format!(
             "BridgeNetwork {other} already manages NetworkAttachmentDefinition {namespace}/{}; set spec.attachment.name to another name, or remove that namespace from spec.attachment.namespaces",
             spec.attachment_name(name)
         ));
     }
     // A network whose MTU its users hold higher may still be edited in everything else.
-    if old.is_some_and(|old| network::wanted_mtu(old) == network::wanted_mtu(spec)) {
+    if old.is_some_and(|old| network::desired_mtu(old) == network::desired_mtu(spec)) {
         return None;
     }
     mtu_decrease(cluster, name, spec)
 }
 
 /// Denies a lower MTU while pods run: they would keep sending packets that are too large.
-fn mtu_decrease(cluster: &World, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
+fn mtu_decrease(cluster: &ClusterState, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
     let network = cluster.networks.get(name)?;
-    let (old, new) = (network.status.mtu?, network::wanted_mtu(spec)?);
-    let users = cluster.users.summary(&network::attachments_of(cluster, network), 1);
+    let (old, new) = (network.status.mtu?, network::desired_mtu(spec)?);
+    let users = cluster.users.summary(&network::nads_of(cluster, network), 1);
     let first = users.first.first()?;
     (new < old).then(|| {
         format!(

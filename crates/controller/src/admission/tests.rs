@@ -2,15 +2,15 @@
 
 use jiff::Timestamp;
 use plan::{
-    network::{Network, Node, World},
-    users::Facts,
+    network::{ClusterState, NetworkState, NodeState},
+    users::WorkloadRefs,
 };
 use serde_json::{Map, Value, json};
 
 use super::*;
 
-fn network(name: &str, spec: &Value, deleting: bool) -> Network {
-    Network {
+fn network(name: &str, spec: &Value, deleting: bool) -> NetworkState {
+    NetworkState {
         name: name.to_owned(),
         uid: format!("uid-{name}"),
         version: "1".to_owned(),
@@ -24,17 +24,21 @@ fn network(name: &str, spec: &Value, deleting: bool) -> Network {
 }
 
 /// One node, the network `blue`, and the network `old` that is being deleted.
-fn cluster() -> World {
+fn cluster() -> ClusterState {
     let attachment = json!({"bridge": "br-blue", "attachment": {"namespaces": ["ns"]}});
     let networks = [
         network("blue", &attachment, false),
         network("old", &json!({"attachment": {"namespaces": ["ns"]}}), true),
     ];
-    World {
+    ClusterState {
         networks: networks.map(|network| (network.name.clone(), network)).into(),
-        nodes: [("n".to_owned(), Node { uid: "n".to_owned(), labels: [].into(), silent: None })].into(),
-        attachments: Some([].into()),
-        ..World::default()
+        nodes: [(
+            "n".to_owned(),
+            NodeState { uid: "n".to_owned(), labels: [].into(), not_ready_reason: None },
+        )]
+        .into(),
+        nads: Some([].into()),
+        ..ClusterState::default()
     }
 }
 
@@ -79,13 +83,13 @@ fn an_update_without_a_spec_change_or_during_deletion_is_never_denied() {
 #[test]
 fn the_mtu_of_a_network_with_users_can_only_be_raised() {
     let mut cluster = cluster();
-    let validate = |cluster: &World, mtu: i32| {
+    let validate = |cluster: &ClusterState, mtu: i32| {
         let object =
             map(json!({"spec": {"bridge": "br-blue", "mtu": mtu, "attachment": {"namespaces": ["ns"]}}}));
         network::validate(cluster, "blue", Some(&object), Some(&map(json!({"spec": {"bridge": "br-blue"}}))))
     };
     assert_eq!(validate(&cluster, 1400), AdmissionDecision::Allow);
-    cluster.users.apply(Kind::Pod, &pod("blue"));
+    cluster.users.apply(WorkloadKind::Pod, &pod("blue"));
     assert_denied(&validate(&cluster, 1400), "cannot be lowered from 1500 to 1400");
     assert_eq!(validate(&cluster, 9000), AdmissionDecision::Allow);
 }
@@ -100,7 +104,7 @@ fn an_update_is_not_denied_for_fields_that_it_does_not_change() {
         "already manages NetworkAttachmentDefinition",
     );
     let mut cluster = cluster();
-    cluster.users.apply(Kind::Pod, &pod("blue"));
+    cluster.users.apply(WorkloadKind::Pod, &pod("blue"));
     let validate = |new: Value| {
         let old =
             map(json!({"spec": {"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns"]}}}));
@@ -118,34 +122,43 @@ fn an_update_is_not_denied_for_fields_that_it_does_not_change() {
     );
 }
 
-fn object(kind: Kind, value: Value) -> Facts {
+fn object(kind: WorkloadKind, value: Value) -> WorkloadRefs {
     user::workload_refs(kind, "ns", Some(&map(value)))
 }
 
-fn pod(networks: &str) -> Facts {
+fn pod(networks: &str) -> WorkloadRefs {
     let annotations = json!({"k8s.v1.cni.cncf.io/networks": networks});
-    object(Kind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
+    object(WorkloadKind::Pod, json!({"metadata": {"name": "p", "annotations": annotations}, "spec": {}}))
 }
 
-fn validate_user(cluster: &World, kind: Kind, new: &Facts, old: &Facts) -> AdmissionDecision {
+fn validate_user(
+    cluster: &ClusterState,
+    kind: WorkloadKind,
+    new: &WorkloadRefs,
+    old: &WorkloadRefs,
+) -> AdmissionDecision {
     user::validate(cluster, kind, new, &user::added_references(new, old))
 }
 
-fn no_refs() -> Facts {
-    user::workload_refs(Kind::Pod, "ns", None)
+fn no_refs() -> WorkloadRefs {
+    user::workload_refs(WorkloadKind::Pod, "ns", None)
 }
 
 #[test]
 fn a_new_reference_to_a_network_being_deleted_is_denied_for_every_kind() {
     let annotated = json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}});
     let machine = json!({"networks": [{"multus": {"networkName": "ns/old"}}]});
-    for kind in Kind::ALL {
+    for kind in WorkloadKind::ALL {
         let value = match kind {
-            Kind::Pod => json!({"metadata": annotated["metadata"]}),
-            Kind::CronJob => json!({"spec": {"jobTemplate": {"spec": {"template": annotated}}}}),
-            Kind::VirtualMachine => json!({"spec": {"template": {"spec": machine}}}),
-            Kind::VirtualMachineInstance => json!({"spec": machine}),
-            Kind::DaemonSet | Kind::Deployment | Kind::Job | Kind::ReplicaSet | Kind::StatefulSet => {
+            WorkloadKind::Pod => json!({"metadata": annotated["metadata"]}),
+            WorkloadKind::CronJob => json!({"spec": {"jobTemplate": {"spec": {"template": annotated}}}}),
+            WorkloadKind::VirtualMachine => json!({"spec": {"template": {"spec": machine}}}),
+            WorkloadKind::VirtualMachineInstance => json!({"spec": machine}),
+            WorkloadKind::DaemonSet
+            | WorkloadKind::Deployment
+            | WorkloadKind::Job
+            | WorkloadKind::ReplicaSet
+            | WorkloadKind::StatefulSet => {
                 json!({"spec": {"template": annotated}})
             }
         };
@@ -162,19 +175,21 @@ fn a_new_reference_to_a_network_being_deleted_is_denied_for_every_kind() {
 
 #[test]
 fn existing_references_and_objects_of_existing_users_are_allowed() {
-    let validate = |cluster: &World, new: &Facts, old: &Facts| validate_user(cluster, Kind::Pod, new, old);
+    let validate = |cluster: &ClusterState, new: &WorkloadRefs, old: &WorkloadRefs| {
+        validate_user(cluster, WorkloadKind::Pod, new, old)
+    };
     assert_eq!(validate(&cluster(), &pod("blue"), &no_refs()), AdmissionDecision::Allow);
     assert_eq!(validate(&cluster(), &pod("old"), &pod("blue,old")), AdmissionDecision::Allow);
     assert_denied(&validate(&cluster(), &pod("blue,old"), &pod("blue")), "ns/old");
     let owner = json!([{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "set", "uid": "u", "controller": true}]);
     let owned = object(
-        Kind::Pod,
+        WorkloadKind::Pod,
         json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}, "ownerReferences": owner}}),
     );
     assert_denied(&validate(&cluster(), &owned, &no_refs()), "old");
     let mut cluster = cluster();
     let set = json!({"metadata": {"name": "set", "namespace": "ns"}, "spec": {"template": {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}}}});
-    cluster.users.apply(Kind::ReplicaSet, &object(Kind::ReplicaSet, set));
+    cluster.users.apply(WorkloadKind::ReplicaSet, &object(WorkloadKind::ReplicaSet, set));
     assert_eq!(validate(&cluster, &owned, &no_refs()), AdmissionDecision::Allow);
 }
 
@@ -183,7 +198,7 @@ fn an_object_that_cannot_be_parsed_has_no_references() {
     for junk in
         [json!({"spec": 7}), json!({"metadata": 7}), json!({"metadata": {}, "spec": {"template": []}})]
     {
-        for kind in Kind::ALL {
+        for kind in WorkloadKind::ALL {
             let refs = object(kind, junk.clone());
             assert_eq!(
                 validate_user(&cluster(), kind, &refs, &no_refs()),
@@ -200,7 +215,7 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
     for number in 0..1000 {
         let name = format!("deleting-{number}");
         cluster.networks.insert(name.clone(), network(&name, &json!({}), true));
-        let template = plan::network::Attachment {
+        let template = plan::network::NadState {
             uid: name.clone(),
             version: "1".to_owned(),
             deleting: false,
@@ -210,21 +225,27 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
             config: None,
             joins: None,
         };
-        let all = cluster.attachments.as_mut().unwrap();
+        let all = cluster.nads.as_mut().unwrap();
         for namespace in 0..10 {
             let at = api::selection::NadRef::new(format!("n{namespace}"), name.as_str());
             let place = Some(api::nad::origin_digest(&format!("uid-{name}"), &at));
-            all.insert(at, plan::network::Attachment { place, ..template.clone() });
+            all.insert(at, plan::network::NadState { place, ..template.clone() });
         }
     }
     let unrelated = pod("blue");
     // The best of several runs, so that other load on the machine does not count.
     let best = (0..20).map(|_| {
         let start = std::time::Instant::now();
-        assert_eq!(validate_user(&cluster, Kind::Pod, &unrelated, &no_refs()), AdmissionDecision::Allow);
+        assert_eq!(
+            validate_user(&cluster, WorkloadKind::Pod, &unrelated, &no_refs()),
+            AdmissionDecision::Allow
+        );
         start.elapsed()
     });
     let best = best.min().unwrap();
     assert!(best.as_micros() < 2000, "{best:?}");
-    assert_denied(&validate_user(&cluster, Kind::Pod, &pod("n7/deleting-7"), &no_refs()), "deleting-7");
+    assert_denied(
+        &validate_user(&cluster, WorkloadKind::Pod, &pod("n7/deleting-7"), &no_refs()),
+        "deleting-7",
+    );
 }

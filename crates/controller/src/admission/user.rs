@@ -6,26 +6,30 @@ use std::collections::BTreeSet;
 
 use api::selection::NadRef;
 use plan::{
-    network::{self, World},
-    users::{Facts, Kind},
+    network::{self, ClusterState},
+    users::{WorkloadKind, WorkloadRefs},
 };
 use serde_json::{Map, Value};
 
 use super::AdmissionDecision;
-use crate::object::{self, WorkloadObject};
+use crate::cache::project::{self, WorkloadObject};
 
 /// The references of the object; none if it is missing or cannot be parsed.
-pub fn workload_refs(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) -> Facts {
+pub fn workload_refs(
+    kind: WorkloadKind,
+    namespace: &str,
+    object: Option<&Map<String, Value>>,
+) -> WorkloadRefs {
     let object = object.cloned().map(Value::Object).unwrap_or_default();
-    let Ok(object) = serde_json::from_value::<WorkloadObject>(object) else { return Facts::default() };
-    let refs = object::workload(kind, object);
+    let Ok(object) = serde_json::from_value::<WorkloadObject>(object) else { return WorkloadRefs::default() };
+    let refs = project::workload(kind, object);
     // Some requests have the namespace only in their URL.
     let namespace = if refs.namespace.is_empty() { namespace.to_owned() } else { refs.namespace };
-    Facts { namespace, ..refs }
+    WorkloadRefs { namespace, ..refs }
 }
 
 /// The references that the object adds. Parses long annotations, so it runs before the cache is locked.
-pub fn added_references(new: &Facts, old: &Facts) -> BTreeSet<NadRef> {
+pub fn added_references(new: &WorkloadRefs, old: &WorkloadRefs) -> BTreeSet<NadRef> {
     if new.finished {
         return BTreeSet::new();
     }
@@ -34,12 +38,19 @@ pub fn added_references(new: &Facts, old: &Facts) -> BTreeSet<NadRef> {
 }
 
 /// Denies new references to a network that is being deleted, unless the object's controller already has one.
-pub fn validate(cluster: &World, kind: Kind, new: &Facts, added: &BTreeSet<NadRef>) -> AdmissionDecision {
+pub fn validate(
+    cluster: &ClusterState,
+    kind: WorkloadKind,
+    new: &WorkloadRefs,
+    added: &BTreeSet<NadRef>,
+) -> AdmissionDecision {
     let deleting = |at| network::networks_of(cluster, at).filter(|network| network.deleting.is_some());
     let denied = added.iter().flat_map(|at| deleting(at).map(move |network| (at, network)));
     for (attachment, network) in denied {
-        let owned =
-            new.owner.iter().flat_map(|(kind, name)| cluster.users.named(*kind, &new.namespace, name));
+        let owned = new
+            .owner
+            .iter()
+            .flat_map(|(kind, name)| cluster.users.references_of(*kind, &new.namespace, name));
         if owned.flat_map(deleting).any(|other| other.uid == network.uid) {
             continue;
         }

@@ -18,7 +18,7 @@ use super::x509::{self, TLS_CRT, TLS_KEY};
 use crate::{
     http::Readiness,
     metrics::{ApiCallKind, Metrics},
-    watch::{failed, only},
+    watch::{by_name, failed},
 };
 
 /// Why a certificate is not loaded.
@@ -52,11 +52,12 @@ impl CertReloader {
     /// Watches the Secret; ends only when it is dropped.
     pub async fn run(mut self, client: Client, namespace: String) {
         let metrics = self.metrics.clone();
-        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(WEBHOOK_CERT_SECRET))
-            .default_backoff()
-            .inspect_err(|error| failed(&metrics, ApiCallKind::WatchSecret, error))
-            .applied_objects()
-            .boxed();
+        let mut secrets =
+            watcher(Api::<Secret>::namespaced(client, &namespace), by_name(WEBHOOK_CERT_SECRET))
+                .default_backoff()
+                .inspect_err(|error| failed(&metrics, ApiCallKind::WatchSecret, error))
+                .applied_objects()
+                .boxed();
         while let Some(secret) = secrets.next().await {
             let Ok(secret) = secret else { continue };
             if let Err(error) = self.load(&secret.data.unwrap_or_default()) {

@@ -144,13 +144,13 @@ impl CertRotator {
         let secrets = Api::namespaced(self.client.clone(), &self.service.namespace);
         let configurations = Api::all(self.client.clone());
         stream::select(
-            watch::touches::<Secret>(
+            watch::object_changes::<Secret>(
                 secrets,
                 WEBHOOK_CERT_SECRET,
                 self.metrics.clone(),
                 ApiCallKind::WatchSecret,
             ),
-            watch::touches::<ValidatingWebhookConfiguration>(
+            watch::object_changes::<ValidatingWebhookConfiguration>(
                 configurations,
                 WEBHOOK_CONFIGURATION,
                 self.metrics.clone(),

@@ -3,7 +3,7 @@ use axum::{
     body::{Body, to_bytes},
     http::Request,
 };
-use plan::network::Node;
+use plan::network::NodeState;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
@@ -11,10 +11,10 @@ use tower::ServiceExt;
 use super::*;
 
 /// A cache that holds one Node.
-fn cluster() -> Cluster {
-    let cluster = Cluster::new();
-    let node = Node { uid: "n-1".to_owned(), labels: [].into(), silent: None };
-    cluster.change(|world| world.nodes.insert("worker-1".to_owned(), node).is_none());
+fn cluster() -> ClusterCache {
+    let cluster = ClusterCache::new();
+    let node = NodeState { uid: "n-1".to_owned(), labels: [].into(), not_ready_reason: None };
+    cluster.update(|state| state.nodes.insert("worker-1".to_owned(), node).is_none());
     cluster
 }
 

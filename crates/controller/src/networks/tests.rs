@@ -9,32 +9,32 @@ use api::{
 };
 use axum::http;
 use kube::{client::Body, core::Status};
-use plan::network::Network;
+use plan::network::NetworkState;
 use serde_json::{Value, json};
 
 use super::*;
 use crate::lease::fence::tests::fence;
 
-/// An API server that has little and agrees to almost everything.
+/// An API server that returns the given lists and accepts every write that is not rejected.
 #[derive(Default)]
-struct Server {
-    /// What it was asked: method, address and body.
-    asked: Mutex<Vec<(String, String, String)>>,
-    /// What lists hold whose address ends so.
+struct FakeApiServer {
+    /// The requests: method, path and body.
+    requests: Mutex<Vec<(String, String, String)>>,
+    /// The items of lists, by the end of the path.
     lists: Mutex<Vec<(&'static str, Value)>>,
-    /// What is refused: a method, the end of the address, and the words.
-    refusals: Mutex<Vec<(&'static str, &'static str, String)>>,
+    /// The requests to reject: method, end of the path, and message.
+    rejections: Mutex<Vec<(&'static str, &'static str, String)>>,
 }
 
-impl Server {
-    fn answer(&self, method: &str, path: &str, body: String) -> http::Response<Body> {
-        self.asked.lock().unwrap().push((method.to_owned(), path.to_owned(), body));
-        let refusals = self.refusals.lock().unwrap();
-        if let Some((_, _, why)) = refusals.iter().find(|(m, end, _)| *m == method && path.ends_with(end)) {
+impl FakeApiServer {
+    fn respond(&self, method: &str, path: &str, body: String) -> http::Response<Body> {
+        self.requests.lock().unwrap().push((method.to_owned(), path.to_owned(), body));
+        let rejections = self.rejections.lock().unwrap();
+        if let Some((_, _, why)) = rejections.iter().find(|(m, end, _)| *m == method && path.ends_with(end)) {
             let status = serde_json::to_vec(&Status::failure(why, "InternalError").with_code(500)).unwrap();
             return http::Response::builder().status(500).body(Body::from(status)).unwrap();
         }
-        let answer = if method == "GET" {
+        let response = if method == "GET" {
             let lists = self.lists.lock().unwrap();
             let items = lists.iter().find(|(end, _)| path.ends_with(end));
             let items = items.map_or_else(|| json!([]), |(_, items)| items.clone());
@@ -42,20 +42,20 @@ impl Server {
         } else {
             json!({"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any"}})
         };
-        http::Response::new(Body::from(answer.to_string().into_bytes()))
+        http::Response::new(Body::from(response.to_string().into_bytes()))
     }
 
-    /// The addresses that were asked by this method, one after the other.
-    fn asked(&self, method: &str) -> Vec<String> {
-        let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        asked.iter().filter(|(how, ..)| how == method).map(|(_, path, _)| path.clone()).collect()
+    /// The paths of the requests with this method, in order.
+    fn paths(&self, method: &str) -> Vec<String> {
+        let requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
+        requests.iter().filter(|(how, ..)| how == method).map(|(_, path, _)| path.clone()).collect()
     }
 
-    /// What was last written to the status of a network.
+    /// The last patch of a network's status.
     fn status(&self, name: &str) -> Option<String> {
-        let asked = self.asked.lock().unwrap();
+        let requests = self.requests.lock().unwrap();
         let end = format!("bridgenetworks/{name}/status");
-        asked
+        requests
             .iter()
             .rev()
             .find(|(how, path, _)| how == "PATCH" && path.ends_with(&end))
@@ -63,28 +63,28 @@ impl Server {
     }
 }
 
-fn steward() -> (Steward, Arc<Server>) {
-    let server = Arc::new(Server::default());
+fn controller() -> (NetworkController, Arc<FakeApiServer>) {
+    let server = Arc::new(FakeApiServer::default());
     let shared = server.clone();
     let service = tower::service_fn(move |request: http::Request<Body>| {
         let server = shared.clone();
         async move {
             let (parts, body) = request.into_parts();
             let body = String::from_utf8(body.collect_bytes().await.unwrap().to_vec()).unwrap();
-            Ok::<_, Infallible>(server.answer(parts.method.as_str(), parts.uri.path(), body))
+            Ok::<_, Infallible>(server.respond(parts.method.as_str(), parts.uri.path(), body))
         }
     });
     let client = Client::new(service, "ns");
-    let cluster = Cluster::new();
-    cluster.world().attachments = Some([].into());
+    let cache = ClusterCache::new();
+    cache.state().nads = Some([].into());
     let fence = fence(Duration::from_hours(1));
-    (Steward::new(client, cluster, Arc::default(), fence), server)
+    (NetworkController::new(client, cache, Arc::default(), fence), server)
 }
 
-/// A network whose deletion began long ago.
-fn going(name: &str, finalizers: &[&str]) -> Network {
+/// A network whose deletion started long ago.
+fn deleting(name: &str, finalizers: &[&str]) -> NetworkState {
     let spec = json!({"attachment": {"namespaces": ["ns"]}});
-    Network {
+    NetworkState {
         name: name.to_owned(),
         uid: format!("uid-{name}"),
         version: "1".to_owned(),
@@ -97,92 +97,92 @@ fn going(name: &str, finalizers: &[&str]) -> Network {
     }
 }
 
-fn put(steward: &Steward, network: Network) {
-    steward.cluster.world().networks.insert(network.name.clone(), network);
+fn add(controller: &NetworkController, network: NetworkState) {
+    controller.cache.state().networks.insert(network.name.clone(), network);
 }
 
 #[tokio::test(start_paused = true)]
-async fn however_many_networks_go_everything_is_listed_once() {
-    let (mut steward, server) = steward();
+async fn every_kind_is_listed_once_however_many_networks_are_deleted() {
+    let (mut controller, server) = controller();
     for number in 0..20 {
-        put(&steward, going(&format!("a{number}"), &[FINALIZER_USERS, FINALIZER_NODES]));
-        put(&steward, going(&format!("b{number}"), &[FINALIZER_NODES]));
+        add(&controller, deleting(&format!("a{number}"), &[FINALIZER_USERS, FINALIZER_NODES]));
+        add(&controller, deleting(&format!("b{number}"), &[FINALIZER_NODES]));
     }
     let pod = json!({"metadata": {
         "namespace": "ns", "name": "late", "annotations": {"k8s.v1.cni.cncf.io/networks": "a7"},
     }});
     let node = json!({"metadata": {"name": "n"}, "status": {"networks": []}});
     *server.lists.lock().unwrap() = vec![("/pods", json!([pod])), ("/nodenetworks", json!([node]))];
-    steward.round().await;
-    let lists = server.asked("GET");
+    controller.reconcile().await;
+    let lists = server.paths("GET");
     let times = |end: &str| lists.iter().filter(|path| path.ends_with(end)).count();
     let kinds =
         ["/pods", "/cronjobs", "/virtualmachines", "/nodenetworks", "/network-attachment-definitions"];
     assert_eq!(kinds.map(times), [1; 5], "{lists:?}");
-    assert!(
-        lists[0].ends_with("/network-attachment-definitions"),
-        "users are looked for when those are gone"
-    );
-    let released = server.asked("PATCH");
+    assert!(lists[0].ends_with("/network-attachment-definitions"), "users are listed after the NADs");
+    let released = server.paths("PATCH");
     assert_eq!(released.len(), 39, "{released:?}");
-    assert!(!released.iter().any(|path| path.ends_with("/a7")), "somebody has just begun to use it");
+    assert!(!released.iter().any(|path| path.ends_with("/a7")), "it has a new user");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_that_fails_is_told_in_the_status_and_asked_for_again() {
+async fn a_failed_live_read_is_reported_in_the_status_and_retried() {
     let rows =
         [("/pods", [FINALIZER_USERS, FINALIZER_NODES].as_slice()), ("/nodenetworks", &[FINALIZER_NODES])];
     for (list, finalizers) in rows {
-        let (mut steward, server) = steward();
-        put(&steward, going("blue", finalizers));
-        server.refusals.lock().unwrap().push(("GET", list, "etcd is away".to_owned()));
-        steward.round().await;
-        assert_eq!(server.asked("PATCH"), [""; 0]);
-        steward.round().await;
-        let told = server.status("blue").unwrap();
-        assert!(told.contains("deletion is under way") && told.contains("etcd is away"), "{told}");
-        let asked = server.asked("GET").len();
-        // The status is seen, as written.
-        let written = steward.plan().turns.remove(0).status.unwrap();
-        steward.cluster.world().networks.get_mut("blue").unwrap().status = *written;
-        let pause = steward.round().await;
-        assert_eq!(server.asked("GET").len(), asked, "not at once");
-        assert!(pause <= memory::FIRST_RETRY, "{pause:?}");
-        server.refusals.lock().unwrap().clear();
-        tokio::time::advance(memory::FIRST_RETRY * 2).await;
-        steward.round().await;
-        let patches = server.asked("PATCH");
+        let (mut controller, server) = controller();
+        add(&controller, deleting("blue", finalizers));
+        server.rejections.lock().unwrap().push(("GET", list, "etcd is away".to_owned()));
+        controller.reconcile().await;
+        assert_eq!(server.paths("PATCH"), [""; 0]);
+        controller.reconcile().await;
+        let status = server.status("blue").unwrap();
+        assert!(status.contains("deletion in progress") && status.contains("etcd is away"), "{status}");
+        let reads = server.paths("GET").len();
+        // The watch delivers the status.
+        let written = controller.plan().networks.remove(0).status.unwrap();
+        controller.cache.state().networks.get_mut("blue").unwrap().status = *written;
+        let requeue_after = controller.reconcile().await;
+        assert_eq!(server.paths("GET").len(), reads, "the read backs off");
+        assert!(requeue_after <= pending::MIN_RETRY, "{requeue_after:?}");
+        server.rejections.lock().unwrap().clear();
+        tokio::time::advance(pending::MIN_RETRY * 2).await;
+        controller.reconcile().await;
+        let patches = server.paths("PATCH");
         assert!(patches.last().unwrap().ends_with("/bridgenetworks/blue"), "{patches:?}");
-        assert!(steward.cluster.world().unanswered.is_empty());
+        assert!(controller.cache.state().live_read_failed.is_empty());
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_status_that_cannot_be_written_delays_no_deletion() {
-    let (mut steward, server) = steward();
+async fn a_rejected_status_does_not_delay_the_deletion() {
+    let (mut controller, server) = controller();
     let finalizers = [FINALIZER_USERS, FINALIZER_NODES];
-    put(
-        &steward,
-        Network { deleting: None, spec: Err("mtu: lots".to_owned()), ..going("blue", &finalizers) },
+    add(
+        &controller,
+        NetworkState { deleting: None, spec: Err("mtu: lots".to_owned()), ..deleting("blue", &finalizers) },
     );
-    server.refusals.lock().unwrap().push(("PATCH", "/status", "type mismatch".to_owned()));
+    server.rejections.lock().unwrap().push(("PATCH", "/status", "type mismatch".to_owned()));
     for _ in 0..10 {
-        tokio::time::advance(memory::FIRST_RETRY).await;
-        steward.round().await;
+        tokio::time::advance(pending::MIN_RETRY).await;
+        controller.reconcile().await;
     }
-    let told = server.asked("PATCH");
-    assert_eq!(told.len(), 4, "at 1, 2, 4 and 8 seconds: {told:?}");
-    put(&steward, going("blue", &finalizers));
-    steward.round().await;
-    let last = server.asked("PATCH").pop().unwrap();
+    let patches = server.paths("PATCH");
+    assert_eq!(patches.len(), 4, "at 1, 2, 4 and 8 seconds: {patches:?}");
+    add(&controller, deleting("blue", &finalizers));
+    controller.reconcile().await;
+    let last = server.paths("PATCH").pop().unwrap();
     assert!(last.ends_with("/bridgenetworks/blue"), "{last}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_status_takes_the_place_of_all_that_was_read() {
-    let (mut steward, server) = steward();
-    put(&steward, Network { deleting: None, ..going("blue", &[FINALIZER_USERS, FINALIZER_NODES]) });
-    steward.round().await;
+async fn a_status_write_replaces_the_whole_status() {
+    let (mut controller, server) = controller();
+    add(
+        &controller,
+        NetworkState { deleting: None, ..deleting("blue", &[FINALIZER_USERS, FINALIZER_NODES]) },
+    );
+    controller.reconcile().await;
     let patch: Value = serde_json::from_str(&server.status("blue").unwrap()).unwrap();
     assert_eq!(patch[0], json!({"op": "replace", "path": "/metadata/resourceVersion", "value": "1"}));
     assert_eq!((&patch[1]["op"], &patch[1]["path"]), (&json!("add"), &json!("/status")));

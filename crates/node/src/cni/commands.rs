@@ -253,9 +253,9 @@ impl CniHandler {
             // An unknown network has no links here once the networks are synced.
             return require_synced(&view, Code::TryAgainLater);
         };
-        let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
+        let hosts = valid.iter().map(|valid| attachment::host_ifname(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends = veth::host_veths(&attachment::alias_of_config(uid, &config.name))
+        let ends = veth::host_veths(&attachment::alias_prefix(uid, &config.name))
             .map_err(|error| attach_error(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
@@ -340,7 +340,7 @@ pub(super) fn attachment_id(request: &Request) -> Result<AttachmentId<'_>, Error
     if ifname.is_empty() {
         return Err(refused("CNI_IFNAME is missing"));
     }
-    let host = attachment::host_end(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
+    let host = attachment::host_ifname(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
     Ok(AttachmentId { container_id, ifname, host })
 }
 

@@ -131,7 +131,7 @@ fn request(command: &str, id: &str, changes: Value) -> Request {
 }
 
 fn host_end(id: &str) -> String {
-    attachment::host_end(id, "net1").unwrap().to_string()
+    attachment::host_ifname(id, "net1").unwrap().to_string()
 }
 
 /// Runs a test beside the server, both in a namespace with a bridge; network `blue` is ready.
@@ -259,7 +259,7 @@ fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
                 metrics: Metrics::default(),
             };
             let error =
-                handler.verify_still_ready(&before, "blue", &attachment::host_end("c1", "net1").unwrap());
+                handler.verify_still_ready(&before, "blue", &attachment::host_ifname("c1", "net1").unwrap());
             assert_eq!(error.unwrap_err().code, Code::TryAgainLater);
             assert_eq!(pod.links(), 1);
         }

@@ -699,10 +699,10 @@ fn a_block_of_an_earlier_boot_is_reused_after_its_journal_was_lost() {
     // Nothing is allocated until the block carries the current boot.
     let update = BlockStep::UpdateBoot { block: whole, object: "block".to_owned() };
     assert!(steps.contains(&update), "{steps:?}");
-    assert!(node.ask("p", &[]).is_err());
+    assert!(node.request("p", &[]).is_err());
     node.objects.values_mut().next().unwrap().spec.boot_id = node.boot.clone();
     assert!(!node.settle().contains(&update));
-    assert!(node.ask("p", &[]).is_ok());
+    assert!(node.request("p", &[]).is_ok());
 }
 
 #[test]
@@ -716,7 +716,7 @@ fn a_block_of_this_boot_or_of_an_unknown_one_stays_unverified_after_its_journal_
             Stage::Unverified,
             "{of_block} {now}"
         );
-        assert!(node.ask("p", &[]).is_err());
+        assert!(node.request("p", &[]).is_err());
     }
 }
 
@@ -738,6 +738,6 @@ fn after_a_boot_a_block_is_marked_before_it_is_used_and_one_without_a_mark_is_us
         node.objects.values_mut().next().unwrap().spec.boot_id = of_block.to_owned();
         let steps = node.settle();
         assert!(steps.iter().any(|step| matches!(step, BlockStep::UpdateBoot { .. })), "{steps:?}");
-        assert_eq!(node.ask("p", &[]).is_ok(), usable, "{of_block:?}");
+        assert_eq!(node.request("p", &[]).is_ok(), usable, "{of_block:?}");
     }
 }

@@ -1,95 +1,98 @@
-//! What a network's status says.
+//! The status of a network, and the events for its transitions.
 
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
-    BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
+    BridgeNetworkStatus, Condition, NetworkOnNode,
     bridgenetwork::{MAX_CONDITIONS, MAX_STATUS_ENTRIES, NetworkUsers, NodeCounts, NotReadyNode},
     ipam::{IpFamilyStatus, IpamStatus},
     nodenetwork::MAX_MESSAGE,
 };
 
-use jiff::Timestamp;
-
-use crate::bridge;
-
-use super::{Event, Scene, Turn, addresses, attachments::Kept, mtu, mtu::Fit};
+use super::{
+    EventDraft, NetworkContext, NetworkPlan, addresses, mtu,
+    mtu::{EffectiveMtu, HigherMtu},
+    nads::NadPlan,
+};
+use crate::{bridge, condition::ConditionDraft};
 
 const READY: &str = "Ready";
 const IN_USE: &str = "InUse";
 const CONFLICT: &str = "Conflict";
 const MTU_REDUCED: &str = "MtuReduced";
 
-/// The conditions that are decided here, and how many more an object may have.
-const OURS: [&str; 6] =
+/// The conditions that the controller owns, in the order in which it writes them.
+const MANAGED_CONDITIONS: [&str; 6] =
     [READY, IN_USE, CONFLICT, MTU_REDUCED, addresses::CONDITIONS[0], addresses::CONDITIONS[1]];
 
-/// Reasons of Ready, in the order in which they count.
+/// Reasons of Ready, by precedence.
 const DELETION_BLOCKED: &str = "DeletionBlocked";
 const DELETING: &str = "Deleting";
 const INVALID_SPEC: &str = "InvalidSpec";
 const NO_NODES: &str = "NoNodes";
-const NO_VTEP: &str = "WaitingForVtep";
+const WAITING_FOR_VTEP: &str = "WaitingForVtep";
 const MTU_TOO_SMALL: &str = "MtuTooSmall";
-const ATTACHMENTS: &str = "AttachmentsMissing";
+const NADS_MISSING: &str = "AttachmentsMissing";
 const NODES_NOT_READY: &str = "NodesNotReady";
-const WORKS: &str = "Works";
 
-/// Reasons of events beside those that are also reasons of conditions.
+/// The event reason that is not also the reason or type of a condition.
 pub const ATTACHMENT_REPAIRED: &str = "AttachmentRepaired";
 
-/// Reasons why a network does not work on a node, as far as the daemon there has not said one.
+/// Reasons why a network is not ready on a node whose daemon reports none.
 const NO_DAEMON: &str = "NoDaemon";
 const PENDING: &str = "Pending";
 const NODE_NOT_READY: &str = "NodeNotReady";
 
-/// An event takes 1024 bytes, and a name of somebody else's may need two for a character.
-const LONGEST_NOTE: usize = 500;
+/// The API server limits an event's note to 1024 bytes. Names in it can have two bytes per character.
+const MAX_NOTE_CHARS: usize = 500;
 
-/// What is repeated of a refusal.
-const LONGEST_REFUSAL: usize = 300;
+/// The length of an API server's message that is quoted in a condition.
+const MAX_CAUSE_CHARS: usize = 300;
 
-/// Names at most so many of a list in a sentence.
-const FEW: usize = 3;
+/// The number of names that a message lists.
+const MAX_LISTED: usize = 3;
 
-/// A condition without its times.
-pub struct Said {
-    pub kind: &'static str,
-    pub holds: bool,
-    pub reason: &'static str,
-    pub message: String,
-}
-
-/// Puts the new status into the turn, unless it is the old one, and what is told about the change.
-pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
-    let old = &ours(&scene.network.status);
-    let (nodes, not_ready) = nodes(scene);
-    let ipam = addresses::status(scene);
-    let mut said = vec![
-        ready(scene, fit, kept, &nodes, &not_ready),
-        in_use(scene),
-        conflict(scene, kept),
-        reduced(scene, fit),
+/// Adds the new status to the plan if it differs from the old one, and the events for the transitions.
+pub fn write(
+    context: &NetworkContext<'_>,
+    effective: &EffectiveMtu,
+    nad_plan: &NadPlan,
+    plan: &mut NetworkPlan,
+) {
+    let old = &managed(&context.network.status);
+    let (nodes, not_ready) = nodes(context);
+    let ipam = addresses::status(context);
+    let mut drafts = vec![
+        ready(context, effective, nad_plan, &nodes, &not_ready),
+        in_use(context),
+        conflict(context, nad_plan),
+        mtu_reduced(context, effective),
     ];
-    said.extend(addresses::said(scene, ipam.as_ref()));
-    turn.events.extend(kept.events.iter().cloned());
-    turn.events.extend(said.iter().filter_map(|said| told(scene, said)));
-    let conditions = said.into_iter().map(|said| condition(scene, said)).collect();
+    drafts.extend(addresses::conditions(context, ipam.as_ref()));
+    plan.events.extend(nad_plan.events.iter().cloned());
+    plan.events.extend(drafts.iter().filter_map(|draft| transition_event(context, draft)));
+    let generation = Some(context.network.generation);
+    let complete = |draft: ConditionDraft| {
+        let old = context.condition(draft.kind);
+        draft.into_condition(old, context.now, generation)
+    };
+    let conditions = drafts.into_iter().map(complete).collect();
     let old_mtu: i32 =
-        scene.listing().map(|(_, _, entry)| entry.pods_with_old_mtu).fold(0, i32::saturating_add);
+        context.nodes_listing().map(|(_, _, entry)| entry.pods_with_old_mtu).fold(0, i32::saturating_add);
     let mut new = BridgeNetworkStatus {
         ipam,
-        observed_generation: Some(scene.network.generation),
-        bridge: match &scene.network.spec {
-            Ok(spec) => Some(spec.bridge_name(&scene.network.name).to_string()),
+        observed_generation: generation,
+        bridge: match &context.network.spec {
+            Ok(spec) => Some(spec.bridge_name(&context.network.name).to_string()),
             Err(_) => old.bridge.clone(),
         },
-        mtu: fit.mtu,
+        mtu: effective.mtu,
+        mtu_fitted_from: effective.fitted_from,
         nodes: Some(nodes),
         not_ready,
         users: Some(NetworkUsers {
-            count: i32::try_from(scene.users.count).unwrap_or(i32::MAX),
-            first: scene.users.first.iter().map(ToString::to_string).collect(),
+            count: i32::try_from(context.users.count).unwrap_or(i32::MAX),
+            first: context.users.first.iter().map(ToString::to_string).collect(),
         }),
         pods_with_old_mtu: (old_mtu > 0).then_some(old_mtu),
         conditions,
@@ -97,22 +100,21 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
     if new == *old {
         return;
     }
-    turn.patient = turn.steps.is_empty() && only_users_differ(&new, old);
-    let room = MAX_CONDITIONS.saturating_sub(new.conditions.len());
-    new.conditions.extend(foreign(&scene.network.status).take(room).cloned());
-    turn.status = Some(Box::new(new));
+    plan.deferrable = plan.steps.is_empty() && only_users_differ(&new, old);
+    let free = MAX_CONDITIONS.saturating_sub(new.conditions.len());
+    new.conditions.extend(other_conditions(&context.network.status).take(free).cloned());
+    plan.status = Some(Box::new(new));
 }
 
-/// The status as far as it is decided here: others may add conditions of their own, which stay. All else is ours, whoever
-/// wrote it.
-fn ours(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
-    let of_kind = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
-    let conditions = OURS.into_iter().filter_map(of_kind).cloned().collect();
+/// The part of the status that the controller owns: everything except for the conditions of others.
+fn managed(status: &BridgeNetworkStatus) -> BridgeNetworkStatus {
+    let by_type = |kind: &str| status.conditions.iter().find(|condition| condition.r#type == kind);
+    let conditions = MANAGED_CONDITIONS.into_iter().filter_map(by_type).cloned().collect();
     BridgeNetworkStatus { conditions, ..status.clone() }
 }
 
-fn foreign(status: &BridgeNetworkStatus) -> impl Iterator<Item = &Condition> {
-    status.conditions.iter().filter(|condition| !OURS.contains(&condition.r#type.as_str()))
+fn other_conditions(status: &BridgeNetworkStatus) -> impl Iterator<Item = &Condition> {
+    status.conditions.iter().filter(|condition| !MANAGED_CONDITIONS.contains(&condition.r#type.as_str()))
 }
 
 fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bool {
@@ -128,7 +130,7 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
     outlines(new) == outlines(old) && rest(new) == rest(old)
 }
 
-/// What nodes wait for, without the counts.
+/// Only the block lengths, which daemons wait for; the counts may be written late.
 fn lengths(ipam: &IpamStatus) -> IpamStatus {
     let length = |family: &Option<IpFamilyStatus>| {
         let block_length = family.as_ref()?.block_length;
@@ -137,50 +139,34 @@ fn lengths(ipam: &IpamStatus) -> IpamStatus {
     IpamStatus { ipv4: length(&ipam.ipv4), ipv6: length(&ipam.ipv6) }
 }
 
-/// The time moves only when the status does.
-fn condition(scene: &Scene<'_>, said: Said) -> Condition {
-    let status = if said.holds { ConditionStatus::True } else { ConditionStatus::False };
-    let old = scene.condition(said.kind).filter(|old| old.status == status);
-    let since = old.map_or(scene.now, |old| old.last_transition_time);
-    Condition {
-        r#type: said.kind.to_owned(),
-        status,
-        reason: said.reason.to_owned(),
-        message: said.message,
-        // Times of Kubernetes have whole seconds.
-        last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
-        observed_generation: Some(scene.network.generation),
-    }
-}
-
-/// An event where a condition begins to tell of a trouble that it did not tell of before.
-fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
-    let trouble = match said.kind {
-        CONFLICT | MTU_REDUCED => said.holds,
-        READY => said.reason == DELETION_BLOCKED,
+/// A warning event if a condition begins to report a problem.
+fn transition_event(context: &NetworkContext<'_>, draft: &ConditionDraft) -> Option<EventDraft> {
+    let problem = match draft.kind {
+        CONFLICT | MTU_REDUCED => draft.holds(),
+        READY => draft.reason == DELETION_BLOCKED,
         _ => false,
     };
-    let known = scene.condition(said.kind).is_some_and(|old| old.reason == said.reason);
-    let reason = match said.kind {
+    let known = context.condition(draft.kind).is_some_and(|old| old.reason == draft.reason);
+    let reason = match draft.kind {
         CONFLICT => CONFLICT,
         MTU_REDUCED => MTU_REDUCED,
-        _ => said.reason,
+        _ => draft.reason,
     };
-    (trouble && !known).then(|| Event {
-        about: None,
+    (problem && !known).then(|| EventDraft {
+        nad: None,
         warning: true,
         reason,
-        note: said.message.chars().take(LONGEST_NOTE).collect(),
+        note: draft.message.chars().take(MAX_NOTE_CHARS).collect(),
     })
 }
 
-fn nodes(scene: &Scene<'_>) -> (NodeCounts, Vec<NotReadyNode>) {
-    let names = scene.selected.map(|selected| &selected.nodes);
+fn nodes(context: &NetworkContext<'_>) -> (NodeCounts, Vec<NotReadyNode>) {
+    let names = context.selected.map(|selected| &selected.nodes);
     let desired = names.map_or(0, BTreeSet::len);
     let not_ready: Vec<NotReadyNode> = names
         .into_iter()
         .flatten()
-        .filter_map(|name| Some((*name, trouble(scene, name)?)))
+        .filter_map(|name| Some((*name, not_ready_reason(context, name)?)))
         .map(entry)
         .collect();
     let ready = desired - not_ready.len();
@@ -191,234 +177,259 @@ fn nodes(scene: &Scene<'_>) -> (NodeCounts, Vec<NotReadyNode>) {
 }
 
 fn entry((node, (reason, message)): (&str, (String, String))) -> NotReadyNode {
-    NotReadyNode { node: node.to_owned(), reason, message: cut(&message) }
+    NotReadyNode { node: node.to_owned(), reason, message: truncate(&message) }
 }
 
-/// Why the network does not work on a node, if it does not.
-fn trouble(scene: &Scene<'_>, name: &str) -> Option<(String, String)> {
-    let say = |reason: &str, message: String| Some((reason.to_owned(), message));
-    let node = scene.world.nodes.get(name)?;
-    if let Some(why) = &node.silent {
-        return say(NODE_NOT_READY, format!("the node does not answer: {why}"));
+/// Why the network is not ready on a node: a reason and a message.
+fn not_ready_reason(context: &NetworkContext<'_>, name: &str) -> Option<(String, String)> {
+    let because = |reason: &str, message: String| Some((reason.to_owned(), message));
+    let node = context.state.nodes.get(name)?;
+    if let Some(why) = &node.not_ready_reason {
+        return because(NODE_NOT_READY, format!("the Node is not ready: {why}"));
     }
-    let Some(report) = scene.world.reports.get(name) else {
-        return say(
+    let Some(report) = context.state.reports.get(name) else {
+        return because(
             NO_DAEMON,
-            "there is no NodeNetwork of this node: is the Patchbay daemon running on it?".to_owned(),
+            "the node has no NodeNetwork; check that the Patchbay daemon runs on it".to_owned(),
         );
     };
-    let Some(entry) = report.networks.get(&scene.network.uid) else {
-        return say(PENDING, "the daemon has not taken it up yet".to_owned());
+    let Some(entry) = report.networks.get(&context.network.uid) else {
+        return because(PENDING, "the daemon has not reported this network yet".to_owned());
     };
     if !entry.ready {
         return Some((entry.reason.clone(), entry.message.clone()));
     }
-    // What a node says of an older spec is no answer to this one. A deletion asks for nothing new.
-    if entry.observed_generation < scene.network.generation && scene.network.deleting.is_none() {
-        return say(PENDING, "the daemon has not seen the last change yet".to_owned());
+    // A report about an older spec does not count, except during deletion, which needs nothing new of the node.
+    if entry.observed_generation < context.network.generation && context.network.deleting.is_none() {
+        return because(PENDING, "the daemon has not observed the latest spec yet".to_owned());
     }
     None
 }
 
-fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &NodeCounts, not_ready: &[NotReadyNode]) -> Said {
-    let no = |reason, message| Said { kind: READY, holds: false, reason, message };
-    if scene.network.deleting.is_some() {
-        return going(scene, kept);
+fn ready(
+    context: &NetworkContext<'_>,
+    effective: &EffectiveMtu,
+    nad_plan: &NadPlan,
+    nodes: &NodeCounts,
+    not_ready: &[NotReadyNode],
+) -> ConditionDraft {
+    let no = |reason, message| ConditionDraft::new(READY, false, reason, message);
+    if context.network.deleting.is_some() {
+        return deletion_progress(context, nad_plan);
     }
-    let spec = match &scene.network.spec {
+    let spec = match &context.network.spec {
         Ok(spec) => spec,
-        Err(error) => return no(INVALID_SPEC, format!("the spec cannot be read: {error}")),
+        Err(error) => return no(INVALID_SPEC, format!("the spec cannot be parsed: {error}")),
     };
-    let clash = conflict(scene, kept);
-    if clash.holds {
-        return no(CONFLICT, clash.message);
+    let conflict = conflict(context, nad_plan);
+    if conflict.holds() {
+        return no(CONFLICT, conflict.message);
     }
     if nodes.desired == 0 {
-        return no(NO_NODES, "spec.nodeSelector selects no node".to_owned());
+        return no(NO_NODES, "spec.nodeSelector matches no node".to_owned());
     }
-    match &fit.limit {
-        Some((node, limit)) if *limit < mtu::SMALLEST => {
-            let smallest = mtu::SMALLEST;
-            let message =
-                format!("node {node} leaves packets of {limit} bytes, and a network needs {smallest}");
+    match &effective.limit {
+        Some((node, limit)) if *limit < mtu::MIN_MTU => {
+            let message = format!(
+                "node {node} carries only {limit} bytes and a network needs {}; raise the MTU of the node's link",
+                mtu::MIN_MTU
+            );
             return no(MTU_TOO_SMALL, message);
         }
-        None if spec.overlay.is_some() && fit.mtu.is_none() => {
-            let message =
-                "no selected node has a tunnel end point yet: see the condition VtepFound of its NodeNetwork";
-            return no(NO_VTEP, message.to_owned());
+        None if spec.overlay.is_some() && effective.mtu.is_none() => {
+            let message = "no selected node has a VTEP yet; see the condition VtepFound of the NodeNetworks";
+            return no(WAITING_FOR_VTEP, message.to_owned());
         }
         _ => {}
     }
-    // In a large cluster some node is always away; an attachment is missing until somebody does something about it.
-    match (unattached(kept), out_of_order(nodes, not_ready)) {
-        (Some(message), None) => return no(ATTACHMENTS, message),
-        (Some(message), Some(more)) => return no(ATTACHMENTS, format!("{message}; {more}")),
+    // NADs come first: in a large cluster some node is always down, but a missing NAD needs a person to act.
+    match (nads_missing(nad_plan), nodes_not_ready(nodes, not_ready)) {
+        (Some(message), None) => return no(NADS_MISSING, message),
+        (Some(message), Some(more)) => return no(NADS_MISSING, format!("{message}; {more}")),
         (None, Some(message)) => return no(NODES_NOT_READY, message),
         (None, None) => {}
     }
-    let mut message = format!("works on {} of {} nodes", nodes.ready, nodes.desired);
+    let mut message = format!("ready on {} of {} nodes", nodes.ready, nodes.desired);
     if spec.overlay.is_none() && spec.uplink.is_none() {
-        message += ", on each by itself: it has neither uplink nor overlay";
+        message += ", isolated on each node: the network has neither uplink nor overlay";
     }
-    if !kept.used.is_empty() {
+    if !nad_plan.used.is_empty() {
         let _ = write!(
             message,
-            "; kept although not listed any more, because somebody uses it: {}",
-            list(&kept.used)
+            "; still in use and kept although no longer in spec.attachment.namespaces: {}",
+            list(&nad_plan.used)
         );
     }
-    Said { kind: READY, holds: true, reason: WORKS, message }
+    ConditionDraft::new(READY, true, READY, message)
 }
 
-/// On how many nodes it works, and why not on the first of the others.
-fn out_of_order(nodes: &NodeCounts, not_ready: &[NotReadyNode]) -> Option<String> {
+/// The number of ready nodes, and the reason of the first node that is not ready.
+fn nodes_not_ready(nodes: &NodeCounts, not_ready: &[NotReadyNode]) -> Option<String> {
     let NotReadyNode { node, reason, message } = not_ready.first()?;
     let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
         0 | 1 => String::new(),
-        count => format!(", and so it is on {} more", count - 1),
+        count => format!("; {} more not ready", count - 1),
     };
     Some(format!("{} nodes are ready; node {node}: {reason}: {message}{rest}", nodes.summary))
 }
 
-fn unattached(kept: &Kept) -> Option<String> {
-    if kept.unknown {
-        let message = "the cluster does not have the kind NetworkAttachmentDefinition yet: install multus";
+fn nads_missing(nad_plan: &NadPlan) -> Option<String> {
+    if nad_plan.kind_missing {
+        let message = "the cluster does not serve the kind NetworkAttachmentDefinition; install multus";
         return Some(message.to_owned());
     }
-    if !kept.missing.is_empty() {
-        return Some(format!("there is no namespace {}, or it is about to go", list(&kept.missing)));
+    if !nad_plan.missing.is_empty() {
+        return Some(format!("namespace {} does not exist or is terminating", list(&nad_plan.missing)));
     }
-    if !kept.going.is_empty() {
-        return Some(format!("somebody deletes NetworkAttachmentDefinition {}", list(&kept.going)));
+    if !nad_plan.deleting.is_empty() {
+        return Some(format!("NetworkAttachmentDefinition {} is being deleted", list(&nad_plan.deleting)));
     }
-    refused(kept)
+    rejected(nad_plan)
 }
 
-/// The first refusal, in words that are bounded whatever the API server says.
-fn refused(kept: &Kept) -> Option<String> {
-    let (at, why) = kept.refused.first()?;
-    let more = match kept.refused.len() - 1 {
+/// The first rejection, with a bounded part of the API server's message.
+fn rejected(nad_plan: &NadPlan) -> Option<String> {
+    let (at, why) = nad_plan.rejected.first()?;
+    let more = match nad_plan.rejected.len() - 1 {
         0 => String::new(),
-        more => format!(" (and so it is with {more} more)"),
+        more => format!("; {more} more failed"),
     };
-    let why: String = why.chars().take(LONGEST_REFUSAL).collect();
-    Some(format!("the API server does not let NetworkAttachmentDefinition {at} be written: {why}{more}"))
+    let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
+    Some(format!("the API server rejected NetworkAttachmentDefinition {at}: {why}{more}"))
 }
 
-fn unanswered(scene: &Scene<'_>) -> Option<String> {
-    let why: String = scene.unanswered()?.chars().take(LONGEST_REFUSAL).collect();
-    Some(format!("the API server, asked whether that is so, gives no answer, and is asked again: {why}"))
+fn live_read_failed(context: &NetworkContext<'_>) -> Option<String> {
+    let why: String = context.live_read_failed()?.chars().take(MAX_CAUSE_CHARS).collect();
+    Some(format!("could not confirm with the API server; retrying: {why}"))
 }
 
-/// What the deletion waits for.
-fn going(scene: &Scene<'_>, kept: &Kept) -> Said {
-    let no = |reason, message| Said { kind: READY, holds: false, reason, message };
-    if scene.has(api::bridgenetwork::FINALIZER_USERS) {
-        if scene.users.count > 0 {
-            return no(DELETION_BLOCKED, format!("deletion waits for its users: {}", users(scene)));
+/// Ready during deletion: what the deletion waits for.
+fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> ConditionDraft {
+    let no = |reason, message| ConditionDraft::new(READY, false, reason, message);
+    if context.has(api::bridgenetwork::FINALIZER_USERS) {
+        if context.users.count > 0 {
+            return no(DELETION_BLOCKED, format!("deletion waits for users to go: {}", users(context)));
         }
-        let stuck = refused(kept).or_else(|| unanswered(scene));
-        let stuck = stuck.map_or_else(String::new, |text| format!(", but {text}"));
-        return no(DELETING, format!("deletion is under way: nobody uses the network{stuck}"));
+        let problem = rejected(nad_plan).or_else(|| live_read_failed(context));
+        let problem = problem.map_or_else(String::new, |text| format!("; {text}"));
+        return no(DELETING, format!("deletion in progress: no users left{problem}"));
     }
-    let waits: Vec<String> = scene
-        .listing()
-        .map(|(name, node, entry)| match &node.silent {
-            Some(why) => format!("{name} ({NODE_NOT_READY}: {why}; if it is gone for good, delete its Node)"),
+    let waits: Vec<String> = context
+        .nodes_listing()
+        .map(|(name, node, entry)| match &node.not_ready_reason {
+            Some(why) => {
+                format!("{name} ({NODE_NOT_READY}: {why}; if it does not come back, delete its Node)")
+            }
             None => format!("{name} ({})", entry.reason),
         })
         .collect();
-    if let Some(text) = unanswered(scene).filter(|_| waits.is_empty()) {
-        return no(DELETING, format!("deletion is under way: no node has links of the network, but {text}"));
+    if let Some(text) = live_read_failed(context).filter(|_| waits.is_empty()) {
+        return no(DELETING, format!("deletion in progress: no node reports links; {text}"));
     }
-    no(DELETING, cut(&format!("deletion waits for nodes to remove their links: {}", list(&waits))))
+    no(DELETING, truncate(&format!("deletion waits for nodes to remove their links: {}", list(&waits))))
 }
 
-fn in_use(scene: &Scene<'_>) -> Said {
-    if scene.users.count == 0 {
-        return Said { kind: IN_USE, holds: false, reason: "Unused", message: "nobody uses it".to_owned() };
+fn in_use(context: &NetworkContext<'_>) -> ConditionDraft {
+    if context.users.count == 0 {
+        return ConditionDraft::new(IN_USE, false, "Unused", "no users");
     }
-    Said { kind: IN_USE, holds: true, reason: "Used", message: format!("used by {}", users(scene)) }
+    ConditionDraft::new(IN_USE, true, "Used", format!("used by {}", users(context)))
 }
 
-fn users(scene: &Scene<'_>) -> String {
-    let names: Vec<String> = scene.users.first.iter().map(ToString::to_string).collect();
-    let more = if scene.users.count > names.len() { ", …" } else { "" };
-    format!("{} in all: {}{more}", scene.users.count, names.join(", "))
+fn users(context: &NetworkContext<'_>) -> String {
+    let names: Vec<String> = context.users.first.iter().map(ToString::to_string).collect();
+    let more = if context.users.count > names.len() { ", …" } else { "" };
+    format!("{} in total: {}{more}", context.users.count, names.join(", "))
 }
 
-fn conflict(scene: &Scene<'_>, kept: &Kept) -> Said {
-    let yes = |reason, message| Said { kind: CONFLICT, holds: true, reason, message };
-    if let Some((node, clash)) = scene.selected.and_then(|selected| selected.clash.as_ref()) {
-        return yes("Network", format!("{clash} (node {node})"));
+fn conflict(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> ConditionDraft {
+    let yes = |reason, message| ConditionDraft::new(CONFLICT, true, reason, message);
+    if let Some((node, conflict)) = context.selected.and_then(|selected| selected.conflict.as_ref()) {
+        return yes("Network", format!("{conflict} (node {node})"));
     }
-    if !kept.foreign.is_empty() {
-        let names = list(&kept.foreign);
+    if !nad_plan.foreign.is_empty() {
+        let names = list(&nad_plan.foreign);
         let message = format!(
-            "NetworkAttachmentDefinition {names} is somebody else's and stays as it is: delete or rename it, or choose another spec.attachment.name"
+            "NetworkAttachmentDefinition {names} exists and is not managed by Patchbay; delete it or set spec.attachment.name"
         );
         return yes("Attachment", message);
     }
-    if let Some((node, entry)) = foreign_link(scene) {
-        return yes("Link", cut(&format!("node {node}: {}", entry.message)));
+    if let Some((node, entry)) = foreign_link(context) {
+        return yes("Link", truncate(&format!("node {node}: {}", entry.message)));
     }
-    Said { kind: CONFLICT, holds: false, reason: "None", message: String::new() }
+    ConditionDraft::new(CONFLICT, false, "None", "")
 }
 
-/// The first selected node that has a link of somebody else's where the network wants one.
-fn foreign_link<'a>(scene: &Scene<'a>) -> Option<(&'a str, &'a NetworkOnNode)> {
-    let mut nodes = scene.selected?.nodes.iter();
+/// The first selected node where a link that Patchbay does not own has a name that the network needs.
+fn foreign_link<'a>(context: &NetworkContext<'a>) -> Option<(&'a str, &'a NetworkOnNode)> {
+    let mut nodes = context.selected?.nodes.iter();
     nodes.find_map(|name| {
-        let entry = scene.world.reports.get(*name)?.networks.get(&scene.network.uid)?;
+        let entry = context.state.reports.get(*name)?.networks.get(&context.network.uid)?;
         (!entry.ready && entry.reason == bridge::reason::FOREIGN_LINK).then_some((*name, entry))
     })
 }
 
-fn reduced(scene: &Scene<'_>, fit: &Fit) -> Said {
-    let wanted = scene.network.spec.as_ref().ok().and_then(|spec| spec.mtu);
-    let held = match (fit.held, fit.mtu) {
-        (Some(held), Some(mtu)) => format!(
-            "{mtu} stays in force because the network is used; it becomes {held} once nobody uses it, until then larger packets may be lost"
+fn mtu_reduced(context: &NetworkContext<'_>, mtu: &EffectiveMtu) -> ConditionDraft {
+    let requested = context.network.spec.as_ref().ok().and_then(|spec| spec.mtu);
+    let held = match (mtu.held_by_users, mtu.mtu) {
+        (Some(lower), Some(current)) => format!(
+            "MTU {current} stays in effect while the network is in use and becomes {lower} once it has no users; until then packets larger than {lower} may be lost"
         ),
         _ => String::new(),
     };
-    if let (Some((most, nodes)), Some(mtu)) = (&fit.unheard, fit.mtu) {
-        let (who, whose) = match nodes.len() {
-            1 => ("node", "its NodeNetwork"),
-            _ => ("nodes", "their NodeNetworks"),
-        };
-        let message = format!(
-            "{mtu} stays in force because {who} {} may carry no more: it becomes {most} once that is known, see the \
-             condition VtepFound of {whose}",
-            list(nodes)
-        );
-        // Only what somebody asked for is reduced.
-        let holds = wanted.is_some_and(|wanted| wanted > mtu);
-        return Said { kind: MTU_REDUCED, holds, reason: "NodeUnknown", message };
+    if let (Some(higher), Some(current)) = (&mtu.higher, mtu.mtu) {
+        // An MTU that nothing requested is not reduced.
+        let holds = requested.is_some_and(|requested| requested > current);
+        let reason = if higher.nodes_without_vtep.is_empty() { "HigherPossible" } else { "NodeUnknown" };
+        return ConditionDraft::new(MTU_REDUCED, holds, reason, higher_mtu(higher, current, requested));
     }
-    match (&fit.limit, wanted) {
-        (Some((node, limit)), Some(wanted)) if wanted > *limit => {
+    match (&mtu.limit, requested) {
+        (Some((node, limit)), Some(requested)) if requested > *limit => {
             let held = if held.is_empty() { held } else { format!("; {held}") };
-            let message = format!("spec.mtu is {wanted}, but node {node} can carry {limit}{held}");
-            Said { kind: MTU_REDUCED, holds: true, reason: "NodeLimit", message }
+            let message = format!("spec.mtu is {requested}, but node {node} carries at most {limit}{held}");
+            ConditionDraft::new(MTU_REDUCED, true, "NodeLimit", message)
         }
-        _ if fit.held.is_some() => {
-            Said { kind: MTU_REDUCED, holds: false, reason: "HeldByUsers", message: held }
+        _ if mtu.held_by_users.is_some() => ConditionDraft::new(MTU_REDUCED, false, "HeldByUsers", held),
+        _ => ConditionDraft::new(MTU_REDUCED, false, "Fits", held),
+    }
+}
+
+/// Why a higher MTU does not apply, and how to get it.
+fn higher_mtu(higher: &HigherMtu, current: i32, spec_mtu: Option<i32>) -> String {
+    let HigherMtu { mtu, requested, nodes_without_vtep: nodes } = higher;
+    let (noun, have) = if nodes.len() == 1 { ("node", "has") } else { ("nodes", "have") };
+    match (requested, nodes.is_empty()) {
+        (true, _) => format!(
+            "MTU {current} stays in effect because {noun} {} may carry no more; it becomes {mtu} once they report a \
+             VTEP that carries it, see the condition VtepFound of their NodeNetworks",
+            list(nodes)
+        ),
+        (false, false) => format!(
+            "MTU is {current}; {noun} {} {have} not reported a VTEP, so it is unknown whether more is possible; see \
+             the condition VtepFound of their NodeNetworks",
+            list(nodes)
+        ),
+        (false, true) => {
+            // Only a change of spec.mtu raises the MTU, so a value that is already set has to change twice.
+            let instruction = if spec_mtu == Some(*mtu) {
+                format!("to raise it, set spec.mtu to {} and then to {mtu}", mtu - 1)
+            } else {
+                format!("set spec.mtu to {mtu} to raise it")
+            };
+            format!("MTU is {current}; {mtu} is possible on the current nodes; {instruction}")
         }
-        _ => Said { kind: MTU_REDUCED, holds: false, reason: "Fits", message: held },
     }
 }
 
 pub fn list(all: &[impl ToString]) -> String {
-    let few: Vec<String> = all.iter().take(FEW).map(ToString::to_string).collect();
-    match all.len().saturating_sub(FEW) {
+    let few: Vec<String> = all.iter().take(MAX_LISTED).map(ToString::to_string).collect();
+    match all.len().saturating_sub(MAX_LISTED) {
         0 => few.join(", "),
         more => format!("{} and {more} more", few.join(", ")),
     }
 }
 
-/// Messages of nodes are bounded, and so is what is made of them.
-fn cut(text: &str) -> String {
+/// Messages of nodes are bounded, and so are messages that quote them.
+fn truncate(text: &str) -> String {
     text.chars().take(MAX_MESSAGE).collect()
 }

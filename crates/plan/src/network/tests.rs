@@ -1,7 +1,7 @@
 mod addresses;
-mod attachments;
 mod deletion;
 mod mtu;
+mod nads;
 mod status;
 
 use api::{
@@ -11,7 +11,7 @@ use api::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::users::{Facts, Kind};
+use crate::users::{WorkloadKind, WorkloadRefs};
 
 const START: i64 = 1_000_000;
 
@@ -19,8 +19,8 @@ fn at(seconds: i64) -> Timestamp {
     Timestamp::from_second(START + seconds).unwrap()
 }
 
-fn network(name: &str) -> Network {
-    Network {
+fn network(name: &str) -> NetworkState {
+    NetworkState {
         name: name.to_owned(),
         uid: format!("uid-{name}"),
         version: "1".to_owned(),
@@ -37,52 +37,52 @@ fn spec(text: &str) -> BridgeNetworkSpec {
     serde_json::from_str(text).unwrap()
 }
 
-fn overlay(name: &str, text: &str) -> Network {
+fn overlay(name: &str, text: &str) -> NetworkState {
     let mut spec = spec(text);
     spec.overlay = Some(Overlay { vni: 7, port: 4789 });
-    Network { spec: Ok(spec), ..network(name) }
+    NetworkState { spec: Ok(spec), ..network(name) }
 }
 
 fn vtep(address: &str, mtu: i32) -> Vtep {
     Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu }
 }
 
-/// Two nodes with a tunnel end point, one namespace, the kind of attachments, and these networks.
-fn world(networks: impl IntoIterator<Item = Network>) -> World {
+/// Two nodes with a VTEP, one namespace, the NAD kind without objects, and these networks.
+fn state(networks: impl IntoIterator<Item = NetworkState>) -> ClusterState {
     let node = |name: &str| {
         let labels = BTreeMap::from([("name".to_owned(), name.to_owned())]);
-        (name.to_owned(), Node { uid: format!("uid-{name}"), labels, silent: None })
+        (name.to_owned(), NodeState { uid: format!("uid-{name}"), labels, not_ready_reason: None })
     };
-    let report = |name: &str| {
-        (name.to_owned(), Report { vtep: Some(vtep("10.0.0.1", 1500)), networks: BTreeMap::new() })
+    let node_report = |name: &str| {
+        (name.to_owned(), NodeReport { vtep: Some(vtep("10.0.0.1", 1500)), networks: BTreeMap::new() })
     };
-    World {
+    ClusterState {
         networks: networks.into_iter().map(|network| (network.name.clone(), network)).collect(),
         nodes: ["a", "b"].map(node).into(),
-        reports: ["a", "b"].map(report).into(),
-        attachments: Some(BTreeMap::new()),
-        namespaces: BTreeMap::from([("ns".to_owned(), Namespace::Active)]),
-        users: Index::default(),
-        refused: BTreeMap::new(),
-        unanswered: BTreeMap::new(),
-        in_place: BTreeMap::new(),
-        stirred: BTreeSet::new(),
+        reports: ["a", "b"].map(node_report).into(),
+        nads: Some(BTreeMap::new()),
+        namespaces: BTreeMap::from([("ns".to_owned(), NamespacePhase::Active)]),
+        users: UserIndex::default(),
+        rejected: BTreeMap::new(),
+        live_read_failed: BTreeMap::new(),
+        synced_nads: BTreeMap::new(),
+        changed_nads: BTreeSet::new(),
         blocks: BTreeMap::new(),
-        gone: BTreeMap::new(),
-        lost: BTreeSet::new(),
-        next_lost: None,
-        withdrawn: BTreeMap::new(),
+        missing_nodes: BTreeMap::new(),
+        gone_nodes: BTreeSet::new(),
+        next_gone: None,
+        deleted_nads: BTreeMap::new(),
     }
 }
 
-fn entry(network: &Network, ready: bool) -> NetworkOnNode {
+fn entry(network: &NetworkState, ready: bool) -> NetworkOnNode {
     NetworkOnNode {
         uid: network.uid.clone(),
         name: network.name.clone(),
         observed_generation: network.generation,
         ready,
         reason: if ready { "Ready" } else { "Broken" }.to_owned(),
-        message: "so says the node".to_owned(),
+        message: "reported by the daemon".to_owned(),
         bridge: "br".to_owned(),
         mac: None,
         mtu: None,
@@ -91,133 +91,135 @@ fn entry(network: &Network, ready: bool) -> NetworkOnNode {
     }
 }
 
-/// The daemon of the node has the network.
-fn list(world: &mut World, node: &str, name: &str, ready: bool) {
-    let entry = entry(&world.networks[name], ready);
-    world.reports.get_mut(node).unwrap().networks.insert(entry.uid.clone(), entry);
+/// Adds the network to the report of the node.
+fn report(state: &mut ClusterState, node: &str, name: &str, ready: bool) {
+    let entry = entry(&state.networks[name], ready);
+    state.reports.get_mut(node).unwrap().networks.insert(entry.uid.clone(), entry);
 }
 
-fn uses(world: &mut World, name: &str, networks: &str) {
-    let facts = Facts {
+fn uses(state: &mut ClusterState, name: &str, networks: &str) {
+    let refs = WorkloadRefs {
         namespace: "ns".to_owned(),
         name: name.to_owned(),
         networks: Some(networks.to_owned()),
-        ..Facts::default()
+        ..WorkloadRefs::default()
     };
-    world.users.apply(Kind::Pod, &facts);
+    state.users.apply(WorkloadKind::Pod, &refs);
 }
 
-/// Does what the plan says, as the API server would; says what was done.
-fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
+/// Applies the plan to the state as the API server would. Returns what was done.
+fn apply(state: &mut ClusterState, plan: &ClusterPlan) -> Vec<String> {
     let mut done = Vec::new();
-    world.remember(plan);
-    for turn in &plan.turns {
-        for step in &turn.steps {
-            world.wrote(&turn.uid, step, |_| true);
-            done.push(step_on(world, turn, step));
+    state.record_plan(plan);
+    for network_plan in &plan.networks {
+        for step in &network_plan.steps {
+            state.record_write(&network_plan.uid, step, |_| true);
+            done.push(apply_step(state, network_plan, step));
         }
-        if let (Some(status), Some(network)) = (&turn.status, world.networks.get_mut(&turn.name)) {
+        if let (Some(status), Some(network)) =
+            (&network_plan.status, state.networks.get_mut(&network_plan.name))
+        {
             network.status = (**status).clone();
-            done.push(format!("status {}", turn.name));
+            done.push(format!("status {}", network_plan.name));
         }
     }
-    for relabel in &plan.labels {
-        let labels = &mut world.nodes.get_mut(&relabel.node).unwrap().labels;
-        for (label, value) in &relabel.labels {
+    for label_patches in &plan.node_labels {
+        let labels = &mut state.nodes.get_mut(&label_patches.node).unwrap().labels;
+        for (label, value) in &label_patches.labels {
             match value {
                 Some(value) => _ = labels.insert(label.clone(), (*value).to_owned()),
                 None => _ = labels.remove(label),
             }
-            done.push(format!("label {} {label} {value:?}", relabel.node));
+            done.push(format!("label {} {label} {value:?}", label_patches.node));
         }
     }
-    for (at, _) in &plan.orphans {
-        world.attachments.as_mut().unwrap().remove(at);
-        done.push(format!("sweep {at}"));
+    for (at, _) in &plan.orphan_nads {
+        state.nads.as_mut().unwrap().remove(at);
+        done.push(format!("delete orphan {at}"));
     }
     done
 }
 
-fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
-    let attachments = world.attachments.as_mut();
-    let made = |at: &NadRef, config: &String| Attachment {
+fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &NetworkStep) -> String {
+    let nads = state.nads.as_mut();
+    let nad = |at: &NadRef, config: &String| NadState {
         uid: "nad".to_owned(),
         version: "1".to_owned(),
         deleting: false,
-        network: Some(turn.name.clone()),
-        network_uid: Some(turn.uid.clone()),
-        place: Some(origin_digest(&turn.uid, at)),
+        network: Some(network_plan.name.clone()),
+        network_uid: Some(network_plan.uid.clone()),
+        place: Some(origin_digest(&network_plan.uid, at)),
         joins: api::nad::network_of(config),
         config: Some(config.clone()),
     };
-    let finalizers = |world: &mut World, all: &Vec<String>| {
-        let network = world.networks.get_mut(&turn.name).unwrap();
+    let finalizers = |state: &mut ClusterState, all: &Vec<String>| {
+        let network = state.networks.get_mut(&network_plan.name).unwrap();
         network.finalizers.clone_from(all);
         if network.deleting.is_some() && all.is_empty() {
-            world.networks.remove(&turn.name);
+            state.networks.remove(&network_plan.name);
         }
     };
     match step {
-        Step::Finalizers(all) => {
-            finalizers(world, all);
+        NetworkStep::SetFinalizers(all) => {
+            finalizers(state, all);
             format!("finalizers {}", all.join(" "))
         }
-        Step::Create { at, config, .. } => {
-            assert!(attachments.unwrap().insert(at.clone(), made(at, config)).is_none(), "made over another");
+        NetworkStep::CreateNad { at, config, .. } => {
+            assert!(nads.unwrap().insert(at.clone(), nad(at, config)).is_none(), "the NAD existed");
             format!("create {at}")
         }
-        Step::Apply { at, config, uid, .. } => {
-            assert_eq!(&attachments.as_ref().unwrap()[at].uid, uid);
-            attachments.unwrap().insert(at.clone(), made(at, config));
+        NetworkStep::ApplyNad { at, config, uid, .. } => {
+            assert_eq!(&nads.as_ref().unwrap()[at].uid, uid);
+            nads.unwrap().insert(at.clone(), nad(at, config));
             format!("apply {at}")
         }
-        Step::Delete(all) => {
+        NetworkStep::DeleteNads(all) => {
             let names: Vec<String> = all.iter().map(|(at, _)| at.to_string()).collect();
-            let attachments = attachments.unwrap();
+            let nads = nads.unwrap();
             for (at, _) in all {
-                assert!(attachments.remove(at).is_some());
+                assert!(nads.remove(at).is_some());
             }
             format!("delete {}", names.join(" "))
         }
-        Step::Confirm(all) => {
-            let used = world.users.summary(all, 1).count > 0;
+        NetworkStep::ConfirmNadsUnused(all) => {
+            let used = state.users.summary(all, 1).count > 0;
             if !used {
-                world.confirmed(all);
+                state.confirm_unused(all);
             }
             format!("confirm, used: {used}")
         }
-        Step::Release { finalizers: all, .. } => {
-            finalizers(world, all);
-            "release".to_owned()
+        NetworkStep::RemoveUsersFinalizer { finalizers: all, .. } => {
+            finalizers(state, all);
+            "remove users finalizer".to_owned()
         }
-        Step::Finish { finalizers: all } => {
-            finalizers(world, all);
-            "finish".to_owned()
+        NetworkStep::RemoveNodesFinalizer { finalizers: all } => {
+            finalizers(state, all);
+            "remove nodes finalizer".to_owned()
         }
     }
 }
 
-/// Plans and applies until nothing is left to do.
-fn settle_down(world: &mut World, now: Timestamp) -> Vec<String> {
+/// Plans and applies until the plan is empty.
+fn reconcile_until_stable(state: &mut ClusterState, now: Timestamp) -> Vec<String> {
     let mut all = Vec::new();
     for _ in 0..10 {
-        let done = apply(world, &plan(world, now));
+        let done = apply(state, &plan(state, now));
         if done.is_empty() {
             return all;
         }
         all.extend(done);
     }
-    panic!("no end of it: {all:?}");
+    panic!("the plan does not converge: {all:?}");
 }
 
-fn told<'a>(world: &'a World, name: &str, kind: &str) -> (ConditionStatus, &'a str, &'a str) {
-    let conditions = &world.networks[name].status.conditions;
+fn condition<'a>(state: &'a ClusterState, name: &str, kind: &str) -> (ConditionStatus, &'a str, &'a str) {
+    let conditions = &state.networks[name].status.conditions;
     let condition = conditions.iter().find(|condition| condition.r#type == kind).unwrap();
     (condition.status, &condition.reason, &condition.message)
 }
 
-fn delete(world: &mut World, name: &str, now: i64) {
-    let network = world.networks.get_mut(name).unwrap();
+fn delete(state: &mut ClusterState, name: &str, now: i64) {
+    let network = state.networks.get_mut(name).unwrap();
     (network.deleting, network.generation) = (Some(at(now)), network.generation + 1);
 }
 
@@ -228,27 +230,27 @@ proptest! {
         events in proptest::collection::vec((0..9_u8, 0..3_usize), 1..24),
     ) {
         let names = ["blue", "red", "green"];
-        let mut world = world([]);
+        let mut state = state([]);
         for (now, (event, which)) in (0..).zip(events) {
             let (name, node) = (names[which], ["a", "b", "a"][which]);
             match event {
-                0 | 1 if !world.networks.contains_key(name) => {
-                    world.networks.insert(name.to_owned(), Network { finalizers: Vec::new(), ..network(name) });
+                0 | 1 if !state.networks.contains_key(name) => {
+                    state.networks.insert(name.to_owned(), NetworkState { finalizers: Vec::new(), ..network(name) });
                 }
-                2 if world.networks.contains_key(name) => delete(&mut world, name, now),
-                3 => uses(&mut world, node, name),
-                4 => _ = world.users.delete(Kind::Pod, "ns", node),
-                5 | 6 if world.networks.contains_key(name) => list(&mut world, node, name, event == 5),
-                7 => world.reports.get_mut(node).unwrap().networks.clear(),
-                8 => _ = world.attachments.as_mut().unwrap().remove(&NadRef::new("ns", name)),
+                2 if state.networks.contains_key(name) => delete(&mut state, name, now),
+                3 => uses(&mut state, node, name),
+                4 => _ = state.users.delete(WorkloadKind::Pod, "ns", node),
+                5 | 6 if state.networks.contains_key(name) => report(&mut state, node, name, event == 5),
+                7 => state.reports.get_mut(node).unwrap().networks.clear(),
+                8 => _ = state.nads.as_mut().unwrap().remove(&NadRef::new("ns", name)),
                 _ => {}
             }
-            settle_down(&mut world, at(now * 2));
-            prop_assert_eq!(plan(&world, at(now * 2)), Plan { look: plan(&world, at(now * 2)).look, ..Plan::default() });
-            for network in world.networks.values().filter(|network| network.finalizers.iter().any(|it| it == FINALIZER_USERS)) {
+            reconcile_until_stable(&mut state, at(now * 2));
+            prop_assert_eq!(plan(&state, at(now * 2)), ClusterPlan { requeue_after: plan(&state, at(now * 2)).requeue_after, ..ClusterPlan::default() });
+            for network in state.networks.values().filter(|network| network.finalizers.iter().any(|it| it == FINALIZER_USERS)) {
                 let here = NadRef::new("ns", network.name.as_str());
-                let used = world.users.summary([&here], 1).count > 0;
-                prop_assert!(!used || world.attachments.as_ref().unwrap().contains_key(&here), "a pod is stranded");
+                let used = state.users.summary([&here], 1).count > 0;
+                prop_assert!(!used || state.nads.as_ref().unwrap().contains_key(&here), "the NAD of a running pod is missing");
             }
         }
     }

@@ -1,13 +1,13 @@
-//! How much room the index of users takes, in a process of its own.
+//! The memory of the index of users, measured in a separate process.
 
 use api::selection::MAX_NAD_REFS;
-use plan::users::{Facts, Index, Kind};
+use plan::users::{UserIndex, WorkloadKind, WorkloadRefs};
 
 const OBJECTS: usize = 2000;
-/// What one reference may cost that somebody made up, in bytes.
-const MOST: usize = 450;
+/// The limit for one reference to a nonexistent NAD, in bytes.
+const MAX_BYTES: usize = 450;
 
-/// The memory that this process has in use, in bytes.
+/// The resident memory of this process, in bytes.
 fn resident() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -15,20 +15,20 @@ fn resident() -> Option<usize> {
 }
 
 #[test]
-fn a_reference_that_somebody_made_up_takes_little_room() {
-    let mut index = Index::default();
+fn a_reference_to_a_nonexistent_nad_takes_little_memory() {
+    let mut index = UserIndex::default();
     let before = resident().unwrap();
     for object in 0..OBJECTS {
         let names: Vec<String> = (0..MAX_NAD_REFS).map(|it| format!("made-up-{object}-{it}")).collect();
-        let facts = Facts {
+        let refs = WorkloadRefs {
             namespace: "home".to_owned(),
             name: format!("x{object}"),
             networks: Some(names.join(",")),
-            ..Facts::default()
+            ..WorkloadRefs::default()
         };
-        index.apply(Kind::Deployment, &facts);
+        index.apply(WorkloadKind::Deployment, &refs);
     }
     let each = (resident().unwrap() - before) / (OBJECTS * MAX_NAD_REFS);
-    assert!(each < MOST, "{each} bytes");
+    assert!(each < MAX_BYTES, "{each} bytes");
     assert_eq!(index.len(), OBJECTS);
 }

@@ -1,7 +1,7 @@
-//! Objects as they come from the API server, cut down to what anything is decided by.
+//! Projects API objects to the fields that decisions depend on.
 //!
-//! A part that cannot be understood is no reason to lose the object: whoever wrote it may be newer than this program, and
-//! one bad object must not stop the others.
+//! A part that cannot be parsed does not drop the object: a newer version may have written it, and one bad object must not
+//! stop the others.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,8 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::core::{ApiResource, GroupVersionKind, Object};
 use plan::{
-    network::{Attachment, Block, Network, Node, Report},
-    users::{Facts, Kind},
+    network::{BlockState, NadState, NetworkState, NodeReport, NodeState},
+    users::{WorkloadKind, WorkloadRefs},
 };
 use serde::{
     Deserialize, Deserializer,
@@ -24,11 +24,11 @@ use serde::{
 };
 use serde_json::{Map, Value};
 
-/// A part of an object, or why it cannot be understood. What is missing is read as if it were empty.
+/// A part of an object, or why it cannot be parsed. A missing part is parsed as an empty object.
 #[derive(Clone, Debug)]
-pub struct Part<T>(pub Result<T, String>);
+pub struct Lenient<T>(pub Result<T, String>);
 
-impl<'de, T: DeserializeOwned> Deserialize<'de> for Part<T> {
+impl<'de, T: DeserializeOwned> Deserialize<'de> for Lenient<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let value = Option::<Value>::deserialize(deserializer)?;
         let value = value.unwrap_or_else(|| Value::Object(Map::new()));
@@ -36,35 +36,35 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Part<T> {
     }
 }
 
-impl<T: Default> Default for Part<T> {
+impl<T: Default> Default for Lenient<T> {
     fn default() -> Self {
         Self(Ok(T::default()))
     }
 }
 
-impl<T: Default> Part<T> {
+impl<T: Default> Lenient<T> {
     fn or_default(self) -> T {
         self.0.unwrap_or_default()
     }
 }
 
-/// Nothing of this part is read.
+/// A part that is not parsed.
 #[derive(Clone, Debug, Default)]
-pub struct Skipped;
+pub struct Ignored;
 
-impl<'de> Deserialize<'de> for Skipped {
+impl<'de> Deserialize<'de> for Ignored {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Option::<IgnoredAny>::deserialize(deserializer).map(|_| Self)
     }
 }
 
-pub type NetworkObject = Object<Part<BridgeNetworkSpec>, Part<BridgeNetworkStatus>>;
-pub type NodeObject = Object<Skipped, Part<NodeStatus>>;
-pub type ReportObject = Object<Skipped, Part<ReportStatus>>;
-/// One that cannot be read is nobody's to free.
-pub type BlockObject = Object<Part<Option<IPBlockSpec>>, Part<IPBlockStatus>>;
-pub type AttachmentObject = Object<Part<NetworkAttachmentDefinitionSpec>, Skipped>;
-pub type WorkloadObject = Object<Part<WorkloadSpec>, Part<WorkloadStatus>>;
+pub type NetworkObject = Object<Lenient<BridgeNetworkSpec>, Lenient<BridgeNetworkStatus>>;
+pub type NodeObject = Object<Ignored, Lenient<NodeStatus>>;
+pub type NodeNetworkObject = Object<Ignored, Lenient<NodeNetworkReport>>;
+/// A block whose spec cannot be parsed is left alone.
+pub type BlockObject = Object<Lenient<Option<IPBlockSpec>>, Lenient<IPBlockStatus>>;
+pub type NadObject = Object<Lenient<NetworkAttachmentDefinitionSpec>, Ignored>;
+pub type WorkloadObject = Object<Lenient<WorkloadSpec>, Lenient<WorkloadStatus>>;
 
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct NodeStatus {
@@ -82,19 +82,19 @@ struct KubeCondition {
     reason: String,
 }
 
-/// Its links are left out: no rule here asks for them, and they are most of the object.
+/// The status of a NodeNetwork without its links, which are most of the object and not needed here.
 #[derive(Clone, Debug, Default, Deserialize)]
-pub struct ReportStatus {
+pub struct NodeNetworkReport {
     vtep: Option<Vtep>,
     #[serde(default)]
     networks: Vec<NetworkOnNode>,
 }
 
-/// The spec of any kind that makes pods.
+/// The spec of any kind that creates pods.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadSpec {
-    template: Option<Template>,
+    template: Option<PodTemplate>,
     job_template: Option<JobTemplate>,
     networks: Option<Vec<VmNetwork>>,
 }
@@ -106,11 +106,11 @@ struct JobTemplate {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 struct JobSpec {
-    template: Option<Template>,
+    template: Option<PodTemplate>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
-struct Template {
+struct PodTemplate {
     metadata: Option<TemplateMeta>,
     spec: Option<TemplateSpec>,
 }
@@ -127,12 +127,12 @@ struct TemplateSpec {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 struct VmNetwork {
-    multus: Option<Multus>,
+    multus: Option<MultusNetwork>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Multus {
+struct MultusNetwork {
     network_name: Option<String>,
 }
 
@@ -142,7 +142,7 @@ pub struct WorkloadStatus {
     conditions: Option<Vec<KubeCondition>>,
 }
 
-/// How a kind is addressed.
+/// The API resource of a kind.
 pub fn resource(group: &str, version: &str, kind: &str, plural: &str) -> ApiResource {
     ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk(group, version, kind), plural)
 }
@@ -151,7 +151,7 @@ pub fn networks() -> ApiResource {
     resource(api::GROUP, api::VERSION, "BridgeNetwork", "bridgenetworks")
 }
 
-pub fn reports() -> ApiResource {
+pub fn node_networks() -> ApiResource {
     resource(api::GROUP, api::VERSION, "NodeNetwork", "nodenetworks")
 }
 
@@ -163,30 +163,30 @@ pub fn nodes() -> ApiResource {
     resource("", "v1", "Node", "nodes")
 }
 
-pub fn attachments() -> ApiResource {
+pub fn nads() -> ApiResource {
     use api::nad::{NAD_GROUP, NAD_PLURAL};
     resource(NAD_GROUP, "v1", "NetworkAttachmentDefinition", NAD_PLURAL)
 }
 
-pub fn workloads(kind: Kind) -> ApiResource {
+pub fn workloads(kind: WorkloadKind) -> ApiResource {
     let plural = match kind {
-        Kind::CronJob => "cronjobs",
-        Kind::DaemonSet => "daemonsets",
-        Kind::Deployment => "deployments",
-        Kind::Job => "jobs",
-        Kind::Pod => "pods",
-        Kind::ReplicaSet => "replicasets",
-        Kind::StatefulSet => "statefulsets",
-        Kind::VirtualMachine => "virtualmachines",
-        Kind::VirtualMachineInstance => "virtualmachineinstances",
+        WorkloadKind::CronJob => "cronjobs",
+        WorkloadKind::DaemonSet => "daemonsets",
+        WorkloadKind::Deployment => "deployments",
+        WorkloadKind::Job => "jobs",
+        WorkloadKind::Pod => "pods",
+        WorkloadKind::ReplicaSet => "replicasets",
+        WorkloadKind::StatefulSet => "statefulsets",
+        WorkloadKind::VirtualMachine => "virtualmachines",
+        WorkloadKind::VirtualMachineInstance => "virtualmachineinstances",
     };
     resource(kind.group(), "v1", kind.name(), plural)
 }
 
-/// The network, and whether its deletion has begun; when that was first seen is for the cache to say.
-pub fn network(object: NetworkObject, now: Timestamp) -> Option<Network> {
+/// Projects a network. `deleting` is set to `now`; the cache keeps the time of the first observation.
+pub fn network(object: NetworkObject, now: Timestamp) -> Option<NetworkState> {
     let Object { metadata, spec, status, .. } = object;
-    Some(Network {
+    Some(NetworkState {
         name: metadata.name?,
         uid: metadata.uid?,
         version: metadata.resource_version?,
@@ -195,53 +195,53 @@ pub fn network(object: NetworkObject, now: Timestamp) -> Option<Network> {
         deleting: metadata.deletion_timestamp.map(|_| now),
         finalizers: metadata.finalizers.unwrap_or_default(),
         spec: spec.0,
-        status: status.map(Part::or_default).unwrap_or_default(),
+        status: status.map(Lenient::or_default).unwrap_or_default(),
     })
 }
 
-pub fn node(object: NodeObject) -> Option<(String, Node)> {
-    let status = object.status.map(Part::or_default).unwrap_or_default();
-    // A Node that nobody has said anything about is no worse than any other.
+pub fn node(object: NodeObject) -> Option<(String, NodeState)> {
+    let status = object.status.map(Lenient::or_default).unwrap_or_default();
+    // A Node without a Ready condition counts as ready.
     let ready = status.conditions.into_iter().find(|condition| condition.r#type == "Ready");
-    let silent = ready.filter(|ready| ready.status != "True").map(|ready| ready.reason);
+    let not_ready_reason = ready.filter(|ready| ready.status != "True").map(|ready| ready.reason);
     let labels = object.metadata.labels.unwrap_or_default();
-    Some((object.metadata.name?, Node { uid: object.metadata.uid?, labels, silent }))
+    Some((object.metadata.name?, NodeState { uid: object.metadata.uid?, labels, not_ready_reason }))
 }
 
-pub fn report(object: ReportObject) -> Option<(String, Report)> {
-    let status = object.status.map(Part::or_default).unwrap_or_default();
+pub fn node_report(object: NodeNetworkObject) -> Option<(String, NodeReport)> {
+    let status = object.status.map(Lenient::or_default).unwrap_or_default();
     let networks = status.networks.into_iter().map(|network| (network.uid.clone(), network)).collect();
-    Some((object.metadata.name?, Report { vtep: status.vtep, networks }))
+    Some((object.metadata.name?, NodeReport { vtep: status.vtep, networks }))
 }
 
-pub fn block(object: BlockObject) -> Option<(String, Block)> {
+pub fn block(object: BlockObject) -> Option<(String, BlockState)> {
     let Object { metadata, spec, status, .. } = object;
-    let status = status.map(Part::or_default).unwrap_or_default();
+    let status = status.map(Lenient::or_default).unwrap_or_default();
     let object = plan::ipam::ObservedIpBlock { uid: metadata.uid?, spec: spec.or_default()?, status };
-    Some((metadata.name?, Block { version: metadata.resource_version?, object }))
+    Some((metadata.name?, BlockState { version: metadata.resource_version?, object }))
 }
 
-pub fn attachment(object: AttachmentObject) -> Option<(api::selection::NadRef, Attachment)> {
+pub fn nad(object: NadObject) -> Option<(api::selection::NadRef, NadState)> {
     let Object { metadata, spec, .. } = object;
     let config = spec.or_default().config;
-    let mark = |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref()?.get(key).cloned();
-    let attachment = Attachment {
+    let value = |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref()?.get(key).cloned();
+    let nad = NadState {
         deleting: metadata.deletion_timestamp.is_some(),
-        network: mark(&metadata.labels, NAD_NETWORK_LABEL),
-        network_uid: mark(&metadata.annotations, NAD_UID_ANNOTATION),
-        place: mark(&metadata.annotations, NAD_ORIGIN_ANNOTATION),
+        network: value(&metadata.labels, NAD_NETWORK_LABEL),
+        network_uid: value(&metadata.annotations, NAD_UID_ANNOTATION),
+        place: value(&metadata.annotations, NAD_ORIGIN_ANNOTATION),
         uid: metadata.uid?,
         version: metadata.resource_version?,
         joins: config.as_deref().and_then(network_of),
         config,
     };
-    Some((api::selection::NadRef::new(metadata.namespace?, metadata.name?), attachment))
+    Some((api::selection::NadRef::new(metadata.namespace?, metadata.name?), nad))
 }
 
-/// What a pod says about networks: all of it is in its metadata.
-pub fn pod(metadata: &ObjectMeta) -> Facts {
+/// The NADs that a pod names, all of them in its metadata.
+pub fn pod(metadata: &ObjectMeta) -> WorkloadRefs {
     let annotation = |key: &str| metadata.annotations.as_ref().and_then(|all| all.get(key)).cloned();
-    Facts {
+    WorkloadRefs {
         namespace: metadata.namespace.clone().unwrap_or_default(),
         name: metadata.name.clone().unwrap_or_default(),
         networks: annotation(NETWORKS_ANNOTATION),
@@ -252,7 +252,7 @@ pub fn pod(metadata: &ObjectMeta) -> Facts {
     }
 }
 
-/// A pod of a list of metadata, without the fields that say who wrote what: they are most of it.
+/// A pod of a metadata list, without managedFields, which are most of it.
 #[derive(Clone, Debug, Deserialize)]
 pub struct PodObject {
     metadata: PodMeta,
@@ -267,30 +267,30 @@ struct PodMeta {
     owner_references: Option<Vec<OwnerReference>>,
 }
 
-/// What a listed pod says about networks.
-pub fn listed_pod(object: PodObject) -> Facts {
+/// The NADs that a listed pod names.
+pub fn listed_pod(object: PodObject) -> WorkloadRefs {
     let PodMeta { namespace, name, annotations, owner_references } = object.metadata;
     pod(&ObjectMeta { namespace, name, annotations, owner_references, ..ObjectMeta::default() })
 }
 
-/// What an object of any kind says about networks.
-pub fn workload(kind: Kind, object: WorkloadObject) -> Facts {
+/// The NADs that an object of any kind names.
+pub fn workload(kind: WorkloadKind, object: WorkloadObject) -> WorkloadRefs {
     let Object { metadata, spec, status, .. } = object;
     let spec = spec.or_default();
     let template = match kind {
-        Kind::Pod | Kind::VirtualMachineInstance => None,
-        Kind::CronJob => spec.job_template.and_then(|job| job.spec).and_then(|spec| spec.template),
-        Kind::DaemonSet
-        | Kind::Deployment
-        | Kind::Job
-        | Kind::ReplicaSet
-        | Kind::StatefulSet
-        | Kind::VirtualMachine => spec.template,
+        WorkloadKind::Pod | WorkloadKind::VirtualMachineInstance => None,
+        WorkloadKind::CronJob => spec.job_template.and_then(|job| job.spec).and_then(|spec| spec.template),
+        WorkloadKind::DaemonSet
+        | WorkloadKind::Deployment
+        | WorkloadKind::Job
+        | WorkloadKind::ReplicaSet
+        | WorkloadKind::StatefulSet
+        | WorkloadKind::VirtualMachine => spec.template,
     };
     let own = pod(&metadata);
     let (annotations, networks) = match (kind, template) {
-        (Kind::Pod, _) => (None, None),
-        (Kind::VirtualMachineInstance, _) => (None, spec.networks),
+        (WorkloadKind::Pod, _) => (None, None),
+        (WorkloadKind::VirtualMachineInstance, _) => (None, spec.networks),
         (_, Some(template)) => (
             template.metadata.and_then(|metadata| metadata.annotations),
             template.spec.and_then(|spec| spec.networks),
@@ -298,40 +298,40 @@ pub fn workload(kind: Kind, object: WorkloadObject) -> Facts {
         (_, None) => (None, None),
     };
     let annotation = |key: &str| annotations.as_ref()?.get(key)?.as_str().map(str::to_owned);
-    let itself = matches!(kind, Kind::Pod | Kind::VirtualMachineInstance);
+    let is_pod = matches!(kind, WorkloadKind::Pod | WorkloadKind::VirtualMachineInstance);
     let multus = networks.into_iter().flatten().filter_map(|network| network.multus?.network_name);
-    Facts {
-        networks: if itself { own.networks } else { annotation(NETWORKS_ANNOTATION) },
-        default_network: if itself { own.default_network } else { annotation(DEFAULT_NETWORK_ANNOTATION) },
+    WorkloadRefs {
+        networks: if is_pod { own.networks } else { annotation(NETWORKS_ANNOTATION) },
+        default_network: if is_pod { own.default_network } else { annotation(DEFAULT_NETWORK_ANNOTATION) },
         multus: multus.collect(),
-        finished: finished(kind, status.map(Part::or_default).unwrap_or_default()),
+        finished: finished(kind, status.map(Lenient::or_default).unwrap_or_default()),
         namespace: own.namespace,
         name: own.name,
         owner: own.owner,
     }
 }
 
-fn finished(kind: Kind, status: WorkloadStatus) -> bool {
+fn finished(kind: WorkloadKind, status: WorkloadStatus) -> bool {
     let ended = |condition: KubeCondition| {
         condition.status == "True" && (condition.r#type == "Complete" || condition.r#type == "Failed")
     };
     match kind {
-        Kind::Pod => status.phase.is_some_and(|phase| phase == "Succeeded" || phase == "Failed"),
-        Kind::Job => status.conditions.into_iter().flatten().any(ended),
-        Kind::CronJob
-        | Kind::DaemonSet
-        | Kind::Deployment
-        | Kind::ReplicaSet
-        | Kind::StatefulSet
-        | Kind::VirtualMachine
-        | Kind::VirtualMachineInstance => false,
+        WorkloadKind::Pod => status.phase.is_some_and(|phase| phase == "Succeeded" || phase == "Failed"),
+        WorkloadKind::Job => status.conditions.into_iter().flatten().any(ended),
+        WorkloadKind::CronJob
+        | WorkloadKind::DaemonSet
+        | WorkloadKind::Deployment
+        | WorkloadKind::ReplicaSet
+        | WorkloadKind::StatefulSet
+        | WorkloadKind::VirtualMachine
+        | WorkloadKind::VirtualMachineInstance => false,
     }
 }
 
-/// What controls an object, if that is of a kind which is indexed itself.
-fn owner(metadata: &ObjectMeta) -> Option<(Kind, String)> {
+/// The controlling owner of an object, if its kind is indexed.
+fn owner(metadata: &ObjectMeta) -> Option<(WorkloadKind, String)> {
     let owners = metadata.owner_references.as_ref()?;
     let owner = owners.iter().find(|owner| owner.controller == Some(true))?;
     let group = owner.api_version.rsplit_once('/').map_or("", |(group, _)| group);
-    Some((Kind::find(group, &owner.kind)?, owner.name.clone()))
+    Some((WorkloadKind::find(group, &owner.kind)?, owner.name.clone()))
 }

@@ -1,0 +1,447 @@
+//! The watches that fill the [`ClusterCache`].
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Debug,
+    future::Future,
+    pin::{Pin, pin},
+    sync::Arc,
+};
+
+use api::selection::NadRef;
+use futures::{Stream, StreamExt, TryStreamExt};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::core::v1::{Namespace, Pod},
+    apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
+use kube::{
+    Api, Client, Resource,
+    core::{ApiResource, PartialObjectMeta},
+    runtime::{
+        WatchStreamExt,
+        watcher::{self, Event, watcher},
+    },
+};
+use plan::{
+    network::{self, ClusterState},
+    users::{WorkloadKind, WorkloadRefs},
+};
+use serde::de::DeserializeOwned;
+use tracing::info;
+
+use crate::{
+    cache::{CacheSource, ClusterCache, project},
+    metrics::{ApiCallKind, Metrics},
+    watch,
+};
+
+/// Selects pods that have not finished. A pod that finishes leaves the watch as if it were deleted.
+pub const LIVE_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
+
+/// Fills a cache from watches.
+#[derive(Clone)]
+pub struct CacheFiller {
+    pub client: Client,
+    pub cache: ClusterCache,
+    pub metrics: Arc<Metrics>,
+}
+
+/// An event of a watch, with errors handled.
+enum CacheEvent<K> {
+    ListStarted,
+    Applied(K),
+    Deleted(K),
+    ListDone,
+    /// The API server does not serve the kind in the requested version.
+    NotServed,
+}
+
+impl CacheFiller {
+    /// Runs all watches. Never returns.
+    pub async fn run(self) {
+        let (networks, nodes, node_networks, namespaces) =
+            (self.networks(), self.nodes(), self.node_networks(), self.namespaces());
+        let blocks = self.blocks();
+        let workloads = [
+            WorkloadKind::CronJob,
+            WorkloadKind::DaemonSet,
+            WorkloadKind::Deployment,
+            WorkloadKind::Job,
+            WorkloadKind::ReplicaSet,
+            WorkloadKind::StatefulSet,
+        ];
+        let workloads = futures::future::join_all(workloads.map(|kind| self.workloads(kind)));
+        let virtual_machines = [WorkloadKind::VirtualMachine, WorkloadKind::VirtualMachineInstance];
+        let virtual_machines =
+            futures::future::join_all(virtual_machines.map(|kind| self.virtual_machines(kind)));
+        futures::join!(
+            networks,
+            nodes,
+            node_networks,
+            namespaces,
+            blocks,
+            self.pods(),
+            workloads,
+            virtual_machines,
+            self.nads()
+        );
+    }
+
+    fn all<K>(&self, resource: &ApiResource, call: ApiCallKind) -> impl Stream<Item = CacheEvent<K>> + use<K>
+    where
+        K: Resource<DynamicType = ApiResource> + Clone + Debug + DeserializeOwned + Send + 'static,
+    {
+        cache_events(
+            watcher(Api::all_with(self.client.clone(), resource), watch::all()),
+            self.metrics.clone(),
+            call,
+        )
+    }
+
+    async fn networks(&self) {
+        let read = |state: &mut ClusterState, object| {
+            let mut network = project::network(object, Timestamp::now())?;
+            let old = state.networks.get(&network.name).filter(|old| old.uid == network.uid);
+            if let (Some(since), Some(_)) = (old.and_then(|old| old.deleting), network.deleting) {
+                network.deleting = Some(since);
+            }
+            Some((network.name.clone(), network))
+        };
+        let stream = self.all(&project::networks(), ApiCallKind::WatchNetworks);
+        self.mirror(CacheSource::Networks, stream, |state| Some(&mut state.networks), read).await;
+    }
+
+    async fn nodes(&self) {
+        let stream = self.all(&project::nodes(), ApiCallKind::WatchNodes);
+        self.mirror(CacheSource::Nodes, stream, |state| Some(&mut state.nodes), |_, it| project::node(it))
+            .await;
+    }
+
+    async fn node_networks(&self) {
+        let stream = self.all(&project::node_networks(), ApiCallKind::WatchNodeNetworks);
+        self.mirror(
+            CacheSource::NodeNetworks,
+            stream,
+            |state| Some(&mut state.reports),
+            |_, it| project::node_report(it),
+        )
+        .await;
+    }
+
+    async fn blocks(&self) {
+        let stream = self.all(&project::blocks(), ApiCallKind::WatchBlocks);
+        self.mirror(CacheSource::Blocks, stream, |state| Some(&mut state.blocks), |_, it| project::block(it))
+            .await;
+    }
+
+    async fn namespaces(&self) {
+        let api = Api::<PartialObjectMeta<Namespace>>::all(self.client.clone());
+        let stream =
+            cache_events(watcher(api, watch::all()), self.metrics.clone(), ApiCallKind::WatchNamespaces);
+        let read = |_: &mut ClusterState, object: PartialObjectMeta<Namespace>| {
+            let phase = match object.metadata.deletion_timestamp {
+                Some(_) => network::NamespacePhase::Terminating,
+                None => network::NamespacePhase::Active,
+            };
+            Some((object.metadata.name?, phase))
+        };
+        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read).await;
+    }
+
+    async fn nads(&self) {
+        let watch = || {
+            self.cache.update(|state| {
+                state.nads.get_or_insert_default();
+                true
+            });
+            let stream = self.all(&project::nads(), ApiCallKind::WatchAttachments);
+            let map: fn(&mut ClusterState) -> Option<&mut BTreeMap<NadRef, network::NadState>> =
+                |state| state.nads.as_mut();
+            self.mirror(CacheSource::Nads, stream, map, |state, it| {
+                let (at, nad) = project::nad(it)?;
+                state.changed_nads.insert(at.clone());
+                Some((at, nad))
+            })
+        };
+        let clear = |state: &mut ClusterState| state.nads.take().is_some();
+        self.watch_optional(
+            "network-attachment-definitions.k8s.cni.cncf.io",
+            CacheSource::Nads,
+            watch,
+            clear,
+        )
+        .await;
+    }
+
+    async fn pods(&self) {
+        let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
+        let stream = watcher(api, watch::all().fields(LIVE_PODS));
+        let stream = cache_events(stream, self.metrics.clone(), ApiCallKind::WatchUsers);
+        self.index_users(WorkloadKind::Pod, stream, |object| project::pod(&object.metadata)).await;
+    }
+
+    async fn workloads(&self, kind: WorkloadKind) {
+        let stream = self.all(&project::workloads(kind), ApiCallKind::WatchUsers);
+        self.index_users(kind, stream, move |object| project::workload(kind, object)).await;
+    }
+
+    async fn virtual_machines(&self, kind: WorkloadKind) {
+        let name = match kind {
+            WorkloadKind::VirtualMachine => "virtualmachines.kubevirt.io",
+            _ => "virtualmachineinstances.kubevirt.io",
+        };
+        let clear = |state: &mut ClusterState| state.users.clear(kind);
+        let watch = || async move {
+            loop {
+                self.workloads(kind).await;
+                info!(kind = name, "the kind is no longer served, listing it again");
+            }
+        };
+        self.watch_optional(name, CacheSource::Users(kind), watch, clear).await;
+    }
+
+    /// Mirrors a watch into one map of the state.
+    async fn mirror<K, Key, Value>(
+        &self,
+        source: CacheSource,
+        stream: impl Stream<Item = CacheEvent<K>>,
+        map: impl Fn(&mut ClusterState) -> Option<&mut BTreeMap<Key, Value>>,
+        read: impl Fn(&mut ClusterState, K) -> Option<(Key, Value)>,
+    ) where
+        Key: Ord + Clone,
+        Value: PartialEq,
+    {
+        let mut stream = pin!(stream);
+        // The keys of the list in progress; None between lists.
+        let mut listing: Option<BTreeSet<Key>> = None;
+        while let Some(event) = stream.next().await {
+            let complete = source.is_complete(&event);
+            self.cache.update(|state| match event {
+                CacheEvent::NotServed => false,
+                CacheEvent::ListStarted => {
+                    listing = Some(BTreeSet::new());
+                    false
+                }
+                CacheEvent::Applied(object) => {
+                    let Some((key, value)) = read(state, object) else { return false };
+                    if let Some(seen) = &mut listing {
+                        seen.insert(key.clone());
+                    }
+                    let Some(map) = map(state) else { return false };
+                    let changed = map.get(&key) != Some(&value);
+                    map.insert(key, value);
+                    changed
+                }
+                CacheEvent::Deleted(object) => {
+                    let Some((key, _)) = read(state, object) else { return false };
+                    map(state).is_some_and(|map| map.remove(&key).is_some())
+                }
+                CacheEvent::ListDone => {
+                    let (Some(map), Some(seen)) = (map(state), listing.take()) else { return false };
+                    let before = map.len();
+                    map.retain(|key, _| seen.contains(key));
+                    map.len() != before
+                }
+            });
+            if complete {
+                self.cache.mark_listed(source);
+            }
+        }
+    }
+
+    /// Mirrors a watch of one kind into the index of users. Returns when a kind that was listed is no longer served: its
+    /// objects cannot use anything, and a watch that resumed later would not list the existing ones.
+    async fn index_users<K>(
+        &self,
+        kind: WorkloadKind,
+        stream: impl Stream<Item = CacheEvent<K>>,
+        read: impl Fn(K) -> WorkloadRefs,
+    ) {
+        let mut stream = pin!(stream);
+        let mut listed = false;
+        while let Some(event) = stream.next().await {
+            let complete = CacheSource::Users(kind).is_complete(&event);
+            let no_longer_served = matches!(event, CacheEvent::NotServed) && complete && listed;
+            listed |= matches!(event, CacheEvent::ListDone);
+            // Parsed before the lock is taken: an annotation can be long.
+            let event = match event {
+                CacheEvent::ListStarted => CacheEvent::ListStarted,
+                CacheEvent::Applied(object) => CacheEvent::Applied(read(object)),
+                CacheEvent::Deleted(object) => CacheEvent::Deleted(read(object)),
+                CacheEvent::ListDone => CacheEvent::ListDone,
+                CacheEvent::NotServed => CacheEvent::NotServed,
+            };
+            self.cache.update(|state| match event {
+                CacheEvent::NotServed => complete && state.users.clear(kind),
+                CacheEvent::ListStarted => {
+                    state.users.start_relist(kind);
+                    false
+                }
+                CacheEvent::Applied(refs) => state.users.apply(kind, &refs),
+                CacheEvent::Deleted(refs) => state.users.delete(kind, &refs.namespace, &refs.name),
+                CacheEvent::ListDone => state.users.finish_relist(kind),
+            });
+            if complete {
+                self.cache.mark_listed(CacheSource::Users(kind));
+            }
+            if no_longer_served {
+                return;
+            }
+        }
+    }
+
+    /// Watches a kind for as long as its CustomResourceDefinition exists.
+    async fn watch_optional<F: Future<Output = ()>>(
+        &self,
+        name: &str,
+        source: CacheSource,
+        watch: impl Fn() -> F,
+        clear: impl Fn(&mut ClusterState) -> bool,
+    ) {
+        let api = Api::<PartialObjectMeta<CustomResourceDefinition>>::all(self.client.clone());
+        let stream = watcher(api, watch::by_name(name));
+        let mut definition = pin!(cache_events(stream, self.metrics.clone(), ApiCallKind::WatchKinds));
+        let mut watching: Option<Pin<Box<F>>> = None;
+        let mut listed = false;
+        loop {
+            let event = tokio::select! {
+                event = definition.next() => event,
+                () = poll_watch(&mut watching) => None,
+            };
+            let exists = match event {
+                None => return,
+                Some(CacheEvent::ListStarted) => {
+                    listed = false;
+                    continue;
+                }
+                Some(CacheEvent::Applied(_)) => {
+                    listed = true;
+                    true
+                }
+                Some(CacheEvent::Deleted(_) | CacheEvent::NotServed) => false,
+                Some(CacheEvent::ListDone) => listed,
+            };
+            if exists && watching.is_none() {
+                info!(kind = name, "the kind exists, watching it");
+                watching = Some(Box::pin(watch()));
+            } else if !exists {
+                if watching.take().is_some() {
+                    info!(kind = name, "the kind no longer exists, stopped watching it");
+                }
+                self.cache.update(&clear);
+                self.cache.mark_listed(source);
+            }
+        }
+    }
+}
+
+/// Polls the watch, if there is one.
+async fn poll_watch<F: Future<Output = ()>>(watching: &mut Option<Pin<Box<F>>>) {
+    match watching {
+        Some(watching) => watching.await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Turns a watch into cache events. Errors are logged and counted, and the watch goes on after a backoff.
+fn cache_events<K: Resource + Clone + Debug + Send + 'static>(
+    stream: impl Stream<Item = watcher::Result<Event<K>>> + Send,
+    metrics: Arc<Metrics>,
+    call: ApiCallKind,
+) -> impl Stream<Item = CacheEvent<K>> {
+    let stream = stream.default_backoff().inspect_err(move |error| watch::failed(&metrics, call, error));
+    stream.filter_map(async |event| {
+        Some(match event {
+            Ok(Event::Init) => CacheEvent::ListStarted,
+            Ok(Event::InitApply(object) | Event::Apply(object)) => CacheEvent::Applied(object),
+            Ok(Event::Delete(object)) => CacheEvent::Deleted(object),
+            Ok(Event::InitDone) => CacheEvent::ListDone,
+            Err(
+                watcher::Error::InitialListFailed(kube::Error::Api(status))
+                | watcher::Error::WatchStartFailed(kube::Error::Api(status)),
+            ) if status.code == 404 => CacheEvent::NotServed,
+            Err(_) => return None,
+        })
+    })
+}
+
+impl CacheSource {
+    /// Whether the source counts as listed after this event. A third-party kind that has a CustomResourceDefinition but is
+    /// not served has no objects to wait for; the watch retries it.
+    fn is_complete<K>(self, event: &CacheEvent<K>) -> bool {
+        use WorkloadKind::{VirtualMachine, VirtualMachineInstance};
+        let third_party = matches!(self, Self::Nads | Self::Users(VirtualMachine | VirtualMachineInstance));
+        matches!(event, CacheEvent::ListDone) || third_party && matches!(event, CacheEvent::NotServed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_third_party_kind_that_is_not_served_does_not_block_the_sync() {
+        let failure = || {
+            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+            Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(status))))
+        };
+        let forbidden = Status::failure("no", "Forbidden").with_code(403);
+        let forbidden = Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(forbidden))));
+        let events = [forbidden, failure(), Ok(Event::Init), Ok(Event::InitDone), failure()];
+        let stream = futures::stream::iter(events).boxed();
+        let events: Vec<CacheEvent<PartialObjectMeta<Pod>>> =
+            cache_events(stream, Arc::default(), ApiCallKind::WatchUsers).collect().await;
+        let complete =
+            |source: CacheSource| events.iter().map(|one| source.is_complete(one)).collect::<Vec<_>>();
+        for source in [CacheSource::Nads, CacheSource::Users(WorkloadKind::VirtualMachine)] {
+            assert_eq!(complete(source), [true, false, true, true]);
+        }
+        for source in [CacheSource::Nodes, CacheSource::Users(WorkloadKind::Pod)] {
+            assert_eq!(complete(source), [false, false, true, false]);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn users_of_a_kind_that_is_no_longer_served_are_forgotten() {
+        let missing = || {
+            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+            kube::Error::Api(Box::new(status))
+        };
+        let user = || {
+            let object = serde_json::json!({"metadata": {
+                "namespace": "ns", "name": "x", "annotations": {"k8s.v1.cni.cncf.io/networks": "blue"},
+            }});
+            serde_json::from_value::<PartialObjectMeta<Pod>>(object).unwrap()
+        };
+        let failures = [watcher::Error::InitialListFailed, watcher::Error::WatchStartFailed];
+        for (kind, left) in [
+            (WorkloadKind::VirtualMachine, 0),
+            (WorkloadKind::VirtualMachineInstance, 0),
+            (WorkloadKind::Pod, 1),
+        ] {
+            for failure in failures {
+                let client = Client::new(
+                    tower::service_fn(async |_: axum::http::Request<kube::client::Body>| {
+                        std::future::pending::<Result<axum::http::Response<kube::client::Body>, kube::Error>>(
+                        )
+                        .await
+                    }),
+                    "ns",
+                );
+                let filler = CacheFiller { client, cache: ClusterCache::new(), metrics: Arc::default() };
+                let first = [Err(failure(missing())), Ok(Event::Init)];
+                let rest = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
+                let events = futures::stream::iter(first.into_iter().chain(rest));
+                let stream = events.chain(futures::stream::pending()).boxed();
+                let stream = cache_events(stream, Arc::default(), ApiCallKind::WatchUsers);
+                let mirror = filler.index_users(kind, stream, |it| project::pod(&it.metadata));
+                let ended = tokio::time::timeout(std::time::Duration::from_mins(1), mirror).await;
+                assert_eq!(ended.is_ok(), left == 0, "{kind:?}: the watch is restarted");
+                assert_eq!(filler.cache.state().users.len(), left, "{kind:?}");
+            }
+        }
+    }
+}
