@@ -4,22 +4,22 @@
 
 #[path = "networks/admission.rs"]
 mod admission;
-#[path = "networks/clashes.rs"]
-mod clashes;
 #[path = "networks/cluster.rs"]
 mod cluster;
-#[path = "networks/counting.rs"]
-mod counting;
+#[path = "networks/conflicts.rs"]
+mod conflicts;
 #[path = "networks/crashes.rs"]
 mod crashes;
-#[path = "networks/history.rs"]
-mod history;
-#[path = "networks/keeping.rs"]
-mod keeping;
+#[path = "networks/nad_repair.rs"]
+mod nad_repair;
 #[path = "networks/races.rs"]
 mod races;
-#[path = "networks/users.rs"]
-mod users;
+#[path = "networks/user_count.rs"]
+mod user_count;
+#[path = "networks/watch_log.rs"]
+mod watch_log;
+#[path = "networks/workloads.rs"]
+mod workloads;
 
 use std::{
     process::ExitCode,
@@ -31,14 +31,10 @@ use admission::{
     without_a_controller_pods_are_made_and_networks_are_not,
 };
 use anyhow::{Context as _, Result, ensure};
-use clashes::{
+use cluster::{Cluster, condition};
+use conflicts::{
     a_node_that_carries_less_joins_a_used_overlay, of_two_networks_made_at_once_one_wins,
     one_uplink_and_one_vni_serve_one_network_on_a_node,
-};
-use cluster::{Cluster, condition};
-use counting::{
-    people_see_how_many_use_it_and_the_first_ten, the_finished_hold_nothing,
-    what_a_counted_object_makes_is_not_counted_again,
 };
 use crashes::{
     a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
@@ -47,17 +43,21 @@ use crashes::{
 };
 use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
-use keeping::{
+use kube::api::DeleteParams;
+use lab::{Lab, Shape, wait};
+use nad_repair::{
     a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
     namespaces_join_and_leave_the_list, what_others_write_into_the_status_goes_and_all_is_quiet_again,
 };
-use kube::api::DeleteParams;
-use lab::{Lab, Shape, wait};
 use races::{
     no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
     pods_that_nobody_refuses_hold_what_they_name,
 };
 use serde_json::{Value, json};
+use user_count::{
+    people_see_how_many_use_it_and_the_first_ten, the_finished_hold_nothing,
+    what_a_counted_object_makes_is_not_counted_again,
+};
 
 const SOON: Duration = Duration::from_secs(5);
 /// How soon a network goes after its last user.
@@ -144,7 +144,7 @@ async fn kinds_of_others_that_come_later_are_noticed(lab: Lab) -> Result<()> {
         cluster.nad("late", "late").await?;
         cluster.condition("late", "Ready", "True").await?;
         cluster.install_machines().await?;
-        let vm = cluster.user(users::virtual_machine("vm", "late")).await?;
+        let vm = cluster.user(workloads::virtual_machine("vm", "late")).await?;
         cluster.condition("late", "InUse", "True").await?;
         cluster.remove(&vm).await?;
         cluster.condition("late", "InUse", "False").await?;
@@ -311,12 +311,12 @@ async fn attachments_are_put_right_and_those_of_others_left_alone(lab: Lab) -> R
 
 async fn every_kind_of_user_blocks_deletion_until_it_goes(lab: Lab) -> Result<()> {
     let (cluster, replica) = start(&lab, "users").await?;
-    let all = users::all();
+    let all = workloads::all();
     let blocked = async |number: usize, user: (cluster::User, Value)| {
         let name = format!("used-{number}");
         cluster.create(&name, spec(&cluster)).await?;
         cluster.nad("users", &name).await?;
-        let user = cluster.user(users::naming(user, &name, "users", &name)).await?;
+        let user = cluster.user(workloads::naming(user, &name, "users", &name)).await?;
         let what = format!("{} users/{}", user.resource.kind, user.name);
         cluster.until(&name, &what, |network| network["status"]["users"]["first"] == json!([what])).await?;
         cluster.delete(&name).await?;
@@ -577,7 +577,7 @@ async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -
             cluster.nad("crowd", name).await?;
         }
         crowd(machines, async |n| {
-            cluster.user(users::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
+            cluster.user(workloads::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
         })
         .await?;
         crowd(pods, async |n| cluster.pod(&format!("pod-{n}"), "crowd").await.map(drop)).await?;

@@ -7,16 +7,16 @@ mod addresses;
 mod deletion;
 #[path = "nodes/drift.rs"]
 mod drift;
-#[path = "nodes/histories.rs"]
-mod histories;
+#[path = "nodes/idle.rs"]
+mod idle;
 #[path = "nodes/nics.rs"]
 mod nics;
 #[path = "nodes/outages.rs"]
 mod outages;
-#[path = "nodes/rest.rs"]
-mod rest;
-#[path = "nodes/rights.rs"]
-mod rights;
+#[path = "nodes/random_operations.rs"]
+mod random_operations;
+#[path = "nodes/rbac.rs"]
+mod rbac;
 #[path = "nodes/traffic.rs"]
 mod traffic;
 
@@ -39,8 +39,9 @@ use drift::{
     links_and_attachments_of_others_are_left_alone, what_people_do_to_links_is_repaired_within_1_s,
 };
 use e2e::{Suite, patchbay, tests};
-use histories::{
-    a_pod_and_a_deletion_at_the_same_time_strand_nothing, random_histories_end_as_the_model_says,
+use idle::{
+    nothing_is_written_while_nothing_changes,
+    nothing_is_written_while_nothing_changes_and_little_when_something_does,
 };
 use lab::Shape;
 use nics::{
@@ -54,11 +55,10 @@ use outages::{
     kubernetes_can_be_left_without_patchbay_and_get_it_back, pods_come_and_go_while_the_daemon_is_away,
     what_a_node_misses_during_a_partition_is_made_up_for_after_it,
 };
-use rest::{
-    nothing_is_written_while_nothing_changes,
-    nothing_is_written_while_nothing_changes_and_little_when_something_does,
+use random_operations::{
+    a_pod_and_a_deletion_at_the_same_time_strand_nothing, random_histories_end_as_the_model_says,
 };
-use rights::{
+use rbac::{
     a_node_daemon_can_write_only_its_own_nodes_objects,
     both_programs_run_under_the_installed_roles_without_one_refusal, each_capability_of_the_daemon_is_needed,
     no_container_is_privileged_and_the_image_tells_its_commit, the_webhook_is_reached_through_its_service,

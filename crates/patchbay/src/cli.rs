@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
-    cluster, install,
+    install, lifecycle,
     log::{self, Logged},
     version,
 };
@@ -109,7 +109,7 @@ where
     info!(program = name, version = version::VERSION, commit = version::COMMIT, "this is patchbay");
     let mut builder = Builder::new_multi_thread();
     builder.worker_threads(WORKERS);
-    finish(builder, cluster::run(name, run))?
+    finish(builder, lifecycle::run(name, run))?
 }
 
 /// Does this on a runtime of its own, and waits for nothing else that is left there.

@@ -1,8 +1,8 @@
 //! The one program: the controller, the node daemon and the command line.
 
 mod cli;
-mod cluster;
 mod install;
+mod lifecycle;
 mod log;
 mod version;
 

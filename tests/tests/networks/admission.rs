@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::{
     GONE, SOON,
     cluster::{Cluster, User, condition, resource},
-    spec, start, users,
+    spec, start, workloads,
 };
 
 /// How often users were judged.
@@ -31,9 +31,9 @@ pub async fn while_a_network_goes_no_kind_begins_to_use_it(lab: Lab) -> Result<(
         cluster.create("refuse", spec(&cluster)).await?;
         cluster.nad("refuse", "refuse").await?;
         let named = |(number, one), word: &str, network: &str| {
-            users::naming(one, &format!("{word}-{number}"), "refuse", network)
+            workloads::naming(one, &format!("{word}-{number}"), "refuse", network)
         };
-        let all = || users::all().into_iter().enumerate();
+        let all = || workloads::all().into_iter().enumerate();
         for one in all() {
             cluster.user(named(one.clone(), "held", "refuse")).await?;
             cluster.user(named(one, "free", "elsewhere")).await?;
@@ -57,17 +57,17 @@ pub async fn while_a_network_goes_no_kind_begins_to_use_it(lab: Lab) -> Result<(
             cluster.user(named(one.clone(), "other", "elsewhere")).await?;
             // The template of a Job cannot be changed at all.
             if kind != "Job" {
-                let (free, patch) = (format!("free-{}", one.0), users::edit(&new.1));
+                let (free, patch) = (format!("free-{}", one.0), workloads::edit(&new.1));
                 let told = cluster.merge(resource, Some("refuse"), &free, &patch).await;
                 let told = told.err().with_context(|| format!("a {kind} began to name it"))?;
                 ensure!(format!("{told:#}").contains(&sentence), "{told:#}");
             }
         }
-        println!("{}", refusal(&cluster, &named((0, users::all().remove(0)), "new", "refuse")).await?);
+        println!("{}", refusal(&cluster, &named((0, workloads::all().remove(0)), "new", "refuse")).await?);
         // Whoever names nothing is not even asked about.
         let before = judged(&replica)?;
         for one in all() {
-            cluster.user(users::plain(named(one, "plain", "refuse"))).await?;
+            cluster.user(workloads::plain(named(one, "plain", "refuse"))).await?;
         }
         ensure!(judged(&replica)? == before, "the webhook was asked about objects that name nothing");
         Ok(())
@@ -89,8 +89,8 @@ pub async fn what_a_user_makes_is_let_in(lab: Lab) -> Result<()> {
         cluster.create("makes", spec(&cluster)).await?;
         cluster.nad("makes", "makes").await?;
         let of = |kind: &str, name: &str, network: &str| -> Result<(User, Value)> {
-            let found = users::all().into_iter().find(|(user, _)| user.resource.kind == kind);
-            Ok(users::naming(found.with_context(|| kind.to_owned())?, name, "makes", network))
+            let found = workloads::all().into_iter().find(|(user, _)| user.resource.kind == kind);
+            Ok(workloads::naming(found.with_context(|| kind.to_owned())?, name, "makes", network))
         };
         let deployment = cluster.user(of("Deployment", "user", "makes")?).await?;
         let machine = cluster.user(of("VirtualMachine", "user", "makes")?).await?;
@@ -110,9 +110,9 @@ pub async fn what_a_user_makes_is_let_in(lab: Lab) -> Result<()> {
         ensure!(pod.owner_references().iter().any(|it| it.kind == "ReplicaSet"), "{pod:?}");
         let instance = |name: &str| of("VirtualMachineInstance", name, "makes");
         let uid = cluster.uid(&machine).await?;
-        cluster.user(users::controlled(instance("user")?, &machine, &uid)).await?;
+        cluster.user(workloads::controlled(instance("user")?, &machine, &uid)).await?;
         let uid = cluster.uid(&stranger).await?;
-        let told = refusal(&cluster, &users::controlled(instance("stranger")?, &stranger, &uid)).await?;
+        let told = refusal(&cluster, &workloads::controlled(instance("stranger")?, &stranger, &uid)).await?;
         ensure!(told.contains("which is being deleted"), "{told}");
         // The pod counts beside its Deployment; ReplicaSet and VirtualMachineInstance do not.
         let first = json!([
@@ -133,8 +133,8 @@ pub async fn without_a_controller_pods_are_made_and_networks_are_not(lab: Lab) -
     replica.signal(nix::sys::signal::Signal::SIGKILL)?;
     replica.ends_within(SOON).await?;
     cluster.delete("ignore").await?;
-    for (number, one) in users::all().into_iter().enumerate() {
-        let user = users::naming(one, &format!("user-{number}"), "ignore", "ignore");
+    for (number, one) in workloads::all().into_iter().enumerate() {
+        let user = workloads::naming(one, &format!("user-{number}"), "ignore", "ignore");
         cluster.user(user).await?;
     }
     let told = cluster.refusal("unseen", spec(&cluster)).await?;
@@ -144,7 +144,7 @@ pub async fn without_a_controller_pods_are_made_and_networks_are_not(lab: Lab) -
     let outcome = async {
         let network = cluster.reason("ignore", "Ready", "DeletionBlocked").await?;
         println!("{}", condition(&network, "Ready").context("Ready")?["message"]);
-        ensure!(network["status"]["users"]["count"] == users::all().len(), "{network:#}");
+        ensure!(network["status"]["users"]["count"] == workloads::all().len(), "{network:#}");
         cluster.nad("ignore", "ignore").await?;
         finish(&cluster).await
     };

@@ -12,7 +12,7 @@ use kube::{
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
-use crate::{SOON, users};
+use crate::{SOON, workloads};
 
 /// One test's share of the cluster: a namespace of its own, and nodes with a label of its own.
 #[derive(Clone)]
@@ -417,7 +417,7 @@ impl Cluster {
 
     /// Deletes every object of this test that can use a network, and what they made.
     pub async fn sweep_users(&self) -> Result<()> {
-        for (user, _) in users::all() {
+        for (user, _) in workloads::all() {
             let api = self.api(&user.resource, Some(&self.namespace));
             let deleted = api.delete_collection(&DeleteParams::background(), &ListParams::default()).await;
             deleted.with_context(|| format!("delete every {}", user.resource.kind))?;

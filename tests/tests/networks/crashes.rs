@@ -10,8 +10,9 @@ use serde_json::{Value, json};
 use crate::{
     GONE, SOON,
     cluster::{self, Cluster, condition},
-    history::{Fate, History, Kind},
-    spec, start, users,
+    spec, start,
+    watch_log::{Fate, History, Kind},
+    workloads,
 };
 
 fn holds(network: Option<&Value>, finalizer: &str) -> bool {
@@ -144,7 +145,7 @@ pub async fn a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_i
         for name in ["unserved", "served"] {
             cluster.create(name, spec(&cluster)).await?;
             cluster.nad("unserved", name).await?;
-            cluster.user(users::virtual_machine(name, name)).await?;
+            cluster.user(workloads::virtual_machine(name, name)).await?;
             cluster.condition(name, "InUse", "True").await?;
         }
         cluster.delete("unserved").await?;
@@ -178,7 +179,7 @@ pub async fn kinds_that_vanish_hold_nothing_up(lab: Lab) -> Result<()> {
         }
         cluster.report("vanish-a", "stays", true).await?;
         cluster.condition("stays", "Ready", "True").await?;
-        cluster.user(users::virtual_machine("vm", "vanish")).await?;
+        cluster.user(workloads::virtual_machine("vm", "vanish")).await?;
         cluster.condition("vanish", "InUse", "True").await?;
         cluster.delete("vanish").await?;
         cluster.reason("vanish", "Ready", "DeletionBlocked").await?;

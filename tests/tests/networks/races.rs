@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use crate::{
     GONE, SOON,
     cluster::{Cluster, condition},
-    history::{Fate, History, Kind},
     spec, start,
+    watch_log::{Fate, History, Kind},
 };
 
 /// How many networks go at a time.

@@ -18,7 +18,7 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::rest::{at_rest, writes};
+use crate::idle::{at_rest, writes};
 
 pub fn nodenetworks(client: &Client) -> Api<NodeNetwork> {
     Api::all(client.clone())

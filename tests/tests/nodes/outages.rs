@@ -16,8 +16,8 @@ use serde_json::json;
 
 use crate::{
     addresses::{addresses, used},
+    idle::writes,
     nics::{interfaces, nodenetworks, shows},
-    rest::writes,
 };
 
 pub async fn a_leader_pod_that_is_deleted_is_followed_within_15_s(lab: Lab) -> Result<()> {

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::{NODE, Options, PROGRAM};
 
-/// Capabilities of the node daemon, each with the work that fails without it (`tests/tests/nodes/rights.rs`).
+/// Capabilities of the node daemon, each with the work that fails without it (`tests/tests/nodes/rbac.rs`).
 const CAPABILITIES: &[&str] = &[
     // Making and changing links, also a pod's end inside the pod's network namespace, and their settings.
     "NET_ADMIN",

@@ -11,13 +11,13 @@ use serde_json::{Value, json};
 use crate::{
     GONE, SOON,
     cluster::{Cluster, User, condition, resource},
-    spec, start, users,
+    spec, start, workloads,
 };
 
 /// An object of this kind that names this network of the test's namespace.
 fn of(cluster: &Cluster, kind: &str, name: &str, network: &str) -> Result<(User, Value)> {
-    let found = users::all().into_iter().find(|(user, _)| user.resource.kind == kind);
-    Ok(users::naming(found.with_context(|| kind.to_owned())?, name, &cluster.namespace, network))
+    let found = workloads::all().into_iter().find(|(user, _)| user.resource.kind == kind);
+    Ok(workloads::naming(found.with_context(|| kind.to_owned())?, name, &cluster.namespace, network))
 }
 
 async fn ended(cluster: &Cluster, pod: &str, phase: &str) -> Result<()> {
@@ -88,7 +88,7 @@ pub async fn what_a_counted_object_makes_is_not_counted_again(lab: Lab) -> Resul
         let vm = cluster.user(of(&cluster, "VirtualMachine", "vm", "twice")?).await?;
         let uid = cluster.uid(&vm).await?;
         let instance = of(&cluster, "VirtualMachineInstance", "vm", "twice")?;
-        cluster.user(users::controlled(instance, &vm, &uid)).await?;
+        cluster.user(workloads::controlled(instance, &vm, &uid)).await?;
         cluster.user(of(&cluster, "VirtualMachineInstance", "alone", "twice")?).await?;
         let first = json!([
             "Deployment twice/web",
