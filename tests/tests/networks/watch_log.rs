@@ -1,4 +1,4 @@
-//! What happened in the cluster, in the order in which the API server took it in: versions of one store can be compared.
+//! Records watch events of networks, NADs and pods. Their resource versions come from one etcd, so they give a total order.
 
 use std::{convert::Infallible, time::Duration};
 
@@ -13,69 +13,72 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use crate::{
-    SOON,
-    cluster::{self, Cluster},
+    TIMEOUT,
+    cluster::{self, TestCluster},
 };
 
-/// What is recorded.
+/// The recorded kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ObjectKind {
     Network,
-    Attachment,
+    Nad,
     Pod,
 }
 
-/// What became of an object.
+/// What happened to an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
-    Made,
-    /// Changed; whether it bears the finalizer that keeps nodes from undoing.
-    Changed {
-        held: bool,
+pub enum ChangeType {
+    Added,
+    Modified {
+        /// Whether the object has the finalizer that keeps nodes from removing their links.
+        users_finalizer: bool,
     },
-    Gone,
+    Deleted,
 }
 
 #[derive(Clone, Debug)]
-pub struct Change {
-    pub kind: Kind,
+pub struct ObjectChange {
+    pub kind: ObjectKind,
     pub name: String,
-    pub fate: Fate,
+    pub change: ChangeType,
     pub version: u64,
 }
 
-pub struct History {
-    cluster: Cluster,
-    from: [String; 3],
-    seen: watch::Sender<Vec<Change>>,
+/// The changes since the start, in order of arrival.
+pub struct WatchLog {
+    cluster: TestCluster,
+    start_versions: [String; 3],
+    changes: watch::Sender<Vec<ObjectChange>>,
 }
 
-fn resource(kind: Kind) -> ApiResource {
+fn resource(kind: ObjectKind) -> ApiResource {
     match kind {
-        Kind::Network => cluster::networks(),
-        Kind::Attachment => cluster::nads(),
-        Kind::Pod => cluster::resource("", "v1", "Pod", "pods"),
+        ObjectKind::Network => cluster::bridge_networks(),
+        ObjectKind::Nad => cluster::nads(),
+        ObjectKind::Pod => cluster::resource("", "v1", "Pod", "pods"),
     }
 }
 
-impl History {
-    /// Begins now; what is in it comes by [`Self::record`].
-    pub async fn begin(cluster: &Cluster) -> Result<Self> {
-        let mut from = [const { String::new() }; 3];
-        for (kind, from) in [Kind::Network, Kind::Attachment, Kind::Pod].into_iter().zip(&mut from) {
+impl WatchLog {
+    /// Takes the current resource versions; [`Self::record_during`] records the changes since then.
+    pub async fn start(cluster: &TestCluster) -> Result<Self> {
+        let mut start_versions = [const { String::new() }; 3];
+        for (kind, version) in
+            [ObjectKind::Network, ObjectKind::Nad, ObjectKind::Pod].into_iter().zip(&mut start_versions)
+        {
             let listed = cluster.api(&resource(kind), None).list(&ListParams::default().limit(1)).await?;
-            *from = listed.metadata.resource_version.context("a version")?;
+            *version = listed.metadata.resource_version.context("a resource version")?;
         }
-        Ok(Self { cluster: cluster.clone(), from, seen: watch::Sender::new(Vec::new()) })
+        Ok(Self { cluster: cluster.clone(), start_versions, changes: watch::Sender::new(Vec::new()) })
     }
 
-    /// Watches until it is dropped, while something else goes on.
-    pub async fn beside<T>(&self, other: impl Future<Output = Result<T>>) -> Result<T> {
-        let [network, attachment, pod] = &self.from;
+    /// Records changes while the future runs.
+    pub async fn record_during<T>(&self, other: impl Future<Output = Result<T>>) -> Result<T> {
+        let [network, nad, pod] = &self.start_versions;
         let all = futures::future::try_join3(
-            self.record(Kind::Network, network.clone()),
-            self.record(Kind::Attachment, attachment.clone()),
-            self.record(Kind::Pod, pod.clone()),
+            self.record(ObjectKind::Network, network.clone()),
+            self.record(ObjectKind::Nad, nad.clone()),
+            self.record(ObjectKind::Pod, pod.clone()),
         );
         tokio::select! {
             ended = all.map_ok(|(never, ..)| match never {}) => ended,
@@ -83,49 +86,58 @@ impl History {
         }
     }
 
-    async fn record(&self, kind: Kind, mut version: String) -> Result<Infallible> {
-        let namespace = (kind != Kind::Network).then_some(self.cluster.namespace.as_str());
+    async fn record(&self, kind: ObjectKind, mut version: String) -> Result<Infallible> {
+        let namespace = (kind != ObjectKind::Network).then_some(self.cluster.namespace.as_str());
         let api = self.cluster.api(&resource(kind), namespace);
-        // The API server ends every watch after a while.
+        // The API server ends every watch after some time.
         loop {
             let mut events = api.watch(&WatchParams::default(), &version).await?.boxed();
             while let Some(event) = events.next().await {
-                let (object, fate): (DynamicObject, fn(&Value) -> Fate) = match event? {
-                    WatchEvent::Added(object) => (object, |_| Fate::Made),
-                    WatchEvent::Modified(object) => (object, |it| Fate::Changed { held: held(it) }),
-                    WatchEvent::Deleted(object) => (object, |_| Fate::Gone),
+                let (object, change): (DynamicObject, fn(&Value) -> ChangeType) = match event? {
+                    WatchEvent::Added(object) => (object, |_| ChangeType::Added),
+                    WatchEvent::Modified(object) => (object, |finalizers| ChangeType::Modified {
+                        users_finalizer: has_users_finalizer(finalizers),
+                    }),
+                    WatchEvent::Deleted(object) => (object, |_| ChangeType::Deleted),
                     WatchEvent::Bookmark(_) => continue,
                     WatchEvent::Error(status) => bail!("the watch ended: {status:?}"),
                 };
-                version = object.resource_version().context("a version")?;
-                let fate = fate(&json!(object.finalizers()));
-                let change = Change { kind, name: object.name_any(), fate, version: version.parse()? };
-                self.seen.send_modify(|all| all.push(change));
+                version = object.resource_version().context("a resource version")?;
+                let change = change(&json!(object.finalizers()));
+                let change =
+                    ObjectChange { kind, name: object.name_any(), change, version: version.parse()? };
+                self.changes.send_modify(|all| all.push(change));
             }
         }
     }
 
-    /// Waits for a change.
-    pub async fn saw(&self, kind: Kind, name: &str, fate: Fate) -> Result<u64> {
-        self.saw_within(SOON, kind, name, fate).await
+    /// Waits for a change and returns its resource version.
+    pub async fn wait_for(&self, kind: ObjectKind, name: &str, change: ChangeType) -> Result<u64> {
+        self.wait_for_within(TIMEOUT, kind, name, change).await
     }
 
-    pub async fn saw_within(&self, limit: Duration, kind: Kind, name: &str, fate: Fate) -> Result<u64> {
-        let mut seen = self.seen.subscribe();
-        let found = || self.versions(kind, name, fate).first().copied();
-        let waited = tokio::time::timeout(limit, seen.wait_for(|_| found().is_some())).await;
-        waited.with_context(|| format!("{kind:?} {name} was not {fate:?} in {limit:?}"))??;
-        found().context("it was seen")
+    pub async fn wait_for_within(
+        &self,
+        limit: Duration,
+        kind: ObjectKind,
+        name: &str,
+        change: ChangeType,
+    ) -> Result<u64> {
+        let mut changes = self.changes.subscribe();
+        let found = || self.versions(kind, name, change).first().copied();
+        let waited = tokio::time::timeout(limit, changes.wait_for(|_| found().is_some())).await;
+        waited.with_context(|| format!("{kind:?} {name} was not {change:?} within {limit:?}"))??;
+        found().context("the change was recorded")
     }
 
-    /// The versions at which this happened.
-    pub fn versions(&self, kind: Kind, name: &str, fate: Fate) -> Vec<u64> {
-        let seen = self.seen.borrow();
-        let same = seen.iter().filter(|it| it.kind == kind && it.name == name && it.fate == fate);
-        same.map(|it| it.version).collect()
+    /// The resource versions of all such changes.
+    pub fn versions(&self, kind: ObjectKind, name: &str, change: ChangeType) -> Vec<u64> {
+        let changes = self.changes.borrow();
+        let matching = changes.iter().filter(|it| it.kind == kind && it.name == name && it.change == change);
+        matching.map(|it| it.version).collect()
     }
 }
 
-fn held(finalizers: &Value) -> bool {
+fn has_users_finalizer(finalizers: &Value) -> bool {
     finalizers.as_array().is_some_and(|all| all.iter().any(|it| it == "patchbay.dev/users"))
 }
