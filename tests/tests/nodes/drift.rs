@@ -1,4 +1,4 @@
-//! Links that people change are repaired; links and addresses of others are left alone.
+//! Drift: changed links are repaired; foreign links and NADs are not touched; unusable uplinks and ports are reported.
 
 use std::time::{Duration, Instant};
 
@@ -15,89 +15,100 @@ use serde_json::{Value, json};
 
 use crate::NODES;
 
-/// How long until `right` holds after `wrong` was done on node-1.
-async fn repaired(lab: &Lab, what: &str, wrong: &[&str], right: impl Fn() -> bool) -> Result<Duration> {
-    lab.node("node-1").output(wrong).with_context(|| what.to_owned())?;
+/// Runs `damage` on node-1, and returns how long it takes until `is_repaired`.
+async fn repair_time(
+    lab: &Lab,
+    what: &str,
+    damage: &[&str],
+    is_repaired: impl Fn() -> bool,
+) -> Result<Duration> {
+    lab.node("node-1").output(damage).with_context(|| what.to_owned())?;
     let start = Instant::now();
-    wait::until(Duration::from_secs(1), &format!("repair of {what}"), || async { Ok(right().then_some(())) })
-        .await?;
+    wait::until(Duration::from_secs(1), &format!("repair of {what}"), || async {
+        Ok(is_repaired().then_some(()))
+    })
+    .await?;
     println!("{what}: repaired after {:?}", start.elapsed());
     Ok(start.elapsed())
 }
 
-pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<()> {
+pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     Scene::play(&lab, "drift", async |scene: &Scene| {
         start(&client, "drift", json!({"overlay": {"vni": 99}, "attachment": in_namespace(scene)})).await?;
-        join_all(scene, [("a", "node-1", "drift", "10.6.0.1/24"), ("b", "node-2", "drift", "10.6.0.2/24")])
-            .await?;
-        reaches(scene, "a", "10.6.0.2").await?;
+        join_all(
+            scene,
+            [("client", "node-1", "drift", "10.6.0.1/24"), ("server", "node-2", "drift", "10.6.0.2/24")],
+        )
+        .await?;
+        reaches(scene, "client", "10.6.0.2").await?;
         let bridge =
             |key: &'static str| link(&lab, "node-1", "br-drift").map(|l| l[key].clone()).unwrap_or_default();
         let vxlan =
             |key: &'static str| link(&lab, "node-1", "vx-drift").map(|l| l[key].clone()).unwrap_or_default();
-        let up = |flags: &Value| flags.to_string().contains("\"UP\"");
-        let flood = || {
+        let is_up = |flags: &Value| flags.to_string().contains("\"UP\"");
+        let has_flood_entry = || {
             lab.node("node-1")
                 .output(&["bridge", "fdb", "show", "dev", "vx-drift"])
                 .is_ok_and(|text| text.contains("00:00:00:00:00:00 dst 172.30.0.12"))
         };
-        ensure!(flood(), "the flood list has the other node");
+        ensure!(has_flood_entry(), "the flood list lacks the other node");
         let ports = lab.node("node-1").output(&["ls", "/sys/class/net/br-drift/brif"])?;
         let port = ports
             .split_whitespace()
             .find(|name| name.starts_with("veth"))
             .context("the pod's port")?
             .to_owned();
-        let port_master = || link(&lab, "node-1", &port).is_some_and(|l| l["master"] == "br-drift");
-        repaired(&lab, "mtu", &["ip", "link", "set", "br-drift", "mtu", "1000"], || bridge("mtu") == 1450)
+        let is_port = || link(&lab, "node-1", &port).is_some_and(|l| l["master"] == "br-drift");
+        repair_time(&lab, "mtu", &["ip", "link", "set", "br-drift", "mtu", "1000"], || bridge("mtu") == 1450)
             .await?;
-        repaired(&lab, "down", &["ip", "link", "set", "br-drift", "down"], || up(&bridge("flags"))).await?;
-        repaired(&lab, "vxlan mtu", &["ip", "link", "set", "vx-drift", "mtu", "1000"], || {
+        repair_time(&lab, "down", &["ip", "link", "set", "br-drift", "down"], || is_up(&bridge("flags")))
+            .await?;
+        repair_time(&lab, "vxlan mtu", &["ip", "link", "set", "vx-drift", "mtu", "1000"], || {
             vxlan("mtu") == 1450
         })
         .await?;
-        repaired(&lab, "vxlan down", &["ip", "link", "set", "vx-drift", "down"], || {
-            up(&vxlan("flags")) && flood()
+        repair_time(&lab, "vxlan down", &["ip", "link", "set", "vx-drift", "down"], || {
+            is_up(&vxlan("flags")) && has_flood_entry()
         })
         .await?;
-        repaired(&lab, "vxlan port", &["ip", "link", "set", "vx-drift", "nomaster"], || {
+        repair_time(&lab, "vxlan port", &["ip", "link", "set", "vx-drift", "nomaster"], || {
             vxlan("master") == "br-drift"
         })
         .await?;
-        repaired(&lab, "vxlan deleted", &["ip", "link", "del", "vx-drift"], || {
-            vxlan("master") == "br-drift" && up(&vxlan("flags")) && flood()
+        repair_time(&lab, "vxlan deleted", &["ip", "link", "del", "vx-drift"], || {
+            vxlan("master") == "br-drift" && is_up(&vxlan("flags")) && has_flood_entry()
         })
         .await?;
         let entry = ["bridge", "fdb", "del", "00:00:00:00:00:00", "dev", "vx-drift", "dst", "172.30.0.12"];
-        repaired(&lab, "flood entry", &entry, flood).await?;
+        repair_time(&lab, "flood entry", &entry, has_flood_entry).await?;
         let entry = ["bridge", "fdb", "append", "00:00:00:00:00:00", "dev", "vx-drift", "dst", "192.0.2.9"];
-        repaired(&lab, "foreign flood entry", &entry, || {
+        repair_time(&lab, "foreign flood entry", &entry, || {
             lab.node("node-1")
                 .output(&["bridge", "fdb", "show", "dev", "vx-drift"])
                 .is_ok_and(|t| !t.contains("192.0.2.9"))
         })
         .await?;
-        repaired(&lab, "address", &["ip", "addr", "add", "10.6.0.77/24", "dev", "br-drift"], || {
+        repair_time(&lab, "address", &["ip", "addr", "add", "10.6.0.77/24", "dev", "br-drift"], || {
             lab.node("node-1")
                 .output(&["ip", "-o", "addr", "show", "dev", "br-drift"])
                 .is_ok_and(|t| t.trim().is_empty())
         })
         .await?;
-        repaired(&lab, "pod's port", &["ip", "link", "set", &port, "nomaster"], port_master).await?;
-        repaired(&lab, "bridge deleted", &["ip", "link", "del", "br-drift"], || {
-            up(&bridge("flags")) && vxlan("master") == "br-drift" && port_master()
+        repair_time(&lab, "pod's port", &["ip", "link", "set", &port, "nomaster"], is_port).await?;
+        repair_time(&lab, "bridge deleted", &["ip", "link", "del", "br-drift"], || {
+            is_up(&bridge("flags")) && vxlan("master") == "br-drift" && is_port()
         })
         .await?;
-        reaches(scene, "a", "10.6.0.2").await?;
-        // The attachment.
-        let begun = Instant::now();
+        reaches(scene, "client", "10.6.0.2").await?;
+        // A deleted NAD.
+        let started = Instant::now();
         lab.kubectl(&["-n", &scene.namespace, "delete", "net-attach-def", "drift"])?;
-        wait::until(Duration::from_secs(1), "the attachment to be back", || async {
+        wait::until(Duration::from_secs(1), "the NAD to be recreated", || async {
             lab.kubectl(&["-n", &scene.namespace, "get", "net-attach-def", "drift"]).map(Some)
         })
         .await?;
-        println!("attachment deleted: back after {:?}", begun.elapsed());
+        println!("NAD deleted: recreated after {:?}", started.elapsed());
         let daemon = patchbay::daemon(&client, "node-1").await?;
         let metrics = lab.kubectl(&[
             "-n",
@@ -112,9 +123,9 @@ pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<
         let repairs = metrics
             .lines()
             .find_map(|l| l.strip_prefix("patchbay_node_repairs_total "))
-            .context("the metric")?;
+            .context("patchbay_node_repairs_total")?;
         ensure!(repairs.trim().parse::<f64>()? >= 11.0, "{repairs}");
-        wait::until(Duration::from_secs(5), "an event", || async {
+        wait::until(Duration::from_secs(5), "an event Repaired", || async {
             let events =
                 lab.kubectl(&["get", "events", "-A", "--field-selector", "involvedObject.name=drift"])?;
             Ok(events.contains("Repaired").then_some(()))
@@ -126,38 +137,38 @@ pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<
     gone(&client, "drift", Duration::from_secs(30)).await.map(drop)
 }
 
-pub async fn an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere(lab: Lab) -> Result<()> {
+pub async fn an_uplink_that_a_node_needs_is_rejected_only_on_that_node(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     lab.node("node-1").output(&["ip", "addr", "add", "192.0.2.1/24", "dev", "eth2"])?;
     create(&client, "needed", json!({"uplink": "eth2"})).await?;
-    let refused = wait::until(Duration::from_secs(3), "node-1 to refuse", || async {
+    let rejected = wait::until(Duration::from_secs(3), "node-1 to reject the uplink", || async {
         let (one, two) =
             (on_node(&client, "node-1", "needed").await?, on_node(&client, "node-2", "needed").await?);
         let ready = two.is_some_and(|entry| entry["ready"] == true);
         Ok(one.filter(|entry| ready && entry["ready"] == false && entry["reason"] == "UplinkRefused"))
     })
     .await?;
-    println!("{refused}");
-    ensure!(refused["message"].as_str().is_some_and(|m| m.contains("192.0.2.1")), "{refused}");
+    println!("{rejected}");
+    ensure!(rejected["message"].as_str().is_some_and(|m| m.contains("192.0.2.1")), "{rejected}");
     let object = wait::until(Duration::from_secs(2), "the network's status", || async {
         let object = networks(&client).get("needed").await?;
-        let named = object
+        let reported = object
             .status
             .as_ref()
             .is_some_and(|s| s.not_ready.iter().any(|n| n.node == "node-1" && n.reason == "UplinkRefused"));
-        Ok(named.then_some(object))
+        Ok(reported.then_some(object))
     })
     .await?;
     ensure!(condition(&object, "Ready").0 == "False", "{object:?}");
-    ensure!(link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()), "the NIC was touched");
+    ensure!(link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()), "the NIC was changed");
     lab.node("node-1").output(&["ip", "addr", "del", "192.0.2.1/24", "dev", "eth2"])?;
     ready(&client, "needed", SOON).await?;
     delete(&client, "needed").await?;
     gone(&client, "needed", Duration::from_secs(5)).await?;
-    // The link of the default route, of the node's address and of the API connection.
+    // eth0 has the default route, the node's address and the connection to the API server.
     create(&client, "needed", json!({"uplink": "eth0"})).await?;
     for node in NODES {
-        wait::until(Duration::from_secs(3), "both nodes to refuse", || async {
+        wait::until(Duration::from_secs(3), "both nodes to reject the uplink", || async {
             Ok(on_node(&client, node, "needed").await?.filter(|entry| entry["reason"] == "UplinkRefused"))
         })
         .await?;
@@ -166,50 +177,50 @@ pub async fn an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere(lab:
     gone(&client, "needed", Duration::from_secs(5)).await.map(drop)
 }
 
-pub async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<()> {
+pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
     Scene::play(&lab, "foreign", async |scene: &Scene| {
         let client = &scene.client;
-        lab.node("node-1").output(&["ip", "link", "add", "br-mine", "type", "bridge"])?;
+        lab.node("node-1").output(&["ip", "link", "add", "br-theirs", "type", "bridge"])?;
         let before = host_state(&lab, "node-1")?;
         let nad = json!({
             "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
-            "metadata": {"name": "mine", "namespace": scene.namespace},
+            "metadata": {"name": "theirs", "namespace": scene.namespace},
             "spec": {"config": "{\"cniVersion\":\"0.3.1\",\"type\":\"bridge\",\"bridge\":\"x\"}"},
         });
         apply(&lab, &nad)?;
-        let get = ["-n", &scene.namespace, "get", "net-attach-def", "mine", "-o", "yaml"];
+        let get = ["-n", &scene.namespace, "get", "net-attach-def", "theirs", "-o", "yaml"];
         let nad_before = lab.kubectl(&get)?;
-        create(client, "mine", json!({"attachment": in_namespace(scene)})).await?;
-        let object = wait::until(Duration::from_secs(3), "the conflict", || async {
-            let object = networks(client).get("mine").await?;
+        create(client, "theirs", json!({"attachment": in_namespace(scene)})).await?;
+        let object = wait::until(Duration::from_secs(3), "condition Conflict", || async {
+            let object = networks(client).get("theirs").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
         })
         .await?;
         let (_, _, message) = condition(&object, "Conflict");
         println!("{message}");
-        ensure!(message.contains(&format!("{}/mine", scene.namespace)), "{message}");
-        let entry = wait::until(Duration::from_secs(3), "the reason on the node", || async {
-            Ok(on_node(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
+        ensure!(message.contains(&format!("{}/theirs", scene.namespace)), "{message}");
+        let entry = wait::until(Duration::from_secs(3), "reason ForeignLink on node-1", || async {
+            Ok(on_node(client, "node-1", "theirs").await?.filter(|entry| entry["reason"] == "ForeignLink"))
         })
         .await?;
-        ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-mine")), "{entry}");
-        delete(client, "mine").await?;
-        gone(client, "mine", Duration::from_secs(5)).await?;
-        // A foreign link alone is a conflict too.
-        create(client, "link", json!({"bridge": "br-mine"})).await?;
-        let object = wait::until(Duration::from_secs(3), "the conflict over a link", || async {
+        ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-theirs")), "{entry}");
+        delete(client, "theirs").await?;
+        gone(client, "theirs", Duration::from_secs(5)).await?;
+        // A foreign link alone is also a conflict.
+        create(client, "link", json!({"bridge": "br-theirs"})).await?;
+        let object = wait::until(Duration::from_secs(3), "condition Conflict", || async {
             let object = networks(client).get("link").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
         })
         .await?;
-        let (_, _, about) = condition(&object, "Conflict");
-        println!("{about}");
-        ensure!(about.contains("node-1") && about.contains("br-mine"), "{about}");
+        let (_, _, message) = condition(&object, "Conflict");
+        println!("{message}");
+        ensure!(message.contains("node-1") && message.contains("br-theirs"), "{message}");
         delete(client, "link").await?;
         gone(client, "link", Duration::from_secs(5)).await?;
-        ensure!(host_state(&lab, "node-1")? == before, "the foreign bridge was touched");
-        ensure!(lab.kubectl(&get)? == nad_before, "the foreign attachment was touched");
-        lab.node("node-1").output(&["ip", "link", "del", "br-mine"]).map(drop)
+        ensure!(host_state(&lab, "node-1")? == before, "the foreign bridge was changed");
+        ensure!(lab.kubectl(&get)? == nad_before, "the foreign NAD was changed");
+        lab.node("node-1").output(&["ip", "link", "del", "br-theirs"]).map(drop)
     })
     .await
 }
@@ -217,35 +228,37 @@ pub async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<
 fn apply(lab: &Lab, object: &Value) -> Result<()> {
     let path = std::env::temp_dir().join(format!("patchbay-e2e-{}.json", std::process::id()));
     std::fs::write(&path, object.to_string())?;
-    let outcome = lab.kubectl(&["apply", "-f", path.to_str().context("a path")?]);
+    let outcome = lab.kubectl(&["apply", "-f", path.to_str().context("a UTF-8 path")?]);
     std::fs::remove_file(&path)?;
     outcome.map(drop)
 }
 
-pub async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_alone(lab: Lab) -> Result<()> {
+pub async fn a_vxlan_port_in_use_fails_only_on_that_node(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let mut holder = lab.node("node-1").command("tool")?.args(["echo", "4790"]).spawn()?;
-    let held = async {
-        wait::until(AMID, "the port to be held", || async {
+    let port_in_use = async {
+        wait::until(AMID, "the port to be in use", || async {
             let sockets = lab.node("node-1").output(&["cat", "/proc/net/udp", "/proc/net/udp6"])?;
             Ok(sockets.contains(":12B6 ").then_some(()))
         })
         .await?;
-        create(&client, "held", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
-        wait::until(AMID, "the reason on node-1", || async {
-            let (one, two) =
-                (on_node(&client, "node-1", "held").await?, on_node(&client, "node-2", "held").await?);
+        create(&client, "port-in-use", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
+        wait::until(AMID, "reason PortInUse on node-1", || async {
+            let (one, two) = (
+                on_node(&client, "node-1", "port-in-use").await?,
+                on_node(&client, "node-2", "port-in-use").await?,
+            );
             let ready = two.is_some_and(|entry| entry["ready"] == true);
             Ok(one.filter(|entry| ready && entry["reason"] == "PortInUse"))
         })
         .await
     };
-    let entry = held.await;
-    // The program that was started is `nsenter`, which waits for the one inside.
+    let entry = port_in_use.await;
+    // The child process is `nsenter`, which waits for the process inside the namespace.
     lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^[^ ]*tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
     holder.wait()?;
     println!("{}", entry?["message"]);
-    ready(&client, "held", Duration::from_secs(40)).await?;
-    delete(&client, "held").await?;
-    gone(&client, "held", AMID).await.map(drop)
+    ready(&client, "port-in-use", Duration::from_secs(40)).await?;
+    delete(&client, "port-in-use").await?;
+    gone(&client, "port-in-use", AMID).await.map(drop)
 }

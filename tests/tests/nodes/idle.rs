@@ -1,4 +1,4 @@
-//! A cluster in which nothing happens: the two programs write nothing.
+//! An idle cluster: the controller and the node daemons write nothing.
 
 use std::time::{Duration, Instant};
 
@@ -11,18 +11,18 @@ use lab::{
 };
 use serde_json::json;
 
-/// What the two programs wrote since the mark, leases apart: these are renewed all the time.
-pub fn writes(lab: &Lab, mark: Mark) -> Result<Vec<Asked>> {
+/// The writes of the controller and the node daemons since the mark, without Leases, which are renewed all the time.
+pub fn patchbay_writes(lab: &Lab, mark: Mark) -> Result<Vec<Asked>> {
     let ours = |a: &Asked| a.agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases";
     Ok(lab.asked_since(mark)?.into_iter().filter(ours).collect())
 }
 
-/// Waits for a second without a write: at most one a second is what a program writes of something that changed.
-pub async fn at_rest(lab: &Lab) -> Result<Mark> {
+/// Waits for a second without writes: a pending change is written within a second.
+pub async fn wait_until_idle(lab: &Lab) -> Result<Mark> {
     let mut since = (lab.audit_mark()?, Instant::now());
     wait::until(Duration::from_secs(10), "a second without a write", || {
-        let looked = lab.audit_mark().and_then(|now| Ok((now, writes(lab, since.0)?)));
-        let outcome = looked.map(|(now, found)| {
+        let observed = lab.audit_mark().and_then(|now| Ok((now, patchbay_writes(lab, since.0)?)));
+        let outcome = observed.map(|(now, found)| {
             if !found.is_empty() {
                 since = (now, Instant::now());
             }
@@ -33,29 +33,29 @@ pub async fn at_rest(lab: &Lab) -> Result<Mark> {
     .await
 }
 
-pub async fn nothing_is_written_while_nothing_changes(lab: Lab) -> Result<()> {
-    let quiet = Duration::from_secs(if e2e::soak() { 120 } else { 15 });
+pub async fn an_idle_cluster_causes_no_writes(lab: Lab) -> Result<()> {
+    let period = Duration::from_secs(if e2e::soak() { 120 } else { 15 });
     let mark = lab.audit_mark()?;
-    tokio::time::sleep(quiet).await;
-    let found = writes(&lab, mark)?;
-    println!("{} writes in {quiet:?} at rest", found.len());
+    tokio::time::sleep(period).await;
+    let found = patchbay_writes(&lab, mark)?;
+    println!("{} writes in {period:?}", found.len());
     ensure!(found.is_empty(), "{found:?}");
     Ok(())
 }
 
-pub async fn nothing_is_written_while_nothing_changes_and_little_when_something_does(lab: Lab) -> Result<()> {
+pub async fn a_new_network_causes_few_writes_and_then_none(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let mark = lab.audit_mark()?;
-    start(&client, "rest", json!({"attachment": {"namespaces": ["default"]}})).await?;
-    let mut made = writes(&lab, mark)?;
-    made.retain(|asked| asked.resource != "events");
-    println!("{} writes to make a network on two nodes", made.len());
-    ensure!(made.len() <= 14, "{made:#?}");
-    let mark = at_rest(&lab).await?;
-    let quiet = Duration::from_secs(if e2e::soak() { 120 } else { 10 });
-    tokio::time::sleep(quiet).await;
-    let found = writes(&lab, mark)?;
+    start(&client, "idle", json!({"attachment": {"namespaces": ["default"]}})).await?;
+    let mut creation = patchbay_writes(&lab, mark)?;
+    creation.retain(|asked| asked.resource != "events");
+    println!("{} writes to create a network on two nodes", creation.len());
+    ensure!(creation.len() <= 14, "{creation:#?}");
+    let mark = wait_until_idle(&lab).await?;
+    let period = Duration::from_secs(if e2e::soak() { 120 } else { 10 });
+    tokio::time::sleep(period).await;
+    let found = patchbay_writes(&lab, mark)?;
     ensure!(found.is_empty(), "{found:#?}");
-    delete(&client, "rest").await?;
-    gone(&client, "rest", Duration::from_secs(5)).await.map(drop)
+    delete(&client, "idle").await?;
+    gone(&client, "idle", Duration::from_secs(5)).await.map(drop)
 }
