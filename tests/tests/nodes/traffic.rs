@@ -134,8 +134,8 @@ pub async fn an_overlay_connects_pods_across_nodes_up_to_its_mtu(lab: Lab) -> Re
         scene.start(member("tcp-server", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
         address_of(scene, "tcp-server", "net1", "10.8.0.4/24")?;
         wait::until(AMID, "a TCP response", || async {
-            let answer = scene.exec("client", &["tool", "ask", "tcp", "10.8.0.4:7000", &text])?;
-            Ok(answer.contains(&text).then_some(()))
+            let response = scene.exec("client", &["tool", "ask", "tcp", "10.8.0.4:7000", &text])?;
+            Ok(response.contains(&text).then_some(()))
         })
         .await?;
         Ok(())
