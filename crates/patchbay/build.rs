@@ -1,17 +1,17 @@
-//! Tells the program which commit it is built from, for `patchbay version`.
+//! Sets the commit and the compiler that `patchbay version` prints.
 //!
-//! `PATCHBAY_COMMIT` wins; otherwise git is asked; without either the commit is `unknown`. A build never fails over it.
+//! The commit is `PATCHBAY_COMMIT` if set, else git's HEAD, else `unknown`. A missing commit never fails the build.
 
 use std::{env, ffi::OsStr, fs, path::Path, process::Command};
 
-/// From this package to the root of the workspace.
-const ROOT: &str = "../..";
+/// The path from this package to the workspace root.
+const WORKSPACE_ROOT: &str = "../..";
 
 fn main() {
     println!("cargo::rerun-if-env-changed=PATCHBAY_COMMIT");
     println!("cargo::rerun-if-changed=build.rs");
-    let given = env::var("PATCHBAY_COMMIT").ok().filter(|commit| !commit.trim().is_empty());
-    let commit = given.or_else(commit_by_git).unwrap_or_else(|| String::from("unknown"));
+    let from_env = env::var("PATCHBAY_COMMIT").ok().filter(|commit| !commit.trim().is_empty());
+    let commit = from_env.or_else(commit_from_git).unwrap_or_else(|| String::from("unknown"));
     println!("cargo::rustc-env=PATCHBAY_COMMIT={}", commit.trim());
 
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
@@ -20,14 +20,14 @@ fn main() {
     println!("cargo::rustc-env=PATCHBAY_BUILT_WITH={rustc}, {target}");
 }
 
-/// The commit, with `-dirty` when the sources differ from it.
-fn commit_by_git() -> Option<String> {
-    // Source that was unpacked inside somebody else's repository must not report that repository's commit.
+/// HEAD, with `-dirty` appended when the sources differ from it.
+fn commit_from_git() -> Option<String> {
+    // Sources unpacked inside an unrelated repository must not report that repository's commit.
     if git(&["rev-parse", "--show-prefix"])? != "crates/patchbay/" {
         return None;
     }
-    watch_commit();
-    let sources = watch_sources();
+    rerun_if_head_moves();
+    let sources = rerun_if_sources_change();
     let commit = git(&["rev-parse", "HEAD"])?;
     let mut status = vec!["--no-optional-locks", "status", "--porcelain", "--"];
     status.extend(sources.iter().map(String::as_str));
@@ -35,34 +35,34 @@ fn commit_by_git() -> Option<String> {
     Some(if clean { commit } else { format!("{commit}-dirty") })
 }
 
-/// Asks for another look when HEAD moves: by a checkout, a commit, or a fetch that packs refs. `--git-path` knows where
-/// these are in a linked worktree too. A missing path is left out, because cargo would then rebuild every time.
-fn watch_commit() {
+/// Reruns the build script when HEAD moves: a checkout, a commit, or a fetch that packs refs. `--git-path` resolves these
+/// files in a linked worktree too. Missing paths are skipped: cargo would rebuild every time.
+fn rerun_if_head_moves() {
     for name in ["HEAD", "refs/heads", "packed-refs"] {
         if let Some(path) = git(&["rev-parse", "--git-path", name]) {
-            watch(&path);
+            rerun_if_changed(&path);
         }
     }
 }
 
-/// Asks for another look when a source changes, and returns what counts as one: every room but the lab, which is no
-/// part of the program, and the workspace's own files.
-fn watch_sources() -> Vec<String> {
+/// Reruns the build script when a source of the binary changes, and returns those sources: the workspace files and every
+/// crate except `lab`, which is not part of the binary.
+fn rerun_if_sources_change() -> Vec<String> {
     let mut sources: Vec<String> = ["Cargo.toml", "Cargo.lock", "rust-toolchain.toml"]
         .iter()
-        .map(|name| format!("{ROOT}/{name}"))
+        .map(|name| format!("{WORKSPACE_ROOT}/{name}"))
         .collect();
-    let rooms = fs::read_dir(format!("{ROOT}/crates")).into_iter().flatten().flatten();
-    let rooms = rooms.filter(|room| room.file_name() != OsStr::new("lab"));
-    sources.extend(rooms.filter_map(|room| room.path().to_str().map(str::to_owned)));
+    let crates = fs::read_dir(format!("{WORKSPACE_ROOT}/crates")).into_iter().flatten().flatten();
+    let crates = crates.filter(|entry| entry.file_name() != OsStr::new("lab"));
+    sources.extend(crates.filter_map(|entry| entry.path().to_str().map(str::to_owned)));
     sources.sort();
     for path in &sources {
-        watch(path);
+        rerun_if_changed(path);
     }
     sources
 }
 
-fn watch(path: &str) {
+fn rerun_if_changed(path: &str) {
     if Path::new(path).exists() {
         println!("cargo::rerun-if-changed={path}");
     }

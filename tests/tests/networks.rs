@@ -1,27 +1,25 @@
-//! BridgeNetworks on the cluster's side: the controller as a real process against a real API server, with Nodes and
-//! NodeNetworks written by the test in place of kubelets and daemons.
-#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
+//! The controller's part of BridgeNetworks: a real controller process against a real API server. The tests write Nodes and
+//! NodeNetworks in place of kubelets and node daemons.
+#![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
 #[path = "networks/admission.rs"]
 mod admission;
-#[path = "networks/clashes.rs"]
-mod clashes;
 #[path = "networks/cluster.rs"]
 mod cluster;
-#[path = "networks/counting.rs"]
-mod counting;
+#[path = "networks/conflicts.rs"]
+mod conflicts;
 #[path = "networks/crashes.rs"]
 mod crashes;
-#[path = "networks/history.rs"]
-mod history;
-#[path = "networks/keeping.rs"]
-mod keeping;
-#[path = "networks/mtu.rs"]
-mod mtu;
+#[path = "networks/nad_repair.rs"]
+mod nad_repair;
 #[path = "networks/races.rs"]
 mod races;
-#[path = "networks/users.rs"]
-mod users;
+#[path = "networks/user_count.rs"]
+mod user_count;
+#[path = "networks/watch_log.rs"]
+mod watch_log;
+#[path = "networks/workloads.rs"]
+mod workloads;
 
 use std::{
     process::ExitCode,
@@ -29,45 +27,42 @@ use std::{
 };
 
 use admission::{
-    what_a_user_makes_is_let_in, while_a_network_goes_no_kind_begins_to_use_it,
-    without_a_controller_pods_are_made_and_networks_are_not,
+    a_terminating_network_accepts_no_new_users_of_any_kind, children_of_existing_users_are_admitted,
+    without_a_controller_pods_are_admitted_and_networks_are_rejected,
 };
 use anyhow::{Context as _, Result, ensure};
-use clashes::{
-    a_node_that_carries_less_joins_a_used_overlay, of_two_networks_made_at_once_one_wins,
-    one_uplink_and_one_vni_serve_one_network_on_a_node,
-};
-use cluster::{Cluster, condition};
-use counting::{
-    people_see_how_many_use_it_and_the_first_ten, the_finished_hold_nothing,
-    what_a_counted_object_makes_is_not_counted_again,
+use cluster::{TestCluster, condition};
+use conflicts::{
+    a_node_with_a_smaller_mtu_joins_an_overlay_in_use, an_uplink_or_a_vni_serves_one_network_per_node,
+    the_older_of_two_concurrent_conflicting_networks_wins,
 };
 use crashes::{
-    a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
-    another_replica_ends_what_the_leader_began, kill_9_between_two_steps_of_a_deletion_loses_nothing,
-    kinds_that_vanish_hold_nothing_up,
+    a_controller_killed_between_deletion_steps_resumes,
+    an_unserved_crd_does_not_block_deletion_and_counts_again_when_served,
+    another_replica_finishes_the_deletion_of_a_killed_leader, deleted_crds_do_not_block_deletion,
 };
 use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
-use keeping::{
-    a_network_that_cannot_be_read_can_go, every_repair_of_an_attachment_is_counted_once,
-    namespaces_join_and_leave_the_list, what_others_write_into_the_status_goes_and_all_is_quiet_again,
-};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
-use mtu::{
-    an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
-    the_mtu_of_a_status_of_an_older_version_does_not_rise,
+use nad_repair::{
+    an_invalid_stored_network_can_be_deleted, every_nad_repair_is_counted_once,
+    foreign_status_fields_are_reverted_without_a_write_loop, nads_follow_the_list_of_namespaces,
 };
 use races::{
-    no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
-    pods_that_nobody_refuses_hold_what_they_name,
+    no_pod_loses_its_nad_when_its_namespace_leaves_the_list,
+    no_pod_loses_its_network_in_a_race_with_deletion, pods_that_bypass_admission_keep_their_network_and_nad,
 };
 use serde_json::{Value, json};
+use user_count::{
+    children_of_counted_workloads_are_not_counted_again, finished_pods_and_jobs_do_not_count_as_users,
+    the_status_shows_the_user_count_and_the_first_ten,
+};
 
-const SOON: Duration = Duration::from_secs(5);
-/// How soon a network goes after its last user.
-const GONE: Duration = Duration::from_secs(3);
+/// The default timeout for an expected change.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// How soon a network without users must be deleted.
+const DELETION_TIMEOUT: Duration = Duration::from_secs(3);
 
 fn main() -> ExitCode {
     Suite {
@@ -80,130 +75,129 @@ fn main() -> ExitCode {
             })
         },
         tests: tests![
-            kinds_of_others_that_come_later_are_noticed,
-            a_network_gets_its_attachments_its_status_and_its_labels_and_goes_in_order,
-            what_cannot_be_is_refused_with_a_sentence,
-            attachments_are_put_right_and_those_of_others_left_alone,
-            every_repair_of_an_attachment_is_counted_once,
-            namespaces_join_and_leave_the_list,
-            a_network_that_cannot_be_read_can_go,
-            what_others_write_into_the_status_goes_and_all_is_quiet_again,
-            every_kind_of_user_blocks_deletion_until_it_goes,
-            while_a_network_goes_no_kind_begins_to_use_it,
-            what_a_user_makes_is_let_in,
-            without_a_controller_pods_are_made_and_networks_are_not,
-            the_finished_hold_nothing,
-            what_a_counted_object_makes_is_not_counted_again,
-            people_see_how_many_use_it_and_the_first_ten,
-            a_namespace_goes_with_a_used_attachment_and_comes_back,
-            clashes_are_refused_where_seen_and_decided_where_not,
-            one_uplink_and_one_vni_serve_one_network_on_a_node,
-            of_two_networks_made_at_once_one_wins,
-            a_node_that_carries_less_joins_a_used_overlay,
-            an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
-            the_mtu_of_a_status_of_an_older_version_does_not_rise,
-            a_vanished_node_holds_nothing_up_and_a_silent_one_is_named,
-            at_rest_nothing_is_written,
-            the_controller_touches_no_other_label,
-            kill_9_at_every_step_loses_nothing,
-            kill_9_between_two_steps_of_a_deletion_loses_nothing,
-            another_replica_ends_what_the_leader_began,
-            a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again,
-            kinds_that_vanish_hold_nothing_up,
-            pods_that_nobody_refuses_hold_what_they_name,
-            no_pod_is_stranded_whatever_comes_first,
-            no_pod_is_stranded_by_a_namespace_that_leaves_the_list,
-            a_controller_among_thousands_of_users_stays_small_and_quick,
+            crds_installed_later_are_detected,
+            a_network_gets_nads_status_and_node_labels_and_is_deleted_in_order,
+            invalid_specs_are_rejected_with_a_reason,
+            own_nads_are_repaired_and_foreign_nads_are_not_touched,
+            every_nad_repair_is_counted_once,
+            nads_follow_the_list_of_namespaces,
+            an_invalid_stored_network_can_be_deleted,
+            foreign_status_fields_are_reverted_without_a_write_loop,
+            every_kind_of_workload_blocks_deletion_until_it_is_deleted,
+            a_terminating_network_accepts_no_new_users_of_any_kind,
+            children_of_existing_users_are_admitted,
+            without_a_controller_pods_are_admitted_and_networks_are_rejected,
+            finished_pods_and_jobs_do_not_count_as_users,
+            children_of_counted_workloads_are_not_counted_again,
+            the_status_shows_the_user_count_and_the_first_ten,
+            a_recreated_namespace_gets_its_nad_back,
+            the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest,
+            an_uplink_or_a_vni_serves_one_network_per_node,
+            the_older_of_two_concurrent_conflicting_networks_wins,
+            a_node_with_a_smaller_mtu_joins_an_overlay_in_use,
+            deletion_ignores_deleted_nodes_and_waits_for_nodes_that_are_not_ready,
+            an_idle_controller_writes_nothing,
+            the_controller_can_change_only_its_own_node_labels,
+            a_controller_killed_after_any_step_resumes,
+            a_controller_killed_between_deletion_steps_resumes,
+            another_replica_finishes_the_deletion_of_a_killed_leader,
+            an_unserved_crd_does_not_block_deletion_and_counts_again_when_served,
+            deleted_crds_do_not_block_deletion,
+            pods_that_bypass_admission_keep_their_network_and_nad,
+            no_pod_loses_its_network_in_a_race_with_deletion,
+            no_pod_loses_its_nad_when_its_namespace_leaves_the_list,
+            a_controller_with_thousands_of_users_stays_small_and_fast,
         ],
     }
     .run()
 }
 
-/// A controller that leads and whose webhook answers, and this test's share of the cluster.
-async fn start(lab: &Lab, name: &str) -> Result<(Cluster, Replica)> {
-    let cluster = Cluster::new(lab, name).await?;
-    cluster.install_attachments().await?;
-    cluster.install_machines().await?;
-    let replica = cluster.lead(lab).await?;
-    cluster.webhook_answers().await.with_context(|| replica.tail())?;
+/// Starts a controller, waits until it leads and its webhook responds, and creates the namespace of this test.
+async fn start_controller(lab: &Lab, name: &str) -> Result<(TestCluster, Replica)> {
+    let cluster = TestCluster::new(lab, name).await?;
+    cluster.install_nad_crd().await?;
+    cluster.install_kubevirt_crds().await?;
+    let replica = cluster.start_leader(lab).await?;
+    cluster.wait_for_webhook().await.with_context(|| replica.tail())?;
     Ok((cluster, replica))
 }
 
-fn spec(cluster: &Cluster) -> Value {
-    json!({"nodeSelector": cluster.selector(), "attachment": {"namespaces": [cluster.namespace]}})
+/// A network on the nodes of this test, with a NAD in its namespace.
+fn network_spec(cluster: &TestCluster) -> Value {
+    json!({"nodeSelector": cluster.node_selector(), "attachment": {"namespaces": [cluster.namespace]}})
 }
 
-async fn kinds_of_others_that_come_later_are_noticed(lab: Lab) -> Result<()> {
-    let cluster = Cluster::new(&lab, "late").await?;
-    let replica = cluster.lead(&lab).await?;
+async fn crds_installed_later_are_detected(lab: Lab) -> Result<()> {
+    let cluster = TestCluster::new(&lab, "late").await?;
+    let replica = cluster.start_leader(&lab).await?;
     let outcome = async {
-        cluster.webhook_answers().await?;
-        cluster.node("late-a", 1500).await?;
-        cluster.create("late", spec(&cluster)).await?;
-        cluster.report("late-a", "late", true).await?;
-        let network = cluster.reason("late", "Ready", "AttachmentsMissing").await?;
+        cluster.wait_for_webhook().await?;
+        cluster.create_node("late-a", 1500).await?;
+        cluster.create_network("late", network_spec(&cluster)).await?;
+        cluster.report_network("late-a", "late", true).await?;
+        let network = cluster.wait_for_reason("late", "Ready", "AttachmentsMissing").await?;
         println!("{}", condition(&network, "Ready").context("Ready")?["message"]);
-        // Without the kinds a network can go as well.
-        cluster.create("short", json!({"nodeSelector": cluster.selector()})).await?;
-        cluster.finalizer("short", "patchbay.dev/users", true).await?;
-        cluster.delete("short").await?;
-        cluster.gone("short", GONE).await?;
-        cluster.install_attachments().await?;
-        cluster.nad("late", "late").await?;
-        cluster.condition("late", "Ready", "True").await?;
-        cluster.install_machines().await?;
-        let vm = cluster.user(users::virtual_machine("vm", "late")).await?;
-        cluster.condition("late", "InUse", "True").await?;
-        cluster.remove(&vm).await?;
-        cluster.condition("late", "InUse", "False").await?;
-        cluster.unlist("late-a").await?;
-        cluster.delete("late").await?;
-        cluster.gone("late", GONE).await
+        // A network can be deleted without the CRDs.
+        cluster.create_network("without-nads", json!({"nodeSelector": cluster.node_selector()})).await?;
+        cluster.wait_for_finalizer("without-nads", "patchbay.dev/users", true).await?;
+        cluster.delete_network("without-nads").await?;
+        cluster.wait_until_deleted("without-nads", DELETION_TIMEOUT).await?;
+        cluster.install_nad_crd().await?;
+        cluster.wait_for_nad("late", "late").await?;
+        cluster.wait_for_condition("late", "Ready", "True").await?;
+        cluster.install_kubevirt_crds().await?;
+        let vm = cluster.create_workload(workloads::virtual_machine("vm", "late")).await?;
+        cluster.wait_for_condition("late", "InUse", "True").await?;
+        cluster.delete_workload(&vm).await?;
+        cluster.wait_for_condition("late", "InUse", "False").await?;
+        cluster.clear_report("late-a").await?;
+        cluster.delete_network("late").await?;
+        cluster.wait_until_deleted("late", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn a_network_gets_its_attachments_its_status_and_its_labels_and_goes_in_order(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "basic").await?;
-    cluster.node("basic-a", 1500).await?;
+async fn a_network_gets_nads_status_and_node_labels_and_is_deleted_in_order(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "basic").await?;
+    cluster.create_node("basic-a", 1500).await?;
     let outcome = async {
-        let begun = Instant::now();
-        let mut spec = spec(&cluster);
+        let started = Instant::now();
+        let mut spec = network_spec(&cluster);
         spec["overlay"] = json!({"vni": 17});
-        cluster.create("basic", spec).await?;
-        let nad = cluster.nad("basic", "basic").await?;
+        cluster.create_network("basic", spec).await?;
+        let nad = cluster.wait_for_nad("basic", "basic").await?;
         ensure!(nad["spec"]["config"].as_str().is_some_and(|it| it.contains("\"mtu\":1450")), "{nad}");
-        println!("attachment after {:?}", begun.elapsed());
-        cluster.report("basic-a", "basic", true).await?;
-        let network = cluster.condition("basic", "Ready", "True").await?;
+        println!("NAD created after {:?}", started.elapsed());
+        cluster.report_network("basic-a", "basic", true).await?;
+        let network = cluster.wait_for_condition("basic", "Ready", "True").await?;
         ensure!(
             network["status"]["mtu"] == 1450 && network["status"]["nodes"]["summary"] == "1/1",
             "{network}"
         );
-        cluster.label("basic-a", "basic", true).await?;
-        let pod = cluster.pod("user", "basic").await?;
-        cluster.condition("basic", "InUse", "True").await?;
-        // Foreground deletion takes nothing away either.
+        cluster.wait_for_label("basic-a", "basic", true).await?;
+        let pod = cluster.create_pod("client", "basic").await?;
+        cluster.wait_for_condition("basic", "InUse", "True").await?;
+        // Foreground deletion removes nothing either.
         let foreground = DeleteParams::foreground();
-        cluster.api(&cluster::networks(), None).delete("basic", &foreground).await?;
-        let network = cluster.reason("basic", "Ready", "DeletionBlocked").await?;
+        cluster.api(&cluster::bridge_networks(), None).delete("basic", &foreground).await?;
+        let network = cluster.wait_for_reason("basic", "Ready", "DeletionBlocked").await?;
         println!("{}", condition(&network, "Ready").context("Ready")?["message"]);
-        ensure!(cluster.refused("late", "basic").await?, "a new user was let in");
-        ensure!(cluster.find_nad("basic", "basic").await?.is_some(), "the attachment was taken away");
-        cluster.remove(&pod).await?;
-        let begun = Instant::now();
-        cluster.finalizer("basic", "patchbay.dev/users", false).await?;
-        ensure!(cluster.find_nad("basic", "basic").await?.is_none(), "the attachment is still there");
-        cluster.unlist("basic-a").await?;
-        cluster.gone("basic", GONE).await?;
-        println!("gone {:?} after its last user", begun.elapsed());
-        cluster.label("basic-a", "basic", false).await
+        ensure!(cluster.pod_is_rejected("new-client", "basic").await?, "a new user was admitted");
+        ensure!(cluster.get_nad("basic", "basic").await?.is_some(), "the NAD was deleted");
+        cluster.delete_workload(&pod).await?;
+        let started = Instant::now();
+        cluster.wait_for_finalizer("basic", "patchbay.dev/users", false).await?;
+        ensure!(cluster.get_nad("basic", "basic").await?.is_none(), "the NAD still exists");
+        cluster.clear_report("basic-a").await?;
+        cluster.wait_until_deleted("basic", DELETION_TIMEOUT).await?;
+        println!("deleted {:?} after its last user", started.elapsed());
+        cluster.wait_for_label("basic-a", "basic", false).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn what_cannot_be_is_refused_with_a_sentence(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "valid").await?;
+async fn invalid_specs_are_rejected_with_a_reason(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "valid").await?;
     let long = "x".repeat(51);
     let rows = [
         ("UPPER", json!({}), "RFC 1123"),
@@ -234,15 +228,15 @@ async fn what_cannot_be_is_refused_with_a_sentence(lab: Lab) -> Result<()> {
             "need values",
         ),
     ];
-    for (name, spec, sentence) in rows {
-        let told = cluster.refusal(name, spec.clone()).await?;
-        ensure!(told.contains(sentence), "{name} {spec}: {told}");
+    for (name, spec, expected) in rows {
+        let error = cluster.create_error(name, spec.clone()).await?;
+        ensure!(error.contains(expected), "{name} {spec}: {error}");
     }
     let outcome = async {
-        let whole = json!({"bridge": "br-valid", "overlay": {"vni": 1}, "attachment": {"name": "nad"}, "nodeSelector": cluster.selector()});
-        cluster.create("valid", whole).await?;
-        cluster.create("plain", json!({"nodeSelector": cluster.selector()})).await?;
-        for (name, patch, sentence) in [
+        let whole = json!({"bridge": "br-valid", "overlay": {"vni": 1}, "attachment": {"name": "nad"}, "nodeSelector": cluster.node_selector()});
+        cluster.create_network("valid", whole).await?;
+        cluster.create_network("plain", json!({"nodeSelector": cluster.node_selector()})).await?;
+        for (name, patch, expected) in [
             ("valid", json!({"bridge": "other"}), "spec.bridge cannot be changed"),
             ("valid", json!({"bridge": null}), "spec.bridge cannot be changed"),
             ("plain", json!({"bridge": "br-set"}), "spec.bridge cannot be changed"),
@@ -253,16 +247,16 @@ async fn what_cannot_be_is_refused_with_a_sentence(lab: Lab) -> Result<()> {
             ("valid", json!({"attachment": null}), "spec.attachment.name cannot be changed"),
             ("plain", json!({"attachment": {"name": "set"}}), "spec.attachment.name cannot be changed"),
         ] {
-            let told = cluster
-                .edit(name, patch.clone())
+            let error = cluster
+                .patch_spec(name, patch.clone())
                 .await
                 .err()
-                .with_context(|| format!("{name} {patch} passed"))?;
-            ensure!(format!("{told:#}").contains(sentence), "{patch}: {told:#}");
+                .with_context(|| format!("{name} {patch} was admitted"))?;
+            ensure!(format!("{error:#}").contains(expected), "{patch}: {error:#}");
         }
         for name in ["valid", "plain"] {
-            cluster.delete(name).await?;
-            cluster.gone(name, GONE).await?;
+            cluster.delete_network(name).await?;
+            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
         }
         Ok(())
     };
@@ -270,353 +264,373 @@ async fn what_cannot_be_is_refused_with_a_sentence(lab: Lab) -> Result<()> {
     outcome.with_context(|| replica.tail())
 }
 
-async fn attachments_are_put_right_and_those_of_others_left_alone(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "repair").await?;
+async fn own_nads_are_repaired_and_foreign_nads_are_not_touched(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "repair").await?;
     let outcome = async {
         let foreign = json!({"apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
             "metadata": {"name": "theirs"}, "spec": {"config": "{\"type\": \"bridge\"}"}});
-        cluster.post(&cluster::nads(), Some("repair"), &foreign).await?;
-        cluster.create("repair", spec(&cluster)).await?;
-        cluster.create("theirs", spec(&cluster)).await?;
-        let nad = cluster.nad("repair", "repair").await?;
-        cluster.until("repair", "a status", |network| network["status"]["mtu"] == 1500).await?;
-        let network = cluster.condition("theirs", "Conflict", "True").await?;
+        cluster.create_object(&cluster::nads(), Some("repair"), &foreign).await?;
+        cluster.create_network("repair", network_spec(&cluster)).await?;
+        cluster.create_network("theirs", network_spec(&cluster)).await?;
+        let nad = cluster.wait_for_nad("repair", "repair").await?;
+        cluster.wait_for("repair", "status.mtu", |network| network["status"]["mtu"] == 1500).await?;
+        let network = cluster.wait_for_condition("theirs", "Conflict", "True").await?;
         let message = &condition(&network, "Conflict").context("Conflict")?["message"];
         ensure!(message.as_str().is_some_and(|it| it.contains("repair/theirs")), "{message}");
         let api = cluster.api(&cluster::nads(), Some("repair"));
-        let begun = Instant::now();
+        let started = Instant::now();
         api.delete("repair", &DeleteParams::default()).await?;
-        cluster.nad("repair", "repair").await?;
-        println!("made anew after {:?}", begun.elapsed());
-        ensure!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+        cluster.wait_for_nad("repair", "repair").await?;
+        println!("recreated after {:?}", started.elapsed());
+        ensure!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
         for patch in [
             json!({"spec": {"config": "{}"}}),
             json!({"metadata": {"labels": {"patchbay.dev/network": null}}}),
         ] {
-            let begun = Instant::now();
-            cluster.merge(&cluster::nads(), Some("repair"), "repair", &patch).await?;
-            wait::until(Duration::from_secs(1), &format!("{patch} to be put right"), || async {
-                let now = cluster.nad("repair", "repair").await?;
+            let started = Instant::now();
+            cluster.merge_patch(&cluster::nads(), Some("repair"), "repair", &patch).await?;
+            wait::until(Duration::from_secs(1), &format!("{patch} to be reverted"), || async {
+                let now = cluster.wait_for_nad("repair", "repair").await?;
                 let same =
                     now["spec"] == nad["spec"] && now["metadata"]["labels"] == nad["metadata"]["labels"];
                 Ok(same.then_some(()))
             })
             .await?;
-            println!("put right after {:?}", begun.elapsed());
+            println!("repaired after {:?}", started.elapsed());
         }
         for name in ["repair", "theirs"] {
-            cluster.delete(name).await?;
-            cluster.gone(name, GONE).await?;
+            cluster.delete_network(name).await?;
+            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
         }
-        let left =
-            cluster.find_nad("repair", "theirs").await?.context("the foreign attachment was deleted")?;
+        let left = cluster.get_nad("repair", "theirs").await?.context("the foreign NAD was deleted")?;
         ensure!(left["spec"] == foreign["spec"] && left["metadata"].get("labels").is_none(), "{left}");
-        ensure!(cluster.find_nad("repair", "repair").await?.is_none(), "our own was left");
-        cluster.events_tell("AttachmentRepaired").await
+        ensure!(cluster.get_nad("repair", "repair").await?.is_none(), "our own NAD was not deleted");
+        cluster.wait_for_event("AttachmentRepaired").await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn every_kind_of_user_blocks_deletion_until_it_goes(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "users").await?;
-    let all = users::all();
-    let blocked = async |number: usize, user: (cluster::User, Value)| {
+async fn every_kind_of_workload_blocks_deletion_until_it_is_deleted(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "users").await?;
+    let all = workloads::all();
+    let blocks_deletion = async |number: usize, workload: (cluster::Workload, Value)| {
         let name = format!("used-{number}");
-        cluster.create(&name, spec(&cluster)).await?;
-        cluster.nad("users", &name).await?;
-        let user = cluster.user(users::naming(user, &name, "users", &name)).await?;
-        let what = format!("{} users/{}", user.resource.kind, user.name);
-        cluster.until(&name, &what, |network| network["status"]["users"]["first"] == json!([what])).await?;
-        cluster.delete(&name).await?;
-        cluster.reason(&name, "Ready", "DeletionBlocked").await?;
-        cluster.remove(&user).await?;
-        let begun = Instant::now();
-        cluster.gone(&name, GONE).await.with_context(|| what.clone())?;
-        println!("{what}: gone after {:?}", begun.elapsed());
+        cluster.create_network(&name, network_spec(&cluster)).await?;
+        cluster.wait_for_nad("users", &name).await?;
+        let workload =
+            cluster.create_workload(workloads::from_template(workload, &name, "users", &name)).await?;
+        let what = format!("{} users/{}", workload.resource.kind, workload.name);
+        cluster
+            .wait_for(&name, &what, |network| network["status"]["users"]["first"] == json!([what]))
+            .await?;
+        cluster.delete_network(&name).await?;
+        cluster.wait_for_reason(&name, "Ready", "DeletionBlocked").await?;
+        cluster.delete_workload(&workload).await?;
+        let started = Instant::now();
+        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await.with_context(|| what.clone())?;
+        println!("{what}: deleted after {:?}", started.elapsed());
         anyhow::Ok(())
     };
-    let rounds = all.into_iter().enumerate().map(|(number, user)| blocked(number, user));
-    let ended = futures::future::join_all(rounds).await;
-    ended.into_iter().collect::<Result<Vec<()>>>().map(drop).with_context(|| replica.tail())
+    let checks = all.into_iter().enumerate().map(|(number, workload)| blocks_deletion(number, workload));
+    let results = futures::future::join_all(checks).await;
+    results.into_iter().collect::<Result<Vec<()>>>().map(drop).with_context(|| replica.tail())
 }
 
-async fn a_namespace_goes_with_a_used_attachment_and_comes_back(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "comes").await?;
+async fn a_recreated_namespace_gets_its_nad_back(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "recreated").await?;
     let outcome = async {
-        cluster.node("comes-a", 1500).await?;
-        cluster.make_namespace("goes").await?;
-        let away = Cluster { namespace: "goes".to_owned(), ..cluster.clone() };
-        let spec = json!({"nodeSelector": cluster.selector(), "attachment": {"namespaces": ["goes"]}});
-        cluster.create("comes", spec).await?;
-        cluster.report("comes-a", "comes", true).await?;
-        away.nad("goes", "comes").await?;
-        away.pod("user", "comes").await?;
-        cluster.condition("comes", "InUse", "True").await?;
+        cluster.create_node("recreated-a", 1500).await?;
+        cluster.create_namespace("tenant").await?;
+        let tenant = TestCluster { namespace: "tenant".to_owned(), ..cluster.clone() };
+        let spec = json!({"nodeSelector": cluster.node_selector(), "attachment": {"namespaces": ["tenant"]}});
+        cluster.create_network("recreated", spec).await?;
+        cluster.report_network("recreated-a", "recreated", true).await?;
+        tenant.wait_for_nad("tenant", "recreated").await?;
+        tenant.create_pod("client", "recreated").await?;
+        cluster.wait_for_condition("recreated", "InUse", "True").await?;
         let namespaces = cluster::resource("", "v1", "Namespace", "namespaces");
         let api = cluster.api(&namespaces, None);
-        api.delete("goes", &DeleteParams::default()).await?;
-        wait::until(SOON * 3, "the namespace to go", || async {
-            Ok(api.get_opt("goes").await?.is_none().then_some(()))
+        api.delete("tenant", &DeleteParams::default()).await?;
+        wait::until(TIMEOUT * 3, "the namespace to be deleted", || async {
+            Ok(api.get_opt("tenant").await?.is_none().then_some(()))
         })
         .await?;
-        cluster.reason("comes", "Ready", "AttachmentsMissing").await?;
-        cluster.make_namespace("goes").await?;
-        cluster.nad("goes", "comes").await?;
-        cluster.condition("comes", "Ready", "True").await?;
-        cluster.unlist("comes-a").await?;
-        cluster.delete("comes").await?;
-        cluster.gone("comes", GONE).await
+        cluster.wait_for_reason("recreated", "Ready", "AttachmentsMissing").await?;
+        cluster.create_namespace("tenant").await?;
+        cluster.wait_for_nad("tenant", "recreated").await?;
+        cluster.wait_for_condition("recreated", "Ready", "True").await?;
+        cluster.clear_report("recreated-a").await?;
+        cluster.delete_network("recreated").await?;
+        cluster.wait_until_deleted("recreated", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn clashes_are_refused_where_seen_and_decided_where_not(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "clash").await?;
+async fn the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "conflict").await?;
     let outcome = async {
-        cluster.node("clash-a", 1500).await?;
-        let selector = |value: &str| json!({"matchLabels": {"test": "clash", "half": value}});
-        cluster.relabel("clash-a", json!({"half": "one"})).await?;
-        let whole = json!({"bridge": "br-clash", "overlay": {"vni": 99}, "nodeSelector": selector("one"), "attachment": {"name": "clash", "namespaces": ["clash"]}});
-        cluster.create("clash", whole.clone()).await?;
-        cluster.nad("clash", "clash").await?;
-        for (field, value, sentence) in [
-            ("bridge", json!("br-clash"), "bridge br-clash belongs to BridgeNetwork clash"),
-            ("overlay", json!({"vni": 99}), "VNI 99 on port 4789 belongs to BridgeNetwork clash"),
-            ("uplink", json!("br-clash"), "link br-clash belongs to BridgeNetwork clash"),
+        cluster.create_node("conflict-a", 1500).await?;
+        let selector = |value: &str| json!({"matchLabels": {"test": "conflict", "half": value}});
+        cluster.patch_node_labels("conflict-a", json!({"half": "one"})).await?;
+        let whole = json!({"bridge": "br-conflict", "overlay": {"vni": 99}, "nodeSelector": selector("one"), "attachment": {"name": "conflict", "namespaces": ["conflict"]}});
+        cluster.create_network("conflict", whole.clone()).await?;
+        cluster.wait_for_nad("conflict", "conflict").await?;
+        for (field, value, expected) in [
+            ("bridge", json!("br-conflict"), "bridge br-conflict belongs to BridgeNetwork conflict"),
+            ("overlay", json!({"vni": 99}), "VNI 99 on port 4789 belongs to BridgeNetwork conflict"),
+            ("uplink", json!("br-conflict"), "link br-conflict belongs to BridgeNetwork conflict"),
         ] {
-            let told =
-                cluster.refusal("second", json!({field: value, "nodeSelector": cluster.selector()})).await?;
-            ensure!(told.contains(sentence), "{told}");
+            let error = cluster
+                .create_error("second", json!({field: value, "nodeSelector": cluster.node_selector()}))
+                .await?;
+            ensure!(error.contains(expected), "{error}");
         }
-        let same = json!({"nodeSelector": selector("two"), "attachment": {"name": "clash", "namespaces": ["clash"]}});
-        let told = cluster.refusal("second", same).await?;
+        let same = json!({"nodeSelector": selector("two"), "attachment": {"name": "conflict", "namespaces": ["conflict"]}});
+        let error = cluster.create_error("second", same).await?;
         ensure!(
-            told.contains("BridgeNetwork clash already manages NetworkAttachmentDefinition clash/clash"),
-            "{told}"
+            error.contains(
+                "BridgeNetwork conflict already manages NetworkAttachmentDefinition conflict/conflict already"
+            ),
+            "{error}"
         );
-        // Apart they may be; then the node gets both, which no webhook sees.
+        // Without a common node both are admitted. A new node label then creates the conflict, unseen by the webhook.
         cluster
-            .create(
+            .create_network(
                 "second",
-                json!({"bridge": "br-clash", "nodeSelector": {"matchLabels": {"second": "yes"}}}),
+                json!({"bridge": "br-conflict", "nodeSelector": {"matchLabels": {"second": "yes"}}}),
             )
             .await?;
-        cluster.condition("second", "Conflict", "False").await?;
-        cluster.relabel("clash-a", json!({"second": "yes"})).await?;
-        let network = cluster.condition("second", "Conflict", "True").await?;
+        cluster.wait_for_condition("second", "Conflict", "False").await?;
+        cluster.patch_node_labels("conflict-a", json!({"second": "yes"})).await?;
+        let network = cluster.wait_for_condition("second", "Conflict", "True").await?;
         println!("{}", condition(&network, "Conflict").context("Conflict")?["message"]);
-        cluster.condition("clash", "Conflict", "False").await?;
-        // An edit that makes nothing worse passes.
-        cluster.edit("second", json!({"mtu": 1400})).await?;
-        // Used, the MTU goes up and never down.
-        let pod = cluster.pod("user", "clash").await?;
-        cluster.condition("clash", "InUse", "True").await?;
-        let told = cluster.edit("clash", json!({"mtu": 1000})).await.err().context("lowered while used")?;
-        ensure!(format!("{told:#}").contains("cannot be lowered from 1450 to 1000"), "{told:#}");
-        cluster.vtep("clash-a", 9000).await?;
-        cluster.reason("clash", "MtuReduced", "HigherPossible").await?;
-        cluster.edit("clash", json!({"mtu": 8950})).await?;
-        cluster.until("clash", "the MTU raised", |network| network["status"]["mtu"] == 8950).await?;
-        cluster.vtep("clash-a", 1400).await?;
-        cluster.reason("clash", "MtuReduced", "NodeLimit").await?;
-        cluster.remove(&pod).await?;
-        cluster.until("clash", "the MTU lowered", |network| network["status"]["mtu"] == 1350).await?;
-        for name in ["second", "clash"] {
-            cluster.delete(name).await?;
-            cluster.gone(name, GONE).await?;
+        cluster.wait_for_condition("conflict", "Conflict", "False").await?;
+        // An edit that adds no conflict is admitted.
+        cluster.patch_spec("second", json!({"mtu": 1400})).await?;
+        // While the network is in use, its MTU can rise but not fall.
+        let pod = cluster.create_pod("client", "conflict").await?;
+        cluster.wait_for_condition("conflict", "InUse", "True").await?;
+        let error = cluster
+            .patch_spec("conflict", json!({"mtu": 1000}))
+            .await
+            .err()
+            .context("lowered while in use")?;
+        ensure!(format!("{error:#}").contains("cannot be lowered from 1450 to 1000"), "{error:#}");
+        cluster.set_vtep_mtu("conflict-a", 9000).await?;
+        cluster.wait_for("conflict", "the higher MTU", |network| network["status"]["mtu"] == 8950).await?;
+        cluster.set_vtep_mtu("conflict-a", 1400).await?;
+        cluster.wait_for_reason("conflict", "MtuReduced", "NodeLimit").await?;
+        cluster.delete_workload(&pod).await?;
+        cluster.wait_for("conflict", "the lower MTU", |network| network["status"]["mtu"] == 1350).await?;
+        for name in ["second", "conflict"] {
+            cluster.delete_network(name).await?;
+            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
         }
-        cluster.events_tell("Conflict").await
+        cluster.wait_for_event("Conflict").await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn a_vanished_node_holds_nothing_up_and_a_silent_one_is_named(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "silent").await?;
+async fn deletion_ignores_deleted_nodes_and_waits_for_nodes_that_are_not_ready(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "not-ready").await?;
     let outcome = async {
-        for node in ["silent-a", "silent-b"] {
-            cluster.node(node, 1500).await?;
+        for node in ["not-ready-a", "not-ready-b"] {
+            cluster.create_node(node, 1500).await?;
         }
-        cluster.create("silent", spec(&cluster)).await?;
-        cluster.finalizer("silent", "patchbay.dev/nodes", true).await?;
-        for node in ["silent-a", "silent-b"] {
-            cluster.report(node, "silent", true).await?;
+        cluster.create_network("not-ready", network_spec(&cluster)).await?;
+        cluster.wait_for_finalizer("not-ready", "patchbay.dev/nodes", true).await?;
+        for node in ["not-ready-a", "not-ready-b"] {
+            cluster.report_network(node, "not-ready", true).await?;
         }
-        cluster.condition("silent", "Ready", "True").await?;
-        cluster.silence("silent-b").await?;
+        cluster.wait_for_condition("not-ready", "Ready", "True").await?;
+        cluster.set_node_not_ready("not-ready-b").await?;
         cluster
-            .until("silent", "the silent node", |it| it["status"]["notReady"][0]["reason"] == "NodeNotReady")
+            .wait_for("not-ready", "the node that is not ready", |it| {
+                it["status"]["notReady"][0]["reason"] == "NodeNotReady"
+            })
             .await?;
-        cluster.delete("silent").await?;
-        cluster.finalizer("silent", "patchbay.dev/users", false).await?;
-        cluster.unlist("silent-a").await?;
-        let waits = |network: &Value| {
+        cluster.delete_network("not-ready").await?;
+        cluster.wait_for_finalizer("not-ready", "patchbay.dev/users", false).await?;
+        cluster.clear_report("not-ready-a").await?;
+        let waits_for_b = |network: &Value| {
             let message =
                 condition(network, "Ready").and_then(|it| it["message"].as_str()).unwrap_or_default();
-            message.contains("silent-b (NodeNotReady") && !message.contains("silent-a")
+            message.contains("not-ready-b (NodeNotReady") && !message.contains("not-ready-a")
         };
-        cluster.until("silent", "to wait for the silent node", waits).await?;
+        cluster.wait_for("not-ready", "to wait for the node that is not ready", waits_for_b).await?;
         let nodes = cluster::resource("", "v1", "Node", "nodes");
-        cluster.api(&nodes, None).delete("silent-b", &DeleteParams::default()).await?;
-        cluster.gone("silent", GONE).await
+        cluster.api(&nodes, None).delete("not-ready-b", &DeleteParams::default()).await?;
+        cluster.wait_until_deleted("not-ready", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn at_rest_nothing_is_written(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "rest").await?;
+async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "idle").await?;
     let outcome = async {
-        cluster.node("rest-a", 1500).await?;
+        cluster.create_node("idle-a", 1500).await?;
         let mark = lab.audit_offset()?;
-        cluster.create("rest", spec(&cluster)).await?;
-        cluster.nad("rest", "rest").await?;
-        cluster.report("rest-a", "rest", true).await?;
-        cluster.label("rest-a", "rest", true).await?;
-        cluster.condition("rest", "Ready", "True").await?;
-        // What the last writes set off has come and gone.
+        cluster.create_network("idle", network_spec(&cluster)).await?;
+        cluster.wait_for_nad("idle", "idle").await?;
+        cluster.report_network("idle-a", "idle", true).await?;
+        cluster.wait_for_label("idle-a", "idle", true).await?;
+        cluster.wait_for_condition("idle", "Ready", "True").await?;
+        // Lets the effects of the last writes settle.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let writes = Cluster::writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, mark)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
         let mark = lab.audit_offset()?;
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let writes = Cluster::writes(&lab, mark)?;
-        ensure!(writes.is_empty(), "at rest: {writes:?}");
-        // Users that come in a crowd are written once a second.
+        let writes = TestCluster::controller_writes(&lab, mark)?;
+        ensure!(writes.is_empty(), "while idle: {writes:?}");
+        // A burst of users causes one status write per second.
         let mark = lab.audit_offset()?;
         for number in 0..30 {
-            cluster.pod(&format!("pod-{number}"), "rest").await?;
+            cluster.create_pod(&format!("pod-{number}"), "idle").await?;
         }
-        cluster.until("rest", "all users", |network| network["status"]["users"]["count"] == 30).await?;
-        let writes = Cluster::writes(&lab, mark)?;
+        cluster.wait_for("idle", "all users", |network| network["status"]["users"]["count"] == 30).await?;
+        let writes = TestCluster::controller_writes(&lab, mark)?;
         ensure!(writes.len() <= 4, "30 pods: {writes:?}");
-        cluster.sweep_pods().await?;
-        cluster.unlist("rest-a").await?;
-        cluster.delete("rest").await?;
-        cluster.gone("rest", GONE).await
+        cluster.delete_pods().await?;
+        cluster.clear_report("idle-a").await?;
+        cluster.delete_network("idle").await?;
+        cluster.wait_until_deleted("idle", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-async fn the_controller_touches_no_other_label(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "policy").await?;
-    cluster.node("policy-a", 1500).await?;
+async fn the_controller_can_change_only_its_own_node_labels(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "policy").await?;
+    cluster.create_node("policy-a", 1500).await?;
     let mut config = lab.client_config().await?;
     config.auth_info.impersonate =
         Some("system:serviceaccount:patchbay-system:patchbay-controller".to_owned());
-    let controller = Cluster { client: kube::Client::try_from(config)?, ..cluster.clone() };
+    let controller = TestCluster { client: kube::Client::try_from(config)?, ..cluster.clone() };
     for labels in [json!({"other": "x"}), json!({"test": null}), json!({"test": "other"})] {
-        let told = controller.relabel("policy-a", labels.clone()).await.err();
-        let told = format!("{:#}", told.with_context(|| format!("{labels} was let in"))?);
-        ensure!(told.contains("may only change labels"), "{told}");
+        let error = controller.patch_node_labels("policy-a", labels.clone()).await.err();
+        let error = format!("{:#}", error.with_context(|| format!("{labels} was admitted"))?);
+        ensure!(error.contains("may only change labels"), "{error}");
     }
-    let made_up = json!({"network.patchbay.dev/made-up": "true"});
-    controller.relabel("policy-a", made_up).await.with_context(|| replica.tail())?;
-    // It stands for no network and is taken away.
-    cluster.label("policy-a", "made-up", false).await.with_context(|| replica.tail())
+    let unknown = json!({"network.patchbay.dev/unknown": "true"});
+    controller.patch_node_labels("policy-a", unknown).await.with_context(|| replica.tail())?;
+    // The label names no network, so the controller removes it.
+    cluster.wait_for_label("policy-a", "unknown", false).await.with_context(|| replica.tail())
 }
 
-async fn kill_9_at_every_step_loses_nothing(lab: Lab) -> Result<()> {
-    let (cluster, mut replica) = start(&lab, "kill").await?;
-    cluster.node("kill-a", 1500).await?;
-    let has = |network: &Option<Value>, finalizer: &str| {
+async fn a_controller_killed_after_any_step_resumes(lab: Lab) -> Result<()> {
+    let (cluster, mut replica) = start_controller(&lab, "kill").await?;
+    cluster.create_node("kill-a", 1500).await?;
+    let has_finalizer = |network: &Option<Value>, finalizer: &str| {
         let all = network.as_ref().and_then(|it| it["metadata"]["finalizers"].as_array());
         all.is_some_and(|all| all.iter().any(|it| it == finalizer))
     };
-    let steps: [&str; 7] =
-        ["finalizers", "attachment", "status", "label", "blocked", "attachment gone", "released"];
-    cluster.create("kill", spec(&cluster)).await?;
+    let steps: [&str; 7] = ["finalizers", "nad", "status", "label", "blocked", "nad deleted", "released"];
+    cluster.create_network("kill", network_spec(&cluster)).await?;
     for step in steps {
         match step {
-            "label" => cluster.report("kill-a", "kill", true).await?,
+            "label" => cluster.report_network("kill-a", "kill", true).await?,
             "blocked" => {
-                cluster.pod("user", "kill").await?;
-                cluster.delete("kill").await?;
+                cluster.create_pod("client", "kill").await?;
+                cluster.delete_network("kill").await?;
             }
-            "attachment gone" => cluster.sweep_pods().await?,
+            "nad deleted" => cluster.delete_pods().await?,
             _ => {}
         }
-        let seen = async || -> Result<bool> {
-            let network = cluster.network("kill").await?;
+        let reached = async || -> Result<bool> {
+            let network = cluster.get_network("kill").await?;
             Ok(match step {
-                "finalizers" => has(&network, "patchbay.dev/users"),
-                "attachment" => cluster.find_nad("kill", "kill").await?.is_some(),
+                "finalizers" => has_finalizer(&network, "patchbay.dev/users"),
+                "nad" => cluster.get_nad("kill", "kill").await?.is_some(),
                 "status" => network.is_some_and(|it| it["status"]["mtu"] == 1500),
                 "label" => cluster.has_label("kill-a", "kill").await?,
                 "blocked" => {
-                    let network = network.context("gone while used")?;
+                    let network = network.context("deleted while in use")?;
                     condition(&network, "Ready").is_some_and(|it| it["reason"] == "DeletionBlocked")
                 }
-                "attachment gone" => cluster.find_nad("kill", "kill").await?.is_none(),
-                _ => !has(&network, "patchbay.dev/users"),
+                "nad deleted" => cluster.get_nad("kill", "kill").await?.is_none(),
+                _ => !has_finalizer(&network, "patchbay.dev/users"),
             })
         };
-        let begun = Instant::now();
-        while !seen().await? {
-            ensure!(begun.elapsed() < SOON * 2, "{step} is not seen: {}", replica.tail());
+        let started = Instant::now();
+        while !reached().await? {
+            ensure!(started.elapsed() < TIMEOUT * 2, "step {step:?} was not reached: {}", replica.tail());
         }
         replica.signal(nix::sys::signal::Signal::SIGKILL)?;
-        replica.wait_for_exit(SOON).await?;
+        replica.wait_for_exit(TIMEOUT).await?;
         if step == "blocked" {
-            ensure!(cluster.find_nad("kill", "kill").await?.is_some(), "taken from under a pod");
+            ensure!(cluster.get_nad("kill", "kill").await?.is_some(), "the NAD of a pod was deleted");
         }
-        replica = cluster.lead(&lab).await?;
+        replica = cluster.start_leader(&lab).await?;
     }
-    cluster.unlist("kill-a").await?;
+    cluster.clear_report("kill-a").await?;
     let outcome = async {
-        cluster.gone("kill", SOON).await?;
-        ensure!(cluster.find_nad("kill", "kill").await?.is_none(), "the attachment was left");
-        cluster.label("kill-a", "kill", false).await
+        cluster.wait_until_deleted("kill", TIMEOUT).await?;
+        ensure!(cluster.get_nad("kill", "kill").await?.is_none(), "the NAD was not deleted");
+        cluster.wait_for_label("kill-a", "kill", false).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-/// Makes many objects, so many at a time.
-async fn crowd<F: Future<Output = Result<()>>>(count: usize, make: impl Fn(usize) -> F) -> Result<()> {
-    let all = futures::stream::iter((0..count).map(make)).buffer_unordered(32);
+/// Creates many objects, 32 at a time.
+async fn create_many<F: Future<Output = Result<()>>>(
+    count: usize,
+    create: impl Fn(usize) -> F,
+) -> Result<()> {
+    let all = futures::stream::iter((0..count).map(create)).buffer_unordered(32);
     all.try_for_each(|()| async { Ok(()) }).await
 }
 
-async fn a_controller_among_thousands_of_users_stays_small_and_quick(lab: Lab) -> Result<()> {
-    let (machines, pods) = if e2e::soak() { (10_000, 50_000) } else { (100, 200) };
-    let (cluster, replica) = start(&lab, "crowd").await?;
+async fn a_controller_with_thousands_of_users_stays_small_and_fast(lab: Lab) -> Result<()> {
+    let (vms, pods) = if e2e::soak() { (10_000, 50_000) } else { (100, 200) };
+    let (cluster, replica) = start_controller(&lab, "thousands").await?;
     let outcome = async {
-        cluster.create("crowd", spec(&cluster)).await?;
-        cluster.nad("crowd", "crowd").await?;
-        let quiet: Vec<String> = (0..10).map(|number| format!("quiet-{number}")).collect();
-        for name in &quiet {
-            cluster.create(name, spec(&cluster)).await?;
-            cluster.nad("crowd", name).await?;
+        cluster.create_network("thousands", network_spec(&cluster)).await?;
+        cluster.wait_for_nad("thousands", "thousands").await?;
+        let unused: Vec<String> = (0..10).map(|number| format!("unused-{number}")).collect();
+        for name in &unused {
+            cluster.create_network(name, network_spec(&cluster)).await?;
+            cluster.wait_for_nad("thousands", name).await?;
         }
-        crowd(machines, async |n| {
-            cluster.user(users::virtual_machine(&format!("vm-{n}"), "crowd")).await.map(drop)
+        create_many(vms, async |n| {
+            cluster
+                .create_workload(workloads::virtual_machine(&format!("vm-{n}"), "thousands"))
+                .await
+                .map(drop)
         })
         .await?;
-        crowd(pods, async |n| cluster.pod(&format!("pod-{n}"), "crowd").await.map(drop)).await?;
-        let count = machines + pods;
-        cluster.until("crowd", "all users", |network| network["status"]["users"]["count"] == count).await?;
-        let grown = replica.rss_mib()?;
-        // One that has to list all of them when it starts.
+        create_many(pods, async |n| cluster.create_pod(&format!("pod-{n}"), "thousands").await.map(drop))
+            .await?;
+        let count = vms + pods;
+        cluster
+            .wait_for("thousands", "all users", |network| network["status"]["users"]["count"] == count)
+            .await?;
+        let after_watch = replica.rss_mib()?;
+        // A new controller has to list all users when it starts.
         drop(replica);
-        let replica = cluster.lead(&lab).await?;
-        cluster.delete("crowd").await?;
-        cluster.reason("crowd", "Ready", "DeletionBlocked").await?;
-        let listed = replica.rss_mib()?;
-        let begun = Instant::now();
-        let within = if e2e::soak() { SOON * 6 } else { SOON };
-        let go = quiet.iter().map(async |name| {
-            cluster.delete(name).await?;
-            cluster.gone(name, within).await
+        let replica = cluster.start_leader(&lab).await?;
+        cluster.delete_network("thousands").await?;
+        cluster.wait_for_reason("thousands", "Ready", "DeletionBlocked").await?;
+        let after_list = replica.rss_mib()?;
+        let started = Instant::now();
+        let within = if e2e::soak() { TIMEOUT * 6 } else { TIMEOUT };
+        let deletions = unused.iter().map(async |name| {
+            cluster.delete_network(name).await?;
+            cluster.wait_until_deleted(name, within).await
         });
-        futures::future::try_join_all(go).await?;
+        futures::future::try_join_all(deletions).await?;
         println!(
-            "{count} users: {grown} MiB grown, {listed} MiB listed; {} unused networks went in {:?}",
-            quiet.len(),
-            begun.elapsed()
+            "{count} users: {after_watch} MiB after watch events, {after_list} MiB after a list; {} unused networks deleted in {:?}",
+            unused.len(),
+            started.elapsed()
         );
-        ensure!(grown.max(listed) <= 150, "too large: {grown} MiB grown, {listed} MiB after a list");
-        let machines = cluster::resource("kubevirt.io", "v1", "VirtualMachine", "virtualmachines");
-        cluster.sweep_all(&machines).await?;
-        cluster.sweep_all(&cluster::resource("", "v1", "Pod", "pods")).await?;
-        cluster.gone("crowd", SOON * 6).await.with_context(|| replica.tail())
+        ensure!(
+            after_watch.max(after_list) <= 150,
+            "{after_watch} MiB after watch events, {after_list} MiB after a list"
+        );
+        let vm_kind = cluster::resource("kubevirt.io", "v1", "VirtualMachine", "virtualmachines");
+        cluster.delete_all(&vm_kind).await?;
+        cluster.delete_all(&cluster::resource("", "v1", "Pod", "pods")).await?;
+        cluster.wait_until_deleted("thousands", TIMEOUT * 6).await.with_context(|| replica.tail())
     };
     outcome.await
 }

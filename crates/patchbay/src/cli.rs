@@ -1,4 +1,4 @@
-//! The command line: what can be asked of the program, and who answers.
+//! The command line: subcommands, their flags, and their dispatch.
 
 use std::{
     fs,
@@ -16,16 +16,16 @@ use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
-    cluster, install,
-    log::{self, Logged},
+    install, lifecycle,
+    log::{self, ServiceArgs},
     version,
 };
 
-/// Worker threads of a program. It mostly waits; a thread per core of a large host would be a waste.
-const WORKERS: usize = 2;
-/// How long work on threads of its own may take to end when a program is done. A thread that waits for the kernel cannot
-/// be ended at all, and must not keep the program from going.
-const LAST: Duration = Duration::from_secs(1);
+/// Tokio worker threads of a service. It mostly waits; one thread per core of a large host would be wasted.
+const WORKER_THREADS: usize = 2;
+/// How long blocking tasks may take to end after the service has ended. A thread that is blocked in the kernel cannot be
+/// interrupted and must not keep the process alive.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Patchbay plugs networks into Kubernetes pods and virtual machines.
 #[derive(Debug, Parser)]
@@ -37,57 +37,57 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run the cluster side: cluster-wide loops and the admission webhook.
-    Controller(Logged<controller::Args>),
-    /// Run the node side, for the node it runs on.
-    Node(Logged<node::Args>),
-    /// Ask the node daemon on this node how it is; fails when the answer is not good.
+    /// Run the controller: cluster-wide reconcilers and the admission webhook.
+    Controller(ServiceArgs<controller::Args>),
+    /// Run the node daemon, for the node it runs on.
+    Node(ServiceArgs<node::Args>),
+    /// Query the node daemon on this node: liveness, readiness or metrics. Exits with 1 if the daemon is not ok.
     Probe(node::ProbeArgs),
-    /// Print the kinds of Patchbay as CustomResourceDefinitions.
+    /// Print the CustomResourceDefinitions of Patchbay.
     Crds,
     /// Print the manifests that install Patchbay, for `kubectl apply -f -`.
-    Install(Install),
+    Install(InstallArgs),
     /// Print version, commit and compiler.
     Version,
 }
 
 #[derive(Debug, clap::Args)]
-struct Install {
+struct InstallArgs {
     /// Write the files into this directory instead of printing them.
     #[arg(long)]
     dir: Option<PathBuf>,
 
     #[command(flatten)]
-    options: install::Options,
+    options: install::InstallOptions,
 }
 
 impl Cli {
-    /// Whether this is a program that logs, rather than a command that talks to a person.
-    pub fn logs(&self) -> bool {
+    /// Whether this is a long-running service, which reports errors in its log, rather than a one-shot command.
+    pub fn is_service(&self) -> bool {
         match self.command {
             Command::Controller(_) | Command::Node(_) => true,
             Command::Probe(_) | Command::Crds | Command::Install(_) | Command::Version => false,
         }
     }
 
-    /// Does what was asked.
+    /// Runs the subcommand.
     pub fn run(self) -> anyhow::Result<()> {
-        // Fails only when a provider is there already.
+        // Fails only if a provider is already installed.
         let _ = rustls::crypto::ring::default_provider().install_default();
         match self.command {
-            Command::Controller(Logged { log, args }) => {
-                program("controller", &log, |client, stop| controller::run(client, args, stop))
+            Command::Controller(ServiceArgs { log, args }) => {
+                run_service("controller", &log, |client, stop| controller::run(client, args, stop))
             }
-            Command::Node(Logged { log, args }) => {
-                program("node", &log, |client, stop| node::run(client, args, stop))
+            Command::Node(ServiceArgs { log, args }) => {
+                run_service("node", &log, |client, stop| node::run(client, args, stop))
             }
             Command::Probe(node::ProbeArgs { probe, run_dir }) => {
-                let answer = finish(Builder::new_current_thread(), node::probe(&run_dir, probe))?;
+                let answer = block_on(Builder::new_current_thread(), node::probe(&run_dir, probe))?;
                 print(&answer?)
             }
             Command::Crds => print(&install::crds()),
-            Command::Install(Install { dir: Some(dir), options }) => write(&dir, &options),
-            Command::Install(Install { dir: None, options }) => {
+            Command::Install(InstallArgs { dir: Some(dir), options }) => write_files(&dir, &options),
+            Command::Install(InstallArgs { dir: None, options }) => {
                 print(&install::files(&options).map(|file| file.text).join("---\n"))
             }
             Command::Version => print(&version::text()),
@@ -95,33 +95,33 @@ impl Cli {
     }
 }
 
-/// Runs one of the two programs until it ends.
-fn program<P, E>(
+/// Runs the controller or the node daemon until it ends.
+fn run_service<S, E>(
     name: &str,
     log: &str,
-    run: impl FnOnce(Client, CancellationToken) -> P,
+    run: impl FnOnce(Client, CancellationToken) -> S,
 ) -> anyhow::Result<()>
 where
-    P: Future<Output = Result<(), E>>,
+    S: Future<Output = Result<(), E>>,
     anyhow::Error: From<E>,
 {
-    log::start(log);
-    info!(program = name, version = version::VERSION, commit = version::COMMIT, "this is patchbay");
+    log::init(log);
+    info!(component = name, version = version::VERSION, commit = version::COMMIT, "starting patchbay");
     let mut builder = Builder::new_multi_thread();
-    builder.worker_threads(WORKERS);
-    finish(builder, cluster::run(name, run))?
+    builder.worker_threads(WORKER_THREADS);
+    block_on(builder, lifecycle::run(name, run))?
 }
 
-/// Does this on a runtime of its own, and waits for nothing else that is left there.
-fn finish<T>(mut builder: Builder, work: impl Future<Output = T>) -> anyhow::Result<T> {
+/// Runs the future on a new runtime. Does not wait for other tasks of that runtime beyond the shutdown timeout.
+fn block_on<T>(mut builder: Builder, future: impl Future<Output = T>) -> anyhow::Result<T> {
     let runtime = builder.enable_all().build().context("start the runtime")?;
-    let done = runtime.block_on(work);
-    runtime.shutdown_timeout(LAST);
-    Ok(done)
+    let output = runtime.block_on(future);
+    runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
+    Ok(output)
 }
 
-fn write(dir: &Path, options: &install::Options) -> anyhow::Result<()> {
-    fs::create_dir_all(dir).with_context(|| format!("make the directory {}", dir.display()))?;
+fn write_files(dir: &Path, options: &install::InstallOptions) -> anyhow::Result<()> {
+    fs::create_dir_all(dir).with_context(|| format!("create directory {}", dir.display()))?;
     for file in install::files(options) {
         let path = dir.join(file.name);
         fs::write(&path, file.text).with_context(|| format!("write {}", path.display()))?;
@@ -129,7 +129,7 @@ fn write(dir: &Path, options: &install::Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A reader that has seen enough, such as `head`, is not an error.
+/// Prints to stdout. A closed pipe, as with `head`, is not an error.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -145,14 +145,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_never_ends_keeps_no_program_from_ending() {
+    fn a_blocked_thread_does_not_keep_the_process_alive() {
         let (_never, wait) = mpsc::channel::<()>();
         let work = async {
             tokio::task::spawn_blocking(move || wait.recv());
             "done"
         };
         let start = Instant::now();
-        assert_eq!(finish(Builder::new_multi_thread(), work).unwrap(), "done");
-        assert!(start.elapsed() < 5 * LAST);
+        assert_eq!(block_on(Builder::new_multi_thread(), work).unwrap(), "done");
+        assert!(start.elapsed() < 5 * SHUTDOWN_TIMEOUT);
     }
 }

@@ -1,46 +1,46 @@
-//! Logs of the two programs: JSON lines on stderr.
+//! Logging of the controller and the node daemon: JSON lines on stderr.
 
 use std::{borrow::Cow, io};
 
 use tracing_subscriber::EnvFilter;
 
-/// Logs an ERROR for every call that fails, beside the one line of whoever made the call and knows whether it matters.
-const ECHO: &str = "kube_client::client::builder";
+/// Logs an ERROR for every failed API call. The caller logs the failure too, at the level that it deserves.
+const KUBE_CLIENT_ERRORS: &str = "kube_client::client::builder";
 
-/// What to log, and a program's own flags.
+/// The log filter, and the flags of one service.
 #[derive(Debug, clap::Args)]
-pub struct Logged<A: clap::Args> {
-    /// What to log: a level, or a filter such as `info,node=debug`.
-    #[arg(long, env = "PATCHBAY_LOG", value_name = "FILTER", default_value = "info", value_parser = filter)]
+pub struct ServiceArgs<A: clap::Args> {
+    /// The log filter: a level, or a list of directives such as `info,node=debug`.
+    #[arg(long, env = "PATCHBAY_LOG", value_name = "FILTER", default_value = "info", value_parser = parse_filter)]
     pub log: String,
 
     #[command(flatten)]
     pub args: A,
 }
 
-/// Checks a filter at the door; the text is kept, because it is also written into manifests.
-pub fn filter(text: &str) -> Result<String, String> {
+/// Validates a log filter. Returns the text, which `patchbay install` writes into the manifests.
+pub fn parse_filter(text: &str) -> Result<String, String> {
     EnvFilter::try_new(text).map(|_| text.to_owned()).map_err(|error| error.to_string())
 }
 
-/// Starts logging. A second call changes nothing.
-pub fn start(filter: &str) {
+/// Installs the global subscriber. A second call has no effect.
+pub fn init(filter: &str) {
     let subscriber = tracing_subscriber::fmt()
         .json()
         .flatten_event(true)
         .with_span_list(false)
         .with_writer(io::stderr)
-        .with_env_filter(EnvFilter::new(without_echo(filter)));
-    // Fails only when a subscriber is there already.
+        .with_env_filter(EnvFilter::new(without_duplicate_errors(filter)));
+    // Fails only if a subscriber is already installed.
     let _ = subscriber.try_init();
 }
 
-/// Leaves out what says everything twice, unless somebody asks for it by name.
-fn without_echo(filter: &str) -> Cow<'_, str> {
+/// Turns off the duplicate errors of the kube client, unless the filter mentions it.
+fn without_duplicate_errors(filter: &str) -> Cow<'_, str> {
     if filter.contains("kube_client") {
         Cow::Borrowed(filter)
     } else {
-        Cow::Owned(format!("{filter},{ECHO}=off"))
+        Cow::Owned(format!("{filter},{KUBE_CLIENT_ERRORS}=off"))
     }
 }
 
@@ -49,15 +49,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_echo_of_failed_calls_is_silent_unless_it_is_asked_for() {
-        for (filter, wanted) in [
+    fn duplicate_errors_of_the_kube_client_are_off_unless_the_filter_mentions_it() {
+        for (filter, expected) in [
             ("info", "info,kube_client::client::builder=off"),
             ("debug,node=trace", "debug,node=trace,kube_client::client::builder=off"),
             ("info,kube_client=debug", "info,kube_client=debug"),
             ("kube_client::client::builder=error", "kube_client::client::builder=error"),
         ] {
-            assert_eq!(without_echo(filter), wanted);
-            assert!(EnvFilter::try_new(without_echo(filter)).is_ok(), "{filter}");
+            assert_eq!(without_duplicate_errors(filter), expected);
+            assert!(EnvFilter::try_new(without_duplicate_errors(filter)).is_ok(), "{filter}");
         }
     }
 }

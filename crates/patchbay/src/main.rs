@@ -1,8 +1,8 @@
-//! The one program: the controller, the node daemon and the command line.
+//! The patchbay binary: the controller, the node daemon and the command line.
 
 mod cli;
-mod cluster;
 mod install;
+mod lifecycle;
 mod log;
 mod version;
 
@@ -13,18 +13,18 @@ use std::{
 
 use clap::Parser;
 
-/// Exit codes: 0 done, 1 failed, 2 (by clap) called wrongly.
+/// Exit codes: 0 success, 1 failure, 2 usage error (set by clap).
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
-    let logs = cli.logs();
+    let logs = cli.is_service();
     let Err(error) = cli.run() else {
         return ExitCode::SUCCESS;
     };
     let error = api::ErrorChain(error.as_ref());
     if logs {
-        tracing::error!(%error, "stopped");
+        tracing::error!(%error, "patchbay failed");
     } else {
-        // With nowhere left to write to, the exit code alone must do.
+        // If stderr is closed, only the exit code reports the failure.
         let _ = writeln!(io::stderr(), "patchbay: {error}");
     }
     ExitCode::FAILURE

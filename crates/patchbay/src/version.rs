@@ -1,4 +1,4 @@
-//! What this program is and what it was built from.
+//! Version, commit and compiler of this binary.
 
 /// The released version.
 pub const VERSION: &str = concat!("v", env!("CARGO_PKG_VERSION"));
@@ -7,7 +7,7 @@ pub const COMMIT: &str = env!("PATCHBAY_COMMIT");
 /// The compiler and the target.
 const BUILT_WITH: &str = env!("PATCHBAY_BUILT_WITH");
 
-/// The answer to `patchbay version`.
+/// The output of `patchbay version`.
 pub fn text() -> String {
     format!("patchbay {VERSION}\ncommit {COMMIT}\nbuilt with {BUILT_WITH}\n")
 }

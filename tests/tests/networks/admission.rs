@@ -1,4 +1,4 @@
-//! Who may begin to use a network that is going: admission of every kind, through the API server.
+//! Admission of every kind of workload while its network is being deleted.
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::replica::Replica;
@@ -7,146 +7,153 @@ use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    GONE, SOON,
-    cluster::{Cluster, User, condition, resource},
-    spec, start, users,
+    DELETION_TIMEOUT, TIMEOUT,
+    cluster::{TestCluster, Workload, condition, resource},
+    network_spec, start_controller, workloads,
 };
 
-/// How often users were judged.
-fn judged(replica: &Replica) -> Result<u64> {
+/// The number of reviewed workloads.
+fn reviewed(replica: &Replica) -> Result<u64> {
     replica.metric("patchbay_admission_requests_total", "ValidateUsers")
 }
 
-async fn refusal(cluster: &Cluster, (user, object): &(User, Value)) -> Result<String> {
-    match cluster.post(&user.resource, Some(&cluster.namespace), object).await {
-        Ok(_) => anyhow::bail!("{} was let in: {object}", user.resource.kind),
+/// The error of a workload that must be rejected.
+async fn rejection(cluster: &TestCluster, (workload, object): &(Workload, Value)) -> Result<String> {
+    match cluster.create_object(&workload.resource, Some(&cluster.namespace), object).await {
+        Ok(_) => anyhow::bail!("{} was admitted: {object}", workload.resource.kind),
         Err(kube::Error::Api(status)) => Ok(status.message),
         Err(error) => Err(error.into()),
     }
 }
 
-pub async fn while_a_network_goes_no_kind_begins_to_use_it(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "refuse").await?;
+pub async fn a_terminating_network_accepts_no_new_users_of_any_kind(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "refuse").await?;
     let outcome = async {
-        cluster.create("refuse", spec(&cluster)).await?;
-        cluster.nad("refuse", "refuse").await?;
-        let named = |(number, one), word: &str, network: &str| {
-            users::naming(one, &format!("{word}-{number}"), "refuse", network)
+        cluster.create_network("refuse", network_spec(&cluster)).await?;
+        cluster.wait_for_nad("refuse", "refuse").await?;
+        let workload = |(number, template), prefix: &str, network: &str| {
+            workloads::from_template(template, &format!("{prefix}-{number}"), "refuse", network)
         };
-        let all = || users::all().into_iter().enumerate();
-        for one in all() {
-            cluster.user(named(one.clone(), "held", "refuse")).await?;
-            cluster.user(named(one, "free", "elsewhere")).await?;
+        let all = || workloads::all().into_iter().enumerate();
+        for template in all() {
+            cluster.create_workload(workload(template.clone(), "existing", "refuse")).await?;
+            cluster.create_workload(workload(template, "free", "elsewhere")).await?;
         }
         let count = all().count();
-        cluster.until("refuse", "all users", |it| it["status"]["users"]["count"] == count).await?;
-        cluster.delete("refuse").await?;
-        cluster.reason("refuse", "Ready", "DeletionBlocked").await?;
-        for one in all() {
-            let new = named(one.clone(), "new", "refuse");
+        cluster.wait_for("refuse", "all users", |it| it["status"]["users"]["count"] == count).await?;
+        cluster.delete_network("refuse").await?;
+        cluster.wait_for_reason("refuse", "Ready", "DeletionBlocked").await?;
+        for template in all() {
+            let new = workload(template.clone(), "new", "refuse");
             let kind = &new.0.resource.kind;
-            let told = refusal(&cluster, &new).await?;
-            let sentence = format!(
+            let error = rejection(&cluster, &new).await?;
+            let expected = format!(
                 "this {kind} references NetworkAttachmentDefinition refuse/refuse of BridgeNetwork refuse, which is being deleted"
             );
-            ensure!(told.contains(&sentence), "{told}");
-            // What adds no reference passes, and so does what names something else.
-            let label = json!({"metadata": {"labels": {"seen": "again"}}});
-            let (resource, held) = (&new.0.resource, format!("held-{}", one.0));
-            cluster.merge(resource, Some("refuse"), &held, &label).await?;
-            cluster.user(named(one.clone(), "other", "elsewhere")).await?;
-            // The template of a Job cannot be changed at all.
+            ensure!(error.contains(&expected), "{error}");
+            // An update that adds no reference and a reference to another network are admitted.
+            let label = json!({"metadata": {"labels": {"updated": "yes"}}});
+            let (resource, existing) = (&new.0.resource, format!("existing-{}", template.0));
+            cluster.merge_patch(resource, Some("refuse"), &existing, &label).await?;
+            cluster.create_workload(workload(template.clone(), "other", "elsewhere")).await?;
+            // The template of a Job is immutable.
             if kind != "Job" {
-                let (free, patch) = (format!("free-{}", one.0), users::edit(&new.1));
-                let told = cluster.merge(resource, Some("refuse"), &free, &patch).await;
-                let told = told.err().with_context(|| format!("a {kind} began to name it"))?;
-                ensure!(format!("{told:#}").contains(&sentence), "{told:#}");
+                let (free, patch) = (format!("free-{}", template.0), workloads::reference_patch(&new.1));
+                let result = cluster.merge_patch(resource, Some("refuse"), &free, &patch).await;
+                let error = result.err().with_context(|| format!("an update of a {kind} was admitted"))?;
+                ensure!(format!("{error:#}").contains(&expected), "{error:#}");
             }
         }
-        println!("{}", refusal(&cluster, &named((0, users::all().remove(0)), "new", "refuse")).await?);
-        // Whoever names nothing is not even asked about.
-        let before = judged(&replica)?;
-        for one in all() {
-            cluster.user(users::plain(named(one, "plain", "refuse"))).await?;
+        println!(
+            "{}",
+            rejection(&cluster, &workload((0, workloads::all().remove(0)), "new", "refuse")).await?
+        );
+        // Match conditions keep workloads without networks away from the webhook.
+        let before = reviewed(&replica)?;
+        for template in all() {
+            cluster
+                .create_workload(workloads::without_networks(workload(template, "plain", "refuse")))
+                .await?;
         }
-        ensure!(judged(&replica)? == before, "the webhook was asked about objects that name nothing");
+        ensure!(reviewed(&replica)? == before, "the webhook reviewed workloads without networks");
         Ok(())
     };
     let outcome: Result<()> = outcome.await;
     outcome.with_context(|| replica.tail())?;
-    finish(&cluster).await.with_context(|| replica.tail())
+    delete_all_users(&cluster).await.with_context(|| replica.tail())
 }
 
-/// Removes all users, and sees the network go.
-async fn finish(cluster: &Cluster) -> Result<()> {
-    cluster.sweep_users().await?;
-    cluster.gone(&cluster.namespace, GONE).await
+/// Deletes all workloads and waits until the network is deleted.
+async fn delete_all_users(cluster: &TestCluster) -> Result<()> {
+    cluster.delete_workloads().await?;
+    cluster.wait_until_deleted(&cluster.namespace, DELETION_TIMEOUT).await
 }
 
-pub async fn what_a_user_makes_is_let_in(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "makes").await?;
+pub async fn children_of_existing_users_are_admitted(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "children").await?;
     let outcome = async {
-        cluster.create("makes", spec(&cluster)).await?;
-        cluster.nad("makes", "makes").await?;
-        let of = |kind: &str, name: &str, network: &str| -> Result<(User, Value)> {
-            let found = users::all().into_iter().find(|(user, _)| user.resource.kind == kind);
-            Ok(users::naming(found.with_context(|| kind.to_owned())?, name, "makes", network))
+        cluster.create_network("children", network_spec(&cluster)).await?;
+        cluster.wait_for_nad("children", "children").await?;
+        let workload = |kind: &str, name: &str, network: &str| -> Result<(Workload, Value)> {
+            let found = workloads::all().into_iter().find(|(workload, _)| workload.resource.kind == kind);
+            Ok(workloads::from_template(found.with_context(|| kind.to_owned())?, name, "children", network))
         };
-        let deployment = cluster.user(of("Deployment", "user", "makes")?).await?;
-        let machine = cluster.user(of("VirtualMachine", "user", "makes")?).await?;
-        let stranger = cluster.user(of("VirtualMachine", "stranger", "elsewhere")?).await?;
-        cluster.until("makes", "both", |it| it["status"]["users"]["count"] == 2).await?;
-        cluster.delete("makes").await?;
-        cluster.reason("makes", "Ready", "DeletionBlocked").await?;
-        // A rollout goes on: the next ReplicaSet and its pod come.
-        let patch = json!({"spec": {"replicas": 1, "template": {"metadata": {"labels": {"round": "two"}}}}});
-        cluster.merge(&deployment.resource, Some("makes"), "user", &patch).await?;
-        let pods = cluster.api(&resource("", "v1", "Pod", "pods"), Some("makes"));
-        let pod = wait::until(SOON, "a pod of the rollout", || async {
-            let all = pods.list(&kube::api::ListParams::default().labels("round=two")).await?;
+        let deployment = cluster.create_workload(workload("Deployment", "user", "children")?).await?;
+        let vm = cluster.create_workload(workload("VirtualMachine", "user", "children")?).await?;
+        let other_vm = cluster.create_workload(workload("VirtualMachine", "other", "elsewhere")?).await?;
+        cluster.wait_for("children", "two users", |it| it["status"]["users"]["count"] == 2).await?;
+        cluster.delete_network("children").await?;
+        cluster.wait_for_reason("children", "Ready", "DeletionBlocked").await?;
+        // A rollout continues: the new ReplicaSet and its pod are admitted.
+        let patch =
+            json!({"spec": {"replicas": 1, "template": {"metadata": {"labels": {"revision": "two"}}}}});
+        cluster.merge_patch(&deployment.resource, Some("children"), "user", &patch).await?;
+        let pods = cluster.api(&resource("", "v1", "Pod", "pods"), Some("children"));
+        let pod = wait::until(TIMEOUT, "a pod of the rollout", || async {
+            let all = pods.list(&kube::api::ListParams::default().labels("revision=two")).await?;
             Ok(all.items.into_iter().next())
         })
         .await?;
         ensure!(pod.owner_references().iter().any(|it| it.kind == "ReplicaSet"), "{pod:?}");
-        let instance = |name: &str| of("VirtualMachineInstance", name, "makes");
-        let uid = cluster.uid(&machine).await?;
-        cluster.user(users::controlled(instance("user")?, &machine, &uid)).await?;
-        let uid = cluster.uid(&stranger).await?;
-        let told = refusal(&cluster, &users::controlled(instance("stranger")?, &stranger, &uid)).await?;
-        ensure!(told.contains("which is being deleted"), "{told}");
-        // The pod counts beside its Deployment; ReplicaSet and VirtualMachineInstance do not.
+        let instance = |name: &str| workload("VirtualMachineInstance", name, "children");
+        let uid = cluster.uid_of(&vm).await?;
+        cluster.create_workload(workloads::controlled(instance("user")?, &vm, &uid)).await?;
+        let uid = cluster.uid_of(&other_vm).await?;
+        let error = rejection(&cluster, &workloads::controlled(instance("other")?, &other_vm, &uid)).await?;
+        ensure!(error.contains("which is being deleted"), "{error}");
+        // The pod counts in addition to its Deployment; ReplicaSet and VirtualMachineInstance do not.
         let first = json!([
-            "Deployment makes/user",
-            format!("Pod makes/{}", pod.name_any()),
-            "VirtualMachine makes/user"
+            "Deployment children/user",
+            format!("Pod children/{}", pod.name_any()),
+            "VirtualMachine children/user"
         ]);
-        cluster.until("makes", "three users", |it| it["status"]["users"]["first"] == first).await?;
-        finish(&cluster).await
+        cluster.wait_for("children", "three users", |it| it["status"]["users"]["first"] == first).await?;
+        delete_all_users(&cluster).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-pub async fn without_a_controller_pods_are_made_and_networks_are_not(lab: Lab) -> Result<()> {
-    let (cluster, mut replica) = start(&lab, "ignore").await?;
-    cluster.create("ignore", spec(&cluster)).await?;
-    cluster.nad("ignore", "ignore").await?;
+pub async fn without_a_controller_pods_are_admitted_and_networks_are_rejected(lab: Lab) -> Result<()> {
+    let (cluster, mut replica) = start_controller(&lab, "ignore").await?;
+    cluster.create_network("ignore", network_spec(&cluster)).await?;
+    cluster.wait_for_nad("ignore", "ignore").await?;
     replica.signal(nix::sys::signal::Signal::SIGKILL)?;
-    replica.wait_for_exit(SOON).await?;
-    cluster.delete("ignore").await?;
-    for (number, one) in users::all().into_iter().enumerate() {
-        let user = users::naming(one, &format!("user-{number}"), "ignore", "ignore");
-        cluster.user(user).await?;
+    replica.wait_for_exit(TIMEOUT).await?;
+    cluster.delete_network("ignore").await?;
+    for (number, template) in workloads::all().into_iter().enumerate() {
+        let workload = workloads::from_template(template, &format!("user-{number}"), "ignore", "ignore");
+        cluster.create_workload(workload).await?;
     }
-    let told = cluster.refusal("unseen", spec(&cluster)).await?;
-    ensure!(told.contains("failed calling webhook"), "{told}");
-    // They came after the deletion, which nobody told them of: they hold the network all the same.
-    let replica = cluster.lead(&lab).await?;
+    let error = cluster.create_error("unreviewed", network_spec(&cluster)).await?;
+    ensure!(error.contains("failed calling webhook"), "{error}");
+    // The workloads were created after the deletion without a review, and still block it.
+    let replica = cluster.start_leader(&lab).await?;
     let outcome = async {
-        let network = cluster.reason("ignore", "Ready", "DeletionBlocked").await?;
+        let network = cluster.wait_for_reason("ignore", "Ready", "DeletionBlocked").await?;
         println!("{}", condition(&network, "Ready").context("Ready")?["message"]);
-        ensure!(network["status"]["users"]["count"] == users::all().len(), "{network:#}");
-        cluster.nad("ignore", "ignore").await?;
-        finish(&cluster).await
+        ensure!(network["status"]["users"]["count"] == workloads::all().len(), "{network:#}");
+        cluster.wait_for_nad("ignore", "ignore").await?;
+        delete_all_users(&cluster).await
     };
     outcome.await.with_context(|| replica.tail())
 }

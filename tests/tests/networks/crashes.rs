@@ -1,4 +1,4 @@
-//! Controllers that die in the middle of a deletion, and kinds that go away.
+//! Controllers that are killed during a deletion, and CRDs that are deleted or no longer served.
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::replica::{self, Replica};
@@ -8,201 +8,211 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    GONE, SOON,
-    cluster::{self, Cluster, condition},
-    history::{Fate, History, Kind},
-    spec, start, users,
+    DELETION_TIMEOUT, TIMEOUT,
+    cluster::{self, TestCluster, condition},
+    network_spec, start_controller,
+    watch_log::{ChangeType, ObjectKind, WatchLog},
+    workloads,
 };
 
-fn holds(network: Option<&Value>, finalizer: &str) -> bool {
+fn has_finalizer(network: Option<&Value>, finalizer: &str) -> bool {
     network.is_some_and(|it| it["metadata"]["finalizers"].to_string().contains(finalizer))
 }
 
 async fn kill(replica: &mut Replica) -> Result<()> {
     replica.signal(Signal::SIGKILL)?;
-    replica.wait_for_exit(SOON).await.map(drop)
+    replica.wait_for_exit(TIMEOUT).await.map(drop)
 }
 
-pub async fn kill_9_between_two_steps_of_a_deletion_loses_nothing(lab: Lab) -> Result<()> {
-    let (cluster, mut replica) = start(&lab, "aim").await?;
-    cluster.node("aim-a", 1500).await?;
-    let history = History::begin(&cluster).await?;
+pub async fn a_controller_killed_between_deletion_steps_resumes(lab: Lab) -> Result<()> {
+    let (cluster, mut replica) = start_controller(&lab, "killed").await?;
+    cluster.create_node("killed-a", 1500).await?;
+    let watch_log = WatchLog::start(&cluster).await?;
     let rounds = if e2e::soak() { 40 } else { 2 };
     let all = async {
         let mut hits = 0;
         for round in 0..rounds {
-            let name = format!("aim-{round}");
-            cluster.create(&name, spec(&cluster)).await?;
-            cluster.nad("aim", &name).await?;
-            cluster.delete(&name).await?;
-            history.saw(Kind::Attachment, &name, Fate::Gone).await?;
+            let name = format!("killed-{round}");
+            cluster.create_network(&name, network_spec(&cluster)).await?;
+            cluster.wait_for_nad("killed", &name).await?;
+            cluster.delete_network(&name).await?;
+            watch_log.wait_for(ObjectKind::Nad, &name, ChangeType::Deleted).await?;
             kill(&mut replica).await?;
-            let hit = holds(cluster.network(&name).await?.as_ref(), "patchbay.dev/users");
-            hits += usize::from(hit);
-            // Nobody is there who could refuse it.
-            let pod = if hit && round % 2 == 0 { Some(cluster.pod(&name, &name).await?) } else { None };
-            replica = cluster.lead(&lab).await?;
+            let not_released =
+                has_finalizer(cluster.get_network(&name).await?.as_ref(), "patchbay.dev/users");
+            hits += usize::from(not_released);
+            // No controller runs, so the webhook cannot reject the pod.
+            let pod = if not_released && round % 2 == 0 {
+                Some(cluster.create_pod(&name, &name).await?)
+            } else {
+                None
+            };
+            replica = cluster.start_leader(&lab).await?;
             if let Some(pod) = pod {
-                cluster.reason(&name, "Ready", "DeletionBlocked").await?;
-                cluster.nad("aim", &name).await?;
-                let freed = history.versions(Kind::Network, &name, Fate::Changed { held: false });
-                ensure!(freed.is_empty(), "{name}: the nodes were let loose under a pod");
-                cluster.remove(&pod).await?;
+                cluster.wait_for_reason(&name, "Ready", "DeletionBlocked").await?;
+                cluster.wait_for_nad("killed", &name).await?;
+                let released = watch_log.versions(
+                    ObjectKind::Network,
+                    &name,
+                    ChangeType::Modified { users_finalizer: false },
+                );
+                ensure!(released.is_empty(), "{name}: the nodes were released while a pod uses it");
+                cluster.delete_workload(&pod).await?;
             }
-            cluster.gone(&name, GONE).await?;
+            cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
         }
-        println!("killed {hits} of {rounds} times between the attachment and the release");
-        ensure!(hits > 0, "the kill came too late every time");
-        // Between the release and the end: a node still has its links.
-        cluster.create("last", spec(&cluster)).await?;
-        cluster.finalizer("last", "patchbay.dev/nodes", true).await?;
-        cluster.report("aim-a", "last", true).await?;
-        cluster.label("aim-a", "last", true).await?;
-        cluster.delete("last").await?;
-        history.saw(Kind::Network, "last", Fate::Changed { held: false }).await?;
+        println!("killed {hits} of {rounds} times between NAD deletion and release");
+        ensure!(hits > 0, "every kill came too late");
+        // Killed between release and completion: a node still has its links.
+        cluster.create_network("last", network_spec(&cluster)).await?;
+        cluster.wait_for_finalizer("last", "patchbay.dev/nodes", true).await?;
+        cluster.report_network("killed-a", "last", true).await?;
+        cluster.wait_for_label("killed-a", "last", true).await?;
+        cluster.delete_network("last").await?;
+        watch_log
+            .wait_for(ObjectKind::Network, "last", ChangeType::Modified { users_finalizer: false })
+            .await?;
         kill(&mut replica).await?;
-        replica = cluster.lead(&lab).await?;
-        let waits = cluster.reason("last", "Ready", "Deleting").await?;
-        ensure!(holds(Some(&waits), "patchbay.dev/nodes"), "{waits:#}");
-        ensure!(cluster.find_nad("aim", "last").await?.is_none(), "the attachment came back for nobody");
-        cluster.unlist("aim-a").await?;
-        cluster.gone("last", GONE).await?;
-        cluster.label("aim-a", "last", false).await
+        replica = cluster.start_leader(&lab).await?;
+        let terminating = cluster.wait_for_reason("last", "Ready", "Deleting").await?;
+        ensure!(has_finalizer(Some(&terminating), "patchbay.dev/nodes"), "{terminating:#}");
+        ensure!(cluster.get_nad("killed", "last").await?.is_none(), "the NAD was recreated without a user");
+        cluster.clear_report("killed-a").await?;
+        cluster.wait_until_deleted("last", DELETION_TIMEOUT).await?;
+        cluster.wait_for_label("killed-a", "last", false).await
     };
-    history.beside(all).await.with_context(|| Replica::log(&lab, 1))
+    watch_log.record_during(all).await.with_context(|| Replica::log(&lab, 1))
 }
 
-/// Two at once; the leader dies in the middle of a deletion.
-async fn take_over(lab: &Lab, cluster: &Cluster, history: &History) -> Result<()> {
-    let quick = ["--lease-duration", "2s", "--lease-renew", "500ms", "--lease-retry-period", "500ms"];
-    cluster.free_lease().await?;
-    let mut first = Replica::start_ready(lab, 1, &quick).await?;
-    let _second = Replica::start_ready(lab, 2, &quick).await?;
+/// Runs two replicas and kills the leader during a deletion.
+async fn fail_over(lab: &Lab, cluster: &TestCluster, watch_log: &WatchLog) -> Result<()> {
+    let short_lease = ["--lease-duration", "2s", "--lease-renew", "500ms", "--lease-retry-period", "500ms"];
+    cluster.delete_lease().await?;
+    let mut first = Replica::start_ready(lab, 1, &short_lease).await?;
+    let _second = Replica::start_ready(lab, 2, &short_lease).await?;
     replica::set_webhook_endpoints(lab, &[1, 2])?;
-    let held = cluster.pod("held", "held").await?;
-    cluster.condition("held", "InUse", "True").await?;
-    for name in ["held", "goes"] {
-        cluster.delete(name).await?;
+    let client = cluster.create_pod("client", "in-use").await?;
+    cluster.wait_for_condition("in-use", "InUse", "True").await?;
+    for name in ["in-use", "unused"] {
+        cluster.delete_network(name).await?;
     }
-    cluster.reason("held", "Ready", "DeletionBlocked").await?;
-    history.saw(Kind::Attachment, "goes", Fate::Gone).await?;
+    cluster.wait_for_reason("in-use", "Ready", "DeletionBlocked").await?;
+    watch_log.wait_for(ObjectKind::Nad, "unused", ChangeType::Deleted).await?;
     kill(&mut first).await?;
-    let between = holds(cluster.network("goes").await?.as_ref(), "patchbay.dev/users");
-    println!("the leader died {} the release", if between { "before" } else { "after" });
+    let before_release = has_finalizer(cluster.get_network("unused").await?.as_ref(), "patchbay.dev/users");
+    println!("the leader was killed {} the release", if before_release { "before" } else { "after" });
     replica::set_webhook_endpoints(lab, &[2])?;
-    // Admission is not only the leader's.
-    wait::until(SOON, "the other replica to refuse", || async {
-        let refused = cluster.refused("new", "held").await?;
-        if !refused {
-            cluster.remove(&cluster.pod_named("new")).await?;
+    // Every replica serves admission, not only the leader.
+    wait::until(TIMEOUT, "the other replica to reject the pod", || async {
+        let rejected = cluster.pod_is_rejected("new", "in-use").await?;
+        if !rejected {
+            cluster.delete_workload(&cluster.pod_ref("new")).await?;
         }
-        Ok(refused.then_some(()))
+        Ok(rejected.then_some(()))
     })
     .await?;
-    cluster.gone("goes", GONE + SOON).await?;
-    ensure!(cluster.find_nad("two", "held").await?.is_some(), "taken from under a pod");
-    cluster.remove(&held).await?;
-    cluster.gone("held", GONE).await
+    cluster.wait_until_deleted("unused", DELETION_TIMEOUT + TIMEOUT).await?;
+    ensure!(cluster.get_nad("two", "in-use").await?.is_some(), "the NAD of a pod was deleted");
+    cluster.delete_workload(&client).await?;
+    cluster.wait_until_deleted("in-use", DELETION_TIMEOUT).await
 }
 
-pub async fn another_replica_ends_what_the_leader_began(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "two").await?;
-    for name in ["held", "goes"] {
-        cluster.create(name, spec(&cluster)).await?;
-        cluster.nad("two", name).await?;
+pub async fn another_replica_finishes_the_deletion_of_a_killed_leader(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "two").await?;
+    for name in ["in-use", "unused"] {
+        cluster.create_network(name, network_spec(&cluster)).await?;
+        cluster.wait_for_nad("two", name).await?;
     }
     drop(replica);
-    let history = History::begin(&cluster).await?;
-    let outcome = history.beside(take_over(&lab, &cluster, &history)).await;
+    let watch_log = WatchLog::start(&cluster).await?;
+    let outcome = watch_log.record_during(fail_over(&lab, &cluster, &watch_log)).await;
     replica::set_webhook_endpoints(&lab, &[1])?;
     outcome.with_context(|| format!("{}\n{}", Replica::log(&lab, 1), Replica::log(&lab, 2)))
 }
 
-async fn uninstall(cluster: &Cluster, kind: &str) -> Result<()> {
-    let api = cluster.api(&cluster::definitions(), None);
-    api.delete(kind, &DeleteParams::default()).await?;
-    wait::until(SOON * 2, &format!("the kind {kind} to go"), || async {
-        Ok(api.get_opt(kind).await?.is_none().then_some(()))
+async fn delete_crd(cluster: &TestCluster, name: &str) -> Result<()> {
+    let api = cluster.api(&cluster::crds(), None);
+    api.delete(name, &DeleteParams::default()).await?;
+    wait::until(TIMEOUT * 2, &format!("CRD {name} to be deleted"), || async {
+        Ok(api.get_opt(name).await?.is_none().then_some(()))
     })
     .await
 }
 
-async fn serve_machines(cluster: &Cluster, served: bool) -> Result<()> {
+async fn serve_vms(cluster: &TestCluster, served: bool) -> Result<()> {
     let patch = json!([{"op": "replace", "path": "/spec/versions/0/served", "value": served}]);
     let patch = Patch::Json::<()>(serde_json::from_value(patch)?);
-    let api = cluster.api(&cluster::definitions(), None);
+    let api = cluster.api(&cluster::crds(), None);
     let patched = api.patch("virtualmachines.kubevirt.io", &PatchParams::default(), &patch).await;
-    patched.map(drop).context("change what is served")
+    patched.map(drop).context("set spec.versions[0].served")
 }
 
-pub async fn a_kind_that_is_served_no_more_holds_nothing_up_and_counts_when_it_is_again(
-    lab: Lab,
-) -> Result<()> {
-    let (cluster, replica) = start(&lab, "unserved").await?;
+pub async fn an_unserved_crd_does_not_block_deletion_and_counts_again_when_served(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "unserved").await?;
     let outcome = async {
-        cluster.node("unserved-a", 1500).await?;
+        cluster.create_node("unserved-a", 1500).await?;
         for name in ["unserved", "served"] {
-            cluster.create(name, spec(&cluster)).await?;
-            cluster.nad("unserved", name).await?;
-            cluster.user(users::virtual_machine(name, name)).await?;
-            cluster.condition(name, "InUse", "True").await?;
+            cluster.create_network(name, network_spec(&cluster)).await?;
+            cluster.wait_for_nad("unserved", name).await?;
+            cluster.create_workload(workloads::virtual_machine(name, name)).await?;
+            cluster.wait_for_condition(name, "InUse", "True").await?;
         }
-        cluster.delete("unserved").await?;
-        cluster.reason("unserved", "Ready", "DeletionBlocked").await?;
-        serve_machines(&cluster, false).await?;
-        let gone = cluster.gone("unserved", SOON * 2).await;
-        let unused = cluster.condition("served", "InUse", "False").await;
-        serve_machines(&cluster, true).await?;
-        gone.and(unused.map(drop))?;
-        // Nobody has touched the machine since it was listed: only a new list tells of it.
-        wait::until(SOON * 6, "the machine to count again", || async {
-            let network = cluster.network("served").await?.context("the network")?;
+        cluster.delete_network("unserved").await?;
+        cluster.wait_for_reason("unserved", "Ready", "DeletionBlocked").await?;
+        serve_vms(&cluster, false).await?;
+        let deleted = cluster.wait_until_deleted("unserved", TIMEOUT * 2).await;
+        let unused = cluster.wait_for_condition("served", "InUse", "False").await;
+        serve_vms(&cluster, true).await?;
+        deleted.and(unused.map(drop))?;
+        // The VM does not change, so only a new list shows it to the controller.
+        wait::until(TIMEOUT * 6, "the VM to count again", || async {
+            let network = cluster.get_network("served").await?.context("the network does not exist")?;
             let used = condition(&network, "InUse").is_some_and(|it| it["status"] == "True");
             Ok(used.then_some(()))
         })
         .await?;
-        cluster.sweep_users().await?;
-        cluster.delete("served").await?;
-        cluster.gone("served", GONE).await
+        cluster.delete_workloads().await?;
+        cluster.delete_network("served").await?;
+        cluster.wait_until_deleted("served", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-pub async fn kinds_that_vanish_hold_nothing_up(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "vanish").await?;
+pub async fn deleted_crds_do_not_block_deletion(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "crds").await?;
     let outcome = async {
-        cluster.node("vanish-a", 1500).await?;
-        for name in ["vanish", "stays"] {
-            cluster.create(name, spec(&cluster)).await?;
-            cluster.nad("vanish", name).await?;
+        cluster.create_node("crds-a", 1500).await?;
+        for name in ["vm-user", "pod-user"] {
+            cluster.create_network(name, network_spec(&cluster)).await?;
+            cluster.wait_for_nad("crds", name).await?;
         }
-        cluster.report("vanish-a", "stays", true).await?;
-        cluster.condition("stays", "Ready", "True").await?;
-        cluster.user(users::virtual_machine("vm", "vanish")).await?;
-        cluster.condition("vanish", "InUse", "True").await?;
-        cluster.delete("vanish").await?;
-        cluster.reason("vanish", "Ready", "DeletionBlocked").await?;
-        uninstall(&cluster, "virtualmachineinstances.kubevirt.io").await?;
-        uninstall(&cluster, "virtualmachines.kubevirt.io").await?;
-        cluster.gone("vanish", GONE).await?;
-        // With all attachments of all networks.
-        uninstall(&cluster, "network-attachment-definitions.k8s.cni.cncf.io").await?;
-        cluster.reason("stays", "Ready", "AttachmentsMissing").await?;
-        // Who names one still waits for it.
-        let pod = cluster.pod("user", "stays").await?;
-        cluster.condition("stays", "InUse", "True").await?;
-        cluster.delete("stays").await?;
-        cluster.reason("stays", "Ready", "DeletionBlocked").await?;
-        cluster.create("short", json!({"nodeSelector": cluster.selector()})).await?;
-        cluster.finalizer("short", "patchbay.dev/users", true).await?;
-        cluster.delete("short").await?;
-        cluster.gone("short", GONE).await?;
-        // Back again, for as long as it is needed.
-        cluster.install_attachments().await?;
-        cluster.nad("vanish", "stays").await?;
-        cluster.remove(&pod).await?;
-        cluster.unlist("vanish-a").await?;
-        cluster.gone("stays", GONE).await
+        cluster.report_network("crds-a", "pod-user", true).await?;
+        cluster.wait_for_condition("pod-user", "Ready", "True").await?;
+        cluster.create_workload(workloads::virtual_machine("vm", "vm-user")).await?;
+        cluster.wait_for_condition("vm-user", "InUse", "True").await?;
+        cluster.delete_network("vm-user").await?;
+        cluster.wait_for_reason("vm-user", "Ready", "DeletionBlocked").await?;
+        delete_crd(&cluster, "virtualmachineinstances.kubevirt.io").await?;
+        delete_crd(&cluster, "virtualmachines.kubevirt.io").await?;
+        cluster.wait_until_deleted("vm-user", DELETION_TIMEOUT).await?;
+        // This deletes all NADs of all networks.
+        delete_crd(&cluster, "network-attachment-definitions.k8s.cni.cncf.io").await?;
+        cluster.wait_for_reason("pod-user", "Ready", "AttachmentsMissing").await?;
+        // A pod that refers to a deleted NAD still counts as a user.
+        let pod = cluster.create_pod("client", "pod-user").await?;
+        cluster.wait_for_condition("pod-user", "InUse", "True").await?;
+        cluster.delete_network("pod-user").await?;
+        cluster.wait_for_reason("pod-user", "Ready", "DeletionBlocked").await?;
+        cluster.create_network("without-nads", json!({"nodeSelector": cluster.node_selector()})).await?;
+        cluster.wait_for_finalizer("without-nads", "patchbay.dev/users", true).await?;
+        cluster.delete_network("without-nads").await?;
+        cluster.wait_until_deleted("without-nads", DELETION_TIMEOUT).await?;
+        // The NAD is recreated for the user that remains.
+        cluster.install_nad_crd().await?;
+        cluster.wait_for_nad("crds", "pod-user").await?;
+        cluster.delete_workload(&pod).await?;
+        cluster.clear_report("crds-a").await?;
+        cluster.wait_until_deleted("pod-user", DELETION_TIMEOUT).await
     };
     outcome.await.with_context(|| replica.tail())
 }

@@ -1,4 +1,4 @@
-//! Pods that slip in while a network goes, admission or not.
+//! Pods that are created while their network or their NAD is being deleted, with and without admission.
 
 use std::time::{Duration, Instant};
 
@@ -8,122 +8,129 @@ use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    GONE, SOON,
-    cluster::{Cluster, condition},
-    history::{Fate, History, Kind},
-    spec, start,
+    DELETION_TIMEOUT, TIMEOUT,
+    cluster::{TestCluster, condition},
+    network_spec, start_controller,
+    watch_log::{ChangeType, ObjectKind, WatchLog},
 };
 
-/// How many networks go at a time.
-const AT_ONCE: u64 = 12;
+/// How many networks are deleted concurrently.
+const CONCURRENCY: u64 = 12;
 
-/// Numbers that are the same in every run.
-fn dice(mut seed: u64) -> impl FnMut(u64) -> Duration {
+/// Pseudo-random delays, the same in every run.
+fn random_delays(mut seed: u64) -> impl FnMut(u64) -> Duration {
     move |milliseconds| {
         seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         Duration::from_micros((seed >> 33) % (milliseconds * 1000))
     }
 }
 
-/// One network, one pod, in some order of time.
-async fn interleave(cluster: &Cluster, number: u64) -> Result<&'static str> {
-    let mut roll = dice(4711 + number * 7919);
+/// Deletes a network and creates a pod on it concurrently.
+async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'static str> {
+    let mut delay = random_delays(4711 + number * 7919);
     let name = format!("race-{number}");
-    let (before, after) = (roll(40), if number.is_multiple_of(4) { roll(1500) } else { roll(40) });
-    cluster.create(&name, spec(cluster)).await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    let make = async {
-        tokio::time::sleep(after).await;
-        cluster.refused(&name, &name).await
+    let (delete_after, create_after) =
+        (delay(40), if number.is_multiple_of(4) { delay(1500) } else { delay(40) });
+    cluster.create_network(&name, network_spec(cluster)).await?;
+    cluster.wait_for_nad(&cluster.namespace, &name).await?;
+    let create = async {
+        tokio::time::sleep(create_after).await;
+        cluster.pod_is_rejected(&name, &name).await
     };
     let delete = async {
-        tokio::time::sleep(before).await;
-        cluster.delete(&name).await
+        tokio::time::sleep(delete_after).await;
+        cluster.delete_network(&name).await
     };
-    let (refused, deleted) = tokio::join!(make, delete);
+    let (rejected, deleted) = tokio::join!(create, delete);
     deleted?;
-    if refused? {
-        cluster.gone(&name, SOON * 2).await?;
-        return Ok("refused");
+    if rejected? {
+        cluster.wait_until_deleted(&name, TIMEOUT * 2).await?;
+        return Ok("rejected");
     }
-    // Admitted: whatever was under way, the network and its attachment stay for as long as the pod does.
-    cluster.reason(&name, "Ready", "DeletionBlocked").await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(1500) {
-        let network = cluster.network(&name).await?.context("the network went from under a pod")?;
-        let held = network["metadata"]["finalizers"].to_string().contains("patchbay.dev/users");
-        ensure!(held, "the nodes may undo it under a pod: {network:#}");
-        let nad = cluster.find_nad(&cluster.namespace, &name).await?;
-        ensure!(nad.is_some(), "the attachment went from under a pod");
+    // The pod was admitted: the network and its NAD must stay as long as the pod exists.
+    cluster.wait_for_reason(&name, "Ready", "DeletionBlocked").await?;
+    cluster.wait_for_nad(&cluster.namespace, &name).await?;
+    let started = Instant::now();
+    while started.elapsed() < Duration::from_millis(1500) {
+        let network = cluster.get_network(&name).await?.context("the network of a pod was deleted")?;
+        let has_finalizer = network["metadata"]["finalizers"].to_string().contains("patchbay.dev/users");
+        ensure!(has_finalizer, "the nodes may remove the links of a pod: {network:#}");
+        let nad = cluster.get_nad(&cluster.namespace, &name).await?;
+        ensure!(nad.is_some(), "the NAD of a pod was deleted");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    cluster.remove(&cluster.pod_named(&name)).await?;
-    cluster.gone(&name, GONE).await?;
-    Ok("held")
+    cluster.delete_workload(&cluster.pod_ref(&name)).await?;
+    cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+    Ok("admitted")
 }
 
-pub async fn no_pod_is_stranded_whatever_comes_first(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "race").await?;
+pub async fn no_pod_loses_its_network_in_a_race_with_deletion(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "race").await?;
     let rounds = if e2e::soak() { 1000 } else { 20 };
-    let (mut refused, mut held) = (0, 0);
+    let (mut rejected, mut admitted) = (0, 0);
     for first in (0..rounds).step_by(20) {
-        let batch = (first..first + 20).map(|number| interleave(&cluster, number));
+        let batch = (first..first + 20).map(|number| race_pod_with_deletion(&cluster, number));
         for (number, outcome) in (first..).zip(futures::future::join_all(batch).await) {
             match outcome.with_context(|| format!("round {number}\n{}", replica.tail()))? {
-                "refused" => refused += 1,
-                "held" => held += 1,
+                "rejected" => rejected += 1,
+                "admitted" => admitted += 1,
                 other => bail!("{other}"),
             }
         }
     }
-    println!("{rounds} rounds: {refused} pods refused, {held} held their network");
-    ensure!(refused > 0 && held > 0, "one outcome only shows too little");
+    println!("{rounds} rounds: {rejected} pods rejected, {admitted} admitted");
+    ensure!(rejected > 0 && admitted > 0, "only one outcome occurred; the race was not exercised");
     Ok(())
 }
 
-/// Whether pods are judged. None is while a selector of objects selects none.
-async fn judge_pods(cluster: &Cluster, replica: &Replica, on: bool) -> Result<()> {
-    let selector = if on { json!({}) } else { json!({"matchLabels": {"judged": "never"}}) };
-    cluster.select_pods(&selector).await?;
-    let judged = || replica.metric("patchbay_admission_requests_total", "ValidateUsers");
-    wait::until(SOON, "pods to be judged or not", || async {
-        let before = judged()?;
-        cluster.rehearse("probe", "nobody").await?;
-        Ok(((judged()? > before) == on).then_some(()))
+/// Enables or disables the review of pods, by the objectSelector of the webhook.
+async fn set_pod_review(cluster: &TestCluster, replica: &Replica, enabled: bool) -> Result<()> {
+    let selector = if enabled { json!({}) } else { json!({"matchLabels": {"reviewed": "never"}}) };
+    cluster.set_pod_webhook_selector(&selector).await?;
+    let reviewed = || replica.metric("patchbay_admission_requests_total", "ValidateUsers");
+    wait::until(TIMEOUT, "the objectSelector to be in force", || async {
+        let before = reviewed()?;
+        cluster.dry_run_pod("probe", "no-such-network").await?;
+        Ok(((reviewed()? > before) == enabled).then_some(()))
     })
     .await
 }
 
-/// What became of a pod that nobody refused.
+/// How many unreviewed pods had which outcome.
 #[derive(Debug, Default)]
-struct Tally {
-    /// It held the network and its attachment until it went.
-    held: usize,
-    /// Of these: the attachment had gone and came back.
-    back: usize,
-    /// It came when its attachment had gone and the last look was over: it never had a link to lose.
-    late: usize,
-    /// It came when the nodes were free to undo.
-    after: usize,
+struct RaceOutcomes {
+    /// The pod kept the network and its NAD until it was deleted.
+    kept: usize,
+    /// Of these: the NAD was deleted and recreated.
+    recreated: usize,
+    /// The pod was created after its NAD was deleted and the last live read: it never had a link.
+    after_nad: usize,
+    /// The pod was created after the nodes were released.
+    after_release: usize,
 }
 
-async fn slip_in(cluster: &Cluster, history: &History, number: u64, tally: &mut Tally) -> Result<()> {
-    let name = format!("slip-{number}");
-    let mut roll = dice(815 + number * 7919);
-    cluster.create(&name, spec(cluster)).await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    cluster.delete(&name).await?;
+/// Creates a pod, unreviewed, while its network is being deleted.
+async fn create_unreviewed_pod(
+    cluster: &TestCluster,
+    watch_log: &WatchLog,
+    number: u64,
+    outcomes: &mut RaceOutcomes,
+) -> Result<()> {
+    let name = format!("unreviewed-{number}");
+    let mut delay = random_delays(815 + number * 7919);
+    cluster.create_network(&name, network_spec(cluster)).await?;
+    cluster.wait_for_nad(&cluster.namespace, &name).await?;
+    cluster.delete_network(&name).await?;
     match number % 3 {
         0 => {
-            history.saw(Kind::Attachment, &name, Fate::Gone).await?;
-            tokio::time::sleep(roll(12)).await;
+            watch_log.wait_for(ObjectKind::Nad, &name, ChangeType::Deleted).await?;
+            tokio::time::sleep(delay(12)).await;
         }
-        _ => tokio::time::sleep(Duration::from_millis(700) + roll(600)).await,
+        _ => tokio::time::sleep(Duration::from_millis(700) + delay(600)).await,
     }
-    let pod = cluster.pod(&name, &name).await?;
-    let blocked = wait::until(SOON, &format!("{name} to wait or to go"), || async {
-        let Some(network) = cluster.network(&name).await? else { return Ok(Some(false)) };
+    let pod = cluster.create_pod(&name, &name).await?;
+    let blocked = wait::until(TIMEOUT, &format!("{name} to be blocked or released"), || async {
+        let Some(network) = cluster.get_network(&name).await? else { return Ok(Some(false)) };
         if !network["metadata"]["finalizers"].to_string().contains("patchbay.dev/users") {
             return Ok(Some(false));
         }
@@ -132,140 +139,148 @@ async fn slip_in(cluster: &Cluster, history: &History, number: u64, tally: &mut 
     })
     .await?;
     if blocked {
-        cluster.nad(&cluster.namespace, &name).await?;
-        // Long enough for anything wrong that is under way to happen: the history tells.
-        tokio::time::sleep(roll(400)).await;
-        cluster.remove(&pod).await?;
-        cluster.gone(&name, GONE).await?;
+        cluster.wait_for_nad(&cluster.namespace, &name).await?;
+        // Gives a wrong deletion time to happen; the watch log would show it.
+        tokio::time::sleep(delay(400)).await;
+        cluster.delete_workload(&pod).await?;
+        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
     } else {
-        cluster.gone(&name, GONE).await?;
-        cluster.remove(&pod).await?;
+        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+        cluster.delete_workload(&pod).await?;
     }
-    judge(history, &name, tally).await
+    check_order(watch_log, &name, outcomes).await
 }
 
-/// What the order of versions says about one round that is over.
-async fn judge(history: &History, name: &str, tally: &mut Tally) -> Result<()> {
-    let made = history.saw(Kind::Pod, name, Fate::Made).await?;
-    let ended = history.saw(Kind::Pod, name, Fate::Gone).await?;
-    history.saw(Kind::Network, name, Fate::Gone).await?;
-    let released = history.saw(Kind::Network, name, Fate::Changed { held: false }).await?;
-    let came = history.versions(Kind::Attachment, name, Fate::Made);
-    let went = history.versions(Kind::Attachment, name, Fate::Gone);
-    let last =
+/// Checks the order of changes of a finished round by their resource versions.
+async fn check_order(watch_log: &WatchLog, name: &str, outcomes: &mut RaceOutcomes) -> Result<()> {
+    let created = watch_log.wait_for(ObjectKind::Pod, name, ChangeType::Added).await?;
+    let deleted = watch_log.wait_for(ObjectKind::Pod, name, ChangeType::Deleted).await?;
+    watch_log.wait_for(ObjectKind::Network, name, ChangeType::Deleted).await?;
+    let released = watch_log
+        .wait_for(ObjectKind::Network, name, ChangeType::Modified { users_finalizer: false })
+        .await?;
+    let nad_added = watch_log.versions(ObjectKind::Nad, name, ChangeType::Added);
+    let nad_deleted = watch_log.versions(ObjectKind::Nad, name, ChangeType::Deleted);
+    let last_before =
         |all: &[u64], until: u64| all.iter().copied().filter(|it| *it < until).max().unwrap_or_default();
-    if released < made {
-        tally.after += 1;
-    } else if ended < released {
+    if released < created {
+        outcomes.after_release += 1;
+    } else if deleted < released {
         ensure!(
-            last(&came, ended) > last(&went, ended),
-            "{name}: the pod ran from {made} to {ended} and its attachment did not come back: {came:?}, {went:?}"
+            last_before(&nad_added, deleted) > last_before(&nad_deleted, deleted),
+            "{name}: the pod existed from {created} to {deleted}; its NAD was added at {nad_added:?} and deleted at {nad_deleted:?}"
         );
-        tally.held += 1;
-        tally.back += usize::from(came.len() > 1);
+        outcomes.kept += 1;
+        outcomes.recreated += usize::from(nad_added.len() > 1);
     } else {
         ensure!(
-            last(&went, made) > last(&came, made),
-            "{name}: the pod was there from {made}, its attachment until {went:?}, and at {released} the nodes were let loose"
+            last_before(&nad_deleted, created) > last_before(&nad_added, created),
+            "{name}: the pod existed from {created}, its NAD was deleted at {nad_deleted:?}, the nodes were released at {released}"
         );
-        tally.late += 1;
+        outcomes.after_nad += 1;
     }
     Ok(())
 }
 
-pub async fn pods_that_nobody_refuses_hold_what_they_name(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "slip").await?;
-    let rounds = if e2e::soak() { 504 } else { AT_ONCE };
-    judge_pods(&cluster, &replica, false).await?;
-    let history = History::begin(&cluster).await?;
+pub async fn pods_that_bypass_admission_keep_their_network_and_nad(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "unreviewed").await?;
+    let rounds = if e2e::soak() { 504 } else { CONCURRENCY };
+    set_pod_review(&cluster, &replica, false).await?;
+    let watch_log = WatchLog::start(&cluster).await?;
     let all = async {
-        let mut tally = Tally::default();
-        for first in (0..rounds).step_by(usize::try_from(AT_ONCE)?) {
-            let batch = (first..first + AT_ONCE).map(async |number| {
-                let mut tally = Tally::default();
-                slip_in(&cluster, &history, number, &mut tally).await.map(|()| tally)
+        let mut outcomes = RaceOutcomes::default();
+        for first in (0..rounds).step_by(usize::try_from(CONCURRENCY)?) {
+            let batch = (first..first + CONCURRENCY).map(async |number| {
+                let mut outcomes = RaceOutcomes::default();
+                create_unreviewed_pod(&cluster, &watch_log, number, &mut outcomes).await.map(|()| outcomes)
             });
             for one in futures::future::try_join_all(batch).await? {
-                tally.held += one.held;
-                tally.back += one.back;
-                tally.late += one.late;
-                tally.after += one.after;
+                outcomes.kept += one.kept;
+                outcomes.recreated += one.recreated;
+                outcomes.after_nad += one.after_nad;
+                outcomes.after_release += one.after_release;
             }
         }
-        Ok(tally)
+        Ok(outcomes)
     };
-    let tally: Result<Tally> = history.beside(all).await;
-    judge_pods(&cluster, &replica, true).await?;
-    let tally = tally.with_context(|| replica.tail())?;
-    println!("{rounds} rounds: {tally:?}");
-    ensure!(tally.held > 0, "no pod held anything");
-    ensure!(tally.back > 0 || !e2e::soak(), "no attachment had to come back: that shows too little");
+    let outcomes: Result<RaceOutcomes> = watch_log.record_during(all).await;
+    set_pod_review(&cluster, &replica, true).await?;
+    let outcomes = outcomes.with_context(|| replica.tail())?;
+    println!("{rounds} rounds: {outcomes:?}");
+    ensure!(outcomes.kept > 0, "no pod kept its network");
+    ensure!(outcomes.recreated > 0 || !e2e::soak(), "no NAD was recreated; the race was not exercised");
     Ok(())
 }
 
-/// One network whose namespace leaves the list while a pod there begins to use it; says what became of its attachment. A
-/// pod that was there before the attachment went must have it back.
-async fn leave(cluster: &Cluster, history: &History, number: u64) -> Result<&'static str> {
-    let mut roll = dice(1234 + number * 7919);
+/// Removes the namespace from the list while a pod there starts to use the network. Returns what happened to the NAD: if
+/// the pod was created before the NAD was deleted, the controller must recreate it.
+async fn race_pod_with_namespace_removal(
+    cluster: &TestCluster,
+    watch_log: &WatchLog,
+    number: u64,
+) -> Result<&'static str> {
+    let mut delay = random_delays(1234 + number * 7919);
     let name = format!("leave-{number}");
-    cluster.create(&name, spec(cluster)).await?;
-    cluster.nad(&cluster.namespace, &name).await?;
-    let begin = async {
+    cluster.create_network(&name, network_spec(cluster)).await?;
+    cluster.wait_for_nad(&cluster.namespace, &name).await?;
+    let create = async {
         match number % 3 {
             0 => {
-                history.saw(Kind::Attachment, &name, Fate::Gone).await?;
-                tokio::time::sleep(roll(12)).await;
+                watch_log.wait_for(ObjectKind::Nad, &name, ChangeType::Deleted).await?;
+                tokio::time::sleep(delay(12)).await;
             }
-            _ => tokio::time::sleep(roll(500)).await,
+            _ => tokio::time::sleep(delay(500)).await,
         }
-        cluster.pod(&name, &name).await
+        cluster.create_pod(&name, &name).await
     };
-    let unlist = cluster.edit(&name, json!({"attachment": {"namespaces": null}}));
-    let (pod, ()) = tokio::try_join!(begin, unlist)?;
-    let made = history.saw(Kind::Pod, &name, Fate::Made).await?;
-    let last = |fate| history.versions(Kind::Attachment, &name, fate).into_iter().max().unwrap_or_default();
-    let fate =
-        wait::until(SOON, &format!("{name} to have its attachment or never to have had it"), || async {
-            let network = cluster.network(&name).await?.context("the network")?;
-            let (came, went) = (last(Fate::Made), last(Fate::Gone));
-            let known = network["status"]["users"]["count"] == 1
+    let remove_namespace = cluster.patch_spec(&name, json!({"attachment": {"namespaces": null}}));
+    let (pod, ()) = tokio::try_join!(create, remove_namespace)?;
+    let created = watch_log.wait_for(ObjectKind::Pod, &name, ChangeType::Added).await?;
+    let last =
+        |change| watch_log.versions(ObjectKind::Nad, &name, change).into_iter().max().unwrap_or_default();
+    let outcome =
+        wait::until(TIMEOUT, &format!("{name} to keep its NAD, or the pod to be too late"), || async {
+            let network = cluster.get_network(&name).await?.context("the network does not exist")?;
+            let (added, deleted) = (last(ChangeType::Added), last(ChangeType::Deleted));
+            let counted = network["status"]["users"]["count"] == 1
                 && network["status"]["observedGeneration"] == network["metadata"]["generation"];
-            if came > went {
-                return Ok(known.then_some(if went > 0 { "back" } else { "kept" }));
+            if added > deleted {
+                return Ok(counted.then_some(if deleted > 0 { "recreated" } else { "kept" }));
             }
-            Ok((made > went).then_some("late"))
+            Ok((created > deleted).then_some("late"))
         })
         .await?;
-    cluster.remove(&pod).await?;
-    wait::until(SOON, &format!("no attachment of {name}"), || async {
-        Ok(cluster.find_nad(&cluster.namespace, &name).await?.is_none().then_some(()))
+    cluster.delete_workload(&pod).await?;
+    wait::until(TIMEOUT, &format!("the NAD of {name} to be deleted"), || async {
+        Ok(cluster.get_nad(&cluster.namespace, &name).await?.is_none().then_some(()))
     })
     .await?;
-    cluster.delete(&name).await?;
-    cluster.gone(&name, GONE).await?;
-    Ok(fate)
+    cluster.delete_network(&name).await?;
+    cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+    Ok(outcome)
 }
 
-pub async fn no_pod_is_stranded_by_a_namespace_that_leaves_the_list(lab: Lab) -> Result<()> {
-    let (cluster, replica) = start(&lab, "leave").await?;
-    let history = History::begin(&cluster).await?;
-    let rounds = if e2e::soak() { 504 } else { AT_ONCE * 2 };
+pub async fn no_pod_loses_its_nad_when_its_namespace_leaves_the_list(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "leave").await?;
+    let watch_log = WatchLog::start(&cluster).await?;
+    let rounds = if e2e::soak() { 504 } else { CONCURRENCY * 2 };
     let all = async {
-        let mut fates = std::collections::BTreeMap::<&str, usize>::new();
-        for first in (0..rounds).step_by(usize::try_from(AT_ONCE)?) {
-            let batch = (first..first + AT_ONCE).map(|number| leave(&cluster, &history, number));
-            for fate in futures::future::try_join_all(batch).await? {
-                *fates.entry(fate).or_default() += 1;
+        let mut outcomes = std::collections::BTreeMap::<&str, usize>::new();
+        for first in (0..rounds).step_by(usize::try_from(CONCURRENCY)?) {
+            let batch = (first..first + CONCURRENCY)
+                .map(|number| race_pod_with_namespace_removal(&cluster, &watch_log, number));
+            for outcome in futures::future::try_join_all(batch).await? {
+                *outcomes.entry(outcome).or_default() += 1;
             }
         }
-        Ok(fates)
+        Ok(outcomes)
     };
-    let fates = history.beside(all).await.with_context(|| replica.tail())?;
-    println!("{rounds} rounds: {fates:?}");
-    ensure!(fates.len() > 1, "one outcome only shows too little");
+    let outcomes = watch_log.record_during(all).await.with_context(|| replica.tail())?;
+    println!("{rounds} rounds: {outcomes:?}");
+    ensure!(outcomes.len() > 1, "only one outcome occurred; the race was not exercised");
     ensure!(
-        fates.contains_key("back") || !e2e::soak(),
-        "no attachment had to come back: that shows too little"
+        outcomes.contains_key("recreated") || !e2e::soak(),
+        "no NAD was recreated; the race was not exercised"
     );
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Addresses on two nodes: pods that have them by themselves, small subnets, other plugins, and daemons that die.
+//! IPAM on two nodes: unique addresses, exhausted subnets, other CNI plugins, killed daemons and a damaged journal.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,20 +30,20 @@ use serde_json::{Value, json};
 
 use crate::NODES;
 
-const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
-const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
-/// For what waits until a runtime tries again.
-const PATIENCE: Duration = Duration::from_secs(60);
+const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
+const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
+/// Long enough for a retry of the container runtime.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 
-fn on(name: &str, node: &str, attachment: &str) -> PodBuilder {
-    pod(name).on(node).annotation(NETWORKS, attachment)
+fn pod_on(name: &str, node: &str, attachment: &str) -> PodBuilder {
+    pod(name).on(node).annotation(NETWORKS_ANNOTATION, attachment)
 }
 
-/// The addresses of `net1`, as the pod's annotation tells them.
-pub fn addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
-    let text = pod.annotations().get(STATUS).context("the status of the pod's networks")?;
+/// The addresses of `net1` in the network-status annotation of the pod.
+pub fn net1_addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
+    let text = pod.annotations().get(NETWORK_STATUS_ANNOTATION).context("the network-status annotation")?;
     let all: Vec<Value> = serde_json::from_str(text)?;
-    let net1 = all.iter().find(|one| one["interface"] == "net1").context("net1")?;
+    let net1 = all.iter().find(|status| status["interface"] == "net1").context("net1")?;
     let ips = net1["ips"].as_array().cloned().unwrap_or_default();
     ips.iter().filter_map(Value::as_str).map(|ip| Ok(ip.parse()?)).collect()
 }
@@ -53,9 +53,9 @@ async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
     Ok(Api::<IPBlock>::all(client.clone()).list(&params).await?.items)
 }
 
-/// Waits until the blocks of a network say that so many addresses are used.
-pub async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
-    wait::until(PATIENCE, &format!("{count} addresses of {network} to be used"), || async {
+/// Waits until the IPBlocks of a network report this many used addresses.
+pub async fn wait_for_used(client: &Client, network: &str, count: i32) -> Result<()> {
+    wait::until(RETRY_TIMEOUT, &format!("{count} used addresses of {network}"), || async {
         let all = blocks(client, network).await?;
         let sum: i32 = all.iter().filter_map(|block| block.status.as_ref()).map(|status| status.used).sum();
         ensure!(sum == count, "{sum}");
@@ -64,97 +64,101 @@ pub async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
     .await
 }
 
-/// Kills the daemon of a node. Its pod is deleted too: a kubelet backs off from one that dies again and again.
-async fn kill(lab: &Lab, client: &Client, node: &str) -> Result<()> {
+/// Kills the daemon of a node by deleting its pod: the kubelet would back off from a container that crashes repeatedly.
+async fn kill_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
     let name = patchbay::daemon_pod(client, node).await?;
     lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &name, "--force", "--grace-period=0"]).map(drop)
 }
 
-/// What a pod does not reach of these.
-fn unreached(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
+/// The addresses that do not answer a ping of the pod.
+fn unreachable(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
     let list: Vec<String> = all.iter().map(ToString::to_string).collect();
     let script = format!(
-        "for one in {}; do /usr/bin/ping -n -q -c 1 -W 3 $one >/dev/null || echo $one; done",
+        "for address in {}; do /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; done",
         list.join(" ")
     );
     exec_in_pod_netns(lab, pod, &["sh", "-c", &script])
 }
 
-/// Lets all pods forget their neighbours, those of multicast too: all namespaces of a machine together may have 1024 of
-/// a family, and the nodes of a lab are one machine.
-fn forget(lab: &Lab) -> Result<()> {
-    let script = "for one in /var/run/netns/*; do nsenter --net=$one ip neigh flush nud all dev net1; done >/dev/null 2>&1; true";
+/// Flushes the neighbour tables of all pods, multicast entries too. The kernel allows 1024 entries per family for all
+/// namespaces of a machine together, and all lab nodes share one machine.
+fn flush_neighbours(lab: &Lab) -> Result<()> {
+    let script = "for netns in /var/run/netns/*; do nsenter --net=$netns ip neigh flush nud all dev net1; done >/dev/null 2>&1; true";
     NODES.iter().try_for_each(|node| lab.node(node).output(&["sh", "-c", script]).map(drop))
 }
 
-pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies(lab: Lab) -> Result<()> {
+pub async fn pods_get_unique_reachable_addresses_even_if_a_daemon_is_killed(lab: Lab) -> Result<()> {
     let count = if e2e::soak() { 100 } else { 24 };
-    with_namespace(&lab, "crowd", async |ns: &TestNamespace| {
+    with_namespace(&lab, "unique", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec = json!({
             "overlay": {"vni": 50}, "attachment": attachment_for(ns),
             "ipam": {"subnets": ["10.50.0.0/22", "fd50::/64"], "gateways": ["10.50.0.1"], "routes": [{"dst": "10.51.0.0/16"}]},
         });
-        start_network(client, "crowd", spec).await?;
-        let begun = Instant::now();
+        start_network(client, "unique", spec).await?;
+        let started = Instant::now();
         for number in 0..count {
-            ns.create_pod(on(&format!("pod-{number}"), NODES[number % 2], "crowd")).await?;
+            ns.create_pod(pod_on(&format!("pod-{number}"), NODES[number % 2], "unique")).await?;
             if number == count / 2 {
-                kill(&lab, client, "node-1").await?;
+                kill_daemon(&lab, client, "node-1").await?;
             }
         }
         let names: Vec<String> = (0..count).map(|number| format!("pod-{number}")).collect();
         let pods = try_join_all(names.iter().map(|name| ns.wait_pod_ready(name))).await?;
-        println!("{count} pods with addresses after {:?}", begun.elapsed());
+        println!("{count} pods have addresses after {:?}", started.elapsed());
         let mut owners: BTreeMap<IpAddr, String> = BTreeMap::new();
         for pod in &pods {
-            let has = addresses(pod)?;
-            ensure!(has.len() == 2 && has[0].is_ipv4() && has[1].is_ipv6(), "{}: {has:?}", pod.name_any());
-            for address in has {
+            let assigned = net1_addresses(pod)?;
+            ensure!(
+                assigned.len() == 2 && assigned[0].is_ipv4() && assigned[1].is_ipv6(),
+                "{}: {assigned:?}",
+                pod.name_any()
+            );
+            for address in assigned {
                 if let Some(other) = owners.insert(address, pod.name_any()) {
-                    bail!("{address} belongs to {other} and to {}", pod.name_any());
+                    bail!("{address} is assigned to {other} and to {}", pod.name_any());
                 }
             }
         }
         let route = exec_in_pod_netns(&lab, &pods[0], &["ip", "route", "show", "10.51.0.0/16"])?;
         ensure!(route.contains("via 10.50.0.1 dev net1"), "{route}");
         let all: Vec<IpAddr> = owners.keys().copied().collect();
-        let begun = Instant::now();
+        let started = Instant::now();
         for pod in &pods {
-            let lost = unreached(&lab, pod, &all)?;
-            ensure!(lost.trim().is_empty(), "{} does not reach {lost}", pod.name_any());
-            forget(&lab)?;
+            let lost = unreachable(&lab, pod, &all)?;
+            ensure!(lost.trim().is_empty(), "{} cannot reach {lost}", pod.name_any());
+            flush_neighbours(&lab)?;
         }
-        println!("each of {count} reached all {} addresses, in {:?}", all.len(), begun.elapsed());
+        println!("each of {count} pods reached all {} addresses in {:?}", all.len(), started.elapsed());
         let table = lab.kubectl(&["get", "ipblocks"])?;
         println!("{table}");
-        used(client, "crowd", i32::try_from(2 * count)?).await?;
-        let object = networks(client).get("crowd").await?;
-        let ipam = object.status.context("a status")?.ipam.context("addresses")?;
+        wait_for_used(client, "unique", i32::try_from(2 * count)?).await?;
+        let object = networks(client).get("unique").await?;
+        let ipam = object.status.context("status")?.ipam.context("status.ipam")?;
         println!("{}", serde_json::to_string(&ipam)?);
-        // Everything is given back, the daemon's death notwithstanding.
+        // All addresses are released, although a daemon was killed.
         for name in &names {
             ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
-        used(client, "crowd", 0).await?;
-        delete_network(client, "crowd").await?;
-        wait_deleted(client, "crowd", Duration::from_secs(10)).await?;
-        ensure!(blocks(client, "crowd").await?.is_empty(), "blocks are left");
+        wait_for_used(client, "unique", 0).await?;
+        delete_network(client, "unique").await?;
+        wait_deleted(client, "unique", Duration::from_secs(10)).await?;
+        ensure!(blocks(client, "unique").await?.is_empty(), "blocks were not deleted");
         Ok(())
     })
     .await
 }
 
-/// A rule of an admin that blocks of one network must not be made.
-fn rule(network: &str) -> Value {
+/// An admission policy that rejects the IPBlocks of one network.
+fn rejecting_policy(network: &str) -> Value {
     let kind = |kind: &str, spec: Value| {
         json!({
             "apiVersion": "admissionregistration.k8s.io/v1", "kind": kind,
-            "metadata": {"name": "test-refused"}, "spec": spec,
+            "metadata": {"name": "test-rejected"}, "spec": spec,
         })
     };
-    // A ConfigMap tells whether the rule is in force: about blocks there are others too, and one refusal hides another.
-    let kinds = [("patchbay.dev", "ipblocks"), ("", "configmaps")].map(|(group, kind)| {
+    // A ConfigMap shows whether the policy is in force. A test IPBlock would not: other policies reject it too.
+    let rules = [("patchbay.dev", "ipblocks"), ("", "configmaps")].map(|(group, kind)| {
         json!({"apiGroups": [group], "apiVersions": ["*"], "operations": ["CREATE"], "resources": [kind]})
     });
     let expression = format!(
@@ -163,89 +167,92 @@ fn rule(network: &str) -> Value {
     let policy = kind(
         "ValidatingAdmissionPolicy",
         json!({
-            "matchConstraints": {"resourceRules": kinds},
-            "validations": [{"expression": expression, "message": "not in my cluster"}],
+            "matchConstraints": {"resourceRules": rules},
+            "validations": [{"expression": expression, "message": "rejected by test policy"}],
         }),
     );
     let binding = kind(
         "ValidatingAdmissionPolicyBinding",
-        json!({"policyName": "test-refused", "validationActions": ["Deny"]}),
+        json!({"policyName": "test-rejected", "validationActions": ["Deny"]}),
     );
     json!({"apiVersion": "v1", "kind": "List", "items": [policy, binding]})
 }
 
-pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab) -> Result<()> {
-    with_namespace(&lab, "refused", async |ns: &TestNamespace| {
+pub async fn a_network_with_rejected_blocks_does_not_delay_other_networks(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "rejected", async |ns: &TestNamespace| {
         let client = &ns.client;
-        let file = lab.kubeconfig().with_file_name("refused.json");
-        std::fs::write(&file, rule("refused").to_string())?;
-        let file = file.to_str().context("a path in UTF-8")?;
+        let file = lab.kubeconfig().with_file_name("rejected.json");
+        std::fs::write(&file, rejecting_policy("rejected").to_string())?;
+        let file = file.to_str().context("a UTF-8 path")?;
         lab.kubectl(&["apply", "-f", file])?;
-        // A rule is not in force at once.
-        let probe = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "refused"}});
+        // The API server enforces a new policy with a delay.
+        let probe = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "rejected"}});
         let probe: ConfigMap = serde_json::from_value(probe)?;
-        wait::until(PATIENCE, "the rule to be in force", || async {
+        wait::until(RETRY_TIMEOUT, "the policy to be in force", || async {
             let dry = PostParams { dry_run: true, ..PostParams::default() };
-            let made = Api::<ConfigMap>::namespaced(client.clone(), &ns.namespace).create(&dry, &probe).await;
-            Ok(made.is_err_and(|error| error.to_string().contains("not in my cluster")).then_some(()))
+            let created =
+                Api::<ConfigMap>::namespaced(client.clone(), &ns.namespace).create(&dry, &probe).await;
+            Ok(created
+                .is_err_and(|error| error.to_string().contains("rejected by test policy"))
+                .then_some(()))
         })
         .await?;
-        for (network, subnet) in [("refused", "10.59.0.0/24"), ("allowed", "10.59.1.0/24")] {
+        for (network, subnet) in [("rejected", "10.59.0.0/24"), ("allowed", "10.59.1.0/24")] {
             let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": [subnet]}});
             start_network(client, network, spec).await?;
         }
-        ns.create_pod(on("waits", "node-1", "refused")).await?;
-        wait_for_event(ns, "not in my cluster", PATIENCE).await?;
-        let begun = Instant::now();
-        ns.create_pod(on("runs", "node-1", "allowed")).await?;
-        ns.wait_pod_ready("runs").await?;
-        println!("a pod of another network ran after {:?}", begun.elapsed());
-        let events = ["-n", &ns.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
+        ns.create_pod(pod_on("pending", "node-1", "rejected")).await?;
+        wait_for_event(ns, "rejected by test policy", RETRY_TIMEOUT).await?;
+        let started = Instant::now();
+        ns.create_pod(pod_on("client", "node-1", "allowed")).await?;
+        ns.wait_pod_ready("client").await?;
+        println!("a pod on another network was ready after {:?}", started.elapsed());
+        let events = ["-n", &ns.namespace, "get", "events", "--field-selector", "involvedObject.name=client"];
         let events = lab.kubectl(&events)?;
         ensure!(!events.contains("address block"), "{events}");
         lab.kubectl(&["delete", "-f", file])?;
-        ensure!(addresses(&ns.wait_pod_ready("waits").await?)?.len() == 1);
+        ensure!(net1_addresses(&ns.wait_pod_ready("pending").await?)?.len() == 1);
         Ok(())
     })
     .await?;
-    for network in ["refused", "allowed"] {
-        remove(&lab, network).await?;
+    for network in ["rejected", "allowed"] {
+        delete_network(&lab, network).await?;
     }
     Ok(())
 }
 
-pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(lab: Lab) -> Result<()> {
-    with_namespace(&lab, "doubt", async |ns: &TestNamespace| {
+pub async fn a_damaged_journal_assigns_no_address_twice_and_is_reported(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "damaged", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.58.0.0/24"]}});
-        start_network(client, "doubt", spec).await?;
-        let one = |name: &'static str| async move {
-            ns.create_pod(on(name, "node-1", "doubt")).await?;
-            addresses(&ns.wait_pod_ready(name).await?)
+        start_network(client, "damaged", spec).await?;
+        let start_pod = |name: &'static str| async move {
+            ns.create_pod(pod_on(name, "node-1", "damaged")).await?;
+            net1_addresses(&ns.wait_pod_ready(name).await?)
         };
-        let before = [one("first").await?, one("second").await?].concat();
-        // What a disk may make of it; the daemon that has it open is killed at once.
-        let damage = "truncate -s 0 /var/lib/patchbay/ipam/journal";
+        let before = [start_pod("first").await?, start_pod("second").await?].concat();
+        // Simulates a disk failure. The daemon has the journal open and is killed at once.
+        let truncate = "truncate -s 0 /var/lib/patchbay/ipam/journal";
         let daemon = patchbay::daemon_pod(client, "node-1").await?;
-        lab.node("node-1").output(&["sh", "-c", damage])?;
+        lab.node("node-1").output(&["sh", "-c", truncate])?;
         lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &daemon, "--force", "--grace-period=0"])?;
-        wait::until(PATIENCE, "the next daemon", || async {
+        wait::until(RETRY_TIMEOUT, "a new daemon", || async {
             Ok((patchbay::daemon_pod(client, "node-1").await? != daemon).then_some(()))
         })
         .await?;
-        let after = one("third").await?;
-        ensure!(!before.contains(&after[0]), "{after:?} was given twice: {before:?}");
-        let said = "has lost its record of which pods have the addresses of 10.58.0.";
-        wait::until(PATIENCE, "an event about it", || async {
+        let after = start_pod("third").await?;
+        ensure!(!before.contains(&after[0]), "{after:?} was assigned twice: {before:?}");
+        let expected = "has lost its record of which pods have the addresses of 10.58.0.";
+        wait::until(RETRY_TIMEOUT, "an event about the lost record", || async {
             let events = ["get", "events", "-A", "-o", "jsonpath={.items[*].message}"];
-            Ok(lab.kubectl(&events)?.contains(said).then_some(()))
+            Ok(lab.kubectl(&events)?.contains(expected).then_some(()))
         })
         .await?;
-        let closed = |block: &IPBlock| block.status.as_ref().is_some_and(|status| status.closed);
-        wait::until(PATIENCE, "the block to be closed", || async {
-            let all = blocks(client, "doubt").await?;
+        let is_closed = |block: &IPBlock| block.status.as_ref().is_some_and(|status| status.closed);
+        wait::until(RETRY_TIMEOUT, "the block to be closed", || async {
+            let all = blocks(client, "damaged").await?;
             ensure!(all.len() == 2, "{} blocks", all.len());
-            Ok(all.iter().any(closed).then_some(()))
+            Ok(all.iter().any(is_closed).then_some(()))
         })
         .await?;
         for address in &before {
@@ -258,68 +265,68 @@ pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(la
         Ok(())
     })
     .await?;
-    remove(&lab, "doubt").await
+    delete_network(&lab, "damaged").await
 }
 
-pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: Lab) -> Result<()> {
-    with_namespace(&lab, "few", async |ns: &TestNamespace| {
+pub async fn two_nodes_use_a_small_subnet_to_its_last_address(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "exhausted", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.52.0.0/28"]}});
-        start_network(client, "few", spec).await?;
+        start_network(client, "exhausted", spec).await?;
         let names: Vec<String> = (0..14).map(|number| format!("pod-{number}")).collect();
         for (number, name) in names.iter().enumerate() {
-            ns.create_pod(on(name, NODES[number % 2], "few")).await?;
+            ns.create_pod(pod_on(name, NODES[number % 2], "exhausted")).await?;
         }
         let pods = try_join_all(names.iter().map(|name| ns.wait_pod_ready(name))).await?;
         let found: BTreeSet<IpAddr> =
-            pods.iter().map(addresses).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+            pods.iter().map(net1_addresses).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
         ensure!(found.len() == 14, "{found:?}");
-        ns.create_pod(on("late", "node-1", "few")).await?;
-        wait_for_event(ns, "has no free IPv4 address left", PATIENCE).await?;
-        wait::until(PATIENCE, "the network to say so", || async {
-            let object = networks(client).get("few").await?;
+        ns.create_pod(pod_on("waiting", "node-1", "exhausted")).await?;
+        wait_for_event(ns, "has no free IPv4 address left", RETRY_TIMEOUT).await?;
+        wait::until(RETRY_TIMEOUT, "condition AddressesExhausted", || async {
+            let object = networks(client).get("exhausted").await?;
             Ok((condition(&object, "AddressesExhausted").0 == "True").then_some(()))
         })
         .await?;
         let events = lab.kubectl(&["get", "events", "-A", "-o", "jsonpath={.items[*].reason}"])?;
         ensure!(events.contains("AddressesExhausted"), "{events}");
-        // A subnet more, and it starts by itself.
+        // The pod starts when a subnet is added.
         let patch = json!({"spec": {"ipam": {"subnets": ["10.52.0.0/28", "10.53.0.0/28"]}}});
-        networks(client).patch("few", &PatchParams::default(), &Patch::Merge(&patch)).await?;
-        let late = ns.wait_pod_ready("late").await?;
-        let has = addresses(&late)?;
-        ensure!(has.len() == 1 && has[0].to_string().starts_with("10.53.0."), "{has:?}");
-        // Taken away again: who has one of it keeps it, and it is said who that is.
+        networks(client).patch("exhausted", &PatchParams::default(), &Patch::Merge(&patch)).await?;
+        let waiting = ns.wait_pod_ready("waiting").await?;
+        let assigned = net1_addresses(&waiting)?;
+        ensure!(assigned.len() == 1 && assigned[0].to_string().starts_with("10.53.0."), "{assigned:?}");
+        // The subnet is removed: its pods keep their addresses, and the condition names them.
         let patch = json!({"spec": {"ipam": {"subnets": ["10.52.0.0/28"]}}});
-        networks(client).patch("few", &PatchParams::default(), &Patch::Merge(&patch)).await?;
-        wait::until(PATIENCE, "the network to say who drains", || async {
-            let object = networks(client).get("few").await?;
-            let (holds, _, message) = condition(&object, "SubnetsDraining");
-            Ok((holds == "True" && message.contains("/late 10.53.0.")).then_some(()))
+        networks(client).patch("exhausted", &PatchParams::default(), &Patch::Merge(&patch)).await?;
+        wait::until(RETRY_TIMEOUT, "condition SubnetsDraining", || async {
+            let object = networks(client).get("exhausted").await?;
+            let (status, _, message) = condition(&object, "SubnetsDraining");
+            Ok((status == "True" && message.contains("/waiting 10.53.0.")).then_some(()))
         })
         .await
     })
     .await?;
-    remove(&lab, "few").await
+    delete_network(&lab, "exhausted").await
 }
 
-/// Deletes a network whose pods are gone.
-async fn remove(lab: &Lab, name: &str) -> Result<()> {
+/// Deletes a network that has no pods.
+async fn delete_network(lab: &Lab, name: &str) -> Result<()> {
     let client = lab.client().await?;
     delete_network(&client, name).await?;
     wait_deleted(&client, name, Duration::from_secs(30)).await.map(drop)
 }
 
-pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
-    let play = with_namespace(&lab, "asked", async |ns: &TestNamespace| {
+pub async fn other_cni_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
+    let test = with_namespace(&lab, "requested", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec =
             json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.54.0.0/24", "fd54::/64"]}});
-        start_network(client, "asked", spec).await?;
-        // A hand-written attachment with another main plugin.
+        start_network(client, "requested", spec).await?;
+        // A hand-written NAD with another main plugin.
         let config = json!({
             "cniVersion": "1.0.0", "name": "mac", "type": "macvlan", "master": "eth1", "mode": "bridge",
-            "ipam": {"type": "patchbay-ipam", "network": "asked"},
+            "ipam": {"type": "patchbay-ipam", "network": "requested"},
         });
         let nad = json!({
             "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
@@ -327,68 +334,72 @@ pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Resul
         });
         let file = lab.kubeconfig().with_file_name("mac.json");
         std::fs::write(&file, nad.to_string())?;
-        lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?])?;
-        let asked = |name: &str, ip: &str| {
-            let attachment = json!([{"name": "asked", "interface": "net1", "ips": [ip]}]).to_string();
-            on(name, "node-1", &attachment)
+        lab.kubectl(&["apply", "-f", file.to_str().context("a UTF-8 path")?])?;
+        let requesting = |name: &str, ip: &str| {
+            let attachment = json!([{"name": "requested", "interface": "net1", "ips": [ip]}]).to_string();
+            pod_on(name, "node-1", &attachment)
         };
-        ns.create_pod(on("mac-1", "node-1", "mac")).await?;
-        ns.create_pod(on("mac-2", "node-1", "mac")).await?;
-        ns.create_pod(asked("wish", "10.54.0.200/24")).await?;
-        let [one, two, wish] = [
+        ns.create_pod(pod_on("mac-1", "node-1", "mac")).await?;
+        ns.create_pod(pod_on("mac-2", "node-1", "mac")).await?;
+        ns.create_pod(requesting("db-0", "10.54.0.200/24")).await?;
+        let [mac_1, mac_2, db_0] = [
             ns.wait_pod_ready("mac-1").await?,
             ns.wait_pod_ready("mac-2").await?,
-            ns.wait_pod_ready("wish").await?,
+            ns.wait_pod_ready("db-0").await?,
         ];
-        ensure!(addresses(&wish)?.contains(&"10.54.0.200".parse()?), "{:?}", addresses(&wish)?);
-        let far = addresses(&two)?;
-        ensure!(far.len() == 2, "{far:?}");
-        let lost = unreached(&lab, &one, &far)?;
+        ensure!(net1_addresses(&db_0)?.contains(&"10.54.0.200".parse()?), "{:?}", net1_addresses(&db_0)?);
+        let remote = net1_addresses(&mac_2)?;
+        ensure!(remote.len() == 2, "{remote:?}");
+        let lost = unreachable(&lab, &mac_1, &remote)?;
         ensure!(lost.trim().is_empty(), "{lost}");
-        // The same address again, from the other node: it is said who has it.
-        ns.create_pod(asked("greedy", "10.54.0.200").on("node-2")).await?;
-        wait_for_event(ns, "address 10.54.0.200 of network \"asked\" is in use on node node-1", PATIENCE)
-            .await?;
-        ns.create_pod(asked("lost", "10.99.0.1")).await?;
-        wait_for_event(ns, "10.99.0.1 is in no subnet", PATIENCE).await?;
-        // Pods of the other plugin hold the network too.
-        for name in ["greedy", "lost", "wish", "mac-2"] {
+        // The same address requested on the other node: the error names the node that uses it.
+        ns.create_pod(requesting("duplicate", "10.54.0.200").on("node-2")).await?;
+        wait_for_event(
+            ns,
+            "address 10.54.0.200 of network \"requested\" is in use on node node-1",
+            RETRY_TIMEOUT,
+        )
+        .await?;
+        ns.create_pod(requesting("outside", "10.99.0.1")).await?;
+        wait_for_event(ns, "10.99.0.1 is in no subnet", RETRY_TIMEOUT).await?;
+        // Pods that use another main plugin block deletion too.
+        for name in ["duplicate", "outside", "db-0", "mac-2"] {
             ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
-        used(client, "asked", 2).await?;
-        delete_network(client, "asked").await?;
-        wait::until(PATIENCE, "the network to wait for mac-1", || async {
-            let object = networks(client).get("asked").await?;
+        wait_for_used(client, "requested", 2).await?;
+        delete_network(client, "requested").await?;
+        wait::until(RETRY_TIMEOUT, "the network to wait for mac-1", || async {
+            let object = networks(client).get("requested").await?;
             Ok(condition(&object, "InUse").2.contains("/mac-1").then_some(()))
         })
         .await?;
         ns.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
-        wait_deleted(client, "asked", Duration::from_secs(30)).await.map(drop)
+        wait_deleted(client, "requested", Duration::from_secs(30)).await.map(drop)
     });
-    Box::pin(play).await
+    Box::pin(test).await
 }
 
-/// What the API server says to a network that cannot be.
-async fn refusal(client: &Client, spec: Value) -> Result<String> {
+/// The error of a network that must be rejected.
+async fn create_error(client: &Client, spec: Value) -> Result<String> {
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<BridgeNetwork>(&()));
     let object = serde_json::from_value(json!({
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "BridgeNetwork", "metadata": {"name": "bad"}, "spec": spec,
     }))?;
-    let made = api.create(&PostParams::default(), &object).await;
-    Ok(made.err().with_context(|| format!("{spec} was taken"))?.to_string())
+    let created = api.create(&PostParams::default(), &object).await;
+    Ok(created.err().with_context(|| format!("{spec} was admitted"))?.to_string())
 }
 
-pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
+pub async fn only_the_holder_can_write_an_address_block(lab: Lab) -> Result<()> {
     with_namespace(&lab, "block", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.56.0.0/24"]}});
         start_network(client, "block", spec).await?;
-        ns.start_pod(attached_pod("pod", "node-1", "block")).await?;
+        ns.start_pod(attached_pod("client", "node-1", "block")).await?;
         let all = blocks(client, "block").await?;
-        let name = all.first().context("a block")?.name_any();
-        let refused = lab.kubectl(&["delete", "ipblock", &name]).err().context("it was deleted")?;
-        ensure!(format!("{refused:#}").contains("delete the Node"), "{refused:#}");
-        for (words, ipam) in [
+        let name = all.first().context("no IPBlock")?.name_any();
+        let error = lab.kubectl(&["delete", "ipblock", &name]).err().context("the IPBlock was deleted")?;
+        ensure!(format!("{error:#}").contains("delete the Node"), "{error:#}");
+        for (expected, ipam) in [
             ("overlap", json!({"subnets": ["10.0.0.0/8", "10.1.0.0/16"]})),
             ("has host bits set", json!({"subnets": ["10.0.0.1/8"]})),
             ("must be a CIDR", json!({"subnets": ["ten"]})),
@@ -403,13 +414,13 @@ pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
             ),
             ("subnets", json!({})),
         ] {
-            let text = refusal(client, json!({"ipam": ipam})).await?;
-            ensure!(text.contains(words), "{ipam}: {text}");
+            let text = create_error(client, json!({"ipam": ipam})).await?;
+            ensure!(text.contains(expected), "{ipam}: {text}");
         }
-        let text = refusal(client, json!({"mtu": 1000, "ipam": {"subnets": ["fd00::/64"]}})).await?;
+        let text = create_error(client, json!({"mtu": 1000, "ipam": {"subnets": ["fd00::/64"]}})).await?;
         ensure!(text.contains("1280"), "{text}");
         Ok(())
     })
     .await?;
-    remove(&lab, "block").await
+    delete_network(&lab, "block").await
 }

@@ -1,4 +1,4 @@
-//! What nodes publish of their NICs, how soon, and how little they write for it.
+//! NodeNetworks: which NICs nodes publish, how fast, and with how few writes.
 
 use std::{
     collections::BTreeMap,
@@ -18,7 +18,7 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::rest::{at_rest, writes};
+use crate::idle::{patchbay_writes, wait_until_idle};
 
 pub fn nodenetworks(client: &Client) -> Api<NodeNetwork> {
     Api::all(client.clone())
@@ -32,17 +32,19 @@ pub async fn interfaces(client: &Client, node: &str) -> Result<BTreeMap<String, 
     Ok(list.into_iter().map(|i| (i["name"].as_str().unwrap_or_default().to_owned(), i)).collect())
 }
 
-pub async fn shows(
+/// Waits until a NodeNetwork lists a NIC or not, and returns how long that took.
+pub async fn wait_for_nic(
     client: &Client,
     node: &str,
     nic: &str,
-    there: bool,
+    present: bool,
     within: Duration,
 ) -> Result<Duration> {
     let start = Instant::now();
-    let what = format!("{nic} to {} NodeNetwork {node}", if there { "appear in" } else { "leave" });
+    let what =
+        format!("{nic} to {} NodeNetwork {node}", if present { "appear in" } else { "disappear from" });
     wait::until(within, &what, || async {
-        Ok((interfaces(client, node).await?.contains_key(nic) == there).then_some(()))
+        Ok((interfaces(client, node).await?.contains_key(nic) == present).then_some(()))
     })
     .await?;
     Ok(start.elapsed())
@@ -70,7 +72,7 @@ pub async fn every_node_publishes_its_nics_and_its_vtep_address(lab: Lab) -> Res
     Ok(())
 }
 
-pub async fn twenty_pods_starting_cause_no_write(lab: Lab) -> Result<()> {
+pub async fn twenty_starting_pods_cause_no_write(lab: Lab) -> Result<()> {
     let mark = lab.audit_offset()?;
     with_namespace(&lab, "twenty", async |ns: &TestNamespace| {
         let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
@@ -81,21 +83,21 @@ pub async fn twenty_pods_starting_cause_no_write(lab: Lab) -> Result<()> {
             ns.wait_pod_ready(name).await?;
         }
         let links = lab.node("node-1").output(&["ls", "/sys/class/net"])?;
-        ensure!(links.matches("veth").count() >= 10, "the pods have links: {links}");
+        ensure!(links.matches("veth").count() >= 10, "the pods have no links: {links}");
         Ok(())
     })
     .await?;
-    let found = writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, mark)?;
     ensure!(found.is_empty(), "{found:?}");
     Ok(())
 }
 
-pub async fn a_new_nic_shows_within_1_s_and_goes_as_fast(lab: Lab) -> Result<()> {
+pub async fn nic_changes_are_published_within_1_s(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let node = lab.node("node-2");
     for round in 0..if e2e::soak() { 50 } else { 3 } {
-        // A second after the last write: the promise is for a node at rest, and at most one write a second.
-        let mark = at_rest(&lab).await?;
+        // Writes are limited to one per second, so the latency is guaranteed only for an idle node.
+        let mark = wait_until_idle(&lab).await?;
         node.output(&[
             "ip",
             "link",
@@ -111,50 +113,50 @@ pub async fn a_new_nic_shows_within_1_s_and_goes_as_fast(lab: Lab) -> Result<()>
             "peer",
             "vethnic9",
         ])?;
-        let came = shows(&client, "node-2", "nic9", true, Duration::from_secs(1)).await?;
+        let added = wait_for_nic(&client, "node-2", "nic9", true, Duration::from_secs(1)).await?;
         let nic = interfaces(&client, "node-2").await?.remove("nic9").context("the NIC")?;
         ensure!(nic["mac"] == "02:00:00:00:09:01" && nic["mtu"] == 1400 && nic["kind"] == "veth", "{nic}");
         node.output(&["ip", "link", "del", "nic9"])?;
-        let went = shows(&client, "node-2", "nic9", false, Duration::from_millis(1500)).await?;
-        println!("round {round}: shown after {came:?}, gone after {went:?}");
-        ensure!(came <= Duration::from_secs(1), "{came:?}");
-        let found = writes(&lab, mark)?;
+        let removed = wait_for_nic(&client, "node-2", "nic9", false, Duration::from_millis(1500)).await?;
+        println!("round {round}: added after {added:?}, removed after {removed:?}");
+        ensure!(added <= Duration::from_secs(1), "{added:?}");
+        let found = patchbay_writes(&lab, mark)?;
         ensure!(found.len() <= 3, "{found:?}");
     }
     Ok(())
 }
 
-pub async fn a_flapping_nic_costs_at_most_one_write_a_second(lab: Lab) -> Result<()> {
+pub async fn a_flapping_nic_causes_at_most_one_write_per_second(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let node = lab.node("node-1");
-    let (mark, begun) = (lab.audit_offset()?, Instant::now());
-    while begun.elapsed() < Duration::from_secs(5) {
+    let (mark, started) = (lab.audit_offset()?, Instant::now());
+    while started.elapsed() < Duration::from_secs(5) {
         for state in ["down", "up"] {
             node.output(&["ip", "link", "set", "eth2", state])?;
         }
     }
-    let seconds = begun.elapsed().as_secs();
+    let seconds = started.elapsed().as_secs();
     wait::until(Duration::from_secs(3), "the last state to be published", || async {
         Ok((interfaces(&client, "node-1").await?["eth2"]["state"] == "Up").then_some(()))
     })
     .await?;
-    let found = writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, mark)?;
     println!("{} writes in {seconds} s of flapping", found.len());
     ensure!(!found.is_empty() && found.len() as u64 <= seconds + 2, "{} writes in {seconds} s", found.len());
     Ok(())
 }
 
-pub async fn what_people_do_to_a_nodenetwork_is_repaired(lab: Lab) -> Result<()> {
+pub async fn nodenetwork_drift_is_repaired(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let api = nodenetworks(&client);
-    // A NIC that flapped a moment ago has its last state still to be published.
-    at_rest(&lab).await?;
+    // The last state of the flapping NIC of an earlier test may not be published yet.
+    wait_until_idle(&lab).await?;
     let before = api.get("node-1").await?;
-    let lie = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth9", "mtu": 1500}, "interfaces": []}});
-    api.patch_status("node-1", &PatchParams::default(), &Patch::Merge(&lie))
+    let wrong = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth9", "mtu": 1500}, "interfaces": []}});
+    api.patch_status("node-1", &PatchParams::default(), &Patch::Merge(&wrong))
         .await
         .context("edit the status")?;
-    wait::until(Duration::from_secs(3), "the status to tell the truth", || async {
+    wait::until(Duration::from_secs(3), "the status to be repaired", || async {
         Ok((api.get("node-1").await?.status == before.status).then_some(()))
     })
     .await?;
@@ -163,14 +165,14 @@ pub async fn what_people_do_to_a_nodenetwork_is_repaired(lab: Lab) -> Result<()>
     ]}});
     api.patch("node-1", &PatchParams::default(), &Patch::Merge(&foreign))
         .await
-        .context("give it another owner")?;
-    wait::until(Duration::from_secs(5), "the owner to be its Node alone", || async {
+        .context("add a foreign owner")?;
+    wait::until(Duration::from_secs(5), "the foreign owner to be removed", || async {
         let owners =
             api.get_opt("node-1").await?.and_then(|n| n.metadata.owner_references).unwrap_or_default();
         Ok((owners.len() == 1 && owners[0].kind == "Node").then_some(()))
     })
     .await?;
-    api.delete("node-1", &DeleteParams::default()).await.context("delete it")?;
+    api.delete("node-1", &DeleteParams::default()).await.context("delete the NodeNetwork")?;
     wait::until(Duration::from_secs(3), "a new NodeNetwork", || async {
         let now = api.get_opt("node-1").await?;
         Ok(now

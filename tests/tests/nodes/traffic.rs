@@ -1,4 +1,4 @@
-//! Pods on bridge networks reach each other, and what is behind an uplink.
+//! Traffic between pods on bridge networks: on one node, over an overlay, and through an uplink.
 
 use std::time::Duration;
 
@@ -22,9 +22,7 @@ use serde_json::{Value, json};
 
 use crate::NODES;
 
-pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reach_each_other(
-    lab: Lab,
-) -> Result<()> {
+pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: Lab) -> Result<()> {
     with_namespace(&lab, "local", async |ns: &TestNamespace| {
         let client = &ns.client;
         let before = host_state(&lab, "node-1")?;
@@ -35,9 +33,10 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
             let bridge = link(&lab, node, "br-local").context("the bridge")?;
             ensure!(bridge["mtu"] == 1500 && bridge["flags"].to_string().contains("\"UP\""), "{bridge}");
             let addresses = lab.node(node).output(&["ip", "-o", "addr", "show", "dev", "br-local"])?;
-            ensure!(addresses.trim().is_empty(), "the bridge has no address: {addresses}");
-            let off = lab.node(node).output(&["cat", "/proc/sys/net/ipv6/conf/br-local/disable_ipv6"])?;
-            ensure!(off.trim() == "1", "IPv6 is on");
+            ensure!(addresses.trim().is_empty(), "the bridge has an address: {addresses}");
+            let disabled =
+                lab.node(node).output(&["cat", "/proc/sys/net/ipv6/conf/br-local/disable_ipv6"])?;
+            ensure!(disabled.trim() == "1", "IPv6 is enabled on the bridge");
             let object = Api::<Node>::all(client.clone()).get(node).await?;
             ensure!(
                 object.labels().get("network.patchbay.dev/local").is_some_and(|v| v == "true"),
@@ -46,14 +45,15 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
         }
         let table = lab.kubectl(&["get", "bnet", "local"])?;
         ensure!(table.contains("br-local") && table.contains("1500") && table.contains("2/2"), "{table}");
-        let (joined, named) = tokio::join!(
-            start_pod_with_address(ns, "a", "node-1", "local", "10.9.0.1/24"),
-            start_pod_with_address(ns, "b", "node-1", "local@lan", "10.9.0.9/24"),
+        let (client_pod, server_pod) = tokio::join!(
+            start_pod_with_address(ns, "client", "node-1", "local", "10.9.0.1/24"),
+            start_pod_with_address(ns, "server", "node-1", "local@lan", "10.9.0.9/24"),
         );
-        joined?;
-        named.err().context("net1 is named lan")?;
-        add_address(ns, "b", "lan", "10.9.0.2/24")?;
-        wait_reachable(ns, "a", "10.9.0.2").await?;
+        client_pod?;
+        // `join` sets an address on net1, but this interface is called lan.
+        server_pod.err().context("the interface of the server is net1, not lan")?;
+        add_address(ns, "server", "lan", "10.9.0.2/24")?;
+        wait_reachable(ns, "client", "10.9.0.2").await?;
         let object = networks(client).get("local").await?;
         wait::until(Duration::from_secs(3), "two users", || async {
             let users = networks(client).get("local").await?.status.and_then(|s| s.users).unwrap_or_default();
@@ -61,12 +61,12 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
         })
         .await?;
         ensure!(condition(&object, "Conflict").0 != "True", "{object:?}");
-        // A requested hardware address is honoured.
+        // A requested MAC address is used.
         let request = r#"[{"name": "local", "mac": "02:00:00:aa:bb:01"}]"#;
-        ns.start_pod(attached_pod("c", "node-1", request)).await?;
-        let mac = ns.exec("c", &["cat", "/sys/class/net/net1/address"])?;
+        ns.start_pod(attached_pod("custom-mac", "node-1", request)).await?;
+        let mac = ns.exec("custom-mac", &["cat", "/sys/class/net/net1/address"])?;
         ensure!(mac.trim() == "02:00:00:aa:bb:01", "{mac}");
-        for name in ["a", "b", "c"] {
+        for name in ["client", "server", "custom-mac"] {
             ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
         delete_network(client, "local").await?;
@@ -75,25 +75,28 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
         ensure!(before == after, "before:\n{before}\nafter:\n{after}");
         for node in NODES {
             let object = Api::<Node>::all(client.clone()).get(node).await?;
-            ensure!(!object.labels().contains_key("network.patchbay.dev/local"), "the label stays on {node}");
+            ensure!(
+                !object.labels().contains_key("network.patchbay.dev/local"),
+                "the label was not removed from {node}"
+            );
         }
         Ok(())
     })
     .await
 }
 
-pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its_mtu(lab: Lab) -> Result<()> {
+pub async fn an_overlay_connects_pods_across_nodes_up_to_its_mtu(lab: Lab) -> Result<()> {
     with_namespace(&lab, "overlay", async |ns: &TestNamespace| {
         let client = &ns.client;
         let spec = json!({"mtu": 9000, "overlay": {"vni": 4711}, "attachment": attachment_for(ns)});
         start_network(client, "over", spec).await?;
-        // Another beside it.
+        // A second overlay on the same nodes.
         start_network(client, "over2", json!({"overlay": {"vni": 4712}, "attachment": attachment_for(ns)}))
             .await?;
         let object = networks(client).get("over").await?;
         ensure!(object.status.as_ref().and_then(|s| s.mtu) == Some(1450), "{object:?}");
-        let (reduced, _, why) = condition(&object, "MtuReduced");
-        ensure!(reduced == "True" && why.contains("1450"), "{why}");
+        let (reduced, _, message) = condition(&object, "MtuReduced");
+        ensure!(reduced == "True" && message.contains("1450"), "{message}");
         let config = lab.kubectl(&[
             "-n",
             &ns.namespace,
@@ -104,41 +107,41 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
             "jsonpath={.spec.config}",
         ])?;
         ensure!(serde_json::from_str::<Value>(&config)?["mtu"] == 1450, "{config}");
-        let [a, ..] = start_pods_with_addresses(
+        let [client_pod, ..] = start_pods_with_addresses(
             ns,
             [
-                ("a", "node-1", "over", "10.8.0.1/24"),
-                ("b", "node-2", "over", "10.8.0.2/24"),
-                ("c", "node-2", "over2", "10.8.0.3/24"),
+                ("client", "node-1", "over", "10.8.0.1/24"),
+                ("server", "node-2", "over", "10.8.0.2/24"),
+                ("isolated", "node-2", "over2", "10.8.0.3/24"),
             ],
         )
         .await?;
-        for (pod, address) in [("a", "fd00:8::1/64"), ("b", "fd00:8::2/64")] {
+        for (pod, address) in [("client", "fd00:8::1/64"), ("server", "fd00:8::2/64")] {
             add_address(ns, pod, "net1", address)?;
         }
-        wait_reachable(ns, "a", "10.8.0.2").await?;
-        wait_reachable(ns, "a", "fd00:8::2").await?;
-        // A packet as large as the network, never to be cut on the way; and one byte more.
+        wait_reachable(ns, "client", "10.8.0.2").await?;
+        wait_reachable(ns, "client", "fd00:8::2").await?;
+        // Packets of exactly the MTU, and one byte more, with fragmentation prohibited.
         let ping = |size: &str| {
             exec_in_pod_netns(
                 &lab,
-                &a,
+                &client_pod,
                 &["/usr/bin/ping", "-M", "do", "-c", "3", "-i", "0.2", "-W", "2", "-s", size, "10.8.0.2"],
             )
         };
-        ensure!(packets_lost(&ping("1422")?)? == 0, "a packet of 1450 bytes passes");
+        ensure!(packets_lost(&ping("1422")?)? == 0, "packets of 1450 bytes were lost");
         ensure!(ping("1423").is_err(), "a packet of 1451 bytes passed");
         ensure!(
-            ns.exec("a", &["ping", "-c", "1", "-W", "1", "10.8.0.3"]).is_err(),
-            "networks are kept apart"
+            ns.exec("client", &["ping", "-c", "1", "-W", "1", "10.8.0.3"]).is_err(),
+            "the networks are not isolated"
         );
-        // TCP too, with more than fits into one packet.
+        // TCP with more data than fits into one packet.
         let text = "x".repeat(4000);
-        ns.start_pod(attached_pod("d", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
-        add_address(ns, "d", "net1", "10.8.0.4/24")?;
-        wait::until(WAIT_TIMEOUT, "an answer over TCP", || async {
-            let answer = ns.exec("a", &["tool", "send", "tcp", "10.8.0.4:7000", &text])?;
-            Ok(answer.contains(&text).then_some(()))
+        ns.start_pod(attached_pod("tcp-server", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
+        add_address(ns, "tcp-server", "net1", "10.8.0.4/24")?;
+        wait::until(WAIT_TIMEOUT, "a TCP response", || async {
+            let response = ns.exec("client", &["tool", "send", "tcp", "10.8.0.4:7000", &text])?;
+            Ok(response.contains(&text).then_some(()))
         })
         .await?;
         Ok(())
@@ -153,12 +156,12 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
     }
     ensure!(
         link(&lab, "node-1", "vx-over").is_none() && link(&lab, "node-2", "br-over").is_none(),
-        "links stay"
+        "links were not deleted"
     );
     Ok(())
 }
 
-pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it_was(lab: Lab) -> Result<()> {
+pub async fn an_uplink_connects_pods_and_is_restored_after_deletion(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     for (node, mtu, state) in [("node-1", "1400", "down"), ("node-2", "1500", "up")] {
         lab.node(node).output(&["ip", "link", "set", "eth1", "mtu", mtu])?;
@@ -170,11 +173,11 @@ pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it
         let eth1 = link(&lab, "node-1", "eth1").context("the uplink")?;
         ensure!(eth1["master"] == "br-up" && eth1["mtu"] == 1500, "{eth1}");
         start_pods_with_addresses(
-            ns,
-            [("a", "node-1", "up", "10.7.0.1/24"), ("b", "node-2", "up", "10.7.0.2/24")],
+            scene,
+            [("client", "node-1", "up", "10.7.0.1/24"), ("server", "node-2", "up", "10.7.0.2/24")],
         )
         .await?;
-        wait_reachable(ns, "a", "10.7.0.2").await
+        wait_reachable(ns, "client", "10.7.0.2").await
     })
     .await?;
     delete_network(&client, "up").await?;
@@ -185,17 +188,17 @@ pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it
     Ok(())
 }
 
-pub async fn a_network_of_small_packets_has_pods_too(lab: Lab) -> Result<()> {
+pub async fn a_network_with_a_small_mtu_connects_pods(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     with_namespace(&lab, "small", async |ns: &TestNamespace| {
         start_network(&client, "small", json!({"mtu": 600, "attachment": attachment_for(ns)})).await?;
         start_pods_with_addresses(
-            ns,
-            [("a", "node-1", "small", "10.12.0.1/24"), ("b", "node-1", "small", "10.12.0.2/24")],
+            scene,
+            [("client", "node-1", "small", "10.12.0.1/24"), ("server", "node-1", "small", "10.12.0.2/24")],
         )
         .await?;
-        wait_reachable(ns, "a", "10.12.0.2").await?;
-        let mtu = ns.exec("a", &["cat", "/sys/class/net/net1/mtu"])?;
+        wait_reachable(ns, "client", "10.12.0.2").await?;
+        let mtu = ns.exec("client", &["cat", "/sys/class/net/net1/mtu"])?;
         ensure!(mtu.trim() == "600", "{mtu}");
         Ok(())
     })
@@ -208,31 +211,31 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
     let client = lab.client().await?;
     with_namespace(&lab, "edits", async |ns: &TestNamespace| {
         start_network(&client, "edit", json!({"mtu": 1400, "attachment": attachment_for(ns)})).await?;
-        let [a, ..] = start_pods_with_addresses(
-            ns,
-            [("a", "node-1", "edit", "10.4.0.1/24"), ("b", "node-1", "edit", "10.4.0.2/24")],
+        let [client_pod, ..] = join_all(
+            scene,
+            [("client", "node-1", "edit", "10.4.0.1/24"), ("server", "node-1", "edit", "10.4.0.2/24")],
         )
         .await?;
-        wait_reachable(ns, "a", "10.4.0.2").await?;
-        let index = |l: &Option<Value>| l.as_ref().map(|l| l["ifindex"].clone());
-        let before = index(&link(&lab, "node-1", "br-edit"));
+        wait_reachable(ns, "client", "10.4.0.2").await?;
+        let ifindex = |l: &Option<Value>| l.as_ref().map(|l| l["ifindex"].clone());
+        let before = ifindex(&link(&lab, "node-1", "br-edit"));
         let pinging = {
             let lab = lab.clone();
             std::thread::spawn(move || {
                 exec_in_pod_netns(
                     &lab,
-                    &a,
+                    &client_pod,
                     &["/usr/bin/ping", "-c", "60", "-i", "0.05", "-W", "1", "10.4.0.2"],
                 )
             })
         };
-        let change = async |spec: Value| -> Result<()> {
+        let edit = async |spec: Value| -> Result<()> {
             let patch = Patch::Merge(json!({"spec": spec}));
             networks(&client).patch("edit", &PatchParams::default(), &patch).await?;
             wait_ready(&client, "edit", Duration::from_secs(3)).await.map(drop)
         };
-        change(json!({"mtu": 1480})).await?;
-        change(json!({"uplink": "eth1"})).await?;
+        edit(json!({"mtu": 1480})).await?;
+        edit(json!({"uplink": "eth1"})).await?;
         wait::until(Duration::from_secs(3), "pods with the old MTU to be counted", || async {
             let status = networks(&client).get("edit").await?.status.unwrap_or_default();
             Ok((status.mtu == Some(1480) && status.pods_with_old_mtu == Some(2)).then_some(()))
@@ -240,10 +243,13 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         .await?;
         let summary = pinging.join().map_err(|_| anyhow::anyhow!("ping panicked"))??;
         ensure!(packets_lost(&summary)? == 0, "{summary}");
-        ensure!(index(&link(&lab, "node-1", "br-edit")) == before, "the bridge was made anew");
-        ensure!(link(&lab, "node-1", "br-edit").is_some_and(|l| l["mtu"] == 1480), "the new MTU");
-        // Lowering is refused while pods are on it, and so are changes of what cannot change.
-        for (spec, words) in [
+        ensure!(ifindex(&link(&lab, "node-1", "br-edit")) == before, "the bridge was recreated");
+        ensure!(
+            link(&lab, "node-1", "br-edit").is_some_and(|l| l["mtu"] == 1480),
+            "the bridge does not have the new MTU"
+        );
+        // The API server rejects a lower MTU while pods use the network, changes of immutable fields, and invalid values.
+        for (spec, expected) in [
             (json!({"mtu": 1300}), "the MTU cannot be lowered from 1480 to 1300"),
             (json!({"bridge": "other"}), "spec.bridge cannot be changed"),
             (json!({"overlay": {"vni": 5}}), "spec.overlay cannot be set"),
@@ -252,12 +258,15 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         ] {
             let patch = Patch::Merge(json!({"spec": spec}));
             match networks(&client).patch("edit", &PatchParams::default(), &patch).await {
-                Err(kube::Error::Api(e)) if e.message.contains(words) => {}
+                Err(kube::Error::Api(e)) if e.message.contains(expected) => {}
                 other => bail!("{spec}: {other:?}"),
             }
         }
-        change(json!({"uplink": null})).await?;
-        ensure!(link(&lab, "node-1", "eth1").is_some_and(|l| l["master"].is_null()), "the uplink is back");
+        edit(json!({"uplink": null})).await?;
+        ensure!(
+            link(&lab, "node-1", "eth1").is_some_and(|l| l["master"].is_null()),
+            "the uplink was not released"
+        );
         Ok(())
     })
     .await?;

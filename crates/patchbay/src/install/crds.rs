@@ -1,4 +1,4 @@
-//! The kinds of Patchbay, as the API server wants them.
+//! The CustomResourceDefinitions of Patchbay.
 
 use serde_json::Value;
 
@@ -7,7 +7,7 @@ pub fn crds() -> Vec<Value> {
     api::crds()
         .iter()
         .map(|crd| {
-            let mut crd = serde_json::to_value(crd).expect("a definition is plain data");
+            let mut crd = serde_json::to_value(crd).expect("a CustomResourceDefinition serializes");
             crd["metadata"]["labels"] = super::labels("api");
             crd
         })

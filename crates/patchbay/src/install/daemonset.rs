@@ -1,24 +1,24 @@
-//! The node daemon on its host: a DaemonSet with just the reach into the host that its work needs.
+//! The node daemon: a DaemonSet with only the host access that its work needs.
 
 use api::names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, STATE_DIR};
 use serde_json::{Value, json};
 
-use super::{NODE, Options, PROGRAM};
+use super::{BINARY, InstallOptions, NODE};
 
-/// Capabilities of the node daemon, each with the work that fails without it (`tests/tests/nodes/rights.rs`).
+/// Capabilities of the node daemon. `tests/tests/nodes/rbac.rs` shows what fails without each of them.
 const CAPABILITIES: &[&str] = &[
-    // Making and changing links, also a pod's end inside the pod's network namespace, and their settings.
+    // Create and change links and their settings, also the pod's end inside the pod's network namespace.
     "NET_ADMIN",
-    // Entering a pod's network namespace, to look at what is there.
+    // Enter a pod's network namespace to inspect its links.
     "SYS_ADMIN",
 ];
 
 /// The DaemonSet.
-pub fn daemonset(options: &Options) -> Value {
+pub fn daemonset(options: &InstallOptions) -> Value {
     json!({
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
-        "metadata": super::namespaced(options, NODE, "node"),
+        "metadata": super::namespaced_metadata(options, NODE, "node"),
         "spec": {
             "selector": {"matchLabels": super::selector("node")},
             "updateStrategy": update_strategy(),
@@ -30,14 +30,14 @@ pub fn daemonset(options: &Options) -> Value {
     })
 }
 
-/// The old daemon goes before the new one comes: a node loses no link in the seconds between. A surge would leave no gap,
-/// but both pods' probes would then be answered by whichever daemon has the socket, and a new one that never gets
-/// ready would show as a fault of the old. A tenth of the nodes at a time bounds what a bad version can reach.
+/// The old daemon stops before the new one starts; a node loses no link in the seconds between. With a surge, both pods'
+/// probes would reach the daemon that owns the socket, so a new daemon that never gets ready would look like a failure
+/// of the old one. Updating a tenth of the nodes at a time limits the damage of a bad version.
 fn update_strategy() -> Value {
     json!({"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": "10%"}})
 }
 
-fn pod(options: &Options) -> Value {
+fn pod(options: &InstallOptions) -> Value {
     json!({
         "serviceAccountName": NODE,
         "automountServiceAccountToken": true,
@@ -46,10 +46,10 @@ fn pod(options: &Options) -> Value {
         "tolerations": [{"operator": "Exists"}],
         "hostNetwork": true,
         "hostPID": true,
-        // The node's own resolver: the daemon looks up no cluster name, and must not wait for cluster DNS, which may
-        // itself wait for a network of ours.
+        // The node's resolver: the daemon resolves no cluster names, and must not depend on cluster DNS, which may itself
+        // wait for one of our networks.
         "dnsPolicy": "Default",
-        "terminationGracePeriodSeconds": super::GRACE.as_secs(),
+        "terminationGracePeriodSeconds": super::TERMINATION_GRACE_PERIOD.as_secs(),
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container(options)],
         "volumes": [
@@ -61,23 +61,23 @@ fn pod(options: &Options) -> Value {
     })
 }
 
-fn container(options: &Options) -> Value {
+fn container(options: &InstallOptions) -> Value {
     let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
     args.extend(options.ignore_interfaces.iter().map(|pattern| format!("--ignore-interfaces={pattern}")));
     json!({
         "name": "node",
         "image": options.image,
         "imagePullPolicy": options.image_pull_policy.text(),
-        "command": [PROGRAM],
+        "command": [BINARY],
         "args": args,
-        "env": [super::from_field("NODE_NAME", "spec.nodeName")],
+        "env": [super::env_from_field("NODE_NAME", "spec.nodeName")],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
         "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            // Read-only until something has to be written there. HostToContainer: what the host mounts later is seen.
+            // Read-only: the daemon writes only to the other mounts. HostToContainer: later mounts of the host are visible.
             {"name": "host", "mountPath": HOST_ROOT, "mountPropagation": "HostToContainer", "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},
@@ -86,7 +86,7 @@ fn container(options: &Options) -> Value {
     })
 }
 
-/// Root on its host, and yet never privileged.
+/// Root on the host, but not privileged.
 fn security_context() -> Value {
     let mut capabilities = json!({"drop": ["ALL"]});
     if !CAPABILITIES.is_empty() {
@@ -99,19 +99,19 @@ fn security_context() -> Value {
         "runAsGroup": 0,
         "readOnlyRootFilesystem": true,
         "capabilities": capabilities,
-        // The default profile of AppArmor and the default type of SELinux both forbid work on the host's files.
+        // The default AppArmor profile and the default SELinux type both deny access to host files.
         "appArmorProfile": {"type": "Unconfined"},
         "seLinuxOptions": {"type": "spc_t"},
     })
 }
 
-/// By exec: on the host's network a port could be taken, and two generations could not overlap.
-fn probe(question: &str, every_seconds: u32, failures: u32) -> Value {
+/// An exec probe: in the host network, a port could already be in use, and old and new daemon could not overlap.
+fn probe(question: &str, period_seconds: u32, failure_threshold: u32) -> Value {
     json!({
-        "exec": {"command": [PROGRAM, "probe", question]},
-        "periodSeconds": every_seconds,
-        // A little more than the program itself waits for an answer, so that its own message is seen.
+        "exec": {"command": [BINARY, "probe", question]},
+        "periodSeconds": period_seconds,
+        // Slightly more than the timeout of `patchbay probe`, so that its error message is reported.
         "timeoutSeconds": 6,
-        "failureThreshold": failures,
+        "failureThreshold": failure_threshold,
     })
 }

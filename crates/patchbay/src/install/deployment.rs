@@ -1,21 +1,21 @@
-//! The controller: a Deployment, and the budget that keeps a drain from taking all of it.
+//! The controller: its Deployment and its PodDisruptionBudget.
 
 use api::names::{HEALTH_PORT, WEBHOOK_PORT};
 use serde_json::{Value, json};
 
-use super::{CONTROLLER, Options, PROGRAM};
+use super::{BINARY, CONTROLLER, InstallOptions};
 
 /// The Deployment.
-pub fn deployment(options: &Options) -> Value {
+pub fn deployment(options: &InstallOptions) -> Value {
     json!({
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": super::namespaced(options, CONTROLLER, "controller"),
+        "metadata": super::namespaced_metadata(options, CONTROLLER, "controller"),
         "spec": {
             "replicas": options.controller_replicas,
             "selector": {"matchLabels": super::selector("controller")},
-            // The webhook never has fewer replicas than asked for. One more pod always finds a place: it is small, has no
-            // host port, and replicas only prefer to be apart, so that this also works on one node.
+            // The webhook never has fewer replicas than configured. The surge pod can always be scheduled: it is small,
+            // has no host port, and anti-affinity is only preferred, so this works on a single node too.
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "template": {
                 "metadata": {"labels": super::labels("controller")},
@@ -25,12 +25,12 @@ pub fn deployment(options: &Options) -> Value {
     })
 }
 
-/// The PodDisruptionBudget. A broken replica never blocks a drain.
-pub fn disruption_budget(options: &Options) -> Value {
+/// The PodDisruptionBudget. An unhealthy replica never blocks a drain.
+pub fn disruption_budget(options: &InstallOptions) -> Value {
     json!({
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": super::namespaced(options, CONTROLLER, "controller"),
+        "metadata": super::namespaced_metadata(options, CONTROLLER, "controller"),
         "spec": {
             "maxUnavailable": 1,
             "selector": {"matchLabels": super::selector("controller")},
@@ -39,7 +39,7 @@ pub fn disruption_budget(options: &Options) -> Value {
     })
 }
 
-fn pod(options: &Options) -> Value {
+fn pod(options: &InstallOptions) -> Value {
     json!({
         "serviceAccountName": CONTROLLER,
         "automountServiceAccountToken": true,
@@ -61,21 +61,21 @@ fn pod(options: &Options) -> Value {
             "runAsGroup": 65532,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "terminationGracePeriodSeconds": super::GRACE.as_secs(),
+        "terminationGracePeriodSeconds": super::TERMINATION_GRACE_PERIOD.as_secs(),
         "containers": [container(options)],
     })
 }
 
-fn container(options: &Options) -> Value {
+fn container(options: &InstallOptions) -> Value {
     json!({
         "name": "controller",
         "image": options.image,
         "imagePullPolicy": options.image_pull_policy.text(),
-        "command": [PROGRAM],
+        "command": [BINARY],
         "args": ["controller", format!("--log={}", options.log_level)],
         "env": [
-            super::from_field("POD_NAME", "metadata.name"),
-            super::from_field("POD_NAMESPACE", "metadata.namespace"),
+            super::env_from_field("POD_NAME", "metadata.name"),
+            super::env_from_field("POD_NAMESPACE", "metadata.namespace"),
         ],
         "ports": [
             {"name": "webhook", "containerPort": WEBHOOK_PORT, "protocol": "TCP"},
@@ -83,7 +83,7 @@ fn container(options: &Options) -> Value {
         ],
         "livenessProbe": probe("/healthz", 10, 3),
         "readinessProbe": probe("/readyz", 5, 2),
-        // No cpu limit: throttling a webhook slows every write that it judges.
+        // No CPU limit: throttling the webhook would delay every write that it reviews.
         "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "securityContext": {
             "allowPrivilegeEscalation": false,
@@ -94,11 +94,11 @@ fn container(options: &Options) -> Value {
     })
 }
 
-fn probe(path: &str, every_seconds: u32, failures: u32) -> Value {
+fn probe(path: &str, period_seconds: u32, failure_threshold: u32) -> Value {
     json!({
         "httpGet": {"path": path, "port": "health", "scheme": "HTTP"},
-        "periodSeconds": every_seconds,
+        "periodSeconds": period_seconds,
         "timeoutSeconds": 3,
-        "failureThreshold": failures,
+        "failureThreshold": failure_threshold,
     })
 }

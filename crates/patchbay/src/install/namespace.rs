@@ -1,11 +1,11 @@
-//! The namespace that everything lives in.
+//! The namespace of Patchbay.
 
 use serde_json::{Value, json};
 
-use super::Options;
+use super::InstallOptions;
 
-/// The Namespace. Pod security is off in it because the node daemon works on its host.
-pub fn namespace(options: &Options) -> Value {
+/// The Namespace. Its pod security level is `privileged`: the node daemon uses the host network and host paths.
+pub fn namespace(options: &InstallOptions) -> Value {
     let mut labels = super::labels("namespace");
     for mode in ["enforce", "audit", "warn"] {
         labels[format!("pod-security.kubernetes.io/{mode}")] = json!("privileged");

@@ -1,50 +1,51 @@
-//! The admission policies: one keeps a node daemon to its own node's objects, one the controller to its labels of Nodes.
+//! The ValidatingAdmissionPolicies: they restrict a node daemon to the objects of its own node, and the controller to its
+//! own labels on Nodes.
 //!
-//! The API server decides it alone, in process: no controller needs to run. A token says which node its pod runs on,
-//! and that cannot be forged by whoever holds the token. A later capability adds its kinds here.
+//! The API server evaluates them in process, so no controller needs to run. The token of a pod carries the name of the pod's
+//! node, which the holder of the token cannot forge.
 
 use api::{GROUP, bridgenetwork::READY_LABEL_PREFIX};
 use serde_json::{Value, json};
 
-use super::{CONTROLLER, NODE, Options};
+use super::{CONTROLLER, InstallOptions, NODE};
 
-/// The policy about address blocks.
-const BLOCKS: &str = "patchbay-ipblocks";
-/// The policy about events of node daemons.
-const NODE_EVENTS: &str = "patchbay-node-events";
+/// The policy for IPBlocks.
+const BLOCK_POLICY: &str = "patchbay-ipblocks";
+/// The policy for events of node daemons.
+const EVENT_POLICY: &str = "patchbay-node-events";
 
-/// The node of the pod that the token was made for, as the API server saw it; empty when the token has none.
+/// The node of the pod that the token is bound to; empty when the token is not bound to a pod.
 const USER_NODE: &str = "\
 has(request.userInfo.extra) &&
 'authentication.kubernetes.io/node-name' in request.userInfo.extra &&
 size(request.userInfo.extra['authentication.kubernetes.io/node-name']) == 1
 ? request.userInfo.extra['authentication.kubernetes.io/node-name'][0] : ''";
 
-/// The name of the object in question. `request.name` would not do: it is empty for each object of a collection delete.
+/// The name of the object. `request.name` is empty for the objects of a collection delete.
 const OBJECT_NAME: &str = "\
 object != null
 ? (has(object.metadata.name) ? object.metadata.name : '')
 : (oldObject != null && has(oldObject.metadata.name) ? oldObject.metadata.name : '')";
 
-/// The owners that the object had before.
+/// The owner references of the old object.
 const OLD_OWNERS: &str = "\
 oldObject != null && has(oldObject.metadata.ownerReferences) ? oldObject.metadata.ownerReferences : []";
 
-/// An owner decides when an object is deleted, so the own Node is the only one to add. One that somebody else put there
-/// is not the daemon's fault: judging it would lock the daemon out of its own object for good.
-const NEW_OWNERS_ARE_THE_NODE: &str = "\
+/// An owner determines when an object is garbage collected, so the daemon may add only its own Node. Owners that were there
+/// before are allowed: rejecting them would lock the daemon out of its own object.
+const ADDS_ONLY_OWN_NODE_AS_OWNER: &str = "\
 object == null || !has(object.metadata.ownerReferences) ||
 object.metadata.ownerReferences.all(owner,
   (owner.apiVersion == 'v1' && owner.kind == 'Node' && owner.name == variables.userNode) ||
   variables.oldOwners.exists(old, old.apiVersion == owner.apiVersion && old.kind == owner.kind &&
     old.name == owner.name && old.uid == owner.uid))";
 
-/// Every label that one of the two has beside those of the controller's prefix, the other has too.
-const SAME_LABELS: &str = "variables.THESE.all(key, key.startsWith('PREFIX') || \
+/// Every label of `THESE` without the controller's prefix has the same value in `THOSE`.
+const SAME_OTHER_LABELS: &str = "variables.THESE.all(key, key.startsWith('PREFIX') || \
 (key in variables.THOSE && variables.THOSE[key] == variables.THESE[key]))";
 
-/// Nothing of a Node but its labels differs.
-const NOTHING_ELSE: &str = "\
+/// An update of a Node that changes nothing except labels.
+const CHANGES_ONLY_LABELS: &str = "\
 request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status == oldObject.status &&
 (has(object.metadata.annotations) ? object.metadata.annotations : {}) ==
   (has(oldObject.metadata.annotations) ? oldObject.metadata.annotations : {}) &&
@@ -54,44 +55,45 @@ request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status 
   (has(oldObject.metadata.ownerReferences) ? oldObject.metadata.ownerReferences : [])";
 
 /// The policies and their bindings.
-pub fn policy(options: &Options) -> Vec<Value> {
+pub fn policies(options: &InstallOptions) -> Vec<Value> {
     [node_policy(options), block_policy(options), event_policy(options), controller_policy(options)].concat()
 }
 
-/// What is peculiar to a policy.
-struct Policy<'a> {
+/// The parts in which the policies differ.
+struct AdmissionPolicy<'a> {
     name: &'a str,
-    /// The program that it keeps within its limits.
+    /// The component that it restricts.
     component: &'a str,
     group: &'a str,
     operations: &'a [&'a str],
     resources: &'a [&'a str],
-    /// The requests that it judges: a name, and the rule that picks them.
-    condition: (&'a str, String),
+    /// The match condition: its name and its expression.
+    match_condition: (&'a str, String),
     variables: Value,
     validations: Value,
 }
 
-impl Policy<'_> {
-    /// The policy, and what makes it count for everybody, without exception.
+impl AdmissionPolicy<'_> {
+    /// The policy, and a binding that applies it to the whole cluster.
     fn objects(self) -> Vec<Value> {
-        let Self { name, component, group, operations, resources, condition, variables, validations } = self;
+        let Self { name, component, group, operations, resources, match_condition, variables, validations } =
+            self;
         let policy = json!({
             "apiVersion": "admissionregistration.k8s.io/v1",
             "kind": "ValidatingAdmissionPolicy",
-            "metadata": super::cluster(name, component),
+            "metadata": super::cluster_metadata(name, component),
             "spec": {
                 "failurePolicy": "Fail",
                 "matchConstraints": {"resourceRules": [{
                     "apiGroups": [group],
-                    // Every version: a policy that a new version of the kind could pass by would be none.
+                    // All versions: a new version of the kind must not bypass the policy.
                     "apiVersions": ["*"],
                     "operations": operations,
                     "resources": resources,
-                    // The default, written down: without it every apply finds a difference to the server's list.
+                    // The default, made explicit: without it, every apply would show a difference.
                     "scope": "*",
                 }]},
-                "matchConditions": [{"name": condition.0, "expression": condition.1}],
+                "matchConditions": [{"name": match_condition.0, "expression": match_condition.1}],
                 "variables": variables,
                 "validations": validations,
             },
@@ -99,29 +101,29 @@ impl Policy<'_> {
         let binding = json!({
             "apiVersion": "admissionregistration.k8s.io/v1",
             "kind": "ValidatingAdmissionPolicyBinding",
-            "metadata": super::cluster(name, component),
+            "metadata": super::cluster_metadata(name, component),
             "spec": {"policyName": name, "validationActions": ["Deny"]},
         });
         vec![policy, binding]
     }
 }
 
-/// Whether a request is this user's.
+/// The expression that matches requests of a user.
 fn is_user(user: &str) -> String {
     format!("request.userInfo.username == '{user}'")
 }
 
-/// A block is its holder's. As long as it is there nobody else has its addresses, so nobody else takes it away either,
-/// but for the controller, which knows when its node is gone.
-fn block_policy(options: &Options) -> Vec<Value> {
+/// Only the holder of a block may write it: while the block exists, no other node may assign its addresses. The controller
+/// is exempt, because it deletes the blocks of deleted nodes.
+fn block_policy(options: &InstallOptions) -> Vec<Value> {
     let not_controller = format!("request.userInfo.username != '{}'", options.controller_user());
-    Policy {
-        name: BLOCKS,
+    AdmissionPolicy {
+        name: BLOCK_POLICY,
         component: "node",
         group: GROUP,
         operations: &["CREATE", "UPDATE", "DELETE"],
         resources: &["ipblocks", "ipblocks/status"],
-        condition: ("not-controller", not_controller),
+        match_condition: ("not-controller", not_controller),
         variables: json!([
             {"name": "userNode", "expression": USER_NODE},
             {"name": "daemon", "expression": is_user(&options.node_user())},
@@ -132,111 +134,124 @@ fn block_policy(options: &Options) -> Vec<Value> {
                 "expression": "!variables.daemon || (variables.userNode != '' && \
                     variables.blocks.all(block, block.spec.holder.node == variables.userNode))",
                 "reason": "Forbidden",
-                "message": "The node daemon may only write address blocks that its own node holds.",
+                "message": "IPBlock rejected: a node daemon may only write blocks whose spec.holder.node is its own node; \
+                    use the token of the patchbay-node pod on that node.",
             },
             {
-                // Whoever stores an object anew as it was changes nothing.
+                // An update without changes is allowed: storage migration rewrites objects as they are.
                 "expression": "variables.daemon || (request.operation == 'UPDATE' && \
                     object.spec == oldObject.spec && has(object.status) == has(oldObject.status) && \
                     (!has(object.status) || object.status == oldObject.status))",
                 "reason": "Forbidden",
-                "message": "Address blocks are made and removed by the nodes that hold them: pods may have their \
-                    addresses. A block goes by itself once nobody has any; if its node is gone for good, delete the Node.",
+                "message": "IPBlock rejected: only the node daemon of its holder may create, change or delete a block, \
+                    because running pods may use its addresses. The daemon deletes a block that is no longer used. If \
+                    the node is gone for good, delete the Node: the controller then deletes its blocks.",
             },
         ]),
     }
     .objects()
 }
 
-/// What a node daemon tells, it tells in the name of its own node.
-fn event_policy(options: &Options) -> Vec<Value> {
-    Policy {
-        name: NODE_EVENTS,
+/// A node daemon writes events only in the name of its own node.
+fn event_policy(options: &InstallOptions) -> Vec<Value> {
+    AdmissionPolicy {
+        name: EVENT_POLICY,
         component: "node",
         group: "events.k8s.io",
         operations: &["CREATE", "UPDATE"],
         resources: &["events"],
-        condition: ("node-daemon", is_user(&options.node_user())),
+        match_condition: ("node-daemon", is_user(&options.node_user())),
         variables: json!([
             {"name": "userNode", "expression": USER_NODE},
-            {"name": "told", "expression": "oldObject == null ? object : oldObject"},
+            {"name": "previous", "expression": "oldObject == null ? object : oldObject"},
         ]),
         validations: json!([{
-            "expression": "variables.userNode != '' && [object, variables.told].all(event, \
+            "expression": "variables.userNode != '' && [object, variables.previous].all(event, \
                 has(event.reportingController) && event.reportingController == 'patchbay-node' && \
                 has(event.reportingInstance) && event.reportingInstance == variables.userNode)",
             "reason": "Forbidden",
-            "message": "The node daemon may only tell events in the name of its own node.",
+            "message": "Event rejected: a node daemon may only write events whose reportingController is patchbay-node and \
+                whose reportingInstance is its own node; use the token of the patchbay-node pod on that node.",
         }]),
     }
     .objects()
 }
 
-/// RBAC cannot say which labels of a Node may be patched; this can.
-fn controller_policy(options: &Options) -> Vec<Value> {
+/// Restricts the labels of a Node that the controller may patch, which RBAC cannot.
+fn controller_policy(options: &InstallOptions) -> Vec<Value> {
     let labels = |node: &str| format!("has({node}.metadata.labels) ? {node}.metadata.labels : {{}}");
     let same = |these: &str, those: &str| {
-        SAME_LABELS.replace("THESE", these).replace("THOSE", those).replace("PREFIX", READY_LABEL_PREFIX)
+        SAME_OTHER_LABELS
+            .replace("THESE", these)
+            .replace("THOSE", those)
+            .replace("PREFIX", READY_LABEL_PREFIX)
     };
     let same = format!("{} && {}", same("labels", "oldLabels"), same("oldLabels", "labels"));
-    Policy {
+    AdmissionPolicy {
         name: CONTROLLER,
         component: "controller",
         group: "",
         operations: &["CREATE", "UPDATE", "DELETE"],
         resources: &["nodes", "nodes/status"],
-        condition: ("controller", is_user(&options.controller_user())),
+        match_condition: ("controller", is_user(&options.controller_user())),
         variables: json!([
             {"name": "labels", "expression": labels("object")},
             {"name": "oldLabels", "expression": labels("oldObject")},
         ]),
         validations: json!([{
-            "expression": format!("{NOTHING_ELSE} && {same}"),
+            "expression": format!("{CHANGES_ONLY_LABELS} && {same}"),
             "reason": "Forbidden",
-            "message": format!("The controller may only change labels of a Node that begin with {READY_LABEL_PREFIX}."),
+            "message": format!(
+                "Node rejected: the controller may only change labels that start with {READY_LABEL_PREFIX}; \
+                change anything else of a Node as another user."
+            ),
         }]),
     }
     .objects()
 }
 
-fn node_policy(options: &Options) -> Vec<Value> {
-    Policy {
+fn node_policy(options: &InstallOptions) -> Vec<Value> {
+    AdmissionPolicy {
         name: NODE,
         component: "node",
         group: GROUP,
         operations: &["CREATE", "UPDATE", "DELETE"],
         resources: &["nodenetworks", "nodenetworks/status"],
-        condition: ("node-daemon", is_user(&options.node_user())),
+        match_condition: ("node-daemon", is_user(&options.node_user())),
         variables: json!([
             {"name": "userNode", "expression": USER_NODE},
             {"name": "objectName", "expression": OBJECT_NAME},
             {"name": "oldOwners", "expression": OLD_OWNERS},
         ]),
-        validations: validations(),
+        validations: node_validations(),
     }
     .objects()
 }
 
-fn validations() -> Value {
+fn node_validations() -> Value {
     json!([
         {
             "expression": "variables.userNode != ''",
             "reason": "Forbidden",
-            "message": "The token of the node daemon names no node: use the token of a running patchbay-node pod.",
+            "message": "NodeNetwork rejected: the token of the node daemon names no node; use the token of a running \
+                patchbay-node pod.",
         },
         {
             "expression": "variables.userNode == '' || variables.objectName == variables.userNode",
             "reason": "Forbidden",
-            "message": "The node daemon may only write the objects of its own node.",
-            "messageExpression": "'The node daemon on node \"' + variables.userNode + \
-                '\" may only write the objects of its own node, not those of \"' + variables.objectName + '\".'",
+            "message": "NodeNetwork rejected: a node daemon may only write the NodeNetwork of its own node.",
+            "messageExpression": "'NodeNetwork \"' + variables.objectName + '\" rejected: the node daemon on node \"' + \
+                variables.userNode + '\" may only write the NodeNetwork of its own node; use the token of the \
+                patchbay-node pod on node \"' + variables.objectName + '\".'",
         },
         {
-            "expression": NEW_OWNERS_ARE_THE_NODE,
+            "expression": ADDS_ONLY_OWN_NODE_AS_OWNER,
             "reason": "Forbidden",
-            "message": "The node daemon may only make its own Node an owner of the object.",
-            "messageExpression": "'The node daemon on node \"' + variables.userNode + \
-                '\" may only make its own Node an owner of \"' + variables.objectName + '\".'",
+            "message": "NodeNetwork rejected: a node daemon may only add its own Node as an owner; remove the other owner \
+                references that the request adds.",
+            "messageExpression": "'NodeNetwork \"' + variables.objectName + '\" rejected: the node daemon on node \"' + \
+                variables.userNode + '\" may only add its own Node as an owner; remove the other owner references \
+                that the request adds.'",
         },
     ])
 }

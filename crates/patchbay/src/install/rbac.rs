@@ -1,7 +1,7 @@
-//! Who may do what: a ServiceAccount for each program, and the least that each needs.
+//! ServiceAccounts, and the minimal roles of the controller and the node daemon.
 //!
-//! Rules name the call that needs them. What a rule can say by name it says by name; the rest of the node daemon's
-//! confinement (only its own node's objects) is the admission policy's.
+//! Each rule names the call that needs it, and restricts by resource name where RBAC can. The admission policy restricts a
+//! node daemon to the objects of its own node.
 
 use api::{
     GROUP,
@@ -10,38 +10,38 @@ use api::{
 };
 use serde_json::{Value, json};
 
-use super::{CONTROLLER, NODE, Options};
+use super::{CONTROLLER, InstallOptions, NODE};
 
 /// The Role for events.
 const EVENTS: &str = "patchbay-events";
 
-/// ServiceAccounts first, so that no binding ever names a missing one.
-pub fn rbac(options: &Options) -> Vec<Value> {
+/// ServiceAccounts come first, so that every binding refers to an existing one.
+pub fn rbac(options: &InstallOptions) -> Vec<Value> {
     vec![
         service_account(options, CONTROLLER, "controller"),
         service_account(options, NODE, "node"),
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "Role",
-            "metadata": super::namespaced(options, CONTROLLER, "controller"),
-            "rules": controller_in_its_namespace(),
+            "metadata": super::namespaced_metadata(options, CONTROLLER, "controller"),
+            "rules": controller_namespaced_rules(),
         }),
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "RoleBinding",
-            "metadata": super::namespaced(options, CONTROLLER, "controller"),
+            "metadata": super::namespaced_metadata(options, CONTROLLER, "controller"),
             "roleRef": role_ref("Role", CONTROLLER),
             "subjects": [subject(options, CONTROLLER)],
         }),
-        cluster_role(CONTROLLER, "controller", controller_in_the_cluster()),
+        cluster_role(CONTROLLER, "controller", controller_cluster_rules()),
         cluster_role_binding(options, CONTROLLER, "controller"),
-        cluster_role(NODE, "node", node_in_the_cluster()),
+        cluster_role(NODE, "node", node_cluster_rules()),
         cluster_role_binding(options, NODE, "node"),
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1",
             "kind": "Role",
             "metadata": events_metadata(),
-            "rules": events(),
+            "rules": event_rules(),
         }),
         json!({
             "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -53,19 +53,19 @@ pub fn rbac(options: &Options) -> Vec<Value> {
     ]
 }
 
-/// Events about objects without a namespace are kept in this one.
+/// Events about cluster-scoped objects are stored in namespace `default`.
 fn events_metadata() -> Value {
     json!({"name": EVENTS, "namespace": "default", "labels": super::labels("events")})
 }
 
-/// What happened, told on the object. Patch counts what happened again.
-fn events() -> Value {
+/// Create records an event; patch increments the count of a repeated one.
+fn event_rules() -> Value {
     json!([{"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch"]}])
 }
 
-/// A create cannot be limited by name: the name is not known when the request is authorized. A list or watch that selects
-/// one name is allowed by that name.
-fn controller_in_its_namespace() -> Value {
+/// RBAC cannot restrict create by name: the name is not known when the request is authorized. A list or watch with a field
+/// selector for one name is authorized by that name.
+fn controller_namespaced_rules() -> Value {
     json!([
         // Leader election.
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create"]},
@@ -75,7 +75,7 @@ fn controller_in_its_namespace() -> Value {
             "resourceNames": [names::LEASE_NAME],
             "verbs": ["get", "update"],
         },
-        // The webhook's certificates. Deleted only to make anew what somebody made immutable or of another type.
+        // The certificates of the webhook. Deleted only to recreate a Secret that was made immutable or has another type.
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
         {
             "apiGroups": [""],
@@ -86,24 +86,24 @@ fn controller_in_its_namespace() -> Value {
     ])
 }
 
-fn controller_in_the_cluster() -> Value {
+fn controller_cluster_rules() -> Value {
     json!([
-        // Which nodes a network selects. The admission policy keeps the patch to labels of ours.
+        // The nodes that a network selects. The admission policy restricts the patch to our labels.
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch", "patch"]},
-        // The networks: finalizers are patched on the object, what became of it on its status.
+        // The networks: finalizers are patched on the object, conditions on its status.
         {"apiGroups": [GROUP], "resources": ["bridgenetworks"], "verbs": ["list", "watch", "patch"]},
         {"apiGroups": [GROUP], "resources": ["bridgenetworks/status"], "verbs": ["patch"]},
-        // What the nodes say about them.
+        // The reports of the nodes.
         {"apiGroups": [GROUP], "resources": ["nodenetworks"], "verbs": ["list", "watch"]},
-        // The addresses of networks and of nodes that are gone.
+        // The address blocks of deleted networks and deleted nodes.
         {"apiGroups": [GROUP], "resources": ["ipblocks"], "verbs": ["list", "watch", "delete"]},
-        // The attachments that a network keeps.
+        // The NetworkAttachmentDefinitions of the networks.
         {
             "apiGroups": [NAD_GROUP],
             "resources": [NAD_PLURAL],
             "verbs": ["list", "watch", "create", "patch", "delete"],
         },
-        // Where attachments can be, and who uses them.
+        // The namespaces of the NetworkAttachmentDefinitions, and the workloads that use them.
         {"apiGroups": [""], "resources": ["namespaces", "pods"], "verbs": ["list", "watch"]},
         {
             "apiGroups": ["apps"],
@@ -116,7 +116,7 @@ fn controller_in_the_cluster() -> Value {
             "resources": ["virtualmachineinstances", "virtualmachines"],
             "verbs": ["list", "watch"],
         },
-        // Whether the cluster has the kinds of others.
+        // Which CRDs of other projects the cluster has.
         {
             "apiGroups": ["apiextensions.k8s.io"],
             "resources": ["customresourcedefinitions"],
@@ -127,7 +127,7 @@ fn controller_in_the_cluster() -> Value {
             ],
             "verbs": ["list", "watch"],
         },
-        // The authorities of the webhook.
+        // The CA bundle of the webhook.
         {
             "apiGroups": ["admissionregistration.k8s.io"],
             "resources": ["validatingwebhookconfigurations"],
@@ -137,35 +137,35 @@ fn controller_in_the_cluster() -> Value {
     ])
 }
 
-fn node_in_the_cluster() -> Value {
+fn node_cluster_rules() -> Value {
     json!([
-        // The own Node: its UID owns the NodeNetwork, its InternalIP is the VTEP address.
+        // The own Node: its UID owns the NodeNetwork; its InternalIP is the VTEP address.
         {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]},
-        // An apply that makes the object needs both create and patch. Patch also takes away owners that others added.
+        // A server-side apply that creates the object needs create and patch. Patch also removes foreign owner references.
         {
             "apiGroups": [GROUP],
             "resources": ["nodenetworks"],
             "verbs": ["list", "watch", "create", "patch"],
         },
         {"apiGroups": [GROUP], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
-        // The addresses of its pods: a block is taken by creating it, told about, taken over from the same node under an
-        // earlier Node, and given back.
+        // The addresses of its pods: the daemon creates a block to acquire it, updates it to adopt one that the same node
+        // holds under an earlier Node UID, and deletes it to release it.
         {
             "apiGroups": [GROUP],
             "resources": ["ipblocks"],
             "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
         },
         {"apiGroups": [GROUP], "resources": ["ipblocks/status"], "verbs": ["patch"]},
-        // What to keep up on the node.
+        // The desired networks of the node.
         {"apiGroups": [GROUP], "resources": ["bridgenetworks"], "verbs": ["list", "watch"]},
     ])
 }
 
-fn service_account(options: &Options, name: &str, component: &str) -> Value {
+fn service_account(options: &InstallOptions, name: &str, component: &str) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "ServiceAccount",
-        "metadata": super::namespaced(options, name, component),
+        "metadata": super::namespaced_metadata(options, name, component),
     })
 }
 
@@ -173,16 +173,16 @@ fn cluster_role(name: &str, component: &str, rules: Value) -> Value {
     json!({
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "ClusterRole",
-        "metadata": super::cluster(name, component),
+        "metadata": super::cluster_metadata(name, component),
         "rules": rules,
     })
 }
 
-fn cluster_role_binding(options: &Options, name: &str, component: &str) -> Value {
+fn cluster_role_binding(options: &InstallOptions, name: &str, component: &str) -> Value {
     json!({
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "ClusterRoleBinding",
-        "metadata": super::cluster(name, component),
+        "metadata": super::cluster_metadata(name, component),
         "roleRef": role_ref("ClusterRole", name),
         "subjects": [subject(options, name)],
     })
@@ -192,6 +192,6 @@ fn role_ref(kind: &str, name: &str) -> Value {
     json!({"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name})
 }
 
-fn subject(options: &Options, name: &str) -> Value {
+fn subject(options: &InstallOptions, name: &str) -> Value {
     json!({"kind": "ServiceAccount", "name": name, "namespace": options.namespace})
 }

@@ -1,4 +1,4 @@
-//! What must hold for the manifests whatever else changes in them.
+//! Invariants of the manifests.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -18,16 +18,16 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::*;
 
 #[derive(Parser)]
-struct Flags {
+struct TestFlags {
     #[command(flatten)]
-    options: Options,
+    options: InstallOptions,
 }
 
-fn options(flags: &[&str]) -> Options {
-    Flags::parse_from([&["install"], flags].concat()).options
+fn options(flags: &[&str]) -> InstallOptions {
+    TestFlags::parse_from([&["install"], flags].concat()).options
 }
 
-fn everything() -> Vec<Value> {
+fn all_objects() -> Vec<Value> {
     [crds::crds(), objects(&options(&[]))].concat()
 }
 
@@ -35,14 +35,14 @@ fn of_kind<'a>(objects: &'a [Value], kind: &str) -> Vec<&'a Value> {
     objects.iter().filter(|object| object["kind"] == kind).collect()
 }
 
-fn only(kind: &str) -> Value {
-    let objects = everything();
+fn only_object(kind: &str) -> Value {
+    let objects = all_objects();
     let [object] = of_kind(&objects, kind)[..] else { panic!("not exactly one {kind}") };
     object.clone()
 }
 
-fn named(kind: &str, name: &str) -> Value {
-    let objects = everything();
+fn object_named(kind: &str, name: &str) -> Value {
+    let objects = all_objects();
     let found = of_kind(&objects, kind).into_iter().find(|object| object["metadata"]["name"] == name);
     found.unwrap_or_else(|| panic!("no {kind} {name}")).clone()
 }
@@ -55,8 +55,8 @@ fn kind_and_name(object: &Value) -> String {
     format!("{} {}", object["kind"], object["metadata"]["name"]).replace('"', "")
 }
 
-/// Through the type and back: a misspelt or misplaced field would be lost on the way.
-fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
+/// Deserializes into the type and serializes again. A misspelt or misplaced field is lost.
+fn round_trip<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
     let typed: T = serde_json::from_value(object.clone())
         .unwrap_or_else(|error| panic!("{}: {error}", kind_and_name(object)));
     serde_json::to_value(typed).unwrap()
@@ -64,51 +64,50 @@ fn through<T: DeserializeOwned + Serialize>(object: &Value) -> Value {
 
 #[test]
 fn committed_manifests_are_what_the_program_prints() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/install");
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/install");
     let files = files(&options(&[]));
     for file in &files {
-        let committed = fs::read_to_string(folder.join(file.name)).unwrap_or_default();
+        let committed = fs::read_to_string(dir.join(file.name)).unwrap_or_default();
         assert!(
             committed == file.text,
             "deploy/install/{} is not what `patchbay install` prints: run `make generate`",
             file.name
         );
     }
-    let committed: BTreeSet<_> =
-        fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let committed: BTreeSet<_> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(
         committed,
         files.iter().map(|file| file.name.into()).collect(),
-        "kubectl would apply a file in deploy/install that nobody generates"
+        "deploy/install has a file that `patchbay install` does not generate; kubectl would apply it"
     );
 }
 
 #[test]
-fn every_field_is_one_that_the_api_server_knows() {
-    for object in everything() {
+fn every_field_is_known_to_the_api_server() {
+    for object in all_objects() {
         let known = match object["kind"].as_str().unwrap() {
-            "ClusterRole" => through::<ClusterRole>(&object),
-            "ClusterRoleBinding" => through::<ClusterRoleBinding>(&object),
-            "CustomResourceDefinition" => through::<CustomResourceDefinition>(&object),
-            "DaemonSet" => through::<DaemonSet>(&object),
-            "Deployment" => through::<Deployment>(&object),
-            "Namespace" => through::<Namespace>(&object),
-            "PodDisruptionBudget" => through::<PodDisruptionBudget>(&object),
-            "Role" => through::<Role>(&object),
-            "RoleBinding" => through::<RoleBinding>(&object),
-            "Service" => through::<Service>(&object),
-            "ServiceAccount" => through::<ServiceAccount>(&object),
-            "ValidatingAdmissionPolicy" => through::<ValidatingAdmissionPolicy>(&object),
-            "ValidatingAdmissionPolicyBinding" => through::<ValidatingAdmissionPolicyBinding>(&object),
-            "ValidatingWebhookConfiguration" => through::<ValidatingWebhookConfiguration>(&object),
-            kind => panic!("teach this test the kind {kind}"),
+            "ClusterRole" => round_trip::<ClusterRole>(&object),
+            "ClusterRoleBinding" => round_trip::<ClusterRoleBinding>(&object),
+            "CustomResourceDefinition" => round_trip::<CustomResourceDefinition>(&object),
+            "DaemonSet" => round_trip::<DaemonSet>(&object),
+            "Deployment" => round_trip::<Deployment>(&object),
+            "Namespace" => round_trip::<Namespace>(&object),
+            "PodDisruptionBudget" => round_trip::<PodDisruptionBudget>(&object),
+            "Role" => round_trip::<Role>(&object),
+            "RoleBinding" => round_trip::<RoleBinding>(&object),
+            "Service" => round_trip::<Service>(&object),
+            "ServiceAccount" => round_trip::<ServiceAccount>(&object),
+            "ValidatingAdmissionPolicy" => round_trip::<ValidatingAdmissionPolicy>(&object),
+            "ValidatingAdmissionPolicyBinding" => round_trip::<ValidatingAdmissionPolicyBinding>(&object),
+            "ValidatingWebhookConfiguration" => round_trip::<ValidatingWebhookConfiguration>(&object),
+            kind => panic!("add the kind {kind} to this test"),
         };
         assert_eq!(known, object);
     }
 }
 
 #[test]
-fn the_text_is_read_back_as_the_objects() {
+fn the_yaml_parses_back_to_the_objects() {
     for (file, objects) in files(&options(&[])).iter().zip([crds::crds(), objects(&options(&[]))]) {
         assert!(file.text.starts_with("# Generated by `patchbay install`; do not edit.\n"));
         let read: Vec<Value> = serde_saphyr::from_multiple(&file.text).unwrap();
@@ -117,14 +116,14 @@ fn the_text_is_read_back_as_the_objects() {
 }
 
 #[test]
-fn kinds_and_all_else_are_in_files_of_their_own() {
+fn crds_have_their_own_file() {
     assert!(crds::crds().iter().all(|object| object["kind"] == "CustomResourceDefinition"));
     assert!(of_kind(&objects(&options(&[])), "CustomResourceDefinition").is_empty());
 }
 
 #[test]
 fn every_object_has_the_common_labels() {
-    for object in everything() {
+    for object in all_objects() {
         let labels = &object["metadata"]["labels"];
         for (label, value) in
             [("name", "patchbay"), ("part-of", "patchbay"), ("version", crate::version::VERSION)]
@@ -136,21 +135,21 @@ fn every_object_has_the_common_labels() {
 }
 
 #[test]
-fn no_object_is_named_twice() {
-    let names: Vec<String> = everything().iter().map(kind_and_name).collect();
+fn object_names_are_unique() {
+    let names: Vec<String> = all_objects().iter().map(kind_and_name).collect();
     let unique: BTreeSet<&String> = names.iter().collect();
     assert_eq!(unique.len(), names.len(), "{names:?}");
 }
 
 #[test]
-fn removal_never_waits_for_a_finalizer() {
-    for object in everything() {
+fn no_object_has_a_finalizer() {
+    for object in all_objects() {
         assert!(object["metadata"].get("finalizers").is_none(), "{}", kind_and_name(&object));
     }
 }
 
 #[test]
-fn order_suits_apply_and_delete_alike() {
+fn the_order_suits_apply_and_delete() {
     let objects = objects(&options(&[]));
     let at = |kind_name: &str| {
         objects.iter().position(|object| kind_and_name(object) == kind_name).expect(kind_name)
@@ -173,9 +172,9 @@ fn order_suits_apply_and_delete_alike() {
 }
 
 #[test]
-fn no_container_is_privileged_or_can_become_so() {
+fn no_container_is_privileged_or_can_escalate() {
     for kind in ["Deployment", "DaemonSet"] {
-        let spec = only(kind)["spec"]["template"]["spec"].clone();
+        let spec = only_object(kind)["spec"]["template"]["spec"].clone();
         assert_eq!(spec["securityContext"]["seccompProfile"]["type"], "RuntimeDefault", "{kind}");
         assert!(spec.get("initContainers").is_none(), "{kind}: check these too");
         for container in list(&spec["containers"]) {
@@ -190,8 +189,8 @@ fn no_container_is_privileged_or_can_become_so() {
 }
 
 #[test]
-fn only_the_node_daemon_reaches_its_host() {
-    let spec = only("Deployment")["spec"]["template"]["spec"].clone();
+fn only_the_node_daemon_has_host_access() {
+    let spec = only_object("Deployment")["spec"]["template"]["spec"].clone();
     for field in ["hostNetwork", "hostPID", "hostIPC", "volumes"] {
         assert!(spec.get(field).is_none(), "{field}");
     }
@@ -199,19 +198,20 @@ fn only_the_node_daemon_reaches_its_host() {
     assert!(spec["containers"][0]["securityContext"]["capabilities"].get("add").is_none());
 }
 
-/// The design's list is the most that may ever be added; a shorter one is better.
+/// The design's list is the upper bound; a shorter one is better.
 #[test]
 fn the_node_daemon_has_no_capability_beyond_the_design() {
-    let context = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0]["securityContext"].clone();
-    let most = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_CHROOT", "SYS_PTRACE", "DAC_OVERRIDE"];
+    let context =
+        only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0]["securityContext"].clone();
+    let allowed = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_CHROOT", "SYS_PTRACE", "DAC_OVERRIDE"];
     for capability in list(&context["capabilities"]["add"]) {
-        assert!(most.iter().any(|name| capability == name), "{capability}");
+        assert!(allowed.iter().any(|name| capability == name), "{capability}");
     }
 }
 
 #[test]
-fn generations_of_the_node_daemon_can_overlap_because_it_declares_no_port() {
-    let container = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+fn old_and_new_node_daemon_can_overlap_because_it_declares_no_port() {
+    let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
     assert!(container.get("ports").is_none());
     for probe in ["livenessProbe", "readinessProbe"] {
         assert!(container[probe].get("exec").is_some(), "{probe}");
@@ -219,9 +219,9 @@ fn generations_of_the_node_daemon_can_overlap_because_it_declares_no_port() {
 }
 
 #[test]
-fn every_container_asks_for_what_it_needs_and_has_a_memory_limit() {
+fn every_container_has_requests_probes_and_a_memory_limit() {
     for kind in ["Deployment", "DaemonSet"] {
-        for container in list(&only(kind)["spec"]["template"]["spec"]["containers"]) {
+        for container in list(&only_object(kind)["spec"]["template"]["spec"]["containers"]) {
             let resources = &container["resources"];
             assert!(resources["requests"]["cpu"].is_string() && resources["requests"]["memory"].is_string());
             assert!(resources["limits"]["memory"].is_string() && resources["limits"].get("cpu").is_none());
@@ -232,14 +232,14 @@ fn every_container_asks_for_what_it_needs_and_has_a_memory_limit() {
 
 #[test]
 fn the_node_daemon_runs_on_every_node_whatever_its_taints() {
-    let spec = only("DaemonSet")["spec"]["template"]["spec"].clone();
+    let spec = only_object("DaemonSet")["spec"]["template"]["spec"].clone();
     assert_eq!(spec["tolerations"], json!([{"operator": "Exists"}]));
     assert_eq!(spec["nodeSelector"], json!({"kubernetes.io/os": "linux"}));
     assert_eq!(spec["priorityClassName"], "system-node-critical");
 }
 
 fn rules() -> Vec<(String, Value)> {
-    let objects = everything();
+    let objects = all_objects();
     let roles = [of_kind(&objects, "Role"), of_kind(&objects, "ClusterRole")].concat();
     roles
         .into_iter()
@@ -248,12 +248,12 @@ fn rules() -> Vec<(String, Value)> {
 }
 
 #[test]
-fn no_role_has_a_wildcard_or_a_power_over_roles() {
+fn no_role_has_a_wildcard_or_an_escalation_verb() {
     for (role, rule) in rules() {
         for field in ["apiGroups", "resources", "verbs"] {
             assert!(!list(&rule[field]).is_empty(), "{role}: {rule}");
-            for word in list(&rule[field]) {
-                assert!(!word.as_str().unwrap().contains('*'), "{role}: {rule}");
+            for entry in list(&rule[field]) {
+                assert!(!entry.as_str().unwrap().contains('*'), "{role}: {rule}");
             }
         }
         for verb in ["escalate", "bind", "impersonate", "deletecollection"] {
@@ -270,20 +270,20 @@ fn only_the_controller_reads_a_secret_and_only_its_own() {
             continue;
         }
         assert_eq!(role, "Role patchbay-controller");
-        let blind = rule["verbs"] == json!(["create"]);
-        assert!(blind || rule["resourceNames"] == json!(["patchbay-webhook-certs"]), "{rule}");
+        let create_only = rule["verbs"] == json!(["create"]);
+        assert!(create_only || rule["resourceNames"] == json!(["patchbay-webhook-certs"]), "{rule}");
     }
 }
 
 #[test]
-fn each_program_has_an_account_of_its_own() {
-    let objects = everything();
+fn controller_and_node_daemon_have_separate_service_accounts() {
+    let objects = all_objects();
     for (kind, name) in [("Deployment", "patchbay-controller"), ("DaemonSet", "patchbay-node")] {
-        assert_eq!(only(kind)["spec"]["template"]["spec"]["serviceAccountName"], name);
+        assert_eq!(only_object(kind)["spec"]["template"]["spec"]["serviceAccountName"], name);
     }
     for binding in [of_kind(&objects, "RoleBinding"), of_kind(&objects, "ClusterRoleBinding")].concat() {
         if binding["metadata"]["name"] == "patchbay-events" {
-            // The one thing that both do alike.
+            // Both record events.
             continue;
         }
         let [subject] = list(&binding["subjects"]) else { panic!("{}", kind_and_name(binding)) };
@@ -291,22 +291,22 @@ fn each_program_has_an_account_of_its_own() {
     }
 }
 
-/// Everything that the node daemon may write must be under the policy, or one node could write for another.
+/// Otherwise one node could write the objects of another.
 #[test]
-fn the_policy_covers_all_that_the_node_daemon_may_write() {
-    let policies = [NODE, "patchbay-ipblocks"].map(|name| named("ValidatingAdmissionPolicy", name));
+fn the_policies_cover_everything_that_the_node_daemon_may_write() {
+    let policies = [NODE, "patchbay-ipblocks"].map(|name| object_named("ValidatingAdmissionPolicy", name));
     let covered = policies.each_ref().map(|policy| &policy["spec"]["matchConstraints"]["resourceRules"][0]);
-    for one in covered {
-        assert_eq!(one["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
+    for rule in covered {
+        assert_eq!(rule["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
     }
     for (role, rule) in rules() {
-        let reads = |verb: &Value| ["get", "list", "watch"].iter().any(|read| verb == read);
-        if role != "ClusterRole patchbay-node" || list(&rule["verbs"]).iter().all(reads) {
+        let is_read = |verb: &Value| ["get", "list", "watch"].iter().any(|read| verb == read);
+        if role != "ClusterRole patchbay-node" || list(&rule["verbs"]).iter().all(is_read) {
             continue;
         }
         for resource in list(&rule["resources"]) {
-            let covers = |one: &&Value| {
-                rule["apiGroups"] == one["apiGroups"] && list(&one["resources"]).contains(resource)
+            let covers = |policy: &&Value| {
+                rule["apiGroups"] == policy["apiGroups"] && list(&policy["resources"]).contains(resource)
             };
             assert!(covered.iter().any(covers), "{rule}");
         }
@@ -315,14 +315,14 @@ fn the_policy_covers_all_that_the_node_daemon_may_write() {
         assert_eq!(policy["spec"]["failurePolicy"], "Fail");
     }
     for name in [NODE, CONTROLLER, "patchbay-node-events", "patchbay-ipblocks"] {
-        let binding = named("ValidatingAdmissionPolicyBinding", name);
+        let binding = object_named("ValidatingAdmissionPolicyBinding", name);
         assert_eq!(binding["spec"], json!({"policyName": name, "validationActions": ["Deny"]}));
     }
 }
 
 #[test]
-fn the_controller_changes_labels_of_nodes_only_under_a_policy() {
-    let policy = named("ValidatingAdmissionPolicy", CONTROLLER);
+fn a_policy_restricts_the_controllers_writes_to_nodes() {
+    let policy = object_named("ValidatingAdmissionPolicy", CONTROLLER);
     let covered = &policy["spec"]["matchConstraints"]["resourceRules"][0];
     assert_eq!(covered["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
     assert_eq!(
@@ -336,10 +336,10 @@ fn the_controller_changes_labels_of_nodes_only_under_a_policy() {
     }
 }
 
-/// A controller that is down must not keep anybody from making pods.
+/// Pods can be created while no controller runs.
 #[test]
-fn only_webhooks_of_our_own_kinds_fail_closed() {
-    for webhook in list(&only("ValidatingWebhookConfiguration")["webhooks"]) {
+fn only_webhooks_for_our_own_kinds_fail_closed() {
+    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
         let ours = webhook["rules"][0]["apiGroups"] == json!([api::GROUP]);
         assert_eq!(webhook["failurePolicy"], if ours { "Fail" } else { "Ignore" }, "{}", webhook["name"]);
         assert!(!list(&webhook["matchConditions"]).is_empty(), "{}", webhook["name"]);
@@ -347,38 +347,38 @@ fn only_webhooks_of_our_own_kinds_fail_closed() {
 }
 
 #[test]
-fn the_ca_of_the_webhook_is_left_to_the_controller() {
-    for webhook in list(&only("ValidatingWebhookConfiguration")["webhooks"]) {
+fn the_ca_bundle_is_left_to_the_controller() {
+    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
         assert!(webhook["clientConfig"].get("caBundle").is_none());
     }
 }
 
 #[test]
-fn the_webhook_reaches_the_controllers_pods() {
-    let service = only("Service");
-    let template = only("Deployment")["spec"]["template"].clone();
+fn the_webhook_service_selects_the_controller_pods() {
+    let service = only_object("Service");
+    let template = only_object("Deployment")["spec"]["template"].clone();
     for (label, value) in service["spec"]["selector"].as_object().unwrap() {
         assert_eq!(&template["metadata"]["labels"][label], value);
     }
     let target = &service["spec"]["ports"][0]["targetPort"];
     assert!(list(&template["spec"]["containers"][0]["ports"]).iter().any(|port| port["name"] == *target));
-    for webhook in list(&only("ValidatingWebhookConfiguration")["webhooks"]) {
-        let to = &webhook["clientConfig"]["service"];
-        assert_eq!(to["name"], service["metadata"]["name"]);
-        assert_eq!(to["namespace"], service["metadata"]["namespace"]);
-        assert_eq!(to["port"], service["spec"]["ports"][0]["port"]);
+    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
+        let service_ref = &webhook["clientConfig"]["service"];
+        assert_eq!(service_ref["name"], service["metadata"]["name"]);
+        assert_eq!(service_ref["namespace"], service["metadata"]["namespace"]);
+        assert_eq!(service_ref["port"], service["spec"]["ports"][0]["port"]);
     }
 }
 
 #[test]
-fn a_namespace_of_the_users_choice_reaches_every_place() {
+fn a_custom_namespace_is_used_everywhere() {
     let text = files(&options(&["--namespace", "elsewhere"])).map(|file| file.text).concat();
     assert!(!text.contains("patchbay-system"));
     assert!(text.contains("system:serviceaccount:elsewhere:patchbay-node"));
 }
 
 #[test]
-fn flags_reach_the_programs() {
+fn flags_reach_the_containers() {
     let options = options(&[
         "--image=example/patchbay:test",
         "--image-pull-policy=never",
@@ -402,7 +402,7 @@ fn flags_reach_the_programs() {
 }
 
 #[test]
-fn a_value_that_no_cluster_would_take_is_refused_at_the_door() {
+fn invalid_flag_values_are_rejected() {
     for flags in [
         ["--namespace", "Not_A_Label"],
         ["--namespace", "-a"],
@@ -412,6 +412,6 @@ fn a_value_that_no_cluster_would_take_is_refused_at_the_door() {
         ["--controller-replicas", "0"],
         ["--log-level", "info,=,"],
     ] {
-        assert!(Flags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
+        assert!(TestFlags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! How the API server reaches the controller's admission webhook.
+//! The controller's admission webhook: its Service and its ValidatingWebhookConfiguration.
 
 use api::{
     GROUP, VERSION, names,
@@ -6,14 +6,14 @@ use api::{
 };
 use serde_json::{Value, json};
 
-use super::Options;
+use super::InstallOptions;
 
-/// The Service in front of all replicas.
-pub fn service(options: &Options) -> Value {
+/// The Service of all controller replicas.
+pub fn service(options: &InstallOptions) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": super::namespaced(options, names::WEBHOOK_SERVICE, "controller"),
+        "metadata": super::namespaced_metadata(options, names::WEBHOOK_SERVICE, "controller"),
         "spec": {
             "selector": super::selector("controller"),
             "ports": [{
@@ -27,25 +27,26 @@ pub fn service(options: &Options) -> Value {
     })
 }
 
-/// The registration. It has no `caBundle`: that field is the controller's, and an apply that never had it leaves it alone.
-pub fn configuration(options: &Options) -> Value {
+/// The ValidatingWebhookConfiguration. It omits `caBundle`, which the controller owns; `kubectl apply` keeps fields that the
+/// manifest never had.
+pub fn configuration(options: &InstallOptions) -> Value {
     let mut webhooks = vec![node_networks(options), bridge_networks(options)];
-    webhooks.extend(users(options));
+    webhooks.extend(network_users(options));
     json!({
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
-        "metadata": super::cluster(names::WEBHOOK_CONFIGURATION, "controller"),
+        "metadata": super::cluster_metadata(names::WEBHOOK_CONFIGURATION, "controller"),
         "webhooks": webhooks,
     })
 }
 
-fn node_networks(options: &Options) -> Value {
+fn node_networks(options: &InstallOptions) -> Value {
     json!({
         "name": format!("nodenetworks.{GROUP}"),
         "admissionReviewVersions": ["v1"],
         "clientConfig": client_config(options, names::VALIDATE_NODENETWORKS),
         "failurePolicy": "Fail",
-        // The admission policy judges the node daemons, without a controller: its outage stops no node from publishing.
+        // The admission policy checks the node daemons, so they can publish while no controller runs.
         "matchConditions": [{
             "name": "not-the-node-daemon",
             "expression": format!("request.userInfo.username != '{}'", options.node_user()),
@@ -62,15 +63,15 @@ fn node_networks(options: &Options) -> Value {
     })
 }
 
-fn bridge_networks(options: &Options) -> Value {
+fn bridge_networks(options: &InstallOptions) -> Value {
     json!({
         "name": format!("bridgenetworks.{GROUP}"),
         "admissionReviewVersions": ["v1"],
         "clientConfig": client_config(options, names::VALIDATE_BRIDGENETWORKS),
         "failurePolicy": "Fail",
-        // Neither the controller's finalizers nor a deletion under way may ever wait for a controller.
+        // Neither the controller's finalizer updates nor a deletion in progress may depend on a running controller.
         "matchConditions": [
-            not_ours(options),
+            not_patchbay(options),
             {
                 "name": "spec-changes",
                 "expression": "oldObject == null || \
@@ -90,9 +91,9 @@ fn bridge_networks(options: &Options) -> Value {
     })
 }
 
-/// One webhook for each shape that networks are named in. A cluster without a controller goes on: what keeps links from
-/// being pulled from under pods is the order of deletion, not this.
-fn users(options: &Options) -> Vec<Value> {
+/// One webhook per way of referring to a network. They fail open, so that pods can be created while no controller runs:
+/// the order of deletion, not this webhook, keeps the links of running pods.
+fn network_users(options: &InstallOptions) -> Vec<Value> {
     let annotated = |at: &str| {
         let annotations = format!("{at}.annotations");
         format!(
@@ -120,15 +121,15 @@ fn users(options: &Options) -> Vec<Value> {
         ("virtualmachineinstances", "kubevirt.io", "v1", &["virtualmachineinstances"], instances),
     ]
     .into_iter()
-    .map(|(name, group, version, resources, names_a_network)| {
+    .map(|(name, group, version, resources, refers_to_network)| {
         json!({
             "name": format!("{name}.users.{GROUP}"),
             "admissionReviewVersions": ["v1"],
             "clientConfig": client_config(options, names::VALIDATE_USERS),
             "failurePolicy": "Ignore",
             "matchConditions": [
-                not_ours(options),
-                {"name": "names-a-network", "expression": names_a_network},
+                not_patchbay(options),
+                {"name": "names-a-network", "expression": refers_to_network},
             ],
             "rules": [{
                 "apiGroups": [group],
@@ -144,8 +145,8 @@ fn users(options: &Options) -> Vec<Value> {
     .collect()
 }
 
-/// What our own programs write is judged before they write it.
-fn not_ours(options: &Options) -> Value {
+/// Skips requests of the controller and the node daemons: they validate their own writes.
+fn not_patchbay(options: &InstallOptions) -> Value {
     json!({
         "name": "not-patchbay-itself",
         "expression": format!(
@@ -156,7 +157,7 @@ fn not_ours(options: &Options) -> Value {
     })
 }
 
-fn client_config(options: &Options, path: &str) -> Value {
+fn client_config(options: &InstallOptions, path: &str) -> Value {
     json!({"service": {
         "name": names::WEBHOOK_SERVICE,
         "namespace": options.namespace,

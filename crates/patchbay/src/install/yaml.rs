@@ -1,24 +1,24 @@
-//! Values as YAML that people read and diff.
+//! Writes values as readable YAML.
 //!
-//! Knows nothing of Kubernetes but which keys a reader looks for first. The order is fixed, so the same values are always
-//! the same text. Anything that some YAML version could take for another type is quoted: kubectl still reads YAML 1.1,
-//! where `no` is a boolean and `1:30` a number.
+//! The order of keys is fixed, so equal values give equal text. Strings that any YAML version could read as another type are
+//! quoted: kubectl still reads YAML 1.1, where `no` is a boolean and `1:30` a number.
 
 use std::fmt::Write;
 
 use serde_json::{Map, Value};
 
-/// Keys that come before all others, in this order; the rest follows the alphabet.
-const FIRST: [&str; 8] = ["apiVersion", "kind", "metadata", "name", "namespace", "image", "command", "args"];
+/// Keys that are written first, in this order; all others follow in alphabetical order.
+const LEADING_KEYS: [&str; 8] =
+    ["apiVersion", "kind", "metadata", "name", "namespace", "image", "command", "args"];
 
-/// Lists of strings up to this many columns stay on one line.
+/// Lists of strings up to this width are written on one line.
 const FLOW_WIDTH: usize = 80;
 
 /// Writes one document, ending with a line break.
 pub fn document(value: &Value) -> String {
     let mut out = String::new();
     match value {
-        Value::Object(map) if !map.is_empty() => mapping(&mut out, map, 0, Start::Indented),
+        Value::Object(map) if !map.is_empty() => mapping(&mut out, map, 0, FirstKey::Indented),
         Value::Array(items) if !items.is_empty() => sequence(&mut out, items, 0),
         _ => {
             out.push_str(&scalar(value, 0));
@@ -28,38 +28,38 @@ pub fn document(value: &Value) -> String {
     out
 }
 
-/// Where the first key of a mapping stands.
+/// Where the first key of a mapping is written.
 #[derive(Clone, Copy)]
-enum Start {
-    /// On a line of its own.
+enum FirstKey {
+    /// On its own line.
     Indented,
-    /// Behind the `- ` of a list.
-    BehindDash,
+    /// After the `- ` of a list item.
+    AfterDash,
 }
 
-fn mapping(out: &mut String, map: &Map<String, Value>, depth: usize, start: Start) {
-    let mut start = start;
-    for (key, value) in in_order(map) {
-        if matches!(start, Start::Indented) {
+fn mapping(out: &mut String, map: &Map<String, Value>, depth: usize, first_key: FirstKey) {
+    let mut first_key = first_key;
+    for (key, value) in sorted_entries(map) {
+        if matches!(first_key, FirstKey::Indented) {
             indent(out, depth);
         }
-        start = Start::Indented;
-        out.push_str(&word(key));
+        first_key = FirstKey::Indented;
+        out.push_str(&plain_or_quoted(key));
         out.push(':');
         match value {
             Value::Object(inner) if !inner.is_empty() => {
                 out.push('\n');
-                mapping(out, inner, depth + 1, Start::Indented);
+                mapping(out, inner, depth + 1, FirstKey::Indented);
             }
             Value::Array(items) if !items.is_empty() => {
                 if let Some(line) = flow(items) {
-                    line_end(out, &line);
+                    end_line(out, &line);
                 } else {
                     out.push('\n');
                     sequence(out, items, depth);
                 }
             }
-            _ => line_end(out, &scalar(value, depth + 1)),
+            _ => end_line(out, &scalar(value, depth + 1)),
         }
     }
 }
@@ -71,18 +71,18 @@ fn sequence(out: &mut String, items: &[Value], depth: usize) {
         match item {
             Value::Object(map) if !map.is_empty() => {
                 out.push(' ');
-                mapping(out, map, depth + 1, Start::BehindDash);
+                mapping(out, map, depth + 1, FirstKey::AfterDash);
             }
             Value::Array(inner) if !inner.is_empty() => {
                 out.push('\n');
                 sequence(out, inner, depth + 1);
             }
-            _ => line_end(out, &scalar(item, depth + 1)),
+            _ => end_line(out, &scalar(item, depth + 1)),
         }
     }
 }
 
-fn line_end(out: &mut String, text: &str) {
+fn end_line(out: &mut String, text: &str) {
     out.push(' ');
     out.push_str(text);
     out.push('\n');
@@ -92,33 +92,33 @@ fn indent(out: &mut String, depth: usize) {
     out.extend(std::iter::repeat_n("  ", depth));
 }
 
-fn in_order(map: &Map<String, Value>) -> Vec<(&String, &Value)> {
+fn sorted_entries(map: &Map<String, Value>) -> Vec<(&String, &Value)> {
     let mut entries: Vec<_> = map.iter().collect();
     entries.sort_by_key(|(key, _)| {
-        (FIRST.iter().position(|first| first == key).unwrap_or(FIRST.len()), key.as_str())
+        (LEADING_KEYS.iter().position(|leading| leading == key).unwrap_or(LEADING_KEYS.len()), key.as_str())
     });
     entries
 }
 
-/// A list of strings on one line, if it is short.
+/// A short list of strings, on one line.
 fn flow(items: &[Value]) -> Option<String> {
-    let words: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(word)).collect();
-    let line = format!("[{}]", words?.join(", "));
+    let items: Option<Vec<String>> = items.iter().map(|item| item.as_str().map(plain_or_quoted)).collect();
+    let line = format!("[{}]", items?.join(", "));
     (line.len() <= FLOW_WIDTH).then_some(line)
 }
 
-/// A key, or an item of a list on one line.
-fn word(text: &str) -> String {
-    if is_word(text) { text.to_owned() } else { quoted(text) }
+/// A key, or an item of a list that is written on one line.
+fn plain_or_quoted(text: &str) -> String {
+    if is_plain_in_flow(text) { text.to_owned() } else { quoted(text) }
 }
 
-/// The text of anything that is not a filled mapping or list. `depth` is where the lines of a block go.
+/// Writes a scalar, or an empty mapping or list. `depth` is the indentation of block lines.
 fn scalar(value: &Value, depth: usize) -> String {
     match value {
         Value::Null => String::from("null"),
         Value::Bool(flag) => flag.to_string(),
         Value::Number(number) => number.to_string(),
-        Value::String(text) if is_plain(text) => text.clone(),
+        Value::String(text) if is_plain_scalar(text) => text.clone(),
         Value::String(text) if is_block(text) => block(text, depth),
         Value::String(text) => quoted(text),
         Value::Array(_) => String::from("[]"),
@@ -126,7 +126,7 @@ fn scalar(value: &Value, depth: usize) -> String {
     }
 }
 
-/// A literal block; its lines stand at `depth`.
+/// A literal block, indented by `depth`.
 fn block(text: &str, depth: usize) -> String {
     let mut out = String::from(if text.ends_with('\n') { "|" } else { "|-" });
     for line in text.trim_end_matches('\n').split('\n') {
@@ -139,7 +139,7 @@ fn block(text: &str, depth: usize) -> String {
     out
 }
 
-/// Several lines of ordinary text that a literal block gives back to the letter.
+/// Whether a literal block represents this multi-line text exactly.
 fn is_block(text: &str) -> bool {
     let body = text.strip_suffix('\n').unwrap_or(text);
     text.contains('\n')
@@ -150,15 +150,15 @@ fn is_block(text: &str) -> bool {
         && body.split('\n').all(|line| line.is_empty() || !line.trim().is_empty())
 }
 
-/// Safe without quotes even in a list on one line.
-fn is_word(text: &str) -> bool {
+/// Whether the text is safe without quotes in a list on one line.
+fn is_plain_in_flow(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/')
         && text.chars().all(|c| c.is_ascii_alphanumeric() || "_./-".contains(c))
         && !is_reserved(text)
 }
 
-/// Safe without quotes as the rest of a line.
-fn is_plain(text: &str) -> bool {
+/// Whether the text is safe without quotes as the rest of a line.
+fn is_plain_scalar(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '/')
         && text.chars().all(|c| c == ' ' || c.is_ascii_graphic())
         && !text.contains(": ")
@@ -167,11 +167,11 @@ fn is_plain(text: &str) -> bool {
         && !is_reserved(text)
 }
 
-/// Words that are a boolean or null in YAML 1.1 or 1.2.
+/// Whether the text is a boolean or null in YAML 1.1 or 1.2.
 fn is_reserved(text: &str) -> bool {
     ["true", "false", "yes", "no", "on", "off", "y", "n", "null"]
         .iter()
-        .any(|word| text.eq_ignore_ascii_case(word))
+        .any(|reserved| text.eq_ignore_ascii_case(reserved))
 }
 
 fn quoted(text: &str) -> String {
@@ -193,7 +193,7 @@ fn quoted(text: &str) -> String {
     out
 }
 
-/// What may stand in YAML text as it is. Line separators other than `\n` are left out on purpose.
+/// Whether the character needs no escape. Line separators other than `\n` are escaped on purpose.
 fn is_printable(c: char) -> bool {
     !c.is_control() && !matches!(c, '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}')
 }
@@ -256,7 +256,7 @@ spec:
 
     proptest! {
         #[test]
-        fn any_text_is_read_back_to_the_letter(text in any::<String>(), lines in "[ -~\n\té\u{85}]{0,40}") {
+        fn any_text_survives_a_round_trip(text in any::<String>(), lines in "[ -~\n\té\u{85}]{0,40}") {
             for text in [text, lines] {
                 let value = json!({"a": {"b": [text, {"c": text}, [text]], "d": text}});
                 prop_assert_eq!(read(&document(&value)), value);

@@ -1,5 +1,4 @@
-//! Random histories of bridge networks on two nodes: whatever is made, edited, deleted, damaged and killed, in the end
-//! links and objects are what the model says.
+//! Random creates, edits, deletions, damage and kills on two nodes. Links and objects must converge to a model.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,45 +28,45 @@ use crate::NODES;
 
 const NAMES: [&str; 3] = ["red", "green", "gold"];
 const STEPS: u64 = 6;
-/// Long enough for a controller that was killed to be followed.
-const CONVERGED: Duration = Duration::from_secs(60);
+/// Long enough for a new leader to take over from a killed one.
+const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// SplitMix64: the same histories for the same seed, everywhere.
-struct Dice(u64);
+/// A deterministic random number generator: the same operations for the same seed.
+struct SplitMix64(u64);
 
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
+impl SplitMix64 {
+    fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % sides
+        (z ^ (z >> 31)) % bound
     }
 
-    fn one<T: Copy>(&mut self, all: &[T]) -> T {
-        all[usize::try_from(self.roll(all.len() as u64)).unwrap_or(0)]
+    fn choose<T: Copy>(&mut self, all: &[T]) -> T {
+        all[usize::try_from(self.below(all.len() as u64)).unwrap_or(0)]
     }
 }
 
-/// What a network should be.
+/// The desired state of a network.
 #[derive(Clone, Debug, PartialEq)]
-struct Wanted {
+struct DesiredNetwork {
     mtu: i64,
     overlay: Option<u64>,
     uplink: bool,
     only_node_1: bool,
 }
 
-impl Wanted {
-    fn random(name: &str, dice: &mut Dice) -> Self {
+impl DesiredNetwork {
+    fn random(name: &str, rng: &mut SplitMix64) -> Self {
         let index = NAMES.iter().position(|n| *n == name).unwrap_or(0) as u64;
-        let kind = dice.roll(3);
+        let kind = rng.below(3);
         Self {
-            mtu: dice.one(&[1300, 1400, 1450]),
+            mtu: rng.choose(&[1300, 1400, 1450]),
             overlay: (kind == 1).then_some(100 + index),
-            // Two networks that want one NIC clash: the model gives it to one name only.
+            // Two networks with the same uplink would conflict: only one of them may have it.
             uplink: kind == 2 && name == "gold",
-            only_node_1: dice.roll(4) == 0,
+            only_node_1: rng.below(4) == 0,
         }
     }
 
@@ -86,50 +85,57 @@ impl Wanted {
     }
 }
 
-type Model = BTreeMap<&'static str, Wanted>;
+type Model = BTreeMap<&'static str, DesiredNetwork>;
 
-pub async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
+pub async fn random_operations_converge_to_the_model(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let count = if e2e::soak() { 200 } else { 14 };
-    let clean = state(&lab, &client).await?;
+    let clean = cluster_state(&lab, &client).await?;
     for seed in 0..count {
-        let mut dice = Dice(seed);
+        let mut rng = SplitMix64(seed);
         let mut model = Model::new();
-        let mut told = format!("seed {seed}:");
+        let mut operations = format!("seed {seed}:");
         for _ in 0..STEPS {
-            let step = step(&lab, &client, &mut model, &mut dice).await?;
-            write!(told, " {step};")?;
+            let operation = random_operation(&lab, &client, &mut model, &mut rng).await?;
+            write!(operations, " {operation};")?;
         }
-        println!("{told}");
-        converged(&lab, &client, &model).await.with_context(|| told.clone())?;
+        println!("{operations}");
+        wait_for_convergence(&lab, &client, &model).await.with_context(|| operations.clone())?;
         for name in model.keys() {
             bridge::delete_network(&client, name).await?;
         }
         for name in NAMES {
-            bridge::wait_deleted(&client, name, CONVERGED).await.with_context(|| told.clone())?;
+            bridge::wait_deleted(&client, name, CONVERGENCE_TIMEOUT)
+                .await
+                .with_context(|| operations.clone())?;
         }
-        wait::until(Duration::from_secs(5), "the state of the beginning", || async {
-            let now = state(&lab, &client).await?;
+        wait::until(Duration::from_secs(5), "the initial state", || async {
+            let now = cluster_state(&lab, &client).await?;
             ensure!(now == clean, "before:\n{clean}\nafter:\n{now}");
             Ok(Some(()))
         })
         .await
-        .with_context(|| told.clone())?;
+        .with_context(|| operations.clone())?;
     }
     Ok(())
 }
 
-/// One thing that happens.
-async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) -> Result<String> {
-    let name = dice.one(&NAMES);
-    let node = dice.one(&NODES);
-    match (model.get(name).cloned(), dice.roll(16)) {
+/// Performs one random operation and describes it.
+async fn random_operation(
+    lab: &Lab,
+    client: &Client,
+    model: &mut Model,
+    rng: &mut SplitMix64,
+) -> Result<String> {
+    let name = rng.choose(&NAMES);
+    let node = rng.choose(&NODES);
+    match (model.get(name).cloned(), rng.below(16)) {
         (None, _) => {
-            // The one of this name may still be on its way out.
-            bridge::wait_deleted(client, name, CONVERGED).await?;
-            let wanted = Wanted::random(name, dice);
-            insist(|| bridge::create_network(client, name, wanted.spec())).await?;
-            model.insert(name, wanted);
+            // An earlier network of this name may still be terminating.
+            bridge::wait_deleted(client, name, CONVERGENCE_TIMEOUT).await?;
+            let desired = DesiredNetwork::random(name, rng);
+            retry_webhook(|| bridge::create_network(client, name, desired.spec())).await?;
+            model.insert(name, desired);
             Ok(format!("create {name}"))
         }
         (Some(_), 0 | 1) => {
@@ -137,13 +143,13 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             model.remove(name);
             Ok(format!("delete {name}"))
         }
-        (Some(mut wanted), 2..=5) => {
-            wanted.mtu = dice.one(&[1300, 1400, 1450]);
-            wanted.only_node_1 = dice.roll(3) == 0;
-            if wanted.overlay.is_none() && name == "gold" {
-                wanted.uplink = dice.roll(2) == 0;
+        (Some(mut desired), 2..=5) => {
+            desired.mtu = rng.choose(&[1300, 1400, 1450]);
+            desired.only_node_1 = rng.below(3) == 0;
+            if desired.overlay.is_none() && name == "gold" {
+                desired.uplink = rng.below(2) == 0;
             }
-            let mut spec = wanted.spec();
+            let mut spec = desired.spec();
             for field in ["uplink", "nodeSelector"] {
                 if spec.get(field).is_none() {
                     spec[field] = Value::Null;
@@ -152,8 +158,8 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
             let patch = Patch::Merge(json!({"spec": spec}));
             let params = PatchParams::default();
             let all = networks(client);
-            insist(|| async { all.patch(name, &params, &patch).await.context("edit") }).await?;
-            model.insert(name, wanted);
+            retry_webhook(|| async { all.patch(name, &params, &patch).await.context("edit") }).await?;
+            model.insert(name, desired);
             Ok(format!("edit {name}"))
         }
         (Some(_), 6 | 7) => {
@@ -166,7 +172,7 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
         }
         (Some(_), _) => {
             let (bridge, vxlan) = (format!("br-{name}"), format!("vx-{name}"));
-            let damage = dice.one(&[
+            let damage = rng.choose(&[
                 &["ip", "link", "del", "BRIDGE"][..],
                 &["ip", "link", "set", "BRIDGE", "down"],
                 &["ip", "link", "set", "BRIDGE", "mtu", "900"],
@@ -175,29 +181,28 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
                 &["ip", "link", "set", "VXLAN", "nomaster"],
                 &["bridge", "fdb", "append", "00:00:00:00:00:00", "dev", "VXLAN", "dst", "192.0.2.7"],
             ]);
-            let words: Vec<&str> = damage
+            let command: Vec<&str> = damage
                 .iter()
-                .map(|word| match *word {
+                .map(|argument| match *argument {
                     "BRIDGE" => bridge.as_str(),
                     "VXLAN" => vxlan.as_str(),
-                    word => word,
+                    argument => argument,
                 })
                 .collect();
-            // Half of the damage hits a network that works, half one that is being made.
-            if dice.roll(2) == 0 {
-                bridge::wait_ready(client, name, CONVERGED).await?;
+            // Half of the damage hits a ready network, half one that may still be created.
+            if rng.below(2) == 0 {
+                bridge::wait_ready(client, name, CONVERGENCE_TIMEOUT).await?;
             }
-            // What is not there cannot be damaged.
-            let done = lab.node(node).output(&words).is_ok();
-            Ok(format!("{} on {node}{}", words.join(" "), if done { "" } else { " (not there)" }))
+            // The link may not exist.
+            let done = lab.node(node).output(&command).is_ok();
+            Ok(format!("{} on {node}{}", command.join(" "), if done { "" } else { " (failed)" }))
         }
     }
 }
 
-/// Does what a user does: a change that the API server refuses because the controller that it asks was just killed is
-/// asked for again. Nothing has become of it.
-async fn insist<T, F: Future<Output = Result<T>>>(change: impl Fn() -> F) -> Result<T> {
-    wait::until(CONVERGED, "a controller to answer", || async {
+/// Retries a request, as a user would, while the webhook fails because its controller was just killed.
+async fn retry_webhook<T, F: Future<Output = Result<T>>>(change: impl Fn() -> F) -> Result<T> {
+    wait::until(CONVERGENCE_TIMEOUT, "the webhook to respond", || async {
         match change().await {
             Err(error) if format!("{error:#}").contains("failed calling webhook") => Ok(None),
             other => Ok(Some(other)),
@@ -206,16 +211,16 @@ async fn insist<T, F: Future<Output = Result<T>>>(change: impl Fn() -> F) -> Res
     .await?
 }
 
-/// Kills the processes of one program on a node, each by its number. Their pods go too: the kubelet would let one that
-/// died several times wait for minutes.
-async fn kill(lab: &Lab, client: &Client, node: &str, program: &str) -> Result<()> {
+/// Kills the processes of a component on a node, and deletes their pods: the kubelet would back off for minutes from a
+/// container that crashes repeatedly.
+async fn kill(lab: &Lab, client: &Client, node: &str, component: &str) -> Result<()> {
     let script = format!(
-        "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {program} ' && kill -9 ${{p#/proc/}}; done; true"
+        "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {component} ' && kill -9 ${{p#/proc/}}; done; true"
     );
     lab.node(node).output(&["sh", "-c", &script])?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), patchbay::NAMESPACE);
     let params = ListParams::default()
-        .labels(&format!("app.kubernetes.io/component={program}"))
+        .labels(&format!("app.kubernetes.io/component={component}"))
         .fields(&format!("spec.nodeName={node}"));
     pods.delete_collection(&DeleteParams::default().grace_period(0), &params)
         .await
@@ -223,27 +228,27 @@ async fn kill(lab: &Lab, client: &Client, node: &str, program: &str) -> Result<(
     Ok(())
 }
 
-/// What the model says, link by link.
-fn expected(model: &Model, node: &str) -> BTreeSet<String> {
+/// The links of a node according to the model.
+fn expected_links(model: &Model, node: &str) -> BTreeSet<String> {
     let mut all = BTreeSet::new();
-    for (name, wanted) in model {
-        if wanted.only_node_1 && node != "node-1" {
+    for (name, desired) in model {
+        if desired.only_node_1 && node != "node-1" {
             continue;
         }
-        let mtu = wanted.mtu;
+        let mtu = desired.mtu;
         all.insert(format!("br-{name} bridge mtu {mtu} up"));
-        if wanted.overlay.is_some() {
+        if desired.overlay.is_some() {
             all.insert(format!("vx-{name} vxlan mtu {mtu} up port of br-{name}"));
         }
-        if wanted.uplink {
+        if desired.uplink {
             all.insert(format!("eth1 port of br-{name}"));
         }
     }
     all
 }
 
-/// What a node has.
-fn found(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
+/// The links that a node has.
+fn observed_links(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
     let links: Vec<Value> = serde_json::from_str(&lab.node(node).output(&["ip", "-d", "-j", "link"])?)?;
     let mut all = BTreeSet::new();
     for link in links {
@@ -264,10 +269,10 @@ fn found(lab: &Lab, node: &str) -> Result<BTreeSet<String>> {
     Ok(all)
 }
 
-async fn converged(lab: &Lab, client: &Client, model: &Model) -> Result<()> {
-    wait::until(CONVERGED, "links and objects to be what the model says", || async {
+async fn wait_for_convergence(lab: &Lab, client: &Client, model: &Model) -> Result<()> {
+    wait::until(CONVERGENCE_TIMEOUT, "links and objects to match the model", || async {
         for node in NODES {
-            let (expected, found) = (expected(model, node), found(lab, node)?);
+            let (expected, found) = (expected_links(model, node), observed_links(lab, node)?);
             ensure!(expected == found, "{node}: expected {expected:#?}, found {found:#?}");
             let object = Api::<NodeNetwork>::all(client.clone()).get(node).await?;
             let listed: BTreeSet<String> = object
@@ -277,20 +282,20 @@ async fn converged(lab: &Lab, client: &Client, model: &Model) -> Result<()> {
                 .map(|n| format!("{} {}", n.name, n.ready))
                 .collect();
             let here = model.iter().filter(|(_, w)| node == "node-1" || !w.only_node_1);
-            let wanted: BTreeSet<String> = here.map(|(name, _)| format!("{name} true")).collect();
-            ensure!(listed == wanted, "{node} lists {listed:?}, expected {wanted:?}");
+            let desired: BTreeSet<String> = here.map(|(name, _)| format!("{name} true")).collect();
+            ensure!(listed == desired, "{node} lists {listed:?}, expected {desired:?}");
             let object = Api::<Node>::all(client.clone()).get(node).await?;
             let labels = object.labels().keys().filter_map(|k| k.strip_prefix("network.patchbay.dev/"));
             let labels: BTreeSet<String> = labels.map(|name| format!("{name} true")).collect();
-            ensure!(labels == wanted, "{node} has labels {labels:?}, expected {wanted:?}");
+            ensure!(labels == desired, "{node} has labels {labels:?}, expected {desired:?}");
         }
         let nads = lab.kubectl(&["-n", "default", "get", "net-attach-def", "-o", "name"])?;
         let nads: BTreeSet<&str> = nads.lines().filter_map(|line| line.rsplit('/').next()).collect();
-        ensure!(nads.iter().eq(model.keys().collect::<BTreeSet<_>>()), "attachments: {nads:?}");
-        for (name, wanted) in model {
+        ensure!(nads.iter().eq(model.keys().collect::<BTreeSet<_>>()), "NADs: {nads:?}");
+        for (name, desired) in model {
             let object = networks(client).get(name).await?;
             let mtu = object.status.as_ref().and_then(|s| s.mtu).unwrap_or_default();
-            ensure!(i64::from(mtu) == wanted.mtu, "{name}: {:?}", object.status);
+            ensure!(i64::from(mtu) == desired.mtu, "{name}: {:?}", object.status);
             ensure!(bridge::condition(&object, "Ready").0 == "True", "{name}: {:?}", object.status);
         }
         Ok(Some(()))
@@ -299,7 +304,7 @@ async fn converged(lab: &Lab, client: &Client, model: &Model) -> Result<()> {
 }
 
 /// Everything that Patchbay could leave behind, as text.
-async fn state(lab: &Lab, client: &Client) -> Result<String> {
+async fn cluster_state(lab: &Lab, client: &Client) -> Result<String> {
     let mut text = String::new();
     for node in NODES {
         text += &bridge::host_state(lab, node)?;
@@ -313,9 +318,9 @@ async fn state(lab: &Lab, client: &Client) -> Result<String> {
     Ok(text)
 }
 
-pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> Result<()> {
+pub async fn a_pod_created_during_deletion_is_rejected_or_keeps_its_network(lab: Lab) -> Result<()> {
     let rounds = if e2e::soak() { 60 } else { 6 };
-    let (mut refused, mut ran) = (0, 0);
+    let (mut rejected, mut admitted) = (0, 0);
     with_namespace(&lab, "race", async |ns: &TestNamespace| {
         let client = &ns.client;
         let pods: Api<Pod> = ns.pods();
@@ -323,12 +328,12 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
             let name = format!("race-{round}");
             bridge::start_network(client, &name, json!({"attachment": {"namespaces": [ns.namespace]}}))
                 .await?;
-            let pod: Pod = serde_json::from_value(attached_pod("p", "node-1", &name).object())?;
-            let mut dice = Dice(round);
-            let pause = Duration::from_millis(dice.roll(200));
+            let pod: Pod = serde_json::from_value(attached_pod("client", "node-1", &name).object())?;
+            let mut rng = SplitMix64(round);
+            let delay = Duration::from_millis(rng.below(200));
             let params = PostParams::default();
             let create = async {
-                tokio::time::sleep(pause).await;
+                tokio::time::sleep(delay).await;
                 pods.create(&params, &pod).await
             };
             let delete = async {
@@ -338,30 +343,30 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
             let (created, deleted) = tokio::join!(create, delete);
             deleted?;
             match created {
-                Err(kube::Error::Api(e)) if e.message.contains(&name) => refused += 1,
+                Err(kube::Error::Api(e)) if e.message.contains(&name) => rejected += 1,
                 Err(other) => bail!("round {round}: {other}"),
                 Ok(_) => {
-                    // Either the pod comes up on its network and keeps it, or it came after the end of the network.
-                    let came = wait::until(
+                    // An admitted pod must start on its network and keep it.
+                    let started = wait::until(
                         Duration::from_secs(60),
-                        "the pod to run, or its network to be gone",
+                        "the pod to be ready, or its network to be deleted",
                         || async {
                             if networks(client).get_opt(&name).await?.is_none() {
                                 return Ok(Some(false));
                             }
-                            Ok(ns.wait_pod_ready("p").await.is_ok().then_some(true))
+                            Ok(ns.wait_pod_ready("client").await.is_ok().then_some(true))
                         },
                     )
                     .await?;
-                    ensure!(came, "round {round}: {name} went away under a pod that was let in");
-                    ran += 1;
+                    ensure!(started, "round {round}: {name} was deleted although its pod was admitted");
+                    admitted += 1;
                     ensure!(
                         networks(client).get_opt(&name).await?.is_some(),
-                        "round {round}: the network is gone"
+                        "round {round}: the network was deleted"
                     );
-                    pods.delete("p", &DeleteParams::default().grace_period(0)).await?;
-                    wait::until(bridge::WAIT_TIMEOUT, "the pod to go", || async {
-                        Ok(pods.get_opt("p").await?.is_none().then_some(()))
+                    pods.delete("client", &DeleteParams::default().grace_period(0)).await?;
+                    wait::until(bridge::WAIT_TIMEOUT, "the pod to be deleted", || async {
+                        Ok(pods.get_opt("client").await?.is_none().then_some(()))
                     })
                     .await?;
                 }
@@ -371,6 +376,6 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
         Ok(())
     })
     .await?;
-    println!("{rounds} rounds: {refused} pods refused, {ran} ran and kept their network");
+    println!("{rounds} rounds: {rejected} pods rejected, {admitted} admitted and kept their network");
     Ok(())
 }

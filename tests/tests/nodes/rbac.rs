@@ -1,4 +1,4 @@
-//! What the two programs may do, and that they need it.
+//! Permissions of the controller and the node daemon: RBAC, admission policies and capabilities.
 
 use std::time::Duration;
 
@@ -25,21 +25,21 @@ use serde_json::json;
 
 use crate::nics::nodenetworks;
 
-pub async fn the_webhook_is_reached_through_its_service(lab: Lab) -> Result<()> {
+pub async fn the_webhook_is_reachable_through_its_service(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let stranger: NodeNetwork = serde_json::from_value(json!({
+    let unknown: NodeNetwork = serde_json::from_value(json!({
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "nowhere"},
     }))?;
-    match nodenetworks(&client).create(&PostParams::default(), &stranger).await {
+    match nodenetworks(&client).create(&PostParams::default(), &unknown).await {
         Err(kube::Error::Api(e)) if e.message.contains("Node \"nowhere\" does not exist") => Ok(()),
         other => bail!("{other:?}"),
     }
 }
 
-/// A client with the token of the node daemon; bound to a pod or to nothing.
-async fn as_daemon(lab: &Lab, bound: Option<&str>) -> Result<Client> {
+/// A client with a token of the node daemon, bound to a pod or unbound.
+async fn daemon_client(lab: &Lab, pod: Option<&str>) -> Result<Client> {
     let mut arguments = vec!["-n", NAMESPACE, "create", "token", "patchbay-node"];
-    if let Some(pod) = bound {
+    if let Some(pod) = pod {
         arguments.extend(["--bound-object-kind", "Pod", "--bound-object-name", pod]);
     }
     let token = lab.kubectl(&arguments)?;
@@ -49,20 +49,24 @@ async fn as_daemon(lab: &Lab, bound: Option<&str>) -> Result<Client> {
     Ok(Client::try_from(config)?)
 }
 
-fn denied<T: std::fmt::Debug>(what: &str, outcome: Result<T, kube::Error>, words: &str) -> Result<()> {
+fn ensure_denied<T: std::fmt::Debug>(
+    what: &str,
+    outcome: Result<T, kube::Error>,
+    expected: &str,
+) -> Result<()> {
     match outcome {
         Err(kube::Error::Api(e))
-            if e.message.contains("ValidatingAdmissionPolicy") && e.message.contains(words) =>
+            if e.message.contains("ValidatingAdmissionPolicy") && e.message.contains(expected) =>
         {
             Ok(())
         }
-        other => bail!("{what}: {other:?}, expected the policy's refusal with {words:?}"),
+        other => bail!("{what}: {other:?}, expected a rejection by the policy with {expected:?}"),
     }
 }
 
-pub async fn a_node_daemon_can_write_only_its_own_nodes_objects(lab: Lab) -> Result<()> {
+pub async fn a_node_daemon_can_write_only_the_objects_of_its_own_node(lab: Lab) -> Result<()> {
     let admin = lab.client().await?;
-    // More rights than installed, so that what refuses is the policy and not a missing verb.
+    // Broader RBAC than installed, so that the policy rejects the requests, not a missing verb.
     lab.kubectl(&[
         "create",
         "clusterrole",
@@ -77,89 +81,103 @@ pub async fn a_node_daemon_can_write_only_its_own_nodes_objects(lab: Lab) -> Res
         "--clusterrole=t-more",
         "--serviceaccount=patchbay-system:patchbay-node",
     ])?;
-    let outcome = confinement(&lab, &admin).await;
+    let outcome = check_confinement(&lab, &admin).await;
     lab.kubectl(&["delete", "clusterrolebinding/t-more", "clusterrole/t-more"])?;
     outcome
 }
 
-async fn confinement(lab: &Lab, admin: &Client) -> Result<()> {
-    let mine = nodenetworks(&as_daemon(lab, Some(&patchbay::daemon_pod(admin, "node-1").await?)).await?);
-    let nobody = nodenetworks(&as_daemon(lab, None).await?);
+async fn check_confinement(lab: &Lab, admin: &Client) -> Result<()> {
+    let bound = nodenetworks(&daemon_client(lab, Some(&patchbay::daemon_pod(admin, "node-1").await?)).await?);
+    let unbound = nodenetworks(&daemon_client(lab, None).await?);
     let label = json!({"metadata": {"labels": {"t": "x"}}});
-    let lie = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth0", "mtu": 1500}}});
+    let status = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth0", "mtu": 1500}}});
     let params = PatchParams::default();
-    // Roles take a moment to reach the authorizer.
-    wait::until(Duration::from_secs(5), "the own object to be writable", || async {
-        mine.patch("node-1", &params, &Patch::Merge(&label)).await?;
+    // The authorizer sees new roles with a delay.
+    wait::until(Duration::from_secs(5), "the own NodeNetwork to be writable", || async {
+        bound.patch("node-1", &params, &Patch::Merge(&label)).await?;
         Ok(Some(()))
     })
     .await?;
-    for (who, api, words) in [("another node's", &mine, "own node"), ("nobody's", &nobody, "names no node")] {
-        denied(&format!("{who} update"), api.patch("node-2", &params, &Patch::Merge(&label)).await, words)?;
-        denied(
-            &format!("{who} status"),
-            api.patch_status("node-2", &params, &Patch::Merge(&lie)).await,
-            words,
+    for (token, api, expected) in
+        [("bound token", &bound, "own node"), ("unbound token", &unbound, "names no node")]
+    {
+        ensure_denied(
+            &format!("{token}: update"),
+            api.patch("node-2", &params, &Patch::Merge(&label)).await,
+            expected,
         )?;
-        denied(&format!("{who} delete"), api.delete("node-2", &DeleteParams::default()).await, words)?;
-        let all = api
+        ensure_denied(
+            &format!("{token}: status"),
+            api.patch_status("node-2", &params, &Patch::Merge(&status)).await,
+            expected,
+        )?;
+        ensure_denied(
+            &format!("{token}: delete"),
+            api.delete("node-2", &DeleteParams::default()).await,
+            expected,
+        )?;
+        let deleted = api
             .delete_collection(
                 &DeleteParams::default(),
                 &ListParams::default().fields("metadata.name=node-2"),
             )
             .await;
-        denied(&format!("{who} collection delete"), all, words)?;
-        let fresh: NodeNetwork = serde_json::from_value(json!({
+        ensure_denied(&format!("{token}: collection delete"), deleted, expected)?;
+        let new: NodeNetwork = serde_json::from_value(json!({
             "apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "node-7"},
         }))?;
-        denied(&format!("{who} create"), api.create(&PostParams::default(), &fresh).await, words)?;
+        ensure_denied(&format!("{token}: create"), api.create(&PostParams::default(), &new).await, expected)?;
     }
     let foreign = json!({"metadata": {"ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "node-2", "uid": "x"}]}});
-    denied("a foreign owner", mine.patch("node-1", &params, &Patch::Merge(&foreign)).await, "own Node")?;
-    denied(
-        "nobody's delete of node-1",
-        nobody.delete("node-1", &DeleteParams::default()).await,
+    ensure_denied(
+        "a foreign owner",
+        bound.patch("node-1", &params, &Patch::Merge(&foreign)).await,
+        "own Node",
+    )?;
+    ensure_denied(
+        "unbound token: delete of node-1",
+        unbound.delete("node-1", &DeleteParams::default()).await,
         "names no node",
     )?;
-    ensure!(nodenetworks(admin).get_opt("node-2").await?.is_some(), "node-2 has its object");
+    ensure!(nodenetworks(admin).get_opt("node-2").await?.is_some(), "NodeNetwork node-2 was deleted");
     Ok(())
 }
 
-pub async fn both_programs_run_under_the_installed_roles_without_one_refusal(lab: Lab) -> Result<()> {
-    let refused: Vec<AuditedRequest> = lab
+pub async fn no_request_of_patchbay_is_unauthorized(lab: Lab) -> Result<()> {
+    let unauthorized: Vec<AuditedRequest> = lab
         .requests_since(AuditOffset::START)?
         .into_iter()
         .filter(|a| a.user_agent.starts_with("patchbay-") && (a.code == 401 || a.code == 403))
         .collect();
-    ensure!(refused.is_empty(), "{refused:#?}");
-    let asked = lab.requests_since(AuditOffset::START)?;
-    for program in ["patchbay-controller", "patchbay-node"] {
-        let user = format!("system:serviceaccount:{NAMESPACE}:{program}");
-        ensure!(asked.iter().any(|a| a.user == user), "{program} never asked anything as {user}");
+    ensure!(unauthorized.is_empty(), "{unauthorized:#?}");
+    let requests = lab.requests_since(AuditOffset::START)?;
+    for component in ["patchbay-controller", "patchbay-node"] {
+        let user = format!("system:serviceaccount:{NAMESPACE}:{component}");
+        ensure!(requests.iter().any(|a| a.user == user), "{component} sent no request as {user}");
     }
     Ok(())
 }
 
-pub async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab) -> Result<()> {
+pub async fn no_container_is_privileged_and_the_image_carries_its_commit(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let all = pods.list(&ListParams::default()).await?.items;
     ensure!(all.len() == 4, "two controllers and two daemons: {}", all.len());
     for pod in &all {
-        let spec = pod.spec.as_ref().context("a spec")?;
+        let spec = pod.spec.as_ref().context("spec")?;
         for container in &spec.containers {
-            let security = container.security_context.as_ref().context("a security context")?;
+            let security = container.security_context.as_ref().context("securityContext")?;
             ensure!(
                 security.privileged != Some(true) && security.allow_privilege_escalation == Some(false),
                 "{security:?}"
             );
         }
     }
-    // What the kernel says of the running daemon, not what the manifest wishes.
+    // The capabilities of the running daemon, as the kernel reports them.
     let status = lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q 'patchbay node' && grep -E 'CapEff|Seccomp:' $p/status; done; true"])?;
-    // NET_ADMIN is bit 12, SYS_ADMIN bit 21, and there is no other.
+    // NET_ADMIN is bit 12, SYS_ADMIN is bit 21; no other bit is set.
     ensure!(status.contains("CapEff:\t0000000000201000") && status.contains("Seccomp:\t2"), "{status}");
-    let ran = lab.kubectl(&[
+    let version = lab.kubectl(&[
         "-n",
         NAMESPACE,
         "exec",
@@ -168,7 +186,7 @@ pub async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab)
         "/usr/bin/patchbay",
         "version",
     ])?;
-    let commit = ran.lines().find_map(|l| l.strip_prefix("commit ")).context("a commit")?.to_owned();
+    let commit = version.lines().find_map(|l| l.strip_prefix("commit ")).context("the commit")?.to_owned();
     let inspected = lab.node("node-1").output(&[
         "ctr",
         "-n",
@@ -184,10 +202,10 @@ pub async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab)
     Ok(())
 }
 
-pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
+pub async fn the_daemon_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let daemons: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
-    let with = async |capabilities: &[&str]| -> Result<()> {
+    let set_capabilities = async |capabilities: &[&str]| -> Result<()> {
         let security = json!({"capabilities": {"add": capabilities}});
         let containers = json!([{"name": "node", "securityContext": security}]);
         patchbay::patch_daemons(&client, json!({"containers": containers})).await?;
@@ -197,25 +215,25 @@ pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
     let all =
         json!(all)["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"]
             .clone();
-    ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN"]), "{all}: each needs its part of this test");
-    with(&["SYS_ADMIN"]).await?;
+    ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN"]), "{all}: test every capability");
+    set_capabilities(&["SYS_ADMIN"]).await?;
     create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
-    let entry = wait::until(Duration::from_secs(5), "the kernel's refusal", || async {
+    let entry = wait::until(Duration::from_secs(5), "reason KernelRefused", || async {
         Ok(node_report(&client, "node-1", "caps").await?.filter(|entry| entry["reason"] == "KernelRefused"))
     })
     .await?;
     println!("without NET_ADMIN: {}", entry["message"]);
-    with(&["NET_ADMIN"]).await?;
+    set_capabilities(&["NET_ADMIN"]).await?;
     wait_ready(&client, "caps", Duration::from_secs(40)).await?;
-    let joined = with_namespace(&lab, "caps", async |ns: &TestNamespace| {
-        ns.create_pod(attached_pod("p", "node-1", "default/caps")).await?;
+    let attached = with_namespace(&lab, "caps", async |ns: &TestNamespace| {
+        ns.create_pod(attached_pod("client", "node-1", "default/caps")).await?;
         wait_for_event(ns, "enter the network namespace", Duration::from_secs(20)).await?;
-        with(&["NET_ADMIN", "SYS_ADMIN"]).await?;
-        ns.wait_pod_ready("p").await.map(drop)
+        set_capabilities(&["NET_ADMIN", "SYS_ADMIN"]).await?;
+        ns.wait_pod_ready("client").await.map(drop)
     })
     .await;
-    with(&["NET_ADMIN", "SYS_ADMIN"]).await?;
+    set_capabilities(&["NET_ADMIN", "SYS_ADMIN"]).await?;
     delete_network(&client, "caps").await?;
     wait_deleted(&client, "caps", Duration::from_secs(30)).await?;
-    joined
+    attached
 }

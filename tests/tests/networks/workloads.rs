@@ -1,66 +1,71 @@
-//! One object of each kind that can use a network, in one or another form. They name the network `NAME` in the
-//! namespace `SPACE`.
+//! Objects of every kind that can use a network. As templates, they refer to the network `NAME` in the namespace `SPACE`.
 
 use serde_json::{Value, json};
 
-use crate::cluster::{User, resource};
+use crate::cluster::{Workload, resource};
 
-const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
-const DEFAULT: &str = "v1.multus-cni.io/default-network";
+const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
+const DEFAULT_NETWORK_ANNOTATION: &str = "v1.multus-cni.io/default-network";
 
-/// All kinds, and the forms that an annotation has.
-pub fn all() -> Vec<(User, Value)> {
-    let text = template(NETWORKS, "red, NAME@eth7");
-    let list = template(NETWORKS, r#"[{"name": "NAME", "namespace": "SPACE", "interface": "eth7"}]"#);
+/// Every kind, and every form of the annotation.
+pub fn all() -> Vec<(Workload, Value)> {
+    let text = template(NETWORKS_ANNOTATION, "red, NAME@eth7");
+    let list =
+        template(NETWORKS_ANNOTATION, r#"[{"name": "NAME", "namespace": "SPACE", "interface": "eth7"}]"#);
     let job = json!({"suspend": true, "template": list});
     vec![
-        user("", "Pod", "pods", pod(NETWORKS, "SPACE/NAME")),
-        user("", "Pod", "pods", pod(DEFAULT, "SPACE/NAME")),
-        user("apps", "Deployment", "deployments", workload(&text, json!({"replicas": 0}))),
-        user(
+        workload("", "Pod", "pods", pod(NETWORKS_ANNOTATION, "SPACE/NAME")),
+        workload("", "Pod", "pods", pod(DEFAULT_NETWORK_ANNOTATION, "SPACE/NAME")),
+        workload("apps", "Deployment", "deployments", workload_spec(&text, json!({"replicas": 0}))),
+        workload(
             "apps",
             "StatefulSet",
             "statefulsets",
-            workload(&list, json!({"replicas": 0, "serviceName": "x"})),
+            workload_spec(&list, json!({"replicas": 0, "serviceName": "x"})),
         ),
-        user("apps", "DaemonSet", "daemonsets", workload(&text, json!({}))),
-        user("apps", "ReplicaSet", "replicasets", workload(&list, json!({"replicas": 0}))),
-        user("batch", "Job", "jobs", json!({"spec": job})),
-        user(
+        workload("apps", "DaemonSet", "daemonsets", workload_spec(&text, json!({}))),
+        workload("apps", "ReplicaSet", "replicasets", workload_spec(&list, json!({"replicas": 0}))),
+        workload("batch", "Job", "jobs", json!({"spec": job})),
+        workload(
             "batch",
             "CronJob",
             "cronjobs",
             json!({"spec": {"schedule": "0 0 1 1 *", "suspend": true, "jobTemplate": {"spec": job}}}),
         ),
         virtual_machine("vm", "NAME"),
-        user("kubevirt.io", "VirtualMachine", "virtualmachines", json!({"spec": {"template": text}})),
-        user(
+        workload("kubevirt.io", "VirtualMachine", "virtualmachines", json!({"spec": {"template": text}})),
+        workload(
             "kubevirt.io",
             "VirtualMachineInstance",
             "virtualmachineinstances",
-            json!({"spec": machine("SPACE/NAME")}),
+            json!({"spec": vm_spec("SPACE/NAME")}),
         ),
     ]
 }
 
-/// A virtual machine that names this network.
-pub fn virtual_machine(name: &str, network: &str) -> (User, Value) {
-    let spec = json!({"spec": {"template": {"spec": machine(network)}}});
-    let (user, mut object) = user("kubevirt.io", "VirtualMachine", "virtualmachines", spec);
+/// A VirtualMachine on this network.
+pub fn virtual_machine(name: &str, network: &str) -> (Workload, Value) {
+    let spec = json!({"spec": {"template": {"spec": vm_spec(network)}}});
+    let (vm, mut object) = workload("kubevirt.io", "VirtualMachine", "virtualmachines", spec);
     object["metadata"]["name"] = json!(name);
-    (User { name: name.to_owned(), ..user }, object)
+    (Workload { name: name.to_owned(), ..vm }, object)
 }
 
-/// The same under this name, naming this network of this namespace.
-pub fn naming((user, object): (User, Value), name: &str, namespace: &str, network: &str) -> (User, Value) {
+/// Fills a template: the name of the object, and the namespace and name of its network.
+pub fn from_template(
+    (workload, object): (Workload, Value),
+    name: &str,
+    namespace: &str,
+    network: &str,
+) -> (Workload, Value) {
     let object = object.to_string().replace("SPACE", namespace).replace("NAME", network);
     let mut object: Value = serde_json::from_str(&object).unwrap_or_default();
     object["metadata"]["name"] = json!(name);
-    (User { name: name.to_owned(), ..user }, object)
+    (Workload { name: name.to_owned(), ..workload }, object)
 }
 
-/// The same, naming no network at all.
-pub fn plain((user, mut object): (User, Value)) -> (User, Value) {
+/// Removes all references to networks.
+pub fn without_networks((workload, mut object): (Workload, Value)) -> (Workload, Value) {
     for place in [
         "/metadata",
         "/spec",
@@ -73,11 +78,11 @@ pub fn plain((user, mut object): (User, Value)) -> (User, Value) {
             part.remove("networks");
         }
     }
-    (user, object)
+    (workload, object)
 }
 
-/// A patch that makes another object of the kind name what this one names.
-pub fn edit(object: &Value) -> Value {
+/// A patch that adds the network references of this object to another object of its kind.
+pub fn reference_patch(object: &Value) -> Value {
     let mut patch = json!({"metadata": {"annotations": object["metadata"]["annotations"]}});
     for place in ["/spec/template", "/spec/jobTemplate/spec/template"] {
         let Some(annotations) = object.pointer(&format!("{place}/metadata/annotations")) else { continue };
@@ -96,22 +101,26 @@ pub fn edit(object: &Value) -> Value {
     patch
 }
 
-/// The same, controlled by this object.
-pub fn controlled((user, mut object): (User, Value), owner: &User, uid: &str) -> (User, Value) {
+/// Sets the controlling owner.
+pub fn controlled(
+    (workload, mut object): (Workload, Value),
+    owner: &Workload,
+    uid: &str,
+) -> (Workload, Value) {
     object["metadata"]["ownerReferences"] = json!([{"apiVersion": owner.resource.api_version,
         "kind": owner.resource.kind, "name": owner.name, "uid": uid, "controller": true}]);
-    (user, object)
+    (workload, object)
 }
 
-fn user(group: &str, kind: &str, plural: &str, mut object: Value) -> (User, Value) {
+fn workload(group: &str, kind: &str, plural: &str, mut object: Value) -> (Workload, Value) {
     let resource = resource(group, "v1", kind, plural);
     object["apiVersion"] = json!(resource.api_version);
     object["kind"] = json!(kind);
-    (User { resource, namespace: String::new(), name: String::new() }, object)
+    (Workload { resource, namespace: String::new(), name: String::new() }, object)
 }
 
 fn containers() -> Value {
-    // No node is ever chosen: what counts is what the template says.
+    // Never scheduled: only the pod template matters.
     json!({"containers": [{"name": "c", "image": "none"}], "nodeSelector": {"none": "such"}, "restartPolicy": "Always"})
 }
 
@@ -125,13 +134,13 @@ fn template(annotation: &str, value: &str) -> Value {
     json!({"metadata": {"labels": {"app": "x"}, "annotations": {annotation: value}}, "spec": spec})
 }
 
-fn workload(template: &Value, mut spec: Value) -> Value {
+fn workload_spec(template: &Value, mut spec: Value) -> Value {
     spec["selector"] = json!({"matchLabels": {"app": "x"}});
     spec["template"] = template.clone();
     spec["template"]["spec"]["restartPolicy"] = json!("Always");
     json!({"spec": spec})
 }
 
-fn machine(network: &str) -> Value {
+fn vm_spec(network: &str) -> Value {
     json!({"domain": {}, "networks": [{"name": "default", "pod": {}}, {"name": "n", "multus": {"networkName": network}}]})
 }
