@@ -1,6 +1,7 @@
 # Each target calls a Rust program: tests/stages or crates/lab.
 STAGES = cargo run --locked -p e2e --bin stages --
-LAB = cargo run --quiet --locked -p lab --bin lab --
+# Features are unified over both packages, so that the lab shares its dependencies with the stages.
+LAB = cargo build --quiet --locked -p e2e -p lab --bin lab && target/debug/lab
 
 .PHONY: linker demo test soak bench image generate lab down shell clean
 

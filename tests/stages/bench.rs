@@ -15,10 +15,7 @@ mod bridges;
 mod fleets;
 pub mod plugin;
 
-use crate::{
-    image, packages,
-    step::{cargo, run_command},
-};
+use crate::{image, packages, step::build_lab};
 
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 const NIC_ROUNDS: usize = 30;
@@ -69,10 +66,11 @@ pub enum BenchPart {
 
 /// Measures everything, or one part, and takes the lab down.
 pub fn run(only: Option<BenchPart>) -> Result<()> {
-    packages::prepare()?;
-    run_command(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
-    // Simulated nodes run in this process and need no image.
-    let tar = if only == Some(BenchPart::Fleets) { None } else { Some(image::build()?) };
+    let tar = packages::prepare_while(|| {
+        build_lab()?;
+        // Simulated nodes run in this process and need no image.
+        if only == Some(BenchPart::Fleets) { Ok(None) } else { image::build().map(Some) }
+    })?;
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
     let rows = measure(&lab, tar.as_deref(), |part| only.is_none_or(|only| only == part));

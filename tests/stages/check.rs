@@ -46,7 +46,15 @@ const TEST_STAGES: &[&[TestStage]] = &[
 
 /// Runs all stages, also after a failed one.
 pub fn run(length: TestLength) -> Result<()> {
-    packages::prepare()?;
+    let mut results = packages::prepare_while(|| Ok(run_build_stages(length)))?;
+    for group in TEST_STAGES {
+        results.extend(run_parallel(length, group)?);
+    }
+    print_summary(&results)
+}
+
+/// The stages that run no tests.
+fn run_build_stages(length: TestLength) -> Vec<StageResult> {
     let mut results = Vec::new();
     let mut stage = |name: &'static str, action: &mut dyn FnMut() -> Result<()>| {
         print_progress(format!("stage {name}"));
@@ -55,34 +63,17 @@ pub fn run(length: TestLength) -> Result<()> {
         if let Err(e) = &outcome {
             print_progress(format!("{name}: {e:#}"));
         }
-        results.push(StageResult {
-            name,
-            passed: outcome.is_ok(),
-            count: None,
-            seconds: start.elapsed().as_secs_f64(),
-        });
+        let seconds = start.elapsed().as_secs_f64();
+        results.push(StageResult { name, passed: outcome.is_ok(), count: None, seconds });
     };
     if length == TestLength::Short {
         stage("format", &mut || run_command(&mut cargo(&["fmt", "--all", "--check"])));
-        stage("clippy", &mut || {
-            run_command(&mut cargo(&[
-                "clippy",
-                "--locked",
-                "--workspace",
-                "--all-targets",
-                "--",
-                "-D",
-                "warnings",
-            ]))
-        });
+        let clippy = ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
+        stage("clippy", &mut || run_command(&mut cargo(&clippy)));
     }
     stage("build", &mut || run_command(&mut cargo(&["build", "--locked", "--workspace", "--all-targets"])));
     stage("image", &mut || image::build().map(|_| ()));
-
-    for group in TEST_STAGES {
-        results.extend(run_parallel(length, group)?);
-    }
-    print_summary(&results)
+    results
 }
 
 impl TestStage {

@@ -11,16 +11,17 @@ use lab::{Lab, Topology, print_progress, program::Programs, test_namespace::pod,
 
 use crate::{
     image, packages,
-    step::{cargo, run_command},
+    step::{build_lab, run_command},
 };
 
 const LAB: &str = "default";
 
 /// Builds what is missing, starts a lab, installs Patchbay, and runs each chapter.
 pub fn run() -> Result<()> {
-    packages::prepare()?;
-    run_command(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
-    let tar = image::build()?;
+    let tar = packages::prepare_while(|| {
+        build_lab()?;
+        image::build()
+    })?;
     let lab = Lab::new(LAB.parse()?);
     let tour = Tour { lab: lab.clone() };
 
@@ -297,11 +298,11 @@ impl Tour {
         println!(
             "\n=== Try it yourself: the lab is still running\n\n\
              export KUBECONFIG={}\n\
-             kubectl get nodenetworks                      with any kubectl, or `cargo run -p lab -- kubectl …`\n\
-             cargo run -p lab -- exec node-1 -- ip addr    run a command on a node\n\
-             cargo run -p lab -- status                    see also: logs, kill, reboot, partition, add-node\n\
-             make shell                                    open a shell on node-1\n\
-             make down                                     stop and delete the lab",
+             kubectl get nodenetworks                    with any kubectl, or `target/debug/lab kubectl …`\n\
+             target/debug/lab exec node-1 -- ip addr     run a command on a node\n\
+             target/debug/lab status                     see also: logs, kill, reboot, partition, add-node\n\
+             make shell                                  open a shell on node-1\n\
+             make down                                   stop and delete the lab",
             self.lab.kubeconfig().display(),
         );
     }

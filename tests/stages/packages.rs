@@ -1,8 +1,8 @@
 //! Prepares a fresh Debian machine: installs packages and builds the third-party programs of the lab.
 
-use std::{env, path::Path, process::Command};
+use std::{env, path::Path, process::Command, thread};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use lab::{image::lab_image, print_progress, program::Programs};
 
 use crate::step::run_command;
@@ -24,6 +24,12 @@ const REQUIRED: &[(&str, &str)] = &[
 
 /// Installs missing packages and builds the third-party programs that are not cached.
 pub fn prepare() -> Result<()> {
+    prepare_while(|| Ok(()))
+}
+
+/// The same as [`prepare`], and runs a build meanwhile: one uses the cores that the other leaves idle during downloads
+/// and links.
+pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     if !nix::unistd::geteuid().is_root() {
         bail!("this creates namespaces, links and mounts; run it as root, for example with sudo");
     }
@@ -33,7 +39,15 @@ pub fn prepare() -> Result<()> {
             bail!("{program} is not on the PATH; {advice}");
         }
     }
-    lab_image(&Programs::prepare()?).map(|_| ())
+    thread::scope(|scope| {
+        let programs = scope.spawn(|| lab_image(&Programs::prepare()?));
+        let built = build();
+        if let Err(e) = &built {
+            print_progress(format!("{e:#}"));
+        }
+        programs.join().map_err(|_| anyhow!("the thread that builds third-party programs panicked"))??;
+        built
+    })
 }
 
 fn install_packages() -> Result<()> {

@@ -10,7 +10,8 @@ use anyhow::{Context as _, Result, bail};
 /// A cargo command at the repository's root.
 pub fn cargo(arguments: &[&str]) -> Command {
     let mut command = Command::new("cargo");
-    command.args(arguments).current_dir(e2e::repository());
+    // No progress bar: other builds may print at the same time.
+    command.args(arguments).current_dir(e2e::repository()).env("CARGO_TERM_PROGRESS_WHEN", "never");
     // The outer `cargo run` sets these for this package; an inner cargo would see them as changed and run build scripts again.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -20,6 +21,12 @@ pub fn cargo(arguments: &[&str]) -> Command {
         }
     }
     command
+}
+
+/// Builds the `lab` program. The selection of packages unifies features as in the build of this program, so that both share
+/// all dependencies; `-p lab` alone would compile them again.
+pub fn build_lab() -> Result<()> {
+    run_command(&mut cargo(&["build", "--locked", "-p", "e2e", "-p", "lab", "--bin", "lab"]))
 }
 
 /// Runs a command to completion and shows its output.
