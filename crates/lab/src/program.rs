@@ -155,23 +155,10 @@ impl GoModule {
         self.programs.iter().map(|(_, name)| *name)
     }
 
-    fn go(&self, dir: &Path, subcommand: &str) -> Command {
-        let mut command = Command::new("go");
-        command
-            .args([subcommand, "-mod=readonly"])
-            .current_dir(dir)
-            .env("CGO_ENABLED", "0")
-            .env("GOTOOLCHAIN", "local")
-            .env("GOFLAGS", "")
-            .env("GOWORK", "off")
-            .stdin(Stdio::null());
-        command
-    }
-
     /// Downloads exactly the modules that the programs need.
     fn download(&self, dir: &Path) -> Result<()> {
         let packages = self.programs.iter().map(|(package, _)| package);
-        let mut list = self.go(dir, "list");
+        let mut list = go(dir, "list");
         list.arg("-deps").args(packages).env("GOMAXPROCS", PARALLEL_DOWNLOADS);
         capture(&mut list)
             .map(|_| ())
@@ -187,8 +174,7 @@ impl GoModule {
             [(_, name)] => partial.join(name),
             _ => partial.clone(),
         };
-        let status = self
-            .go(dir, "build")
+        let status = go(dir, "build")
             .args(["-trimpath", "-buildvcs=false", GCFLAGS, "-ldflags", self.ldflags, "-o"])
             .arg(output)
             .args(self.programs.iter().map(|(package, _)| package))
@@ -200,8 +186,22 @@ impl GoModule {
         for name in self.names() {
             fs::rename(partial.join(name), dir.join(name)).with_context(|| format!("rename {name}"))?;
         }
-        fs::remove_dir(&partial).with_context(|| format!("remove {}", partial.display()))
+        fs::remove_dir_all(&partial).with_context(|| format!("remove {}", partial.display()))
     }
+}
+
+/// A Go command in a module's directory. All commands have the same settings, so that they share the build cache.
+fn go(dir: &Path, subcommand: &str) -> Command {
+    let mut command = Command::new("go");
+    command
+        .args([subcommand, "-mod=readonly"])
+        .current_dir(dir)
+        .env("CGO_ENABLED", "0")
+        .env("GOTOOLCHAIN", "local")
+        .env("GOFLAGS", "")
+        .env("GOWORK", "off")
+        .stdin(Stdio::null());
+    command
 }
 
 fn tool_key() -> String {
