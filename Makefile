@@ -1,38 +1,39 @@
-# Small targets; what they do is written in Rust (tests/stages).
+# Each target calls a Rust program: tests/stages or crates/lab.
 STAGES = cargo run --locked -p e2e --bin stages --
-LAB = cargo run --quiet --locked -p lab --bin lab --
+# Features are unified over both packages, so that the lab shares its dependencies with the stages.
+LAB = cargo build --quiet --locked -p e2e -p lab --bin lab && target/debug/lab
 
 .PHONY: linker demo test soak bench image generate lab down shell clean
 
-linker: # Rust links with cc; everything else is installed by the stages
+linker: # cargo needs cc to link; the stages install every other package
 	@command -v cc >/dev/null || { apt-get -q update && apt-get -q install -y --no-install-recommends gcc libc6-dev; }
 
-demo: linker ## set everything up and walk through what Patchbay does, on a two-node lab
+demo: linker ## set everything up and run the guided tour on a two-node lab
 	$(STAGES) demo
 
 test: linker ## set everything up and run all tests
 	$(STAGES) test
 
-soak: linker ## the long counts
+soak: linker ## run the long variants of the tests
 	$(STAGES) soak
 
-bench: linker ## the numbers
+bench: linker ## measure latency, API requests and memory
 	$(STAGES) bench
 
-image: linker ## target/image/patchbay.tar, for `ctr images import` and `docker load`
+image: linker ## build target/image/patchbay.tar for `ctr images import` and `docker load`
 	$(STAGES) image
 
-generate: ## deploy/install/ from the code
+generate: ## generate deploy/install/ from the code
 	cargo run --quiet --locked -p patchbay -- install --dir deploy/install
 
-lab: linker ## a two-node Kubernetes, without Patchbay
+lab: linker ## start a two-node Kubernetes cluster without Patchbay
 	$(STAGES) prepare
 	$(LAB) up
 
-down: ## take all labs away
+down: ## stop and delete all labs
 	$(LAB) down --all
 
-shell: ## a shell on the lab's first node
+shell: ## open a shell on node-1 of the lab
 	$(LAB) exec node-1 -- bash
 
 clean: down

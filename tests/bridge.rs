@@ -1,4 +1,4 @@
-//! BridgeNetworks in a lab: making them, joining pods to them, and looking at what is really there.
+//! Helpers for BridgeNetworks in a lab: create networks, attach pods, inspect nodes.
 
 use std::{
     fmt::Write as _,
@@ -20,16 +20,16 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-/// How soon a network has to work after it was applied.
+/// How soon a network must be Ready after it was applied.
 pub const READY_LIMIT: Duration = Duration::from_secs(2);
-/// For what is not about time, amid tests that run at the same time.
+/// The timeout for waits that are not about time; generous, since other tests run in parallel.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn networks(client: &Client) -> Api<BridgeNetwork> {
     Api::all(client.clone())
 }
 
-/// Makes a network.
+/// Creates a network.
 pub async fn create_network(client: &Client, name: &str, spec: Value) -> Result<BridgeNetwork> {
     let object: BridgeNetwork = serde_json::from_value(json!({
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "BridgeNetwork", "metadata": {"name": name}, "spec": spec,
@@ -37,21 +37,21 @@ pub async fn create_network(client: &Client, name: &str, spec: Value) -> Result<
     networks(client).create(&PostParams::default(), &object).await.with_context(|| format!("create {name}"))
 }
 
-/// A condition's status and message.
+/// A condition's status, reason and message; empty if the network does not have it.
 pub fn condition(object: &BridgeNetwork, kind: &str) -> (String, String, String) {
     let conditions = object.status.iter().flat_map(|status| &status.conditions);
     let text = |value: Value| value.as_str().unwrap_or_default().to_owned();
     conditions
         .filter(|condition| condition.r#type == kind)
-        .map(|one| (text(json!(one.status)), one.reason.clone(), one.message.clone()))
+        .map(|c| (text(json!(c.status)), c.reason.clone(), c.message.clone()))
         .next()
         .unwrap_or_default()
 }
 
-/// Waits until the network works on every node that it selects, and says how long that took.
+/// Waits until the network is Ready in its current generation; returns how long that took.
 pub async fn wait_ready(client: &Client, name: &str, within: Duration) -> Result<Duration> {
     let start = Instant::now();
-    wait::until(within, &format!("BridgeNetwork {name} to be ready"), || async {
+    wait::until(within, &format!("BridgeNetwork {name} to be Ready"), || async {
         let object = networks(client).get(name).await?;
         let current =
             object.status.as_ref().and_then(|s| s.observed_generation) == object.metadata.generation;
@@ -64,7 +64,7 @@ pub async fn wait_ready(client: &Client, name: &str, within: Duration) -> Result
     Ok(start.elapsed())
 }
 
-/// Makes a network and waits until it works.
+/// Creates a network and waits until it is Ready.
 pub async fn start_network(client: &Client, name: &str, spec: Value) -> Result<()> {
     create_network(client, name, spec).await?;
     wait_ready(client, name, WAIT_TIMEOUT).await.map(drop)
@@ -79,10 +79,10 @@ pub async fn delete_network(client: &Client, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a network is gone.
+/// Waits until a network is deleted; returns how long that took.
 pub async fn wait_deleted(client: &Client, name: &str, within: Duration) -> Result<Duration> {
     let start = Instant::now();
-    wait::until(within, &format!("BridgeNetwork {name} to be gone"), || async {
+    wait::until(within, &format!("BridgeNetwork {name} to be deleted"), || async {
         match networks(client).get_opt(name).await? {
             None => Ok(Some(())),
             Some(object) => bail!("{}", serde_json::to_string(&object)?),
@@ -92,34 +92,34 @@ pub async fn wait_deleted(client: &Client, name: &str, within: Duration) -> Resu
     Ok(start.elapsed())
 }
 
-/// What a node says about a network.
+/// The entry of a network in a node's NodeNetwork status.
 pub async fn node_report(client: &Client, node: &str, network: &str) -> Result<Option<Value>> {
     let object = Api::<NodeNetwork>::all(client.clone()).get(node).await?;
-    let found = object.status.iter().flat_map(|status| &status.networks).find(|one| one.name == network);
-    Ok(found.map(|one| json!(one)))
+    let entry = object.status.iter().flat_map(|status| &status.networks).find(|entry| entry.name == network);
+    Ok(entry.map(|entry| json!(entry)))
 }
 
-/// A pod on networks that may set its own addresses.
+/// A pod that is attached to networks and may configure its own addresses.
 pub fn attached_pod(name: &str, node: &str, attachments: &str) -> PodBuilder {
     pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", attachments).capability("NET_ADMIN")
 }
 
-/// The attachment of a network for the pods of a test namespace.
+/// The `spec.attachment` of a network for the pods of a test namespace.
 pub fn attachment_for(ns: &TestNamespace) -> Value {
     json!({"namespaces": [ns.namespace]})
 }
 
-/// Waits until the events of a test namespace have these words, and returns all of them.
-pub async fn wait_for_event(ns: &TestNamespace, words: &str, within: Duration) -> Result<String> {
+/// Waits until an event of the test namespace contains the text; returns the messages of all events.
+pub async fn wait_for_event(ns: &TestNamespace, text: &str, within: Duration) -> Result<String> {
     let arguments = ["-n", &ns.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
-    wait::until(within, &format!("an event that says {words:?}"), || async {
+    wait::until(within, &format!("an event that contains {text:?}"), || async {
         let events = ns.lab.kubectl(&arguments)?;
-        Ok(events.contains(words).then_some(events))
+        Ok(events.contains(text).then_some(events))
     })
     .await
 }
 
-/// Starts a pod on one network, as `net1`, with an address.
+/// Starts a pod that is attached to a network as `net1` and has an address there.
 pub async fn start_pod_with_address(
     ns: &TestNamespace,
     name: &str,
@@ -132,27 +132,27 @@ pub async fn start_pod_with_address(
     Ok(pod)
 }
 
-/// The same for several pods, all at the same time.
+/// Starts several pods in parallel, as [`start_pod_with_address`].
 pub async fn start_pods_with_addresses<const N: usize>(
     ns: &TestNamespace,
     pods: [(&str, &str, &str, &str); N],
 ) -> Result<[Pod; N]> {
-    let all = pods
+    let starts = pods
         .map(|(name, node, attachment, address)| start_pod_with_address(ns, name, node, attachment, address));
-    try_join_all(all).await?.try_into().map_err(|_| anyhow!("as many pods as were asked for"))
+    try_join_all(starts).await?.try_into().map_err(|_| anyhow!("the number of pods changed"))
 }
 
-/// Gives a pod's interface an address.
+/// Adds an address to a pod's interface.
 pub fn add_address(ns: &TestNamespace, pod: &str, interface: &str, address: &str) -> Result<()> {
-    let mut words = vec!["ip", "addr", "add", address, "dev", interface];
+    let mut argv = vec!["ip", "addr", "add", address, "dev", interface];
     if address.contains(':') {
-        // Usable at once.
-        words.push("nodad");
+        // Usable without waiting for duplicate address detection.
+        argv.push("nodad");
     }
-    ns.exec(pod, &words).map(drop)
+    ns.exec(pod, &argv).map(drop)
 }
 
-/// Waits until a pod gets an answer from an address.
+/// Waits until a pod can ping an address.
 pub async fn wait_reachable(ns: &TestNamespace, pod: &str, address: &str) -> Result<()> {
     let what = format!("{pod} to reach {address}");
     wait::until(WAIT_TIMEOUT, &what, || async {
@@ -162,35 +162,35 @@ pub async fn wait_reachable(ns: &TestNamespace, pod: &str, address: &str) -> Res
     .map(drop)
 }
 
-/// A program of the node inside a pod's network.
+/// Runs a program of the node in a pod's network namespace.
 pub fn exec_in_pod_netns(lab: &Lab, pod: &Pod, argv: &[&str]) -> Result<String> {
-    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).context("the pod has a node")?;
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).context("the pod has no node")?;
     let statuses = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
     let mut ids = statuses.filter_map(|status| status.container_id.as_deref());
-    let id = ids.next().context("a container")?;
+    let id = ids.next().context("the pod has no container id")?;
     let id = id.rsplit('/').next().unwrap_or_default();
     let tasks = lab.node(node).output(&["ctr", "-n", "k8s.io", "tasks", "ls"])?;
     let pid = tasks
         .lines()
         .find(|line| line.starts_with(id))
         .and_then(|line| line.split_whitespace().nth(1))
-        .with_context(|| format!("the task of {}: {tasks}", pod.name_any()))?;
+        .with_context(|| format!("containerd has no task for {}: {tasks}", pod.name_any()))?;
     lab.node(node).output(&[&["nsenter", "-t", pid, "-n"], argv].concat())
 }
 
-/// A link of a node as `ip` shows it; none if there is no such link.
+/// A link of a node, as `ip -d -j` prints it.
 pub fn link(lab: &Lab, node: &str, name: &str) -> Option<Value> {
     let text = lab.node(node).output(&["ip", "-d", "-j", "link", "show", "dev", name]).ok()?;
     serde_json::from_str::<Vec<Value>>(&text).ok()?.into_iter().next()
 }
 
-/// Everything of a node's network that Patchbay could have changed, as text to compare.
+/// The links and addresses of a node that Patchbay could change, as text to compare.
 pub fn host_state(lab: &Lab, node: &str) -> Result<String> {
     let mut text = String::new();
     let links: Vec<Value> = serde_json::from_str(&lab.node(node).output(&["ip", "-d", "-j", "link"])?)?;
     for link in links {
         let name = link["ifname"].as_str().unwrap_or_default();
-        // Ends of pods come and go with the pods.
+        // Veths of pods.
         if name.starts_with("veth") {
             continue;
         }
@@ -207,9 +207,9 @@ pub fn host_state(lab: &Lab, node: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The ping of iputils in a pod: how many of `count` packets were lost.
+/// The number of lost packets in the summary of iputils' `ping`.
 pub fn packets_lost(summary: &str) -> Result<u32> {
-    let (sent, rest) = summary.split_once(" packets transmitted, ").context("a summary of ping")?;
+    let (sent, rest) = summary.split_once(" packets transmitted, ").context("the output has no summary")?;
     let sent: u32 = sent.rsplit(['\n', ' ']).next().unwrap_or_default().parse()?;
     let received: u32 = rest.split_whitespace().next().unwrap_or_default().parse()?;
     ensure!(received <= sent + 100, "{summary}");

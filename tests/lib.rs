@@ -1,6 +1,5 @@
-//! Support for end-to-end tests: a suite brings one lab up, runs its tests in it one after another or side by side, and
-//! takes it down.
-#![allow(clippy::print_stdout, reason = "a test runner prints what it ran")]
+//! Support code for end-to-end tests. A suite brings one lab up, runs groups of tests in it, and takes it down.
+#![allow(clippy::print_stdout, reason = "a test runner prints its results")]
 
 use std::{
     env,
@@ -21,57 +20,57 @@ pub mod fleet;
 pub mod patchbay;
 pub mod replica;
 
-/// A test: a sentence and what shows it.
+/// A test: its name and its function.
 pub type Test = (&'static str, fn(Lab) -> BoxFuture<'static, Result<()>>);
 
-/// Tests that run at the same time: they touch different things, and none of them measures what another disturbs.
-pub type Group = &'static [Test];
+/// Tests that run in parallel: they use different objects, and none measures what another one disturbs.
+pub type TestGroup = &'static [Test];
 
-/// Lists async functions as tests, each under its own name. Those joined by `+` run beside each other.
+/// Lists async functions as tests under their own names. Functions joined by `+` run in parallel.
 #[macro_export]
 macro_rules! tests {
-    ($($first:ident $(+ $beside:ident)*),* $(,)?) => {
+    ($($first:ident $(+ $parallel:ident)*),* $(,)?) => {
         &[$(&[
             (stringify!($first), |lab| Box::pin($first(lab))),
-            $((stringify!($beside), |lab| Box::pin($beside(lab)))),*
+            $((stringify!($parallel), |lab| Box::pin($parallel(lab)))),*
         ]),*]
     };
 }
 
 /// Tests that share a lab.
 pub struct Suite {
-    /// Also the lab's name.
+    /// The name of the suite and of its lab.
     pub name: &'static str,
     pub topology: Topology,
     /// Runs once, before the first test.
     pub set_up: fn(Lab) -> BoxFuture<'static, Result<()>>,
-    pub tests: &'static [Group],
+    pub tests: &'static [TestGroup],
 }
 
-/// Why a test failed, and with what in the lab.
-type Failure = (&'static str, anyhow::Error);
+/// The name of a failed test, and its error with a dump of the lab.
+type TestFailure = (&'static str, anyhow::Error);
 
 impl Suite {
-    /// The whole of a test program without the standard harness; prints as that does.
+    /// The `main` of a test program without the standard harness; prints in the format of that harness.
     pub fn run(&self) -> ExitCode {
-        let words: Vec<String> = env::args().skip(1).collect();
-        let all = self.tests.iter().map(|group| group.len()).sum::<usize>();
-        if words.iter().any(|w| w == "--list") {
+        let arguments: Vec<String> = env::args().skip(1).collect();
+        let total = self.tests.iter().map(|group| group.len()).sum::<usize>();
+        if arguments.iter().any(|a| a == "--list") {
             self.tests.iter().copied().flatten().for_each(|(name, _)| println!("{name}: test"));
             return ExitCode::SUCCESS;
         }
-        let filters: Vec<&String> = words.iter().filter(|w| !w.starts_with('-')).collect();
-        let wanted = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
-        let groups = self.tests.iter().map(|group| group.iter().filter(|(name, _)| wanted(name)).collect());
+        let filters: Vec<&String> = arguments.iter().filter(|a| !a.starts_with('-')).collect();
+        let selected = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
+        let groups = self.tests.iter().map(|group| group.iter().filter(|(name, _)| selected(name)).collect());
         let groups: Vec<Vec<&Test>> = groups.collect();
         let count = groups.iter().map(Vec::len).sum::<usize>();
         println!("\nrunning {count} tests");
         if count == 0 {
-            println!("\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {all} filtered out");
+            println!("\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {total} filtered out");
             return ExitCode::SUCCESS;
         }
         let start = Instant::now();
-        let failures = match self.play(&groups) {
+        let failures = match self.run_groups(&groups) {
             Ok(failures) => failures,
             Err(e) => {
                 println!("test result: FAILED. 0 passed; {count} failed; set-up: {e:#}");
@@ -86,90 +85,93 @@ impl Suite {
             if failures.is_empty() { "ok" } else { "FAILED" },
             count - failures.len(),
             failures.len(),
-            all - count,
+            total - count,
             start.elapsed().as_secs_f64(),
         );
         if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 
-    fn play(&self, groups: &[Vec<&Test>]) -> Result<Vec<Failure>> {
+    fn run_groups(&self, groups: &[Vec<&Test>]) -> Result<Vec<TestFailure>> {
         let lab = Lab::new(self.name.parse()?);
-        // What a killed run may have left.
+        // An interrupted run may have left its lab.
         lab.down()?;
-        let begun = Instant::now();
-        let ready = block(async {
+        let start = Instant::now();
+        let ready = block_on(async {
             lab.up(self.topology).await.context("bring the lab up")?;
             (self.set_up)(lab.clone()).await.context("set the suite up")
         });
         if let Err(e) = ready {
-            self.leave(&lab)?;
+            self.take_down(&lab)?;
             return Err(e);
         }
-        println!("set up in {:.1} s", begun.elapsed().as_secs_f64());
+        println!("set up in {:.1} s", start.elapsed().as_secs_f64());
         let mut failures = Vec::new();
         for group in groups {
-            // A thread and a runtime for each: what one waits for holds up no other.
-            let ended: Vec<Option<Failure>> = thread::scope(|scope| {
-                let running: Vec<_> = group.iter().map(|test| scope.spawn(|| play(&lab, test))).collect();
+            // Each test has its own thread and runtime, so that a blocking call delays no other test.
+            let results: Vec<Option<TestFailure>> = thread::scope(|scope| {
+                let running: Vec<_> = group.iter().map(|test| scope.spawn(|| run_test(&lab, test))).collect();
                 let outcomes = running.into_iter().zip(group).map(|(thread, (name, _))| {
                     thread.join().unwrap_or_else(|_| Some((*name, anyhow!("the test's thread panicked"))))
                 });
                 outcomes.collect()
             });
-            if ended.iter().any(Option::is_some) {
-                // What was left cut or paused must not fail the next ones.
+            if results.iter().any(Option::is_some) {
+                // A failed test may leave nodes partitioned or components paused; repair the lab for the next tests.
                 for node in lab.nodes() {
                     lab.heal(&node)?;
                 }
-                block(lab.up(self.topology))?;
+                block_on(lab.up(self.topology))?;
             }
-            failures.extend(ended.into_iter().flatten());
+            failures.extend(results.into_iter().flatten());
         }
-        self.leave(&lab)?;
+        self.take_down(&lab)?;
         Ok(failures)
     }
 
-    /// Takes the lab down, unless a person wants to look at it.
-    fn leave(&self, lab: &Lab) -> Result<()> {
+    /// Takes the lab down, unless `KEEP_LAB` is set.
+    fn take_down(&self, lab: &Lab) -> Result<()> {
         if env::var_os("KEEP_LAB").is_some() {
-            println!("KEEP_LAB is set: lab {} stays up; `lab --name {} down` ends it", self.name, self.name);
+            println!(
+                "KEEP_LAB is set: lab {} stays up; remove it with `lab --name {} down`",
+                self.name, self.name
+            );
             return Ok(());
         }
         lab.down()
     }
 }
 
-/// Runs one test to its end and says how it went.
-fn play(lab: &Lab, (name, test): &Test) -> Option<Failure> {
-    let begun = Instant::now();
+/// Runs one test and prints its result.
+fn run_test(lab: &Lab, (name, test): &Test) -> Option<TestFailure> {
+    let start = Instant::now();
     let limit = Duration::from_secs(if soak() { 1800 } else { 240 });
-    let outcome = block(async {
+    let outcome = block_on(async {
         let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
-        let ended =
-            tokio::time::timeout(limit, test).await.with_context(|| format!("no end after {limit:?}"))?;
-        ended.unwrap_or_else(|_| bail!("the test panicked"))
+        let result =
+            tokio::time::timeout(limit, test).await.with_context(|| format!("timeout after {limit:?}"))?;
+        result.unwrap_or_else(|_| bail!("the test panicked"))
     });
-    let spent = begun.elapsed().as_secs_f64();
+    let seconds = start.elapsed().as_secs_f64();
     match outcome {
         Ok(()) => {
-            println!("test {name} ... ok ({spent:.1} s)");
+            println!("test {name} ... ok ({seconds:.1} s)");
             None
         }
         Err(e) => {
-            println!("test {name} ... FAILED ({spent:.1} s)");
+            println!("test {name} ... FAILED ({seconds:.1} s)");
             Some((name, e.context(patchbay::dump(lab))))
         }
     }
 }
 
-fn block<T>(work: impl Future<Output = Result<T>>) -> Result<T> {
+fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let outcome = runtime.block_on(work);
+    let outcome = runtime.block_on(future);
     runtime.shutdown_timeout(Duration::from_secs(5));
     outcome
 }
 
-/// Whether the long counts are wanted: `make soak`.
+/// Whether to run the long variants of the tests (`make soak`).
 pub fn soak() -> bool {
     env::var_os("PATCHBAY_SOAK").is_some()
 }

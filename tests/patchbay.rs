@@ -1,4 +1,4 @@
-//! The product in a lab: installed from its image and its manifests, as a user would do it.
+//! Patchbay in a lab: installed from its image and manifests, as a user would do it.
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
@@ -13,12 +13,12 @@ use serde_json::{Value, json};
 
 use crate::{baseline::Release, repository};
 
-/// The image that the manifests name.
+/// The image reference in the manifests.
 pub const IMAGE_REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PKG_VERSION"));
-/// Where it is installed.
+/// The namespace of Patchbay's own pods.
 pub const NAMESPACE: &str = "patchbay-system";
 
-/// Where `make image` puts the image.
+/// The image archive that `make image` builds.
 pub fn image_tar() -> PathBuf {
     repository().join("target/image/patchbay.tar")
 }
@@ -28,7 +28,7 @@ pub fn manifests_dir() -> PathBuf {
     repository().join("deploy/install")
 }
 
-/// Loads the image, applies the manifests, and waits until both programs are ready everywhere.
+/// Loads the image, applies the manifests, and waits until controller and daemons are ready.
 pub async fn install(lab: &Lab) -> Result<()> {
     install_release(lab, &Release::current()).await
 }
@@ -36,16 +36,16 @@ pub async fn install(lab: &Lab) -> Result<()> {
 /// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
 pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
     let Release { image, manifests } = release;
-    ensure!(image.exists(), "{} does not exist: run `make image`", image.display());
+    ensure!(image.exists(), "{} does not exist; run `make image`", image.display());
     lab.load_image(image)?;
-    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?])?;
     wait_ready(lab).await
 }
 
-/// Waits until both programs are ready and every node has its NodeNetwork.
+/// Waits until controller and daemons are ready and every node has a NodeNetwork.
 pub async fn wait_ready(lab: &Lab) -> Result<()> {
-    for what in ["deployment/patchbay-controller", "daemonset/patchbay-node"] {
-        lab.kubectl(&["-n", NAMESPACE, "rollout", "status", what, "--timeout=90s"])?;
+    for workload in ["deployment/patchbay-controller", "daemonset/patchbay-node"] {
+        lab.kubectl(&["-n", NAMESPACE, "rollout", "status", workload, "--timeout=90s"])?;
     }
     let nodes = lab.nodes();
     wait::until(Duration::from_secs(10), "a NodeNetwork for each node", || async {
@@ -55,36 +55,40 @@ pub async fn wait_ready(lab: &Lab) -> Result<()> {
     .await
 }
 
-/// Changes the pods of the node daemons, all at the same time, and does not wait for them.
-pub async fn patch_daemons(client: &Client, pods: Value) -> Result<()> {
+/// Patches the pod template of the daemons and replaces all of them in parallel; does not wait for them.
+pub async fn patch_daemons(client: &Client, pod_spec: Value) -> Result<()> {
     let daemons: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
-    let at_once = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}});
-    let patch = json!({"spec": {"updateStrategy": at_once, "template": {"spec": pods}}});
+    let strategy = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}});
+    let patch = json!({"spec": {"updateStrategy": strategy, "template": {"spec": pod_spec}}});
     let patch = Patch::Strategic(&patch);
-    daemons.patch("patchbay-node", &PatchParams::default(), &patch).await.context("change the DaemonSet")?;
+    daemons.patch("patchbay-node", &PatchParams::default(), &patch).await.context("patch the DaemonSet")?;
     Ok(())
 }
 
-/// The pod of a node's daemon.
+/// The name of the daemon's pod on a node.
 pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let all = pods.list(&ListParams::default().labels("app.kubernetes.io/component=node")).await?;
     let on_node = |p: &&Pod| p.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);
-    all.items.iter().find(on_node).map(ResourceExt::name_any).context("the node's daemon")
+    all.items
+        .iter()
+        .find(on_node)
+        .map(ResourceExt::name_any)
+        .with_context(|| format!("no daemon pod on {node}"))
 }
 
-/// The lab and the product in it, for a failure's text.
+/// Diagnostics of the lab and of Patchbay, for the error of a failed test.
 pub fn dump(lab: &Lab) -> String {
     let mut text = lab.dump();
-    let mut tell = |what: &str, arguments: &[&str]| {
-        let found = lab.kubectl(arguments).unwrap_or_else(|e| format!("{e:#}"));
-        let _ = writeln!(text, "--- {what}\n{}", found.trim_end());
+    let mut section = |title: &str, arguments: &[&str]| {
+        let output = lab.kubectl(arguments).unwrap_or_else(|e| format!("{e:#}"));
+        let _ = writeln!(text, "--- {title}\n{}", output.trim_end());
     };
-    tell("bridgenetworks", &["get", "bridgenetworks", "-o", "yaml", "--request-timeout=5s"]);
-    tell("nodenetworks", &["get", "nodenetworks", "-o", "yaml", "--request-timeout=5s"]);
+    section("bridgenetworks", &["get", "bridgenetworks", "-o", "yaml", "--request-timeout=5s"]);
+    section("nodenetworks", &["get", "nodenetworks", "-o", "yaml", "--request-timeout=5s"]);
     for component in ["controller", "node"] {
         let selector = format!("app.kubernetes.io/component={component}");
-        tell(
+        section(
             component,
             &["-n", NAMESPACE, "logs", "-l", &selector, "--tail=40", "--prefix", "--request-timeout=5s"],
         );

@@ -1,5 +1,5 @@
-//! `make bench`: the numbers, taken on a lab of this machine. Printed as a table that docs/numbers.md keeps.
-#![allow(clippy::cast_precision_loss, reason = "numbers for the eye")]
+//! `make bench`: measures Patchbay on a lab of this machine and prints the table of docs/numbers.md.
+#![allow(clippy::cast_precision_loss, reason = "approximate numbers for people")]
 
 use std::{
     fs,
@@ -15,37 +15,34 @@ mod bridges;
 mod fleets;
 pub mod plugin;
 
-use crate::{
-    image, packages,
-    step::{cargo, show},
-};
+use crate::{image, packages, step::build_lab};
 
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
-const ROUNDS: usize = 30;
+const NIC_ROUNDS: usize = 30;
 
-struct Row(String, String);
+struct BenchRow(String, String);
 
-impl Row {
+impl BenchRow {
     fn new(what: &str, measured: String) -> Self {
         Self(what.to_owned(), measured)
     }
 }
 
-/// The values that half and 99 of 100 stay below.
-fn shares(mut values: Vec<u64>) -> (u64, u64) {
+/// The 50th and 99th percentile.
+fn percentiles(mut values: Vec<u64>) -> (u64, u64) {
     values.sort_unstable();
-    let at = |share: usize| {
-        values.get((values.len() * share / 100).min(values.len().saturating_sub(1))).copied().unwrap_or(0)
+    let at = |percent: usize| {
+        values.get((values.len() * percent / 100).min(values.len().saturating_sub(1))).copied().unwrap_or(0)
     };
     (at(50), at(99))
 }
 
-/// Ours next to somebody else's, in microseconds: both, and what share of it ours takes.
-fn beside(ours: Vec<u64>, other: Vec<u64>) -> String {
-    let (a, b) = (shares(ours), shares(other));
+/// Compares our durations with those of a reference, in microseconds: p50 / p99 of both, and their ratios.
+fn compare(ours: Vec<u64>, reference: Vec<u64>) -> String {
+    let (a, b) = (percentiles(ours), percentiles(reference));
     let ms = |micros: u64| format!("{:.1} ms", micros as f64 / 1000.0);
     format!(
-        "{} / {} next to {} / {}: {:.2} / {:.2} of it",
+        "{} / {}, reference {} / {}: ratio {:.2} / {:.2}",
         ms(a.0),
         ms(a.1),
         ms(b.0),
@@ -55,119 +52,124 @@ fn beside(ours: Vec<u64>, other: Vec<u64>) -> String {
     )
 }
 
-/// A part of the numbers.
+/// A part of the benchmark.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Part {
-    /// The lab itself, and NICs.
+pub enum BenchPart {
+    /// The lab itself, and NodeNetworks.
     Nodes,
     Bridges,
-    /// Addresses on real nodes.
+    /// IPAM on real nodes.
     Addresses,
-    /// Addresses on many simulated nodes.
+    /// IPAM on many simulated nodes.
     Fleets,
 }
 
-/// Measures everything there is, or a part of it, and takes the lab down.
-pub fn run(only: Option<Part>) -> Result<()> {
-    packages::prepare()?;
-    show(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
-    // Simulated nodes run in this process.
-    let tar = if only == Some(Part::Fleets) { None } else { Some(image::build()?) };
+/// Measures everything, or one part, and takes the lab down.
+pub fn run(only: Option<BenchPart>) -> Result<()> {
+    let tar = packages::prepare_while(|| {
+        build_lab()?;
+        // Simulated nodes run in this process and need no image.
+        if only == Some(BenchPart::Fleets) { Ok(None) } else { image::build().map(Some) }
+    })?;
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
     let rows = measure(&lab, tar.as_deref(), |part| only.is_none_or(|only| only == part));
     lab.down()?;
     println!("| what | measured |\n|---|---|");
-    for Row(what, measured) in rows? {
+    for BenchRow(what, measured) in rows? {
         println!("| {what} | {measured} |");
     }
     Ok(())
 }
 
-/// Waits until less than a quarter of the processors is used: a cluster that has just begun has much to do.
-async fn rest() -> Result<()> {
-    wait::until(Duration::from_secs(60), "the machine to be at rest", || async {
-        let before = ticks()?;
+/// Waits until the CPU usage is below a quarter: a cluster that has just started is busy.
+async fn wait_idle() -> Result<()> {
+    wait::until(Duration::from_secs(60), "the machine to be idle", || async {
+        let before = cpu_ticks()?;
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let after = ticks()?;
+        let after = cpu_ticks()?;
         Ok((4 * (after.0 - before.0) < after.1 - before.1).then_some(()))
     })
     .await
 }
 
-/// What the processors have done since the start of the machine: work, and everything.
-fn ticks() -> Result<(u64, u64)> {
+/// Busy and total CPU ticks since boot.
+fn cpu_ticks() -> Result<(u64, u64)> {
     let text = fs::read_to_string("/proc/stat").context("read /proc/stat")?;
-    let line = text.lines().next().context("the first line of /proc/stat")?;
-    let numbers: Vec<u64> = line.split_whitespace().skip(1).filter_map(|word| word.parse().ok()).collect();
+    let line = text.lines().next().context("/proc/stat is empty")?;
+    let numbers: Vec<u64> =
+        line.split_whitespace().skip(1).filter_map(|number| number.parse().ok()).collect();
     let idle: u64 = numbers.iter().skip(3).take(2).sum();
     let all: u64 = numbers.iter().take(8).sum();
     Ok((all.saturating_sub(idle), all))
 }
 
-fn measure(lab: &Lab, tar: Option<&Path>, wanted: impl Fn(Part) -> bool) -> Result<Vec<Row>> {
-    // Every pod of a fleet that waits for its address has a thread.
+fn measure(lab: &Lab, tar: Option<&Path>, selected: impl Fn(BenchPart) -> bool) -> Result<Vec<BenchRow>> {
+    // In a fleet, each pod that waits for an address blocks a thread.
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(64).max_blocking_threads(2048).enable_all().build()?;
     let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
     let mut rows = Vec::new();
-    if wanted(Part::Nodes) || wanted(Part::Fleets) {
-        let begun = Instant::now();
+    if selected(BenchPart::Nodes) || selected(BenchPart::Fleets) {
+        let start = Instant::now();
         runtime.block_on(lab.up(Topology::ControlPlaneOnly))?;
-        rows.push(Row::new("lab: control plane ready", seconds(begun.elapsed())));
-        if wanted(Part::Fleets) {
+        rows.push(BenchRow::new("lab: control plane ready", seconds(start.elapsed())));
+        if selected(BenchPart::Fleets) {
             runtime.block_on(fleets::measure(lab, &mut rows))?;
         }
         lab.down()?;
     }
     let Some(tar) = tar else { return Ok(rows) };
-    let begun = Instant::now();
+    let start = Instant::now();
     runtime.block_on(lab.up(Topology::Nodes(2)))?;
-    rows.push(Row::new("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
-    rows.push(Row::new(
-        "lab: memory of two nodes and control plane",
+    rows.push(BenchRow::new("lab: two nodes Ready, multus and DNS ready", seconds(start.elapsed())));
+    rows.push(BenchRow::new(
+        "lab: memory of control plane and two nodes",
         format!("{} MiB", lab.status().memory() >> 20),
     ));
-    rows.push(Row::new("image", format!("{:.1} MB", fs::metadata(tar)?.len() as f64 / 1e6)));
-    let begun = Instant::now();
+    rows.push(BenchRow::new("image", format!("{:.1} MB", fs::metadata(tar)?.len() as f64 / 1e6)));
+    let start = Instant::now();
     runtime.block_on(e2e::patchbay::install(lab))?;
-    rows.push(Row::new("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
-    if runtime.block_on(rest()).is_err() {
-        print_progress("the machine has other work: times are upper bounds");
+    rows.push(BenchRow::new(
+        "kubectl apply to controller and daemons ready on two nodes",
+        seconds(start.elapsed()),
+    ));
+    if runtime.block_on(wait_idle()).is_err() {
+        print_progress("the machine is busy with other work; times are upper bounds");
     }
-    if wanted(Part::Nodes) {
+    if selected(BenchPart::Nodes) {
         runtime.block_on(nics(lab, &mut rows))?;
     }
-    if wanted(Part::Bridges) {
+    if selected(BenchPart::Bridges) {
         runtime.block_on(bridges::measure(lab, &mut rows))?;
     }
-    if wanted(Part::Addresses) {
+    if selected(BenchPart::Addresses) {
         runtime.block_on(addresses::measure(lab, &mut rows))?;
     }
     for (what, program) in
         [("controller: memory (largest replica)", "controller"), ("node daemon: memory (largest)", "node")]
     {
-        rows.push(Row::new(what, format!("{:.1} MiB", memory(lab, program)? as f64 / 1024.0)));
+        rows.push(BenchRow::new(what, format!("{:.1} MiB", memory(lab, program)? as f64 / 1024.0)));
     }
     Ok(rows)
 }
 
-async fn shows(lab: &Lab, nic: &str, there: bool) -> Result<()> {
-    wait::until(Duration::from_secs(3), "the NIC to come or go", || async {
+async fn wait_published(lab: &Lab, nic: &str, expected: bool) -> Result<()> {
+    wait::until(Duration::from_secs(3), "the NodeNetwork to be updated", || async {
         let names = lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?;
-        Ok((names.split(' ').any(|n| n == nic) == there).then_some(()))
+        Ok((names.split(' ').any(|n| n == nic) == expected).then_some(()))
     })
     .await
 }
 
-/// How long a new NIC takes to show, on a node at rest; and what it costs.
-async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
+/// Measures how long an idle node takes to publish a new NIC, and the number of API writes.
+async fn nics(lab: &Lab, rows: &mut Vec<BenchRow>) -> Result<()> {
     let mut times = Vec::new();
     let mut writes = 0;
-    for round in 0..ROUNDS {
-        // A node at rest: it writes at most once a second.
+    for round in 0..NIC_ROUNDS {
+        // A daemon writes its NodeNetwork at most once a second.
         tokio::time::sleep(Duration::from_millis(1100)).await;
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         let name = format!("nic{round}");
         lab.node("node-1").output(&[
             "ip",
@@ -179,44 +181,48 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
             "peer",
             &format!("veth{name}"),
         ])?;
-        let begun = Instant::now();
-        shows(lab, &name, true).await?;
-        times.push(begun.elapsed());
+        let start = Instant::now();
+        wait_published(lab, &name, true).await?;
+        times.push(start.elapsed());
         let ours = |a: &lab::audit::AuditedRequest| a.user_agent.starts_with("patchbay-node") && a.is_write();
-        writes += lab.requests_since(mark)?.iter().filter(|a| ours(a)).count();
+        writes += lab.requests_since(offset)?.iter().filter(|a| ours(a)).count();
         lab.node("node-1").output(&["ip", "link", "del", &name])?;
-        shows(lab, &name, false).await?;
+        wait_published(lab, &name, false).await?;
     }
     times.sort();
-    let at =
-        |share: usize| format!("{} ms", times[(times.len() * share / 100).min(times.len() - 1)].as_millis());
-    rows.push(Row::new("new NIC to kubectl showing it, p50 / p99", format!("{} / {}", at(50), at(99))));
-    rows.push(Row::new("API writes for a new NIC", format!("{:.1}", writes as f64 / ROUNDS as f64)));
-    let mark = lab.audit_offset()?;
-    print_progress("a minute of rest …");
+    let at = |percent: usize| {
+        format!("{} ms", times[(times.len() * percent / 100).min(times.len() - 1)].as_millis())
+    };
+    rows.push(BenchRow::new(
+        "new NIC to its publication in NodeNetwork, p50 / p99",
+        format!("{} / {}", at(50), at(99)),
+    ));
+    rows.push(BenchRow::new("API writes for a new NIC", format!("{:.1}", writes as f64 / NIC_ROUNDS as f64)));
+    let offset = lab.audit_offset()?;
+    print_progress("one idle minute …");
     tokio::time::sleep(Duration::from_secs(60)).await;
-    let asked = lab.requests_since(mark)?;
-    let ours = asked.iter().filter(|a| a.user_agent.starts_with("patchbay-") && a.is_write());
+    let requests = lab.requests_since(offset)?;
+    let ours = requests.iter().filter(|a| a.user_agent.starts_with("patchbay-") && a.is_write());
     let (leases, others): (Vec<_>, Vec<_>) = ours.partition(|a| a.resource == "leases");
-    rows.push(Row::new(
-        "API writes in a minute of rest, the leader's Lease / everything else",
+    rows.push(BenchRow::new(
+        "API writes in an idle minute, leader's Lease / others",
         format!("{} / {}", leases.len(), others.len()),
     ));
     Ok(())
 }
 
-/// The resident memory in KiB of the largest process of a program on any node.
+/// The resident memory in KiB of the largest `patchbay PROGRAM` process on any node.
 fn memory(lab: &Lab, program: &str) -> Result<u64> {
     let sizes = lab.nodes().into_iter().filter_map(|node| memory_on(lab, &node, program).ok());
-    sizes.max().with_context(|| format!("no {program} runs"))
+    sizes.max().with_context(|| format!("no {program} is running"))
 }
 
-/// The same on one node.
+/// The resident memory in KiB of the largest `patchbay PROGRAM` process on one node.
 fn memory_on(lab: &Lab, node: &str, program: &str) -> Result<u64> {
     let script = format!(
         "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^/usr/bin/patchbay {program} ' && grep VmRSS $p/status; done; true"
     );
     let text = lab.node(node).output(&["sh", "-c", &script])?;
     let sizes = text.lines().filter_map(|l| l.split_whitespace().nth(1)?.parse::<u64>().ok());
-    sizes.max().with_context(|| format!("no {program} runs on {node}"))
+    sizes.max().with_context(|| format!("no {program} is running on {node}"))
 }

@@ -1,4 +1,4 @@
-//! `make test` and `make soak`: every stage in turn, and a plain summary at the end.
+//! `make test` and `make soak`: runs every stage and prints a summary.
 
 use std::{fmt::Write as _, process::Command, thread, time::Instant};
 
@@ -7,118 +7,129 @@ use lab::print_progress;
 
 use crate::{
     image, packages,
-    step::{Count, cargo, show, tests},
+    step::{TestCount, cargo, run_command, run_tests},
 };
 
-/// How much of the repeated and random tests is run.
+/// How long the repeated and randomized tests run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Length {
+pub enum TestLength {
     Short,
     Long,
 }
 
-struct Line {
+struct StageResult {
     name: &'static str,
-    good: bool,
-    count: Option<Count>,
+    passed: bool,
+    count: Option<TestCount>,
     seconds: f64,
 }
 
-/// Some tests, by their name and what cargo is told.
-struct Stage(&'static str, &'static [&'static str]);
+/// A group of tests: its name and the arguments of `cargo test`.
+struct TestStage(&'static str, &'static [&'static str]);
 
-/// Those of one group run at the same time: they mostly wait, and each has a lab of its own.
-const STAGES: &[&[Stage]] = &[
-    &[Stage("unit", &["--workspace", "--lib", "--bins"])],
-    &[Stage("doc examples", &["--workspace", "--doc"])],
-    &[Stage("command line", &["-p", "patchbay", "--test", "*"])],
-    &[Stage("dependencies", &["-p", "e2e", "--test", "dependencies"])],
-    &[Stage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
-    // Looks at the whole machine: nobody else may start anything meanwhile.
-    &[Stage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
-    &[Stage("controller", &["-p", "e2e", "--test", "control_plane"])],
+/// The stages of a group run in parallel: they mostly wait, and each has its own lab.
+const TEST_STAGES: &[&[TestStage]] = &[
+    &[TestStage("unit", &["--workspace", "--lib", "--bins"])],
+    &[TestStage("doc examples", &["--workspace", "--doc"])],
+    &[TestStage("command line", &["-p", "patchbay", "--test", "*"])],
+    &[TestStage("dependencies", &["-p", "e2e", "--test", "dependencies"])],
+    &[TestStage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
+    // Compares the state of the whole host, so nothing else may run meanwhile.
+    &[TestStage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
+    &[TestStage("controller", &["-p", "e2e", "--test", "control_plane"])],
     &[
-        Stage("networks", &["-p", "e2e", "--test", "networks"]),
-        Stage("addresses", &["-p", "e2e", "--test", "addresses"]),
+        TestStage("networks", &["-p", "e2e", "--test", "networks"]),
+        TestStage("addresses", &["-p", "e2e", "--test", "addresses"]),
     ],
-    &[Stage("nodes", &["-p", "e2e", "--test", "nodes"])],
+    &[TestStage("nodes", &["-p", "e2e", "--test", "nodes"])],
 ];
 
-/// Runs all stages; a stage that fails does not hide the others.
-pub fn run(length: Length) -> Result<()> {
-    packages::prepare()?;
-    let mut lines = Vec::new();
-    let mut plain = |name: &'static str, work: &mut dyn FnMut() -> Result<()>| {
+/// Runs all stages, also after a failed one.
+pub fn run(length: TestLength) -> Result<()> {
+    let mut results = packages::prepare_while(|| Ok(run_build_stages(length)))?;
+    for group in TEST_STAGES {
+        results.extend(run_parallel(length, group)?);
+    }
+    print_summary(&results)
+}
+
+/// The stages that run no tests.
+fn run_build_stages(length: TestLength) -> Vec<StageResult> {
+    let mut results = Vec::new();
+    let mut stage = |name: &'static str, action: &mut dyn FnMut() -> Result<()>| {
         print_progress(format!("stage {name}"));
         let start = Instant::now();
-        let outcome = work();
+        let outcome = action();
         if let Err(e) = &outcome {
             print_progress(format!("{name}: {e:#}"));
         }
-        lines.push(Line { name, good: outcome.is_ok(), count: None, seconds: start.elapsed().as_secs_f64() });
+        let seconds = start.elapsed().as_secs_f64();
+        results.push(StageResult { name, passed: outcome.is_ok(), count: None, seconds });
     };
-    if length == Length::Short {
-        plain("format", &mut || show(&mut cargo(&["fmt", "--all", "--check"])));
-        plain("clippy", &mut || {
-            show(&mut cargo(&["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"]))
-        });
+    if length == TestLength::Short {
+        stage("format", &mut || run_command(&mut cargo(&["fmt", "--all", "--check"])));
+        let clippy = ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
+        stage("clippy", &mut || run_command(&mut cargo(&clippy)));
     }
-    plain("build", &mut || show(&mut cargo(&["build", "--locked", "--workspace", "--all-targets"])));
-    plain("image", &mut || image::build().map(|_| ()));
-
-    for group in STAGES {
-        lines.extend(side_by_side(length, group)?);
-    }
-    summary(&lines)
+    stage("build", &mut || run_command(&mut cargo(&["build", "--locked", "--workspace", "--all-targets"])));
+    stage("image", &mut || image::build().map(|_| ()));
+    results
 }
 
-impl Stage {
-    fn run(&self, length: Length, mark: &str) -> Result<Line> {
+impl TestStage {
+    fn run(&self, length: TestLength, prefix: &str) -> Result<StageResult> {
         let Self(name, arguments) = *self;
         print_progress(format!("stage {name}"));
         let start = Instant::now();
         let mut command: Command = cargo(&["test", "--locked"]);
         command.args(arguments);
-        if length == Length::Long {
+        if length == TestLength::Long {
             command.env("PATCHBAY_SOAK", "1");
         }
-        let (good, count) = tests(&mut command, mark)?;
-        Ok(Line { name, good, count: Some(count), seconds: start.elapsed().as_secs_f64() })
+        let (passed, count) = run_tests(&mut command, prefix)?;
+        Ok(StageResult { name, passed, count: Some(count), seconds: start.elapsed().as_secs_f64() })
     }
 }
 
-fn side_by_side(length: Length, stages: &[Stage]) -> Result<Vec<Line>> {
-    let mark = |stage: &Stage| if stages.len() > 1 { format!("{}: ", stage.0) } else { String::new() };
+fn run_parallel(length: TestLength, stages: &[TestStage]) -> Result<Vec<StageResult>> {
+    let prefix = |stage: &TestStage| if stages.len() > 1 { format!("{}: ", stage.0) } else { String::new() };
     thread::scope(|scope| {
-        let start = |stage| scope.spawn(move || Stage::run(stage, length, &mark(stage)));
+        let start = |stage| scope.spawn(move || TestStage::run(stage, length, &prefix(stage)));
         let running: Vec<_> = stages.iter().map(start).collect();
-        let end =
-            |one: thread::ScopedJoinHandle<'_, _>| one.join().unwrap_or_else(|_| bail!("a stage broke off"));
-        running.into_iter().map(end).collect()
+        let join = |stage: thread::ScopedJoinHandle<'_, _>| {
+            stage.join().unwrap_or_else(|_| bail!("the thread of a stage panicked"))
+        };
+        running.into_iter().map(join).collect()
     })
 }
 
-fn summary(lines: &[Line]) -> Result<()> {
+fn print_summary(results: &[StageResult]) -> Result<()> {
     let mut text = String::from("\nstage           result   passed  failed   time\n");
-    let mut total = Count::default();
-    for line in lines {
-        let count = line.count.unwrap_or_default();
+    let mut total = TestCount::default();
+    for stage in results {
+        let count = stage.count.unwrap_or_default();
         total.passed += count.passed;
         total.failed += count.failed;
-        let (passed, failed) = match line.count {
+        let (passed, failed) = match stage.count {
             Some(count) => (count.passed.to_string(), count.failed.to_string()),
             None => ("-".into(), "-".into()),
         };
-        let result = if line.good { "ok" } else { "FAILED" };
-        let _ =
-            writeln!(text, "{:<15} {result:<8} {passed:>6}  {failed:>6}  {:>4.0} s", line.name, line.seconds);
+        let result = if stage.passed { "ok" } else { "FAILED" };
+        let _ = writeln!(
+            text,
+            "{:<15} {result:<8} {passed:>6}  {failed:>6}  {:>4.0} s",
+            stage.name, stage.seconds
+        );
     }
     println!("{text}\n{} passed, {} failed", total.passed, total.failed);
-    let bad: Vec<&str> = lines.iter().filter(|l| !l.good).map(|l| l.name).collect();
-    let empty: Vec<&str> =
-        lines.iter().filter(|l| l.count.is_some_and(|c| c.passed + c.failed == 0)).map(|l| l.name).collect();
-    if !bad.is_empty() {
-        bail!("failed: {}", bad.join(", "));
+    let failed: Vec<&str> = results.iter().filter(|s| !s.passed).map(|s| s.name).collect();
+    let empty: Vec<&str> = results
+        .iter()
+        .filter(|s| s.count.is_some_and(|c| c.passed + c.failed == 0))
+        .map(|s| s.name)
+        .collect();
+    if !failed.is_empty() {
+        bail!("failed: {}", failed.join(", "));
     }
     if !empty.is_empty() {
         bail!("ran no test: {}", empty.join(", "));

@@ -1,4 +1,4 @@
-//! `make demo`: a walk through what Patchbay does. Every command is printed and its output is real.
+//! `make demo`: a guided tour. It prints every command and its real output.
 
 use std::{
     io::Write as _,
@@ -11,25 +11,26 @@ use lab::{Lab, Topology, print_progress, program::Programs, test_namespace::pod,
 
 use crate::{
     image, packages,
-    step::{cargo, show},
+    step::{build_lab, run_command},
 };
 
 const LAB: &str = "default";
 
-/// Sets up what is missing, starts a lab, installs Patchbay, and shows each chapter.
+/// Builds what is missing, starts a lab, installs Patchbay, and runs each chapter.
 pub fn run() -> Result<()> {
-    packages::prepare()?;
-    show(&mut cargo(&["build", "--locked", "-p", "lab"]))?;
-    let tar = image::build()?;
+    let tar = packages::prepare_while(|| {
+        build_lab()?;
+        image::build()
+    })?;
     let lab = Lab::new(LAB.parse()?);
     let tour = Tour { lab: lab.clone() };
 
-    chapter("A real Kubernetes on this machine");
+    chapter("Start a Kubernetes cluster on this machine");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let begun = Instant::now();
-    print_progress("starting two nodes …");
+    let start = Instant::now();
+    print_progress("starting a control plane and two nodes …");
     runtime.block_on(lab.up(Topology::Nodes(2)))?;
-    print_progress(format!("ready after {:.1} s", begun.elapsed().as_secs_f64()));
+    print_progress(format!("the cluster is ready after {:.1} s", start.elapsed().as_secs_f64()));
     tour.kubectl("get nodes -o wide")?;
 
     chapter("Install Patchbay");
@@ -40,136 +41,149 @@ pub fn run() -> Result<()> {
     tour.kubectl("-n patchbay-system rollout status daemonset/patchbay-node --timeout=90s")?;
     tour.kubectl("-n patchbay-system get pods -o wide")?;
 
-    nodes(&tour, &runtime)?;
-    network(&tour, &runtime)?;
-    addresses(&tour, &runtime)?;
-    tour.end();
+    node_networks(&tour, &runtime)?;
+    bridge_network(&tour, &runtime)?;
+    ip_addresses(&tour, &runtime)?;
+    tour.print_next_steps();
     Ok(())
 }
 
-/// What the nodes have, told by their daemons.
-fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
-    chapter("What the nodes have: NodeNetwork");
+/// NodeNetwork: what each daemon reports about its node.
+fn node_networks(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("See the interfaces of each node: NodeNetwork");
+    println!("The daemon on each node publishes the node's interfaces in a NodeNetwork object:");
     runtime.block_on(e2e::patchbay::wait_ready(&tour.lab))?;
     tour.kubectl("get nodenetworks")?;
     tour.kubectl("get nodenetwork node-1 -o jsonpath={.status} | (pretty)")?;
-    println!("A NIC that appears on a node is published at once:");
-    // A tour that is run twice on one lab finds the NIC there.
+    println!("Add a NIC to a node. The daemon publishes it within milliseconds:");
+    // An earlier tour on the same lab may have left the NIC.
     let _ = tour.lab.node("node-1").output(&["ip", "link", "del", "nic1"]);
     tour.exec("node-1", "ip link add nic1 up type veth peer vethnic1")?;
-    let begun = Instant::now();
+    let start = Instant::now();
     runtime.block_on(wait::until(Duration::from_secs(3), "nic1 in NodeNetwork node-1", || async {
-        let found = tour.lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?;
-        Ok(found.contains("nic1").then_some(()))
+        let names = tour.lab.kubectl(&["get", "nodenetwork", "node-1", "-o", NAMES])?;
+        Ok(names.contains("nic1").then_some(()))
     }))?;
-    println!("seen after {} ms", begun.elapsed().as_millis());
+    println!("published after {} ms", start.elapsed().as_millis());
     tour.kubectl(&format!("get nodenetwork node-1 -o {NAMES}"))?;
     tour.exec("node-1", "ip link del nic1")?;
 
-    println!("A NodeNetwork that nobody's node stands for is refused, with a reason:");
+    println!(
+        "Create a NodeNetwork for a node that does not exist. The admission webhook rejects it with a reason:"
+    );
     let object =
         r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"NodeNetwork","metadata":{"name":"nowhere"}}"#;
-    tour.refused("create -f -", object)
+    tour.expect_rejected("create -f -", object)
 }
 
-/// An L2 network over both nodes: pods on it, hands off its links, and no deletion while it is used.
-fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
-    chapter("A network across the nodes: BridgeNetwork");
+/// BridgeNetwork: an L2 network across both nodes, its repair, and its protected deletion.
+fn bridge_network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("Connect pods across nodes: BridgeNetwork");
     let lab = &tour.lab;
-    // A tour that is run twice on one lab begins anew.
-    let _ = lab.kubectl(&["delete", "pod", "alice", "bob", "--now", "--ignore-not-found"]);
+    // An earlier tour on the same lab may have left its objects.
+    let _ = lab.kubectl(&["delete", "pod", "client", "server", "--now", "--ignore-not-found"]);
     let _ = lab.kubectl(&["delete", "bnet", "blue", "--ignore-not-found", "--timeout=30s"]);
     let client = runtime.block_on(lab.client())?;
+    println!("Create an L2 network, here a VXLAN overlay between the nodes:\n");
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
     tour.kubectl("apply -f docs/examples/blue.yaml")?;
-    let took = runtime.block_on(e2e::bridge::wait_ready(&client, "blue", Duration::from_secs(10)))?;
-    println!("ready on both nodes after {} ms", took.as_millis());
+    let elapsed = runtime.block_on(e2e::bridge::wait_ready(&client, "blue", Duration::from_secs(10)))?;
+    println!("Ready on both nodes after {} ms\n", elapsed.as_millis());
     tour.kubectl("get bnet")?;
+    println!(
+        "Patchbay created the NetworkAttachmentDefinition, labelled the nodes, and set up a bridge on each:"
+    );
     tour.kubectl("get net-attach-def")?;
     tour.kubectl("get nodes -L network.patchbay.dev/blue")?;
     tour.exec("node-1", "ip -br link show master br-blue")?;
 
-    println!("Two pods, one on each node; addresses are their own affair on this network:");
-    for (name, node, address) in [("alice", "node-1", "10.1.0.1/24"), ("bob", "node-2", "10.1.0.2/24")] {
-        let start = format!("ip addr add {address} dev net1 && exec tool pause");
-        let pod = e2e::bridge::attached_pod(name, node, "blue").command(&["sh", "-c", &start]).object();
-        println!(
-            "$ kubectl create -f {name}.json      # on {node}, annotation k8s.v1.cni.cncf.io/networks: blue"
-        );
-        tour.create(&pod.to_string())?;
+    println!("Start two pods, one on each node. This network has no IPAM, so each pod sets its own address:");
+    for (name, node, address) in [("client", "node-1", "10.1.0.1/24"), ("server", "node-2", "10.1.0.2/24")] {
+        let script = format!("ip addr add {address} dev net1 && exec tool pause");
+        let pod = e2e::bridge::attached_pod(name, node, "blue").command(&["sh", "-c", &script]).object();
+        tour.create_pod(name, node, "blue", &pod.to_string())?;
     }
-    tour.kubectl("wait pod/alice pod/bob --for=condition=Ready --timeout=60s")?;
-    tour.kubectl("exec alice -- ip -br addr")?;
-    tour.kubectl("exec alice -- ping -c 3 -i 0.3 10.1.0.2")?;
+    tour.kubectl("wait pod/client pod/server --for=condition=Ready --timeout=60s")?;
+    tour.kubectl("exec client -- ip -br addr")?;
+    tour.kubectl("exec client -- ping -c 3 -i 0.3 10.1.0.2")?;
 
-    println!("Somebody deletes the bridge under a running pod:");
+    println!("Delete the bridge while a pod uses it. The daemon creates it again and reattaches the pod:");
     tour.exec("node-1", "ip link del br-blue")?;
-    let begun = Instant::now();
-    runtime.block_on(wait::until(Duration::from_secs(3), "bob to be reached again", || async {
-        lab.kubectl(&["exec", "alice", "--", "ping", "-c", "1", "-W", "1", "10.1.0.2"]).map(Some)
+    let start = Instant::now();
+    runtime.block_on(wait::until(Duration::from_secs(3), "client to reach server again", || async {
+        lab.kubectl(&["exec", "client", "--", "ping", "-c", "1", "-W", "1", "10.1.0.2"]).map(Some)
     }))?;
-    println!("repaired; alice reaches bob again after {} ms", begun.elapsed().as_millis());
+    println!("repaired; client reaches server again after {} ms\n", start.elapsed().as_millis());
 
-    println!("A network that is used is not deleted:");
+    println!("Delete the network while pods use it. The controller waits until the last pod is deleted:");
     tour.kubectl("delete bnet blue --wait=false")?;
     let in_use = r#"jsonpath={.status.conditions[?(@.type=="InUse")].message}"#;
-    runtime.block_on(wait::until(Duration::from_secs(5), "the reason", || async {
+    runtime.block_on(wait::until(Duration::from_secs(5), "the InUse condition", || async {
         Ok((!lab.kubectl(&["get", "bnet", "blue", "-o", in_use])?.is_empty()).then_some(()))
     }))?;
     tour.kubectl(&format!("get bnet blue -o {in_use}"))?;
-    tour.kubectl("exec alice -- ping -c 1 10.1.0.2")?;
-    tour.kubectl("delete pod alice bob --now")?;
-    let took = runtime.block_on(e2e::bridge::wait_deleted(&client, "blue", Duration::from_secs(10)))?;
-    println!("gone {} ms after its last user; on the nodes:", took.as_millis());
+    tour.kubectl("exec client -- ping -c 1 10.1.0.2")?;
+    tour.kubectl("delete pod client server --now")?;
+    let elapsed = runtime.block_on(e2e::bridge::wait_deleted(&client, "blue", Duration::from_secs(10)))?;
+    println!(
+        "The network was deleted {} ms after its last pod. No bridge is left on the node:",
+        elapsed.as_millis()
+    );
     tour.exec("node-1", "ip -br link show type bridge")
 }
 
-/// Addresses without a hand on them: on both nodes, to the last one, and a clear word when there is none left.
-fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
-    chapter("Addresses that are given once: IPAM");
+/// IPAM: addresses on both nodes, down to the last free one, and the event when none is left.
+fn ip_addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("Assign addresses: IPAM");
     let lab = &tour.lab;
-    // A tour that is run twice on one lab begins anew.
-    let _ =
-        lab.kubectl(&["delete", "pod", "amy", "ben", "one", "two", "three", "--now", "--ignore-not-found"]);
+    // An earlier tour on the same lab may have left its objects.
+    let pods = ["client", "server", "db-0", "db-1", "db-2"];
+    let _ = lab.kubectl(&[&["delete", "pod", "--now", "--ignore-not-found"], &pods[..]].concat());
     let _ = lab.kubectl(&["delete", "bnet", "green", "tiny", "--ignore-not-found", "--timeout=30s"]);
     let _ = lab.kubectl(&["delete", "events", "--field-selector", "reason=AddressesExhausted"]);
     let client = runtime.block_on(lab.client())?;
+    println!("Create a network with IPv4 and IPv6 subnets. Pods get their addresses from Patchbay:\n");
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
     tour.kubectl("apply -f docs/examples/green.yaml")?;
     runtime.block_on(e2e::bridge::wait_ready(&client, "green", Duration::from_secs(10)))?;
-    for (name, node) in [("amy", "node-1"), ("ben", "node-2")] {
-        tour.join(name, node, "green")?;
+    for (name, node) in [("client", "node-1"), ("server", "node-2")] {
+        tour.attach(name, node, "green")?;
     }
-    tour.kubectl("wait pod/amy pod/ben --for=condition=Ready --timeout=60s")?;
-    tour.kubectl("exec amy -- ip -br addr show net1")?;
-    for address in tour.addresses("ben")? {
-        tour.kubectl(&format!("exec amy -- ping -c 2 -i 0.3 {address}"))?;
+    tour.kubectl("wait pod/client pod/server --for=condition=Ready --timeout=60s")?;
+    tour.kubectl("exec client -- ip -br addr show net1")?;
+    for address in tour.addresses("server")? {
+        tour.kubectl(&format!("exec client -- ping -c 2 -i 0.3 {address}"))?;
     }
-    println!("Each node has taken blocks of its own, and hands out their addresses without asking anybody:");
+    println!(
+        "Each node holds its own blocks of addresses and allocates from them without a request to the API server:"
+    );
     tour.kubectl("get ipblocks")?;
 
-    println!("A network with two addresses, and three pods; a node borrows what the other one has left:");
+    println!(
+        "Create a network with only two addresses, and start three pods. A node without a free address borrows"
+    );
+    println!("one from the other node; the third pod gets an event that explains why it does not start:");
     let tiny = r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"BridgeNetwork","metadata":{"name":"tiny"},"spec":{"attachment":{"namespaces":["default"]},"ipam":{"subnets":["10.21.0.0/30"]}}}"#;
     println!("$ echo '{tiny}' | kubectl create -f -");
     tour.create(tiny)?;
     runtime.block_on(e2e::bridge::wait_ready(&client, "tiny", Duration::from_secs(10)))?;
-    for (name, node) in [("one", "node-1"), ("two", "node-2")] {
-        tour.join(name, node, "tiny")?;
+    for (name, node) in [("db-0", "node-1"), ("db-1", "node-2")] {
+        tour.attach(name, node, "tiny")?;
     }
-    tour.kubectl("wait pod/one pod/two --for=condition=Ready --timeout=60s")?;
-    tour.join("three", "node-1", "tiny")?;
-    let about = "get events --field-selector reason=AddressesExhausted -o jsonpath={.items[*].message}";
-    let words: Vec<&str> = about.split(' ').collect();
-    runtime.block_on(wait::until(Duration::from_secs(20), "the word that none is left", || async {
-        Ok((!lab.kubectl(&words)?.is_empty()).then_some(()))
+    tour.kubectl("wait pod/db-0 pod/db-1 --for=condition=Ready --timeout=60s")?;
+    tour.attach("db-2", "node-1", "tiny")?;
+    let events = "get events --field-selector reason=AddressesExhausted -o jsonpath={.items[*].message}";
+    let arguments: Vec<&str> = events.split(' ').collect();
+    runtime.block_on(wait::until(Duration::from_secs(20), "an AddressesExhausted event", || async {
+        Ok((!lab.kubectl(&arguments)?.is_empty()).then_some(()))
     }))?;
     tour.kubectl("get ipblocks -l patchbay.dev/network=tiny")?;
-    tour.kubectl(about)?;
-    tour.kubectl("get pod one two three")?;
+    tour.kubectl(events)?;
+    tour.kubectl("get pod db-0 db-1 db-2")?;
 
-    tour.kubectl("delete pod amy ben one two three --now")?;
+    println!("Delete the pods and the networks. The blocks are deleted with their networks:");
+    tour.kubectl(&format!("delete pod {} --now", pods.join(" ")))?;
     tour.kubectl("delete bnet green tiny --timeout=30s")?;
-    println!("With the networks their blocks are gone:");
     tour.kubectl("get ipblocks -o name")
 }
 
@@ -184,25 +198,25 @@ struct Tour {
 }
 
 impl Tour {
-    fn program(&self) -> Result<Command> {
+    fn kubectl_command(&self) -> Result<Command> {
         let mut command = Command::new(Programs::prepare()?.path("kubectl")?);
         command.env("KUBECONFIG", self.lab.kubeconfig()).current_dir(e2e::repository());
         Ok(command)
     }
 
-    /// Prints a kubectl command and what it answers; `| (pretty)` formats JSON for the eye.
+    /// Runs kubectl and prints the command and its output. A trailing `| (pretty)` indents JSON output.
     fn kubectl(&self, line: &str) -> Result<()> {
-        let (words, pretty) = line.strip_suffix(" | (pretty)").map_or((line, false), |words| (words, true));
-        println!("$ kubectl {words}");
-        if words.contains("rollout") {
-            // It takes a while, and tells how far it is.
-            show(self.program()?.args(words.split(' ')))?;
+        let (line, pretty) = line.strip_suffix(" | (pretty)").map_or((line, false), |line| (line, true));
+        println!("$ kubectl {line}");
+        if line.contains("rollout") {
+            // Takes a while; kubectl prints its progress.
+            run_command(self.kubectl_command()?.args(line.split(' ')))?;
             println!();
             return Ok(());
         }
-        let output = self.program()?.args(words.split(' ')).output().context("run kubectl")?;
+        let output = self.kubectl_command()?.args(line.split(' ')).output().context("run kubectl")?;
         if !output.status.success() {
-            bail!("kubectl {words}: {}", String::from_utf8_lossy(&output.stderr).trim());
+            bail!("kubectl {line}: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
         let text = if pretty {
             serde_json::to_string_pretty(&serde_json::from_slice::<serde_json::Value>(&output.stdout)?)?
@@ -213,74 +227,82 @@ impl Tour {
         Ok(())
     }
 
-    /// The same for a command that must be refused.
-    fn refused(&self, line: &str, input: &str) -> Result<()> {
+    /// Runs a kubectl command that Patchbay's admission webhook must reject, and prints the rejection.
+    fn expect_rejected(&self, line: &str, input: &str) -> Result<()> {
         println!("$ echo '{input}' | kubectl {line}");
         let mut child = self
-            .program()?
+            .kubectl_command()?
             .args(line.split(' '))
             .stdin(std::process::Stdio::piped())
             .stderr(std::process::Stdio::piped())
             .spawn()
             .context("run kubectl")?;
-        child.stdin.take().context("kubectl has no input")?.write_all(input.as_bytes())?;
+        child.stdin.take().context("kubectl has no stdin")?.write_all(input.as_bytes())?;
         let output = child.wait_with_output().context("wait for kubectl")?;
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        if output.status.success() || !said.contains("does not exist; the Patchbay daemon") {
-            bail!("kubectl {line}: this should have been refused by Patchbay, but: {said}");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        if output.status.success() || !stderr.contains("denied the request") {
+            bail!("kubectl {line}: expected a rejection by the admission webhook, got: {stderr}");
         }
-        println!("{}\n", said.trim());
+        println!("{}\n", stderr.trim());
         Ok(())
     }
 
-    /// Makes an object that is too long to be shown.
+    /// Creates an object without printing it.
     fn create(&self, object: &str) -> Result<()> {
-        let mut child =
-            self.program()?.args(["create", "-f", "-"]).stdin(std::process::Stdio::piped()).spawn()?;
-        child.stdin.take().context("kubectl has no input")?.write_all(object.as_bytes())?;
+        let mut child = self
+            .kubectl_command()?
+            .args(["create", "-f", "-"])
+            .stdin(std::process::Stdio::piped())
+            .spawn()?;
+        child.stdin.take().context("kubectl has no stdin")?.write_all(object.as_bytes())?;
         if !child.wait().context("wait for kubectl")?.success() {
             bail!("kubectl create failed");
         }
         Ok(())
     }
 
-    /// Makes a pod on a network.
-    fn join(&self, name: &str, node: &str, network: &str) -> Result<()> {
+    /// Creates a pod that is attached to a network.
+    fn attach(&self, name: &str, node: &str, network: &str) -> Result<()> {
+        let pod = pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", network).object();
+        self.create_pod(name, node, network, &pod.to_string())
+    }
+
+    /// Creates a pod; prints its node and annotation instead of the whole object.
+    fn create_pod(&self, name: &str, node: &str, network: &str, object: &str) -> Result<()> {
         println!(
             "$ kubectl create -f {name}.json      # on {node}, annotation k8s.v1.cni.cncf.io/networks: {network}"
         );
-        self.create(
-            &pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", network).object().to_string(),
-        )
+        self.create(object)
     }
 
-    /// The addresses that a pod has beside those of the cluster's own network.
+    /// The addresses of a pod's `net1`, from its network-status annotation.
     fn addresses(&self, name: &str) -> Result<Vec<String>> {
         let status = r"jsonpath={.metadata.annotations.k8s\.v1\.cni\.cncf\.io/network-status}";
         let text = self.lab.kubectl(&["get", "pod", name, "-o", status])?;
-        let all: Vec<serde_json::Value> = serde_json::from_str(&text).context("read the network-status")?;
-        let second = all.iter().filter(|one| one["interface"] == "net1");
-        let ips = second.flat_map(|one| one["ips"].as_array().into_iter().flatten());
+        let all: Vec<serde_json::Value> =
+            serde_json::from_str(&text).context("parse the network-status annotation")?;
+        let net1 = all.iter().filter(|status| status["interface"] == "net1");
+        let ips = net1.flat_map(|status| status["ips"].as_array().into_iter().flatten());
         Ok(ips.filter_map(serde_json::Value::as_str).map(str::to_owned).collect())
     }
 
-    /// Prints a command on a node and what it answers.
+    /// Runs a command on a node and prints the command and its output.
     fn exec(&self, node: &str, line: &str) -> Result<()> {
         println!("$ lab exec {node} -- {line}");
         let text = self.lab.node(node).output(&line.split(' ').collect::<Vec<_>>())?;
-        println!("{}", text.trim_end());
+        println!("{}\n", text.trim_end());
         Ok(())
     }
 
-    fn end(&self) {
+    fn print_next_steps(&self) {
         println!(
-            "\n=== The lab stays up\n\n\
+            "\n=== Try it yourself: the lab is still running\n\n\
              export KUBECONFIG={}\n\
-             kubectl get nodenetworks            any kubectl; or: cargo run -p lab -- kubectl …\n\
-             cargo run -p lab -- exec node-1 -- ip addr\n\
-             cargo run -p lab -- status          also: logs, kill, reboot, partition, add-node …\n\
-             make shell                          a shell on node-1\n\
-             make down                           takes everything away",
+             kubectl get nodenetworks                    with any kubectl, or `target/debug/lab kubectl …`\n\
+             target/debug/lab exec node-1 -- ip addr     run a command on a node\n\
+             target/debug/lab status                     see also: logs, kill, reboot, partition, add-node\n\
+             make shell                                  open a shell on node-1\n\
+             make down                                   stop and delete the lab",
             self.lab.kubeconfig().display(),
         );
     }

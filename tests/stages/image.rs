@@ -1,4 +1,4 @@
-//! The product's image: a static program on an empty base.
+//! Builds Patchbay's image: two static programs on an empty base.
 
 use std::{
     collections::BTreeMap,
@@ -10,30 +10,33 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use lab::{image::Image, machine::capture, print_progress, tar::TarBuilder};
 
-use crate::step::{cargo, show};
+use crate::step::{cargo, run_command};
 
-const SHIPPED: &str = "dist";
-const LIMIT: u64 = 30_000_000;
-/// It is started for each pod that comes or goes.
-const SHIM_LIMIT: u64 = 1_500_000;
+const RELEASE_PROFILE: &str = "dist";
+const MAX_IMAGE_SIZE: u64 = 30_000_000;
+/// The runtime starts the plugin for each ADD and DEL, so it must be small.
+const MAX_PLUGIN_SIZE: u64 = 1_500_000;
 
 /// Builds `target/image/patchbay.tar`.
 pub fn build() -> Result<PathBuf> {
-    // For the inner loop: `PATCHBAY_PROFILE=dev` builds in seconds what is ten times as large.
-    let profile = std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| SHIPPED.to_owned());
-    print_progress("building the static programs (a cold build takes some minutes) …");
+    // `PATCHBAY_PROFILE=dev` builds in seconds, for development; the image is ten times as large.
+    let profile = std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| RELEASE_PROFILE.to_owned());
+    print_progress("building the static programs (a first build takes several minutes) …");
     let program = compile("patchbay", "patchbay", &target("gnu"), &profile)?;
-    let shim = compile("cni", "patchbay-cni", &quick(), &profile)?;
-    let size = fs::metadata(&shim).context("look at the CNI plugin")?.len();
+    let plugin = compile("cni", "patchbay-cni", &plugin_target(), &profile)?;
+    let size = fs::metadata(&plugin).context("stat the CNI plugin")?.len();
     ensure!(
-        profile != SHIPPED || size <= SHIM_LIMIT,
-        "the CNI plugin has {size} bytes; the limit is {SHIM_LIMIT}"
+        profile != RELEASE_PROFILE || size <= MAX_PLUGIN_SIZE,
+        "the CNI plugin has {size} bytes; the limit is {MAX_PLUGIN_SIZE}"
     );
     let commit = commit(&program)?;
     let out = e2e::patchbay::image_tar();
-    pack(&program, &shim, &commit, &out)?;
-    let size = fs::metadata(&out).context("look at the image")?.len();
-    ensure!(profile != SHIPPED || size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
+    pack(&program, &plugin, &commit, &out)?;
+    let size = fs::metadata(&out).context("stat the image")?.len();
+    ensure!(
+        profile != RELEASE_PROFILE || size <= MAX_IMAGE_SIZE,
+        "the image has {size} bytes; the limit is {MAX_IMAGE_SIZE}"
+    );
     print_progress(format!(
         "target/image/patchbay.tar: {} MB, {}, commit {commit}",
         size / 1_000_000,
@@ -46,45 +49,45 @@ fn target(library: &str) -> String {
     format!("{}-unknown-linux-{library}", std::env::consts::ARCH)
 }
 
-/// The target whose programs start soonest. What glibc finds out about the processor before `main` takes half a millisecond
-/// on a virtual machine, as long as all that the plugin does; musl asks nothing.
-fn quick() -> String {
+/// The target of the CNI plugin: musl, whose programs start faster. Before `main`, glibc queries the processor with CPUID,
+/// which takes 0.5 ms on a virtual machine, as long as the rest of the plugin; musl does not.
+fn plugin_target() -> String {
     let target = target("musl");
-    let rustup = |words: &[&str]| {
-        capture(Command::new("rustup").arg("target").args(words).current_dir(e2e::repository()))
+    let rustup = |arguments: &[&str]| {
+        capture(Command::new("rustup").arg("target").args(arguments).current_dir(e2e::repository()))
     };
     let installed =
         rustup(&["list", "--installed"]).is_ok_and(|list| list.lines().any(|line| line == target));
-    let added = || rustup(&["add", &target]).map(drop);
-    match if installed { Ok(()) } else { added() } {
+    let add = || rustup(&["add", &target]).map(drop);
+    match if installed { Ok(()) } else { add() } {
         Ok(()) => target,
         Err(error) => {
             print_progress(format!(
-                "the CNI plugin will start slowly, for Rust's {target} cannot be had: {error:#}"
+                "cannot install the Rust target {target}; building the CNI plugin with glibc, which starts slower: {error:#}"
             ));
             self::target("gnu")
         }
     }
 }
 
-/// Builds a program that needs nothing of the system that it runs on.
+/// Builds a static program.
 fn compile(package: &str, program: &str, target: &str, profile: &str) -> Result<PathBuf> {
-    let words = ["build", "--locked", "--profile", profile, "-p", package, "--target", target];
-    // With a target named, these flags are for the program alone, not for build scripts and macros.
-    show(cargo(&words).env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
+    let arguments = ["build", "--locked", "--profile", profile, "-p", package, "--target", target];
+    // With an explicit target, RUSTFLAGS does not apply to build scripts and procedural macros.
+    run_command(cargo(&arguments).env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
     let directory = if profile == "dev" { "debug" } else { profile };
     Ok(e2e::repository().join("target").join(target).join(directory).join(program))
 }
 
-/// What the program itself says it was built from.
+/// The commit that the program reports.
 fn commit(program: &Path) -> Result<String> {
     let text = capture(Command::new(program).arg("version"))?;
     let commit = text.lines().find_map(|line| line.strip_prefix("commit "));
-    commit.map(str::to_owned).context("the program does not tell its commit")
+    commit.map(str::to_owned).context("the program reports no commit")
 }
 
-/// The two programs and nothing else, with the commit in the labels.
-fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
+/// Packs the two programs; the labels carry the commit.
+fn pack(program: &Path, plugin: &Path, commit: &str, out: &Path) -> Result<()> {
     let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
     let mut layer = TarBuilder::default();
     for dir in ["etc", "tmp", "usr", "usr/bin", "host", "opt", "run", "var", "var/lib"] {
@@ -97,7 +100,7 @@ fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
     layer.file(
         "usr/bin/patchbay-cni",
         0o755,
-        &fs::read(shim).with_context(|| format!("read {}", shim.display()))?,
+        &fs::read(plugin).with_context(|| format!("read {}", plugin.display()))?,
     )?;
     let image = Image {
         reference: e2e::patchbay::IMAGE_REFERENCE,
@@ -112,9 +115,9 @@ fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
             ("org.opencontainers.image.revision", commit),
         ]),
     };
-    let dir = out.parent().context("the image has a directory")?;
-    fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+    let dir = out.parent().context("the image path has no directory")?;
+    fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
     let partial = out.with_extension("partial");
     fs::write(&partial, image.pack()?).context("write the image")?;
-    fs::rename(&partial, out).context("put the image in place")
+    fs::rename(&partial, out).context("rename the image")
 }

@@ -1,5 +1,5 @@
-//! What `make` calls: set-up, tests, tour, image, numbers.
-#![allow(clippy::print_stdout, reason = "a command line prints what it does")]
+//! The program behind the Makefile: set-up, tests, tour, image, benchmarks.
+#![allow(clippy::print_stdout, reason = "a command line tool prints its results")]
 
 mod bench;
 mod check;
@@ -12,31 +12,31 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// What to do.
+/// Builds, tests and measures Patchbay.
 #[derive(Parser)]
 enum Stage {
-    /// Install packages and build the lab's programs.
+    /// Install Debian packages and build the third-party programs of the lab.
     Prepare,
-    /// Everything that decides whether a change is good.
+    /// Run all checks and tests.
     Test,
-    /// The same tests with long counts.
+    /// Run the long variants of the tests.
     Soak,
-    /// The numbers, or a part of them.
-    Bench { part: Option<bench::Part> },
-    /// The product's image.
+    /// Measure everything, or one part.
+    Bench { part: Option<bench::BenchPart> },
+    /// Build the image.
     Image,
-    /// A walk through what Patchbay does.
+    /// Run the guided tour on a two-node lab.
     Demo,
-    /// Calls a CNI plugin and prints how long each call took; started inside a node by `bench`.
+    /// Call a CNI plugin and print the duration of each call; `bench` runs this inside a node.
     #[command(hide = true)]
-    Plugin(bench::plugin::Calls),
+    Plugin(bench::plugin::PluginCalls),
 }
 
 fn main() -> ExitCode {
     let outcome = match Stage::parse() {
         Stage::Prepare => packages::prepare(),
-        Stage::Test => check::run(check::Length::Short),
-        Stage::Soak => check::run(check::Length::Long),
+        Stage::Test => check::run(check::TestLength::Short),
+        Stage::Soak => check::run(check::TestLength::Long),
         Stage::Bench { part } => bench::run(part),
         Stage::Image => image::build().map(|_| ()),
         Stage::Demo => demo::run(),

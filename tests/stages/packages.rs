@@ -1,14 +1,14 @@
-//! What a fresh Debian machine lacks: packages, and the lab's programs.
+//! Prepares a fresh Debian machine: installs packages and builds the third-party programs of the lab.
 
-use std::{env, path::Path, process::Command};
+use std::{env, path::Path, process::Command, thread};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use lab::{image::lab_image, print_progress, program::Programs};
 
-use crate::step::show;
+use crate::step::run_command;
 
-/// A program and the Debian package that brings it.
-const NEEDED: &[(&str, &str)] = &[
+/// A required program and the Debian package that provides it.
+const REQUIRED: &[(&str, &str)] = &[
     ("runc", "runc"),
     ("ip", "iproute2"),
     ("nft", "nftables"),
@@ -22,24 +22,38 @@ const NEEDED: &[(&str, &str)] = &[
     ("git", "git"),
 ];
 
-/// Installs what is missing, then builds or finds the lab's programs.
+/// Installs missing packages and builds the third-party programs that are not cached.
 pub fn prepare() -> Result<()> {
-    if !nix::unistd::geteuid().is_root() {
-        bail!("this makes namespaces, links and mounts: run it as root, for instance with sudo");
-    }
-    packages()?;
-    for (program, advice) in [("go", "install Go 1.26 or later"), ("cargo", "install Rust with rustup")] {
-        if !on_path(program) {
-            bail!("{program} is not on the PATH: {advice}");
-        }
-    }
-    lab_image(&Programs::prepare()?).map(|_| ())
+    prepare_while(|| Ok(()))
 }
 
-fn packages() -> Result<()> {
+/// The same as [`prepare`], and runs a build meanwhile: one uses the cores that the other leaves idle during downloads
+/// and links.
+pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    if !nix::unistd::geteuid().is_root() {
+        bail!("this creates namespaces, links and mounts; run it as root, for example with sudo");
+    }
+    install_packages()?;
+    for (program, advice) in [("go", "install Go 1.26 or later"), ("cargo", "install Rust with rustup")] {
+        if !on_path(program) {
+            bail!("{program} is not on the PATH; {advice}");
+        }
+    }
+    thread::scope(|scope| {
+        let programs = scope.spawn(|| lab_image(&Programs::prepare()?));
+        let built = build();
+        if let Err(e) = &built {
+            print_progress(format!("{e:#}"));
+        }
+        programs.join().map_err(|_| anyhow!("the thread that builds third-party programs panicked"))??;
+        built
+    })
+}
+
+fn install_packages() -> Result<()> {
     let mut missing: Vec<&str> =
-        NEEDED.iter().filter(|(p, _)| !on_path(p)).map(|(_, package)| *package).collect();
-    // Static programs link against these.
+        REQUIRED.iter().filter(|(p, _)| !on_path(p)).map(|(_, package)| *package).collect();
+    // Static linking needs libc.a.
     if !["/usr/lib/x86_64-linux-gnu/libc.a", "/usr/lib/aarch64-linux-gnu/libc.a"]
         .iter()
         .any(|f| Path::new(f).exists())
@@ -50,7 +64,7 @@ fn packages() -> Result<()> {
         return Ok(());
     }
     if !on_path("apt-get") {
-        bail!("install the packages {} with this system's package manager", missing.join(", "));
+        bail!("apt-get is not available; install {} with your package manager", missing.join(", "));
     }
     print_progress(format!("installing {} …", missing.join(", ")));
     let apt = || {
@@ -58,8 +72,8 @@ fn packages() -> Result<()> {
         command.env("DEBIAN_FRONTEND", "noninteractive");
         command
     };
-    show(apt().args(["-q", "update"]))?;
-    show(apt().args(["-q", "install", "-y", "--no-install-recommends"]).args(&missing))
+    run_command(apt().args(["-q", "update"]))?;
+    run_command(apt().args(["-q", "install", "-y", "--no-install-recommends"]).args(&missing))
 }
 
 fn on_path(program: &str) -> bool {

@@ -1,4 +1,4 @@
-//! Running a program of this repository's set-up, visibly.
+//! Runs commands with their output shown.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -10,8 +10,9 @@ use anyhow::{Context as _, Result, bail};
 /// A cargo command at the repository's root.
 pub fn cargo(arguments: &[&str]) -> Command {
     let mut command = Command::new("cargo");
-    command.args(arguments).current_dir(e2e::repository());
-    // What the outer `cargo run` says about this package would make build scripts believe that their own have changed.
+    // No progress bar: other builds may print at the same time.
+    command.args(arguments).current_dir(e2e::repository()).env("CARGO_TERM_PROGRESS_WHEN", "never");
+    // The outer `cargo run` sets these for this package; an inner cargo would see them as changed and run build scripts again.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_"].iter().any(|p| text.starts_with(p))
@@ -22,8 +23,14 @@ pub fn cargo(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs to the end, output shown.
-pub fn show(command: &mut Command) -> Result<()> {
+/// Builds the `lab` program. The selection of packages unifies features as in the build of this program, so that both share
+/// all dependencies; `-p lab` alone would compile them again.
+pub fn build_lab() -> Result<()> {
+    run_command(&mut cargo(&["build", "--locked", "-p", "e2e", "-p", "lab", "--bin", "lab"]))
+}
+
+/// Runs a command to completion and shows its output.
+pub fn run_command(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| format!("run {command:?}"))?;
     if !status.success() {
         bail!("{command:?}: {status}");
@@ -31,21 +38,21 @@ pub fn show(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// How many tests a program ran.
+/// The number of passed and failed tests.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Count {
+pub struct TestCount {
     pub passed: usize,
     pub failed: usize,
 }
 
-/// Runs tests, output shown behind a mark, and counts what the runners say at their end.
-pub fn tests(command: &mut Command, mark: &str) -> Result<(bool, Count)> {
+/// Runs tests, shows their output with a prefix, and adds up the counts that the test runners print.
+pub fn run_tests(command: &mut Command, prefix: &str) -> Result<(bool, TestCount)> {
     let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("run {command:?}"))?;
-    let output = child.stdout.take().context("no output")?;
-    let mut count = Count::default();
+    let output = child.stdout.take().context("the child has no stdout")?;
+    let mut count = TestCount::default();
     for line in BufReader::new(output).lines() {
         let line = line.context("read the tests' output")?;
-        println!("{mark}{line}");
+        println!("{prefix}{line}");
         if let Some(rest) = line.strip_prefix("test result: ") {
             count.passed += number_before(rest, " passed");
             count.failed += number_before(rest, " failed");
@@ -67,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_counts_of_a_runner_are_read() {
+    fn parses_the_counts_of_a_test_runner() {
         let line = "FAILED. 12 passed; 3 failed; 0 ignored";
         assert_eq!((number_before(line, " passed"), number_before(line, " failed")), (12, 3));
         assert_eq!(number_before("nothing", " passed"), 0);

@@ -1,4 +1,4 @@
-//! The rooms of the workspace and the arrows between them, as ARCHITECTURE.md draws them.
+//! Checks the dependencies between the crates of the workspace against ARCHITECTURE.md.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,8 +7,8 @@ use std::{
 
 use serde_json::Value;
 
-/// Who may use whom; nobody else may.
-const ARROWS: &[(&str, &[&str])] = &[
+/// The crates that each crate may depend on.
+const ALLOWED: &[(&str, &[&str])] = &[
     ("api", &[]),
     ("plan", &["api"]),
     ("link", &["api", "plan"]),
@@ -27,7 +27,7 @@ fn metadata() -> Value {
         .current_dir(e2e::repository())
         .output()
         .expect("cargo metadata");
-    serde_json::from_slice(&output.stdout).expect("cargo's JSON")
+    serde_json::from_slice(&output.stdout).expect("JSON of cargo metadata")
 }
 
 fn packages() -> BTreeMap<String, Vec<Value>> {
@@ -37,44 +37,44 @@ fn packages() -> BTreeMap<String, Vec<Value>> {
         .into_iter()
         .map(|p| {
             (
-                p["name"].as_str().expect("a name").to_owned(),
-                p["dependencies"].as_array().expect("a list").clone(),
+                p["name"].as_str().expect("package name").to_owned(),
+                p["dependencies"].as_array().expect("list of dependencies").clone(),
             )
         })
         .collect()
 }
 
-fn used(dependencies: &[Value], rooms: &BTreeSet<String>) -> BTreeSet<String> {
+fn workspace_dependencies(dependencies: &[Value], crates: &BTreeSet<String>) -> BTreeSet<String> {
     let normal = dependencies.iter().filter(|d| d["kind"].as_str() != Some("dev"));
-    normal.filter_map(|d| d["name"].as_str().map(str::to_owned)).filter(|n| rooms.contains(n)).collect()
+    normal.filter_map(|d| d["name"].as_str().map(str::to_owned)).filter(|n| crates.contains(n)).collect()
 }
 
 #[test]
-fn every_room_uses_only_the_rooms_that_it_may() {
+fn every_crate_depends_only_on_the_allowed_crates() {
     let packages = packages();
-    let rooms: BTreeSet<String> = packages.keys().cloned().collect();
-    let drawn: BTreeSet<String> = ARROWS.iter().map(|(room, _)| (*room).to_owned()).collect();
-    assert_eq!(rooms, drawn, "a room is missing in the drawing, or the drawing has one too many");
-    for (room, allowed) in ARROWS {
+    let crates: BTreeSet<String> = packages.keys().cloned().collect();
+    let listed: BTreeSet<String> = ALLOWED.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(crates, listed, "ALLOWED does not list exactly the crates of the workspace");
+    for (name, allowed) in ALLOWED {
         let allowed: BTreeSet<String> = allowed.iter().map(ToString::to_string).collect();
-        let used = used(&packages[*room], &rooms);
-        let wrong: Vec<_> = used.difference(&allowed).collect();
-        assert!(wrong.is_empty(), "{room} must not use {wrong:?}");
+        let used = workspace_dependencies(&packages[*name], &crates);
+        let forbidden: Vec<_> = used.difference(&allowed).collect();
+        assert!(forbidden.is_empty(), "{name} must not depend on {forbidden:?}");
     }
 }
 
 #[test]
-fn the_lab_is_a_dependency_of_tests_alone() {
-    for (room, dependencies) in packages() {
+fn only_tests_depend_on_the_lab() {
+    for (name, dependencies) in packages() {
         let uses = dependencies.iter().any(|d| d["name"] == "lab" && d["kind"].as_str() != Some("dev"));
-        assert!(!uses || room == "e2e", "{room} ships the lab");
+        assert!(!uses || name == "e2e", "{name} must not depend on lab");
     }
 }
 
-/// Everything a room is built with, its own features only.
-fn graph(room: &str) -> String {
+/// The libraries that a crate is built with, with only its own features.
+fn dependency_tree(package: &str) -> String {
     let output = Command::new(env!("CARGO"))
-        .args(["tree", "--locked", "-p", room, "--edges=normal", "--prefix=none", "--format={lib}"])
+        .args(["tree", "--locked", "-p", package, "--edges=normal", "--prefix=none", "--format={lib}"])
         .current_dir(e2e::repository())
         .output()
         .expect("cargo tree");
@@ -83,29 +83,32 @@ fn graph(room: &str) -> String {
 }
 
 #[test]
-fn rules_and_kernel_code_build_without_kubernetes_and_without_a_runtime_of_their_own() {
-    for (room, forbidden) in [
+fn planning_and_kernel_code_build_without_kubernetes_clients_and_async_runtimes() {
+    for (package, forbidden) in [
         ("plan", &["kube", "tokio", "k8s_openapi", "nix"][..]),
         ("link", &["kube", "k8s_openapi"]),
         ("api", &["kube", "tokio"]),
         ("cni", &["kube", "tokio", "serde", "nix", "clap"]),
     ] {
-        let graph = graph(room);
+        let tree = dependency_tree(package);
         for crate_ in forbidden {
-            assert!(!graph.lines().any(|line| line.trim() == *crate_), "{room} is built with {crate_}");
+            assert!(
+                !tree.lines().any(|line| line.trim() == *crate_),
+                "{package} must not depend on {crate_}"
+            );
         }
     }
 }
 
 #[test]
-fn versions_and_lints_stand_in_the_workspace_alone() {
+fn versions_and_lints_are_set_only_in_the_workspace() {
     let root = e2e::repository();
     let members =
         std::fs::read_dir(root.join("crates")).unwrap().flatten().map(|e| e.path().join("Cargo.toml"));
     for manifest in members.chain([root.join("tests/Cargo.toml")]) {
         let text = std::fs::read_to_string(&manifest).unwrap();
         let name = manifest.display();
-        assert!(text.contains("[lints]\nworkspace = true"), "{name} has lints of its own");
+        assert!(text.contains("[lints]\nworkspace = true"), "{name} must inherit the lints of the workspace");
         let mut section = "";
         for line in text.lines() {
             if line.starts_with('[') {
@@ -114,7 +117,7 @@ fn versions_and_lints_stand_in_the_workspace_alone() {
             let dependency = section.contains("dependencies") && line.contains('=') && !line.starts_with('#');
             assert!(
                 !dependency || line.contains("workspace = true"),
-                "{name}: {line}: versions go to the workspace"
+                "{name}: {line}: set the version in the workspace"
             );
         }
     }

@@ -129,7 +129,7 @@ fn run(cli: Cli) -> Result<ExitCode> {
         LabCommand::Down { all } => {
             let labs =
                 if all { lab::paths::existing_labs().into_iter().map(Lab::new).collect() } else { vec![lab] };
-            // A lab that cannot be removed must not keep the others.
+            // A failure to remove one lab must not prevent the removal of the others.
             let failed: Vec<String> =
                 labs.iter().filter_map(|lab| lab.down().err().map(|e| format!("{e:#}"))).collect();
             ensure!(failed.is_empty(), "{}", failed.join("; "));

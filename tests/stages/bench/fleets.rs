@@ -1,4 +1,4 @@
-//! The numbers of many simulated nodes that hand out addresses.
+//! Measures IPAM with many simulated nodes.
 
 use std::{
     collections::BTreeMap,
@@ -15,17 +15,17 @@ use lab::{Lab, print_progress, wait};
 use node::ipam::Timings;
 use serde_json::json;
 
-use super::Row;
+use super::BenchRow;
 
 const PODS: usize = 1000;
-/// How long one pod waits in a call, and all of them together.
-const CALL: Duration = Duration::from_secs(8);
-const ALL: Duration = Duration::from_secs(120);
+/// The timeout of one ADD, and of all pods together.
+const ADD_TIMEOUT: Duration = Duration::from_secs(8);
+const TOTAL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A thousand pods on fleets of nodes, on a control plane without nodes of its own.
-pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
+/// Allocates 1000 addresses on fleets of simulated nodes, on a lab without real nodes.
+pub async fn measure(lab: &Lab, rows: &mut Vec<BenchRow>) -> Result<()> {
     let path = patchbay::manifests_dir().join("00-crds.yaml");
-    lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
+    lab.kubectl(&["apply", "-f", path.to_str().context("the path is not UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     let exact = json!({
         "subnets": ["10.82.0.0/22"],
@@ -48,73 +48,74 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
                 nodes,
                 Timings::default(),
             )?;
-            let outcome = play(lab, &mut fleet, nodes).await;
+            let outcome = allocate(lab, &mut fleet, nodes).await;
             let measured = outcome.with_context(|| fleet.summary());
             fleet.shutdown().await;
             let measured = measured?;
             print_progress(&measured);
-            rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
+            rows.push(BenchRow(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
         }
     }
     Ok(())
 }
 
-async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
+async fn allocate(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     fleet.start_all()?;
-    let mark = lab.audit_offset()?;
-    let begun = Instant::now();
-    let tries = join_all((0..PODS).map(|pod| start(fleet, pod % nodes, pod))).await;
-    let took = begun.elapsed();
-    let (tries, late): (Vec<_>, Vec<_>) = tries.into_iter().partition(Result::is_ok);
-    let again = tries.into_iter().flatten().sum::<usize>().saturating_sub(PODS - late.len());
+    let offset = lab.audit_offset()?;
+    let start = Instant::now();
+    let attempts = join_all((0..PODS).map(|pod| add_until_success(fleet, pod % nodes, pod))).await;
+    let elapsed = start.elapsed();
+    let (attempts, failed): (Vec<_>, Vec<_>) = attempts.into_iter().partition(Result::is_ok);
+    let retries = attempts.into_iter().flatten().sum::<usize>().saturating_sub(PODS - failed.len());
     let owners = fleet.check_no_duplicates()?;
-    // Too slow is a number like others; the table says so.
-    let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
+    // A timeout is a result, too: report it in the table.
+    let incomplete = if let Some(why) = failed.into_iter().find_map(Result::err) {
         print_progress(format!("{why:#}\n{}", fleet.summary()));
-        // Calls that nobody waits for any more come to their end.
-        tokio::time::sleep(CALL).await;
-        format!("NOT ENDED, {owners} of {PODS} have an address: ")
+        // Let the abandoned calls finish.
+        tokio::time::sleep(ADD_TIMEOUT).await;
+        format!("INCOMPLETE, {owners} of {PODS} have an address: ")
     } else {
         ensure!(owners == PODS, "{owners} addresses are held");
         String::new()
     };
     let blocks = fleet.objects().await?.len();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
-    for asked in lab.requests_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks"))
+    for request in
+        lab.requests_since(offset)?.into_iter().filter(|request| request.resource.starts_with("ipblocks"))
     {
-        *verbs.entry(asked.verb).or_default() += 1;
+        *verbs.entry(request.verb).or_default() += 1;
     }
     for pod in 0..PODS {
-        fleet.delete(pod % nodes, &name(pod))?;
+        fleet.delete(pod % nodes, &pod_name(pod))?;
     }
-    // Started anew and in a hurry, nodes give back at once what nobody has.
+    // Restarted with short timings, nodes release unused blocks at once.
     fleet.timings = FAST;
     for number in 0..nodes {
         fleet.crash(number).await;
         fleet.start(number)?;
     }
-    let begun = Instant::now();
-    fleet.wait_until_released(ALL).await?;
+    let start = Instant::now();
+    fleet.wait_until_released(TOTAL_TIMEOUT).await?;
     let requests: Vec<String> = verbs.iter().map(|(verb, count)| format!("{count} {verb}")).collect();
     Ok(format!(
-        "{missed}{:.2} s, {again} tried again, 0 duplicates, 0 leaks (all given back in {:.1} s); {blocks} objects, requests: {}",
-        took.as_secs_f64(),
-        begun.elapsed().as_secs_f64(),
+        "{incomplete}{:.2} s, {retries} retries, 0 duplicates, 0 leaks (all blocks released in {:.1} s); {blocks} objects, requests: {}",
+        elapsed.as_secs_f64(),
+        start.elapsed().as_secs_f64(),
         requests.join(", ")
     ))
 }
 
-fn name(pod: usize) -> String {
+fn pod_name(pod: usize) -> String {
     format!("pod-{pod}")
 }
 
-/// Calls until there is an address, as a kubelet does, and says how often.
-async fn start(fleet: &Fleet, number: usize, pod: usize) -> Result<usize> {
-    let tries = std::cell::Cell::new(0);
-    wait::until(ALL, &format!("an address for pod {pod} on node {number}"), || async {
-        tries.set(tries.get() + 1);
-        fleet.add(number, &name(pod), Vec::new(), CALL).await??;
-        Ok(Some(tries.get()))
+/// Repeats ADD until it succeeds, as the kubelet does; returns the number of attempts.
+async fn add_until_success(fleet: &Fleet, number: usize, pod: usize) -> Result<usize> {
+    let attempts = std::cell::Cell::new(0);
+    wait::until(TOTAL_TIMEOUT, &format!("an address for pod {pod} on node {number}"), || async {
+        attempts.set(attempts.get() + 1);
+        fleet.add(number, &pod_name(pod), Vec::new(), ADD_TIMEOUT).await??;
+        Ok(Some(attempts.get()))
     })
     .await
 }
