@@ -15,22 +15,22 @@ use kube::{
 };
 use lab::{
     Lab,
-    scene::{PodSpec, Scene, pod},
+    test_namespace::{PodBuilder, TestNamespace, pod},
     wait,
 };
 use serde_json::{Value, json};
 
 /// How soon a network has to work after it was applied.
-pub const SOON: Duration = Duration::from_secs(2);
+pub const READY_LIMIT: Duration = Duration::from_secs(2);
 /// For what is not about time, amid tests that run at the same time.
-pub const AMID: Duration = Duration::from_secs(30);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn networks(client: &Client) -> Api<BridgeNetwork> {
     Api::all(client.clone())
 }
 
 /// Makes a network.
-pub async fn create(client: &Client, name: &str, spec: Value) -> Result<BridgeNetwork> {
+pub async fn create_network(client: &Client, name: &str, spec: Value) -> Result<BridgeNetwork> {
     let object: BridgeNetwork = serde_json::from_value(json!({
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "BridgeNetwork", "metadata": {"name": name}, "spec": spec,
     }))?;
@@ -49,7 +49,7 @@ pub fn condition(object: &BridgeNetwork, kind: &str) -> (String, String, String)
 }
 
 /// Waits until the network works on every node that it selects, and says how long that took.
-pub async fn ready(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+pub async fn wait_ready(client: &Client, name: &str, within: Duration) -> Result<Duration> {
     let start = Instant::now();
     wait::until(within, &format!("BridgeNetwork {name} to be ready"), || async {
         let object = networks(client).get(name).await?;
@@ -65,13 +65,13 @@ pub async fn ready(client: &Client, name: &str, within: Duration) -> Result<Dura
 }
 
 /// Makes a network and waits until it works.
-pub async fn start(client: &Client, name: &str, spec: Value) -> Result<()> {
-    create(client, name, spec).await?;
-    ready(client, name, AMID).await.map(drop)
+pub async fn start_network(client: &Client, name: &str, spec: Value) -> Result<()> {
+    create_network(client, name, spec).await?;
+    wait_ready(client, name, WAIT_TIMEOUT).await.map(drop)
 }
 
 /// Deletes a network without waiting.
-pub async fn delete(client: &Client, name: &str) -> Result<()> {
+pub async fn delete_network(client: &Client, name: &str) -> Result<()> {
     networks(client)
         .delete(name, &DeleteParams::default())
         .await
@@ -80,7 +80,7 @@ pub async fn delete(client: &Client, name: &str) -> Result<()> {
 }
 
 /// Waits until a network is gone.
-pub async fn gone(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+pub async fn wait_deleted(client: &Client, name: &str, within: Duration) -> Result<Duration> {
     let start = Instant::now();
     wait::until(within, &format!("BridgeNetwork {name} to be gone"), || async {
         match networks(client).get_opt(name).await? {
@@ -93,68 +93,77 @@ pub async fn gone(client: &Client, name: &str, within: Duration) -> Result<Durat
 }
 
 /// What a node says about a network.
-pub async fn on_node(client: &Client, node: &str, network: &str) -> Result<Option<Value>> {
+pub async fn node_report(client: &Client, node: &str, network: &str) -> Result<Option<Value>> {
     let object = Api::<NodeNetwork>::all(client.clone()).get(node).await?;
     let found = object.status.iter().flat_map(|status| &status.networks).find(|one| one.name == network);
     Ok(found.map(|one| json!(one)))
 }
 
 /// A pod on networks that may set its own addresses.
-pub fn member(name: &str, node: &str, attachments: &str) -> PodSpec {
+pub fn attached_pod(name: &str, node: &str, attachments: &str) -> PodBuilder {
     pod(name).on(node).annotation("k8s.v1.cni.cncf.io/networks", attachments).capability("NET_ADMIN")
 }
 
-/// The attachment of a network for the pods of a scene.
-pub fn in_namespace(scene: &Scene) -> Value {
-    json!({"namespaces": [scene.namespace]})
+/// The attachment of a network for the pods of a test namespace.
+pub fn attachment_for(ns: &TestNamespace) -> Value {
+    json!({"namespaces": [ns.namespace]})
 }
 
-/// Waits until the events of a scene have these words, and returns all of them.
-pub async fn told(scene: &Scene, words: &str, within: Duration) -> Result<String> {
-    let arguments = ["-n", &scene.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
+/// Waits until the events of a test namespace have these words, and returns all of them.
+pub async fn wait_for_event(ns: &TestNamespace, words: &str, within: Duration) -> Result<String> {
+    let arguments = ["-n", &ns.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
     wait::until(within, &format!("an event that says {words:?}"), || async {
-        let events = scene.lab.kubectl(&arguments)?;
+        let events = ns.lab.kubectl(&arguments)?;
         Ok(events.contains(words).then_some(events))
     })
     .await
 }
 
 /// Starts a pod on one network, as `net1`, with an address.
-pub async fn join(scene: &Scene, name: &str, node: &str, attachment: &str, address: &str) -> Result<Pod> {
-    let pod = scene.start(member(name, node, attachment)).await?;
-    address_of(scene, name, "net1", address)?;
+pub async fn start_pod_with_address(
+    ns: &TestNamespace,
+    name: &str,
+    node: &str,
+    attachment: &str,
+    address: &str,
+) -> Result<Pod> {
+    let pod = ns.start_pod(attached_pod(name, node, attachment)).await?;
+    add_address(ns, name, "net1", address)?;
     Ok(pod)
 }
 
 /// The same for several pods, all at the same time.
-pub async fn join_all<const N: usize>(
-    scene: &Scene,
+pub async fn start_pods_with_addresses<const N: usize>(
+    ns: &TestNamespace,
     pods: [(&str, &str, &str, &str); N],
 ) -> Result<[Pod; N]> {
-    let all = pods.map(|(name, node, attachment, address)| join(scene, name, node, attachment, address));
+    let all = pods
+        .map(|(name, node, attachment, address)| start_pod_with_address(ns, name, node, attachment, address));
     try_join_all(all).await?.try_into().map_err(|_| anyhow!("as many pods as were asked for"))
 }
 
 /// Gives a pod's interface an address.
-pub fn address_of(scene: &Scene, pod: &str, interface: &str, address: &str) -> Result<()> {
+pub fn add_address(ns: &TestNamespace, pod: &str, interface: &str, address: &str) -> Result<()> {
     let mut words = vec!["ip", "addr", "add", address, "dev", interface];
     if address.contains(':') {
         // Usable at once.
         words.push("nodad");
     }
-    scene.exec(pod, &words).map(drop)
+    ns.exec(pod, &words).map(drop)
 }
 
 /// Waits until a pod gets an answer from an address.
-pub async fn reaches(scene: &Scene, pod: &str, address: &str) -> Result<()> {
+pub async fn wait_reachable(ns: &TestNamespace, pod: &str, address: &str) -> Result<()> {
     let what = format!("{pod} to reach {address}");
-    wait::until(AMID, &what, || async { scene.exec(pod, &["ping", "-c", "1", "-W", "1", address]).map(Some) })
-        .await
-        .map(drop)
+    wait::until(WAIT_TIMEOUT, &what, || async {
+        ns.exec(pod, &["ping", "-c", "1", "-W", "1", address]).map(Some)
+    })
+    .await
+    .map(drop)
 }
 
 /// A program of the node inside a pod's network.
-pub fn in_pod(lab: &Lab, pod: &Pod, argv: &[&str]) -> Result<String> {
+pub fn exec_in_pod_netns(lab: &Lab, pod: &Pod, argv: &[&str]) -> Result<String> {
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).context("the pod has a node")?;
     let statuses = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
     let mut ids = statuses.filter_map(|status| status.container_id.as_deref());
@@ -199,7 +208,7 @@ pub fn host_state(lab: &Lab, node: &str) -> Result<String> {
 }
 
 /// The ping of iputils in a pod: how many of `count` packets were lost.
-pub fn lost(summary: &str) -> Result<u32> {
+pub fn packets_lost(summary: &str) -> Result<u32> {
     let (sent, rest) = summary.split_once(" packets transmitted, ").context("a summary of ping")?;
     let sent: u32 = sent.rsplit(['\n', ' ']).next().unwrap_or_default().parse()?;
     let received: u32 = rest.split_whitespace().next().unwrap_or_default().parse()?;

@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use api::{IPBlock, ipam::Ipam as Spec, ipblock::Holder};
+use api::{IPBlock, ipam::IpamSpec as Spec, ipblock::NodeRef};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Preconditions},
@@ -21,9 +21,9 @@ use lab::wait;
 use node::{
     cni::{NetworkState, NetworkView, Networks},
     event::Events,
-    ipam::{Ipam, Keeper, Metrics, Pace, Sandboxes, uptime},
+    ipam::{BlockController, Ipam, ListSandboxes, Metrics, Timings, uptime},
 };
-use plan::ipam::{Lease, Object, Place, Pod, Rules, abandoned};
+use plan::ipam::{AttachmentKey, Lease, ObservedIpBlock, PodRef, Pool, abandoned};
 use tokio::{
     sync::watch,
     task::{JoinSet, spawn_blocking},
@@ -34,58 +34,65 @@ use wire::cni::Error as Refused;
 /// The nodes of one network.
 pub struct Fleet {
     pub network: String,
-    pub rules: Arc<Rules>,
+    pub pool: Arc<Pool>,
     pub machines: Vec<Machine>,
-    pub pace: Pace,
+    pub timings: Timings,
     clients: Vec<Client>,
     dir: PathBuf,
 }
 
 /// One node.
 pub struct Machine {
-    pub holder: Holder,
+    pub holder: NodeRef,
     /// The UIDs that its Node had before.
     pub former: Vec<String>,
     dir: PathBuf,
     boot: u64,
     ipam: Option<Arc<Ipam>>,
-    tell: watch::Sender<Arc<Networks>>,
-    keeper: JoinSet<()>,
+    networks: watch::Sender<Arc<Networks>>,
+    controller: JoinSet<()>,
     sandboxes: Arc<Mutex<BTreeSet<String>>>,
 }
 
 /// Nodes hurry here: what takes minutes outside takes a moment.
-pub const HURRY: Pace = Pace {
-    idle: Duration::from_millis(100),
+pub const FAST: Timings = Timings {
+    idle_block: Duration::from_millis(100),
     idle_address: Duration::from_millis(50),
-    tell: Duration::from_millis(200),
-    sweep: Duration::from_millis(200),
+    status_interval: Duration::from_millis(200),
+    gc_interval: Duration::from_millis(200),
     // A sweep looks at the sandboxes first and at the leases then: one that was made in between must not seem left over.
-    young: Duration::from_secs(1),
+    min_lease_age: Duration::from_secs(1),
 };
 
 impl Fleet {
     /// Makes so many nodes that are off.
-    pub fn new(clients: Vec<Client>, network: &str, spec: &Spec, count: usize, pace: Pace) -> Result<Self> {
+    pub fn new(
+        clients: Vec<Client>,
+        network: &str,
+        spec: &Spec,
+        count: usize,
+        timings: Timings,
+    ) -> Result<Self> {
         let dir = std::env::temp_dir().join(format!("patchbay-fleet-{}-{network}", std::process::id()));
-        let rules = Arc::new(Rules::new(network, spec, |family| family.block_length(spec), true));
-        let mut fleet = Self { network: network.to_owned(), rules, machines: Vec::new(), pace, clients, dir };
+        let pool = Arc::new(Pool::new(network, spec, |family| family.block_length(spec), true));
+        let mut fleet =
+            Self { network: network.to_owned(), pool, machines: Vec::new(), timings, clients, dir };
         for number in 0..count {
-            fleet.join(number);
+            fleet.add_machine(number);
         }
         Ok(fleet)
     }
 
-    fn join(&mut self, number: usize) {
+    fn add_machine(&mut self, number: usize) {
         // Fleets share an API server, and a node takes over what an earlier Node of its name held.
-        let holder = Holder {
+        let holder = NodeRef {
             node: format!("sim-{number}-{}", self.network),
             uid: format!("{}-{number}", self.network),
         };
         let view = NetworkView {
             uid: self.uid(),
             state: NetworkState::NotSelected,
-            ipam: Some(Arc::clone(&self.rules)),
+            ipam: Some(Arc::clone(&self.pool)),
         };
         let by_name = BTreeMap::from([(self.network.clone(), view)]);
         let networks = Networks { synced: true, node: Some(holder.clone()), by_name };
@@ -95,8 +102,8 @@ impl Fleet {
             former: Vec::new(),
             boot: 0,
             ipam: None,
-            tell: watch::Sender::new(Arc::new(networks)),
-            keeper: JoinSet::new(),
+            networks: watch::Sender::new(Arc::new(networks)),
+            controller: JoinSet::new(),
             sandboxes: Arc::default(),
         });
     }
@@ -112,7 +119,7 @@ impl Fleet {
     /// Starts the daemon of a node, if it is not running.
     pub fn start(&mut self, number: usize) -> Result<()> {
         let client = self.clients[number % self.clients.len()].clone();
-        let pace = self.pace;
+        let timings = self.timings;
         let machine = &mut self.machines[number];
         if machine.ipam.is_some() {
             return Ok(());
@@ -121,15 +128,16 @@ impl Fleet {
         let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
         let (events, _) = Events::new(client.clone(), &machine.holder.node);
         let live = Arc::clone(&machine.sandboxes);
-        let sandboxes: Sandboxes = Box::new(move || {
+        let sandboxes: ListSandboxes = Box::new(move || {
             let live = live.lock().unwrap_or_else(PoisonError::into_inner).clone();
             Box::pin(async move { Ok(live) })
         });
-        let networks = machine.tell.subscribe();
-        let keeper = Keeper::new(Arc::clone(&ipam), client, networks, events, sandboxes, pace);
+        let networks = machine.networks.subscribe();
+        let controller =
+            BlockController::new(Arc::clone(&ipam), client, networks, events, sandboxes, timings);
         machine.ipam = Some(ipam);
-        machine.keeper.spawn(async move {
-            let _ = Box::pin(keeper.run(CancellationToken::new())).await;
+        machine.controller.spawn(async move {
+            let _ = Box::pin(controller.run(CancellationToken::new())).await;
         });
         Ok(())
     }
@@ -141,7 +149,7 @@ impl Fleet {
     /// Ends the daemon of a node wherever it is just now.
     pub async fn crash(&mut self, number: usize) {
         let machine = &mut self.machines[number];
-        machine.keeper.shutdown().await;
+        machine.controller.shutdown().await;
         machine.ipam = None;
     }
 
@@ -154,7 +162,7 @@ impl Fleet {
     }
 
     /// A crash after which nothing is left on the disk; the sandboxes go on.
-    pub async fn forget(&mut self, number: usize) {
+    pub async fn lose_disk(&mut self, number: usize) {
         self.crash(number).await;
         let _ = fs::remove_dir_all(&self.machines[number].dir);
     }
@@ -173,11 +181,11 @@ impl Fleet {
     }
 
     /// The Node of a machine is deleted and made anew.
-    pub fn rename(&mut self, number: usize, uid: &str) {
+    pub fn recreate_node(&mut self, number: usize, uid: &str) {
         let machine = &mut self.machines[number];
         machine.former.push(std::mem::replace(&mut machine.holder.uid, uid.to_owned()));
         let holder = machine.holder.clone();
-        machine.tell.send_modify(|networks| Arc::make_mut(networks).node = Some(holder));
+        machine.networks.send_modify(|networks| Arc::make_mut(networks).node = Some(holder));
     }
 
     pub fn is_up(&self, number: usize) -> bool {
@@ -190,25 +198,29 @@ impl Fleet {
         number: usize,
         container: &str,
         requested: Vec<IpAddr>,
-        patience: Duration,
+        timeout: Duration,
     ) -> impl Future<Output = Result<Result<Vec<IpAddr>, Refused>>> + use<> {
         let machine = &self.machines[number];
         let ipam = machine.ipam.clone();
         machine.live().insert(container.to_owned());
         let lease = Lease {
-            place: place(container),
-            pod: Pod { namespace: "sim".to_owned(), name: container.to_owned(), uid: container.to_owned() },
+            key: attachment_key(container),
+            pod: PodRef {
+                namespace: "sim".to_owned(),
+                name: container.to_owned(),
+                uid: container.to_owned(),
+            },
             network: self.uid(),
             config: self.network.clone(),
             boot: machine.boot.to_string(),
             since: uptime(),
             addresses: Vec::new(),
         };
-        let rules = Arc::clone(&self.rules);
+        let pool = Arc::clone(&self.pool);
         async move {
             let ipam = ipam.context("the node is off")?;
-            let until = Instant::now() + patience;
-            let added = spawn_blocking(move || ipam.add(&rules, lease, &requested, until)).await?;
+            let until = Instant::now() + timeout;
+            let added = spawn_blocking(move || ipam.allocate_until(&pool, lease, &requested, until)).await?;
             Ok(added.map(|lease| lease.addresses))
         }
     }
@@ -218,16 +230,16 @@ impl Fleet {
         let machine = &self.machines[number];
         machine.live().remove(container);
         let ipam = machine.ipam.as_ref().context("the node is off")?;
-        ipam.delete(&place(container)).map(drop).map_err(anyhow::Error::from)
+        ipam.release(&attachment_key(container)).map(drop).map_err(anyhow::Error::from)
     }
 
     /// A sandbox goes and nobody says so.
-    pub fn vanish(&self, number: usize, container: &str) {
+    pub fn remove_sandbox(&self, number: usize, container: &str) {
         self.machines[number].live().remove(container);
     }
 
     /// What every node that is up says its sandboxes have.
-    pub fn held(&self) -> Vec<(usize, Lease)> {
+    pub fn leases(&self) -> Vec<(usize, Lease)> {
         let up = self.machines.iter().enumerate();
         up.filter_map(|(number, one)| Some((number, one.ipam.as_ref()?)))
             .flat_map(|(number, ipam)| ipam.leases().into_iter().map(move |lease| (number, lease)))
@@ -235,19 +247,20 @@ impl Fleet {
     }
 
     /// Fails if any address has two owners.
-    pub fn no_duplicate(&self) -> Result<usize> {
-        let mut owners: BTreeMap<IpAddr, (usize, Place)> = BTreeMap::new();
-        for (number, lease) in self.held() {
+    pub fn check_no_duplicates(&self) -> Result<usize> {
+        let mut owners: BTreeMap<IpAddr, (usize, AttachmentKey)> = BTreeMap::new();
+        for (number, lease) in self.leases() {
             for address in &lease.addresses {
-                let before = owners.insert(*address, (number, lease.place.clone()));
+                let before = owners.insert(*address, (number, lease.key.clone()));
                 // A damaged journal may bring back the lease of a sandbox that is gone, until it is swept.
-                let live =
-                    |number: usize, place: &Place| self.machines[number].live().contains(&place.container);
-                if let Some((other, place)) = before
-                    && live(other, &place)
-                    && live(number, &lease.place)
+                let live = |number: usize, key: &AttachmentKey| {
+                    self.machines[number].live().contains(&key.container)
+                };
+                if let Some((other, key)) = before
+                    && live(other, &key)
+                    && live(number, &lease.key)
                 {
-                    bail!("{address} belongs to {place:?} on {other} and to {:?} on {number}", lease.place);
+                    bail!("{address} belongs to {key:?} on {other} and to {:?} on {number}", lease.key);
                 }
             }
         }
@@ -291,13 +304,13 @@ impl Fleet {
     }
 
     /// Does what the controller does about nodes that are gone.
-    pub async fn release(&self, gone: &BTreeSet<String>) -> Result<usize> {
+    pub async fn delete_abandoned(&self, gone: &BTreeSet<String>) -> Result<usize> {
         let all = self.objects().await?;
         let read = |block: &IPBlock| {
             let (spec, status) = (block.spec.clone(), block.status.clone().unwrap_or_default());
-            Object { uid: block.uid().unwrap_or_default(), spec, status }
+            ObservedIpBlock { uid: block.uid().unwrap_or_default(), spec, status }
         };
-        let objects: Vec<Object> = all.iter().map(read).collect();
+        let objects: Vec<ObservedIpBlock> = all.iter().map(read).collect();
         let left = abandoned(&objects, |holder| gone.contains(&holder.uid));
         let count = left.len();
         for object in left {
@@ -314,8 +327,8 @@ impl Fleet {
     }
 
     /// Waits until no block is left: every node has given back what nobody has.
-    pub async fn at_rest(&self, within: Duration) -> Result<()> {
-        ensure!(self.held().is_empty(), "somebody still has {:?}", self.held());
+    pub async fn wait_until_released(&self, within: Duration) -> Result<()> {
+        ensure!(self.leases().is_empty(), "somebody still has {:?}", self.leases());
         wait::until(within, "every block to be given back", || async {
             let left = self.objects().await?;
             let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();
@@ -326,7 +339,7 @@ impl Fleet {
     }
 
     /// Ends all nodes, and removes what they kept.
-    pub async fn end(mut self) {
+    pub async fn shutdown(mut self) {
         for number in 0..self.machines.len() {
             self.crash(number).await;
         }
@@ -340,6 +353,6 @@ impl Machine {
     }
 }
 
-fn place(container: &str) -> Place {
-    Place { container: container.to_owned(), interface: "net1".to_owned() }
+fn attachment_key(container: &str) -> AttachmentKey {
+    AttachmentKey { container: container.to_owned(), interface: "net1".to_owned() }
 }

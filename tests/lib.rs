@@ -13,8 +13,9 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use futures::{FutureExt as _, future::BoxFuture};
-use lab::{Lab, Shape};
+use lab::{Lab, Topology};
 
+pub mod baseline;
 pub mod bridge;
 pub mod fleet;
 pub mod patchbay;
@@ -41,7 +42,7 @@ macro_rules! tests {
 pub struct Suite {
     /// Also the lab's name.
     pub name: &'static str,
-    pub shape: Shape,
+    pub topology: Topology,
     /// Runs once, before the first test.
     pub set_up: fn(Lab) -> BoxFuture<'static, Result<()>>,
     pub tests: &'static [Group],
@@ -97,7 +98,7 @@ impl Suite {
         lab.down()?;
         let begun = Instant::now();
         let ready = block(async {
-            lab.up(self.shape).await.context("bring the lab up")?;
+            lab.up(self.topology).await.context("bring the lab up")?;
             (self.set_up)(lab.clone()).await.context("set the suite up")
         });
         if let Err(e) = ready {
@@ -120,7 +121,7 @@ impl Suite {
                 for node in lab.nodes() {
                     lab.heal(&node)?;
                 }
-                block(lab.up(self.shape))?;
+                block(lab.up(self.topology))?;
             }
             failures.extend(ended.into_iter().flatten());
         }

@@ -11,34 +11,40 @@ use kube::{
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
-use crate::repository;
+use crate::{baseline::Release, repository};
 
 /// The image that the manifests name.
-pub const REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PKG_VERSION"));
+pub const IMAGE_REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PKG_VERSION"));
 /// Where it is installed.
 pub const NAMESPACE: &str = "patchbay-system";
 
 /// Where `make image` puts the image.
-pub fn image() -> PathBuf {
+pub fn image_tar() -> PathBuf {
     repository().join("target/image/patchbay.tar")
 }
 
 /// The directory of the manifests.
-pub fn manifests() -> PathBuf {
+pub fn manifests_dir() -> PathBuf {
     repository().join("deploy/install")
 }
 
 /// Loads the image, applies the manifests, and waits until both programs are ready everywhere.
 pub async fn install(lab: &Lab) -> Result<()> {
-    ensure!(image().exists(), "{} is not there: run `make image`", image().display());
-    lab.load_image(&image())?;
-    let manifests = manifests();
+    install_release(lab, &Release::current()).await
+}
+
+/// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
+pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
+    let Release { image, manifests } = release;
+    ensure!(image_tar().exists(), "{} does not exist: run `make image`", image_tar().display());
+    lab.load_image(&image_tar())?;
+    let manifests = manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
-    ready(lab).await
+    wait_ready(lab).await
 }
 
 /// Waits until both programs are ready and every node has its NodeNetwork.
-pub async fn ready(lab: &Lab) -> Result<()> {
+pub async fn wait_ready(lab: &Lab) -> Result<()> {
     for what in ["deployment/patchbay-controller", "daemonset/patchbay-node"] {
         lab.kubectl(&["-n", NAMESPACE, "rollout", "status", what, "--timeout=90s"])?;
     }
@@ -51,7 +57,7 @@ pub async fn ready(lab: &Lab) -> Result<()> {
 }
 
 /// Changes the pods of the node daemons, all at the same time, and does not wait for them.
-pub async fn change_daemons(client: &Client, pods: Value) -> Result<()> {
+pub async fn patch_daemons(client: &Client, pods: Value) -> Result<()> {
     let daemons: Api<DaemonSet> = Api::namespaced(client.clone(), NAMESPACE);
     let at_once = json!({"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}});
     let patch = json!({"spec": {"updateStrategy": at_once, "template": {"spec": pods}}});
@@ -61,7 +67,7 @@ pub async fn change_daemons(client: &Client, pods: Value) -> Result<()> {
 }
 
 /// The pod of a node's daemon.
-pub async fn daemon(client: &Client, node: &str) -> Result<String> {
+pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let all = pods.list(&ListParams::default().labels("app.kubernetes.io/component=node")).await?;
     let on_node = |p: &&Pod| p.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);

@@ -22,7 +22,7 @@ use crate::patchbay::{self, NAMESPACE};
 
 /// Installs the manifests, and makes the webhook's Service lead to so many processes that tests start.
 pub fn prepare(lab: &Lab, replicas: u8) -> Result<()> {
-    let manifests = patchbay::manifests();
+    let manifests = patchbay::manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
     // Replicas run as processes in the control plane's network, each with an address of its own.
     for number in 1..=replicas {
@@ -92,7 +92,7 @@ impl Replica {
         let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
         let child = lab
             .control_plane()
-            .command_in_network(program()?)?
+            .command_in_netns(program()?)?
             .args(["controller", "--namespace", NAMESPACE, "--identity", &Self::name(number)])
             .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
             .args(more)
@@ -133,7 +133,7 @@ impl Replica {
         // A thread of its own: it moves to the lab's network and ends there.
         let asked = std::thread::scope(|scope| {
             let ask = || -> Result<String> {
-                machine.enter_network()?;
+                machine.enter_netns()?;
                 let mut stream = TcpStream::connect((address.as_str(), 8081))?;
                 stream.set_read_timeout(Some(Duration::from_secs(2)))?;
                 write!(stream, "GET /{path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")?;
@@ -162,7 +162,7 @@ impl Replica {
         let (machine, address) = (self.lab.control_plane(), Self::address(self.number));
         let url = format!("https://{address}:9443").parse()?;
         let ask = || -> Result<String> {
-            machine.enter_network()?;
+            machine.enter_netns()?;
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 let mut config = Config::new(url);
@@ -218,7 +218,7 @@ fn program() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("PATCHBAY_PROGRAM") {
         return Ok(path.into());
     }
-    let path = lab::machine::binary()?.with_file_name("patchbay");
+    let path = lab::machine::lab_binary()?.with_file_name("patchbay");
     ensure!(path.exists(), "{} is not built: run `cargo build`", path.display());
     Ok(path)
 }

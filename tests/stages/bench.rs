@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use lab::{Lab, Shape, say, wait};
+use lab::{Lab, Topology, print_progress, wait};
 
 mod addresses;
 mod bridges;
@@ -113,7 +113,7 @@ fn measure(lab: &Lab, tar: Option<&Path>, wanted: impl Fn(Part) -> bool) -> Resu
     let mut rows = Vec::new();
     if wanted(Part::Nodes) || wanted(Part::Fleets) {
         let begun = Instant::now();
-        runtime.block_on(lab.up(Shape::ControlPlaneOnly))?;
+        runtime.block_on(lab.up(Topology::ControlPlaneOnly))?;
         rows.push(Row::new("lab: control plane ready", seconds(begun.elapsed())));
         if wanted(Part::Fleets) {
             runtime.block_on(fleets::measure(lab, &mut rows))?;
@@ -122,7 +122,7 @@ fn measure(lab: &Lab, tar: Option<&Path>, wanted: impl Fn(Part) -> bool) -> Resu
     }
     let Some(tar) = tar else { return Ok(rows) };
     let begun = Instant::now();
-    runtime.block_on(lab.up(Shape::Nodes(2)))?;
+    runtime.block_on(lab.up(Topology::Nodes(2)))?;
     rows.push(Row::new("lab: two nodes Ready, multus and DNS answering", seconds(begun.elapsed())));
     rows.push(Row::new(
         "lab: memory of two nodes and control plane",
@@ -133,7 +133,7 @@ fn measure(lab: &Lab, tar: Option<&Path>, wanted: impl Fn(Part) -> bool) -> Resu
     runtime.block_on(e2e::patchbay::install(lab))?;
     rows.push(Row::new("kubectl apply to everything ready on two nodes", seconds(begun.elapsed())));
     if runtime.block_on(rest()).is_err() {
-        say("the machine has other work: times are upper bounds");
+        print_progress("the machine has other work: times are upper bounds");
     }
     if wanted(Part::Nodes) {
         runtime.block_on(nics(lab, &mut rows))?;
@@ -167,7 +167,7 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
     for round in 0..ROUNDS {
         // A node at rest: it writes at most once a second.
         tokio::time::sleep(Duration::from_millis(1100)).await;
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         let name = format!("nic{round}");
         lab.node("node-1").output(&[
             "ip",
@@ -182,8 +182,8 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
         let begun = Instant::now();
         shows(lab, &name, true).await?;
         times.push(begun.elapsed());
-        let ours = |a: &lab::audit::Asked| a.agent.starts_with("patchbay-node") && a.is_write();
-        writes += lab.asked_since(mark)?.iter().filter(|a| ours(a)).count();
+        let ours = |a: &lab::audit::AuditedRequest| a.user_agent.starts_with("patchbay-node") && a.is_write();
+        writes += lab.requests_since(mark)?.iter().filter(|a| ours(a)).count();
         lab.node("node-1").output(&["ip", "link", "del", &name])?;
         shows(lab, &name, false).await?;
     }
@@ -192,11 +192,11 @@ async fn nics(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
         |share: usize| format!("{} ms", times[(times.len() * share / 100).min(times.len() - 1)].as_millis());
     rows.push(Row::new("new NIC to kubectl showing it, p50 / p99", format!("{} / {}", at(50), at(99))));
     rows.push(Row::new("API writes for a new NIC", format!("{:.1}", writes as f64 / ROUNDS as f64)));
-    let mark = lab.audit_mark()?;
-    say("a minute of rest …");
+    let mark = lab.audit_offset()?;
+    print_progress("a minute of rest …");
     tokio::time::sleep(Duration::from_secs(60)).await;
-    let asked = lab.asked_since(mark)?;
-    let ours = asked.iter().filter(|a| a.agent.starts_with("patchbay-") && a.is_write());
+    let asked = lab.requests_since(mark)?;
+    let ours = asked.iter().filter(|a| a.user_agent.starts_with("patchbay-") && a.is_write());
     let (leases, others): (Vec<_>, Vec<_>) = ours.partition(|a| a.resource == "leases");
     rows.push(Row::new(
         "API writes in a minute of rest, the leader's Lease / everything else",

@@ -3,7 +3,7 @@
 use std::{fmt::Write as _, process::Command, thread, time::Instant};
 
 use anyhow::{Result, bail};
-use lab::say;
+use lab::print_progress;
 
 use crate::{
     image, packages,
@@ -32,7 +32,7 @@ const STAGES: &[&[Stage]] = &[
     &[Stage("unit", &["--workspace", "--lib", "--bins"])],
     &[Stage("doc examples", &["--workspace", "--doc"])],
     &[Stage("command line", &["-p", "patchbay", "--test", "*"])],
-    &[Stage("arrows", &["-p", "e2e", "--test", "arrows"])],
+    &[Stage("dependencies", &["-p", "e2e", "--test", "dependencies"])],
     &[Stage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
     // Looks at the whole machine: nobody else may start anything meanwhile.
     &[Stage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
@@ -49,11 +49,11 @@ pub fn run(length: Length) -> Result<()> {
     packages::prepare()?;
     let mut lines = Vec::new();
     let mut plain = |name: &'static str, work: &mut dyn FnMut() -> Result<()>| {
-        say(format!("stage {name}"));
+        print_progress(format!("stage {name}"));
         let start = Instant::now();
         let outcome = work();
         if let Err(e) = &outcome {
-            say(format!("{name}: {e:#}"));
+            print_progress(format!("{name}: {e:#}"));
         }
         lines.push(Line { name, good: outcome.is_ok(), count: None, seconds: start.elapsed().as_secs_f64() });
     };
@@ -75,7 +75,7 @@ pub fn run(length: Length) -> Result<()> {
 impl Stage {
     fn run(&self, length: Length, mark: &str) -> Result<Line> {
         let Self(name, arguments) = *self;
-        say(format!("stage {name}"));
+        print_progress(format!("stage {name}"));
         let start = Instant::now();
         let mut command: Command = cargo(&["test", "--locked"]);
         command.args(arguments);

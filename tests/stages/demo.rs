@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use lab::{Lab, Shape, program::Programs, say, scene::pod, wait};
+use lab::{Lab, Topology, print_progress, program::Programs, test_namespace::pod, wait};
 
 use crate::{
     image, packages,
@@ -27,13 +27,13 @@ pub fn run() -> Result<()> {
     chapter("A real Kubernetes on this machine");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let begun = Instant::now();
-    say("starting two nodes …");
-    runtime.block_on(lab.up(Shape::Nodes(2)))?;
-    say(format!("ready after {:.1} s", begun.elapsed().as_secs_f64()));
+    print_progress("starting two nodes …");
+    runtime.block_on(lab.up(Topology::Nodes(2)))?;
+    print_progress(format!("ready after {:.1} s", begun.elapsed().as_secs_f64()));
     tour.kubectl("get nodes -o wide")?;
 
     chapter("Install Patchbay");
-    say("loading the image into the nodes …");
+    print_progress("loading the image into the nodes …");
     lab.load_image(&tar)?;
     tour.kubectl("apply -f deploy/install/")?;
     tour.kubectl("-n patchbay-system rollout status deployment/patchbay-controller --timeout=90s")?;
@@ -50,7 +50,7 @@ pub fn run() -> Result<()> {
 /// What the nodes have, told by their daemons.
 fn nodes(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     chapter("What the nodes have: NodeNetwork");
-    runtime.block_on(e2e::patchbay::ready(&tour.lab))?;
+    runtime.block_on(e2e::patchbay::wait_ready(&tour.lab))?;
     tour.kubectl("get nodenetworks")?;
     tour.kubectl("get nodenetwork node-1 -o jsonpath={.status} | (pretty)")?;
     println!("A NIC that appears on a node is published at once:");
@@ -82,7 +82,7 @@ fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let client = runtime.block_on(lab.client())?;
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
     tour.kubectl("apply -f docs/examples/blue.yaml")?;
-    let took = runtime.block_on(e2e::bridge::ready(&client, "blue", Duration::from_secs(10)))?;
+    let took = runtime.block_on(e2e::bridge::wait_ready(&client, "blue", Duration::from_secs(10)))?;
     println!("ready on both nodes after {} ms", took.as_millis());
     tour.kubectl("get bnet")?;
     tour.kubectl("get net-attach-def")?;
@@ -92,7 +92,7 @@ fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     println!("Two pods, one on each node; addresses are their own affair on this network:");
     for (name, node, address) in [("alice", "node-1", "10.1.0.1/24"), ("bob", "node-2", "10.1.0.2/24")] {
         let start = format!("ip addr add {address} dev net1 && exec tool pause");
-        let pod = e2e::bridge::member(name, node, "blue").command(&["sh", "-c", &start]).object();
+        let pod = e2e::bridge::attached_pod(name, node, "blue").command(&["sh", "-c", &start]).object();
         println!(
             "$ kubectl create -f {name}.json      # on {node}, annotation k8s.v1.cni.cncf.io/networks: blue"
         );
@@ -119,7 +119,7 @@ fn network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     tour.kubectl(&format!("get bnet blue -o {in_use}"))?;
     tour.kubectl("exec alice -- ping -c 1 10.1.0.2")?;
     tour.kubectl("delete pod alice bob --now")?;
-    let took = runtime.block_on(e2e::bridge::gone(&client, "blue", Duration::from_secs(10)))?;
+    let took = runtime.block_on(e2e::bridge::wait_deleted(&client, "blue", Duration::from_secs(10)))?;
     println!("gone {} ms after its last user; on the nodes:", took.as_millis());
     tour.exec("node-1", "ip -br link show type bridge")
 }
@@ -136,7 +136,7 @@ fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let client = runtime.block_on(lab.client())?;
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
     tour.kubectl("apply -f docs/examples/green.yaml")?;
-    runtime.block_on(e2e::bridge::ready(&client, "green", Duration::from_secs(10)))?;
+    runtime.block_on(e2e::bridge::wait_ready(&client, "green", Duration::from_secs(10)))?;
     for (name, node) in [("amy", "node-1"), ("ben", "node-2")] {
         tour.join(name, node, "green")?;
     }
@@ -152,7 +152,7 @@ fn addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let tiny = r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"BridgeNetwork","metadata":{"name":"tiny"},"spec":{"attachment":{"namespaces":["default"]},"ipam":{"subnets":["10.21.0.0/30"]}}}"#;
     println!("$ echo '{tiny}' | kubectl create -f -");
     tour.create(tiny)?;
-    runtime.block_on(e2e::bridge::ready(&client, "tiny", Duration::from_secs(10)))?;
+    runtime.block_on(e2e::bridge::wait_ready(&client, "tiny", Duration::from_secs(10)))?;
     for (name, node) in [("one", "node-1"), ("two", "node-2")] {
         tour.join(name, node, "tiny")?;
     }

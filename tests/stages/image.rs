@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{archive::Archive, image::Image, machine::capture, say};
+use lab::{image::Image, machine::capture, print_progress, tar::TarBuilder};
 
 use crate::step::{cargo, show};
 
@@ -21,7 +21,7 @@ const SHIM_LIMIT: u64 = 1_500_000;
 pub fn build() -> Result<PathBuf> {
     // For the inner loop: `PATCHBAY_PROFILE=dev` builds in seconds what is ten times as large.
     let profile = std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| SHIPPED.to_owned());
-    say("building the static programs (a cold build takes some minutes) …");
+    print_progress("building the static programs (a cold build takes some minutes) …");
     let program = compile("patchbay", "patchbay", &target("gnu"), &profile)?;
     let shim = compile("cni", "patchbay-cni", &quick(), &profile)?;
     let size = fs::metadata(&shim).context("look at the CNI plugin")?.len();
@@ -30,14 +30,14 @@ pub fn build() -> Result<PathBuf> {
         "the CNI plugin has {size} bytes; the limit is {SHIM_LIMIT}"
     );
     let commit = commit(&program)?;
-    let out = e2e::patchbay::image();
+    let out = e2e::patchbay::image_tar();
     pack(&program, &shim, &commit, &out)?;
     let size = fs::metadata(&out).context("look at the image")?.len();
     ensure!(profile != SHIPPED || size <= LIMIT, "the image has {size} bytes; the limit is {LIMIT}");
-    say(format!(
+    print_progress(format!(
         "target/image/patchbay.tar: {} MB, {}, commit {commit}",
         size / 1_000_000,
-        e2e::patchbay::REFERENCE
+        e2e::patchbay::IMAGE_REFERENCE
     ));
     Ok(out)
 }
@@ -59,7 +59,9 @@ fn quick() -> String {
     match if installed { Ok(()) } else { added() } {
         Ok(()) => target,
         Err(error) => {
-            say(format!("the CNI plugin will start slowly, for Rust's {target} cannot be had: {error:#}"));
+            print_progress(format!(
+                "the CNI plugin will start slowly, for Rust's {target} cannot be had: {error:#}"
+            ));
             self::target("gnu")
         }
     }
@@ -84,7 +86,7 @@ fn commit(program: &Path) -> Result<String> {
 /// The two programs and nothing else, with the commit in the labels.
 fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
     let content = fs::read(program).with_context(|| format!("read {}", program.display()))?;
-    let mut layer = Archive::default();
+    let mut layer = TarBuilder::default();
     for dir in ["etc", "tmp", "usr", "usr/bin", "host", "opt", "run", "var", "var/lib"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
     }
@@ -98,7 +100,7 @@ fn pack(program: &Path, shim: &Path, commit: &str, out: &Path) -> Result<()> {
         &fs::read(shim).with_context(|| format!("read {}", shim.display()))?,
     )?;
     let image = Image {
-        reference: e2e::patchbay::REFERENCE,
+        reference: e2e::patchbay::IMAGE_REFERENCE,
         layer: layer.finish(),
         entrypoint: &["/usr/bin/patchbay"],
         environment: &["PATH=/usr/bin"],

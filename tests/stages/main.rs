@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            lab::say(format!("{e:#}"));
+            lab::print_progress(format!("{e:#}"));
             ExitCode::FAILURE
         }
     }

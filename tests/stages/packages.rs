@@ -3,7 +3,7 @@
 use std::{env, path::Path, process::Command};
 
 use anyhow::{Result, bail};
-use lab::{image::lab_image, program::Programs, say};
+use lab::{image::lab_image, print_progress, program::Programs};
 
 use crate::step::show;
 
@@ -52,7 +52,7 @@ fn packages() -> Result<()> {
     if !on_path("apt-get") {
         bail!("install the packages {} with this system's package manager", missing.join(", "));
     }
-    say(format!("installing {} …", missing.join(", ")));
+    print_progress(format!("installing {} …", missing.join(", ")));
     let apt = || {
         let mut command = Command::new("apt-get");
         command.env("DEBIAN_FRONTEND", "noninteractive");

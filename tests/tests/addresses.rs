@@ -9,15 +9,15 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use api::ipam::Ipam as Spec;
+use api::ipam::IpamSpec as Spec;
 use e2e::{
     Suite,
-    fleet::{Fleet, HURRY},
+    fleet::{FAST, Fleet},
     patchbay, tests,
 };
 use futures::{StreamExt as _, future::join_all};
 use kube::Client;
-use lab::{Lab, Shape, audit::Asked, wait};
+use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -25,7 +25,7 @@ const SOON: Duration = Duration::from_secs(10);
 fn main() -> ExitCode {
     Suite {
         name: "t-addresses",
-        shape: Shape::ControlPlaneOnly,
+        topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { install(&lab) }),
         tests: tests![
             nodes_take_blocks_and_hand_out_every_address_once,
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 
 /// Only the kinds: who may write is another suite's.
 fn install(lab: &Lab) -> Result<()> {
-    let path = patchbay::manifests().join("00-crds.yaml");
+    let path = patchbay::manifests_dir().join("00-crds.yaml");
     lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     Ok(())
@@ -61,7 +61,7 @@ async fn clients(lab: &Lab, count: usize) -> Result<Vec<Client>> {
 }
 
 async fn fleet(lab: &Lab, name: &str, ipam: Value, count: usize) -> Result<Fleet> {
-    let mut fleet = Fleet::new(clients(lab, count.div_ceil(32)).await?, name, &spec(ipam)?, count, HURRY)?;
+    let mut fleet = Fleet::new(clients(lab, count.div_ceil(32)).await?, name, &spec(ipam)?, count, FAST)?;
     fleet.start_all()?;
     Ok(fleet)
 }
@@ -82,19 +82,19 @@ async fn nodes_take_blocks_and_hand_out_every_address_once(lab: Lab) -> Result<(
         ensure!(addresses.len() == 2 && addresses[0].is_ipv4() && addresses[1].is_ipv6(), "{addresses:?}");
     }
     println!("200 pods of 5 nodes after {:?}", begun.elapsed());
-    ensure!(fleet.no_duplicate()? == 400);
+    ensure!(fleet.check_no_duplicates()? == 400);
     ensure!(
         !fleet
-            .held()
+            .leases()
             .iter()
             .any(|(_, lease)| lease.addresses.contains(&"10.1.0.1".parse().expect("an address")))
     );
     for (number, name) in &names {
         let again = add(&fleet, *number, name).await?;
         let (_, lease) = fleet
-            .held()
+            .leases()
             .into_iter()
-            .find(|(_, lease)| lease.place.container == *name)
+            .find(|(_, lease)| lease.key.container == *name)
             .context("the lease")?;
         ensure!(again == lease.addresses, "asked again it is {again:?}");
     }
@@ -104,8 +104,8 @@ async fn nodes_take_blocks_and_hand_out_every_address_once(lab: Lab) -> Result<(
         fleet.delete(*number, name)?;
         fleet.delete(*number, name)?;
     }
-    fleet.at_rest(SOON).await?;
-    fleet.end().await;
+    fleet.wait_until_released(SOON).await?;
+    fleet.shutdown().await;
     Ok(())
 }
 
@@ -119,7 +119,7 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
                 add(&fleet, pod % 3, &name).await.with_context(|| format!("{subnet}: pod {pod}"))?;
             found.extend(addresses);
         }
-        ensure!(found.len() == count && fleet.no_duplicate()? == count, "{found:?}");
+        ensure!(found.len() == count && fleet.check_no_duplicates()? == count, "{found:?}");
         let last = fleet.add(0, "one-too-many", Vec::new(), SOON).await?;
         let error = last.err().context("there is one more than there can be")?;
         ensure!(error.code as u32 == 11 && error.msg.contains("no free"), "{error}");
@@ -132,15 +132,15 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
         .await
         .with_context(|| fleet.describe())?;
         println!("{subnet}: {count} addresses, one moved to another node after {:?}", begun.elapsed());
-        fleet.no_duplicate()?;
+        fleet.check_no_duplicates()?;
         for number in 0..3 {
-            for (_, lease) in fleet.held().into_iter().filter(|(holder, _)| *holder == number) {
-                fleet.delete(number, &lease.place.container)?;
+            for (_, lease) in fleet.leases().into_iter().filter(|(holder, _)| *holder == number) {
+                fleet.delete(number, &lease.key.container)?;
             }
         }
-        fleet.at_rest(SOON).await?;
+        fleet.wait_until_released(SOON).await?;
         fleet.crash(0).await;
-        fleet.end().await;
+        fleet.shutdown().await;
     }
     Ok(())
 }
@@ -182,8 +182,8 @@ async fn an_address_in_somebody_elses_block_is_lent(lab: Lab) -> Result<()> {
     for (number, name) in [(0, "first"), (0, "next"), (0, "thief"), (1, "thief"), (1, "other")] {
         fleet.delete(number, name)?;
     }
-    fleet.at_rest(SOON).await?;
-    fleet.end().await;
+    fleet.wait_until_released(SOON).await?;
+    fleet.shutdown().await;
     Ok(())
 }
 
@@ -206,10 +206,10 @@ async fn a_holder_that_is_silent_is_named(lab: Lab) -> Result<()> {
     .await?;
     fleet.power_off(0).await;
     let gone = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
-    ensure!(fleet.release(&gone).await? == 0, "a block with a lent address was freed");
+    ensure!(fleet.delete_abandoned(&gone).await? == 0, "a block with a lent address was freed");
     fleet.delete(1, "borrower")?;
     wait::until(SOON, "the block of the node that is gone to be freed", || async {
-        fleet.release(&gone).await?;
+        fleet.delete_abandoned(&gone).await?;
         let left = fleet.objects().await?;
         Ok((!left.iter().any(|one| gone.contains(&one.spec.holder.uid))).then_some(()))
     })
@@ -217,8 +217,8 @@ async fn a_holder_that_is_silent_is_named(lab: Lab) -> Result<()> {
     let taken = fleet.add(2, "heir", vec![IpAddr::V4(first)], SOON).await??;
     ensure!(taken == [IpAddr::V4(first)]);
     fleet.delete(2, "heir")?;
-    fleet.at_rest(SOON).await?;
-    fleet.end().await;
+    fleet.wait_until_released(SOON).await?;
+    fleet.shutdown().await;
     Ok(())
 }
 
@@ -230,11 +230,13 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     ensure!(add(&fleet, 0, "first").await? == first);
     // A sandbox that vanished without a word is swept; the other stays.
     add(&fleet, 0, "ghost").await?;
-    fleet.vanish(0, "ghost");
-    wait::until(SOON, "the ghost to be swept", || async { Ok((fleet.no_duplicate()? == 1).then_some(())) })
-        .await?;
+    fleet.remove_sandbox(0, "ghost");
+    wait::until(SOON, "the ghost to be swept", || async {
+        Ok((fleet.check_no_duplicates()? == 1).then_some(()))
+    })
+    .await?;
     // The Node was deleted and made anew: the machine ran on, and its block is still its own.
-    fleet.rename(0, "crash-0-new");
+    fleet.recreate_node(0, "crash-0-new");
     wait::until(SOON, "the block to be taken over", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-new").then_some(()))
@@ -253,22 +255,22 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     ensure!(add(&fleet, 0, "first").await? == first);
     add(&fleet, 0, "third").await?;
     // Its journal is lost, and its Node is another one again: what it holds is still its own, and gives nothing new.
-    fleet.forget(0).await;
-    fleet.rename(0, "crash-0-third");
+    fleet.lose_disk(0).await;
+    fleet.recreate_node(0, "crash-0-third");
     fleet.start(0)?;
     wait::until(SOON, "the block to be taken over without a journal", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-third").then_some(()))
     })
     .await?;
-    ensure!(fleet.release(&BTreeSet::from(["crash-0-new".to_owned()])).await? == 0, "it was freed");
+    ensure!(fleet.delete_abandoned(&BTreeSet::from(["crash-0-new".to_owned()])).await? == 0, "it was freed");
     ensure!(!first.contains(&add(&fleet, 0, "fourth").await?[0]), "it was given twice");
     // The node is started anew: its sandboxes are gone, and so are their addresses.
     fleet.power_off(0).await;
     fleet.start(0)?;
-    ensure!(fleet.no_duplicate()? == 0);
-    fleet.at_rest(SOON).await?;
-    fleet.end().await;
+    ensure!(fleet.check_no_duplicates()? == 0);
+    fleet.wait_until_released(SOON).await?;
+    fleet.shutdown().await;
     Ok(())
 }
 
@@ -280,9 +282,9 @@ async fn ipblock(fleet: &Fleet) -> Result<String> {
 
 async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     let spec = spec(json!({"subnets": ["10.6.0.0/16"]}))?;
-    let mut fleet = Fleet::new(clients(&lab, 1).await?, "many", &spec, 10, node::ipam::Pace::default())?;
+    let mut fleet = Fleet::new(clients(&lab, 1).await?, "many", &spec, 10, node::ipam::Timings::default())?;
     fleet.start_all()?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     let begun = Instant::now();
     let adds = (0..1000).map(|pod| {
         let fleet = &fleet;
@@ -290,10 +292,10 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     });
     join_all(adds).await.into_iter().collect::<Result<Vec<_>>>()?;
     let took = begun.elapsed();
-    ensure!(fleet.no_duplicate()? == 1000);
+    ensure!(fleet.check_no_duplicates()? == 1000);
     let blocks = fleet.objects().await?.len();
-    let ours = |asked: &Asked| asked.resource == "ipblocks";
-    let requests: Vec<Asked> = lab.asked_since(mark)?.into_iter().filter(ours).collect();
+    let ours = |asked: &AuditedRequest| asked.resource == "ipblocks";
+    let requests: Vec<AuditedRequest> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
     for asked in &requests {
         *verbs.entry(asked.verb.clone()).or_default() += 1;
@@ -304,7 +306,7 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     // held before its journal began.
     let work = requests.len() - watches;
     ensure!(work <= 2 * blocks + 21, "{work} requests for {blocks} blocks");
-    fleet.end().await;
+    fleet.shutdown().await;
     lab.kubectl(&["delete", "ipblocks", "--all"])?;
     Ok(())
 }
@@ -375,9 +377,9 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                         adds.push((number, container, requested));
                     }
                 }
-                let patience = Duration::from_millis(300);
+                let timeout = Duration::from_millis(300);
                 let calls = adds.iter().map(|(number, container, requested)| {
-                    fleet.add(*number, container, requested.clone(), patience)
+                    fleet.add(*number, container, requested.clone(), timeout)
                 });
                 for ((number, container, _), outcome) in adds.iter().zip(join_all(calls).await) {
                     match outcome? {
@@ -411,7 +413,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             }
             80..84 if !live.is_empty() => {
                 let (number, container) = live.swap_remove(dice.roll(live.len()));
-                fleet.vanish(number, &container);
+                fleet.remove_sandbox(number, &container);
                 "vanish"
             }
             84..87 => {
@@ -424,12 +426,12 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 "damage"
             }
             88 if !is_gone => {
-                fleet.forget(number).await;
+                fleet.lose_disk(number).await;
                 "forget"
             }
             89 if !is_gone => {
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
-                fleet.rename(number, &uid);
+                fleet.recreate_node(number, &uid);
                 "rename"
             }
             90..92 => {
@@ -440,7 +442,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
             92 if is_gone => {
                 // Back with what it had on its disk, under a new Node.
                 let uid = format!("{}-{step}", fleet.machines[number].holder.uid);
-                fleet.rename(number, &uid);
+                fleet.recreate_node(number, &uid);
                 fleet.start(number)?;
                 "return"
             }
@@ -451,7 +453,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 "lose"
             }
             94..96 => {
-                fleet.release(&gone).await?;
+                fleet.delete_abandoned(&gone).await?;
                 "release"
             }
             _ => {
@@ -468,7 +470,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
         }
         truth.retain(|container, _| live.iter().any(|(_, one)| one == container));
         fleet
-            .no_duplicate()
+            .check_no_duplicates()
             .with_context(|| format!("step {step}: {what}\n{told:#?}\n{}", fleet.describe()))?;
     }
     for number in 0..fleet.machines.len() {
@@ -484,9 +486,9 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
         gone.extend(machine.former.iter().cloned());
     }
     wait::until(SOON * 2, "nothing to be left", || async {
-        fleet.no_duplicate()?;
-        fleet.release(&gone).await?;
-        ensure!(fleet.held().is_empty(), "{:?}", fleet.held());
+        fleet.check_no_duplicates()?;
+        fleet.delete_abandoned(&gone).await?;
+        ensure!(fleet.leases().is_empty(), "{:?}", fleet.leases());
         let left = fleet.objects().await?;
         let names: Vec<String> = left.iter().map(kube::ResourceExt::name_any).collect();
         ensure!(left.is_empty(), "{names:?}");
@@ -494,6 +496,6 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     })
     .await
     .with_context(|| fleet.describe())?;
-    fleet.end().await;
+    fleet.shutdown().await;
     Ok(totals)
 }

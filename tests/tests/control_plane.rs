@@ -30,7 +30,7 @@ use kube::{
     api::{DynamicObject, Patch, PatchParams, PostParams},
     core::{ApiResource, GroupVersionKind},
 };
-use lab::{Lab, Shape, wait};
+use lab::{Lab, Topology, wait};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -39,7 +39,7 @@ const NAMESPACE: &str = patchbay::NAMESPACE;
 fn main() -> ExitCode {
     Suite {
         name: "t-controller",
-        shape: Shape::ControlPlaneOnly,
+        topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { replica::prepare(&lab, 2) }),
         tests: tests![
             the_webhook_refuses_a_nodenetwork_without_a_node,
@@ -209,14 +209,15 @@ async fn a_paused_leader_never_acts_beside_the_new_one(lab: Lab) -> Result<()> {
     two.signal(Signal::SIGSTOP)?;
     let broken = r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#;
     lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     one.signal(Signal::SIGCONT)?;
     // It wakes up believing that it leads, and must end without having written anything.
     let status = one.ends_within(Duration::from_secs(8)).await?;
     ensure!(!status.success(), "losing the lead is not a success: {status}");
-    let ours =
-        |a: &lab::audit::Asked| a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller");
-    let writes: Vec<_> = lab.asked_since(mark)?.into_iter().filter(ours).collect();
+    let ours = |a: &lab::audit::AuditedRequest| {
+        a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller")
+    };
+    let writes: Vec<_> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
     ensure!(writes.is_empty(), "{writes:?}");
     ensure!(holder(&client).await? == "replica-2", "the new leader keeps the Lease");
     ensure!(bundle(&client).await?.is_empty(), "somebody mended it");
@@ -406,7 +407,7 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
         .await?;
         webhook_answers(&client).await?;
     }
-    let manifests = patchbay::manifests();
+    let manifests = patchbay::manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
     let outcome = admission(&client, "nobody").await;
     ensure!(refused_by_us(&outcome), "an apply of the manifests must not interrupt admission: {outcome:?}");

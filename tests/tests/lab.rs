@@ -12,10 +12,10 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use lab::{
-    Lab, Shape,
-    machine::binary,
-    scene::{Scene, pod},
-    snapshot::{Snapshot, inhabitants, namespaces},
+    Lab, Topology,
+    machine::lab_binary,
+    snapshot::{HostSnapshot, namespaces_of, processes_in},
+    test_namespace::{TestNamespace, pod, with_namespace},
     wait,
 };
 
@@ -53,11 +53,11 @@ fn block<T>(work: impl Future<Output = T>) -> T {
 }
 
 /// Asserts that nothing came and nothing went.
-fn same(before: &Snapshot) {
+fn same(before: &HostSnapshot) {
     // The kernel ends network namespaces a moment after their last process.
     let settled = wait::blocking(Duration::from_secs(5), "the machine to be as before", || {
-        let now = Snapshot::take()?;
-        let (came, went) = (now.since(before), now.missing(before));
+        let now = HostSnapshot::take()?;
+        let (came, went) = (now.added_since(before), now.removed_since(before));
         ensure!(came.is_empty() && went.is_empty(), "came: {came:#?}\nwent: {went:#?}");
         Ok(Some(()))
     });
@@ -66,9 +66,9 @@ fn same(before: &Snapshot) {
 
 /// Takes the lab down and asserts that nobody is left in its namespaces, wherever its cgroup put him.
 fn down_and_out(lab: &Lab) {
-    let namespaces = namespaces(&lab.processes());
+    let namespaces = namespaces_of(&lab.processes());
     lab.down().expect("the lab goes down");
-    let left = inhabitants(&namespaces);
+    let left = processes_in(&namespaces);
     assert!(left.is_empty(), "processes {left:?} are left in the lab's namespaces");
 }
 
@@ -80,25 +80,25 @@ async fn answers(lab: &Lab) -> Result<usize> {
 #[test]
 fn two_nodes_are_ready_within_20_s_and_1536_mib_and_leave_nothing_even_with_pods_running() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let guard = Guard::new("t-trace").unwrap();
     let begun = Instant::now();
-    block(guard.0.up(Shape::Nodes(2))).unwrap();
+    block(guard.0.up(Topology::Nodes(2))).unwrap();
     let took = begun.elapsed();
     let memory = guard.0.status().memory() >> 20;
     println!("two nodes {took:?}, {memory} MiB");
     assert!(took <= Duration::from_secs(20), "{took:?}");
     assert!(memory <= 1536, "{memory} MiB");
-    assert!(guard.0.status().is_whole());
+    assert!(guard.0.status().is_healthy());
     block(async {
-        let scene = Scene::play(&guard.0, "trace", async |scene: &Scene| {
-            scene.start(pod("a").on("node-1")).await?;
-            scene.start(pod("b").on("node-2")).await?;
+        let outcome = with_namespace(&guard.0, "trace", async |ns: &TestNamespace| {
+            ns.start_pod(pod("a").on("node-1")).await?;
+            ns.start_pod(pod("b").on("node-2")).await?;
             // The lab goes down with both of them running.
             guard.0.down()
         });
         // The namespace cannot be deleted in a lab that is gone.
-        scene.await.expect_err("the API server is gone");
+        outcome.await.expect_err("the API server is gone");
     });
     same(&before);
     // Once more, with nothing to take down.
@@ -109,7 +109,7 @@ fn two_nodes_are_ready_within_20_s_and_1536_mib_and_leave_nothing_even_with_pods
 #[test]
 fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let moments =
         if e2e::soak() { (1..15).map(|n| n * 400).collect() } else { vec![100u64, 400, 700, 1200, 3000] };
     let start_and_kill = |lab: &Lab, moment: u64| {
@@ -131,8 +131,8 @@ fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
         thread::scope(|scope| {
             for (_, guard) in &labs {
                 scope.spawn(|| {
-                    block(guard.0.up(Shape::Nodes(1))).unwrap();
-                    assert!(guard.0.status().is_whole(), "{}", guard.0.status());
+                    block(guard.0.up(Topology::Nodes(1))).unwrap();
+                    assert!(guard.0.status().is_healthy(), "{}", guard.0.status());
                     assert_eq!(block(answers(&guard.0)).unwrap(), 1);
                 });
             }
@@ -148,16 +148,16 @@ fn a_start_that_is_killed_at_any_moment_leaves_nothing_and_can_be_repeated() {
 #[test]
 fn down_leaves_nothing_after_kill_9_of_anything() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let guard = Guard::new("t-kill9").unwrap();
-    block(guard.0.up(Shape::Nodes(1))).unwrap();
-    assert!(namespaces(&guard.0.processes()).len() >= 10, "each machine lives in namespaces of its own");
+    block(guard.0.up(Topology::Nodes(1))).unwrap();
+    assert!(namespaces_of(&guard.0.processes()).len() >= 10, "each machine lives in namespaces of its own");
     // A runtime, the API server, the forwarder, a shim, and the first processes of both machines.
     let kill =
         |pid: i32| assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
     guard.0.kill("node-1/containerd").unwrap();
     guard.0.kill("apiserver").unwrap();
-    let door = guard.0.door_processes();
+    let door = guard.0.forwarder_processes();
     assert_eq!(door.len(), 1, "{door:?}");
     kill(door[0]);
     kill(guard.0.node("node-1").init().unwrap());
@@ -169,17 +169,17 @@ fn down_leaves_nothing_after_kill_9_of_anything() {
 #[test]
 fn down_and_reboot_that_are_killed_can_be_repeated() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let guard = Guard::new("t-half").unwrap();
-    block(guard.0.up(Shape::Nodes(1))).unwrap();
+    block(guard.0.up(Topology::Nodes(1))).unwrap();
     for moment in if e2e::soak() { vec![20, 60, 100, 200, 400, 800, 1600, 2400] } else { vec![60, 800] } {
         run_and_kill(&["--name", "t-half", "reboot", "node-1"], moment);
-        block(guard.0.up(Shape::Nodes(1))).unwrap();
-        assert!(guard.0.status().is_whole(), "{}", guard.0.status());
+        block(guard.0.up(Topology::Nodes(1))).unwrap();
+        assert!(guard.0.status().is_healthy(), "{}", guard.0.status());
     }
     for moment in if e2e::soak() { vec![5, 20, 50, 100, 200, 400, 800] } else { vec![20, 150] } {
         run_and_kill(&["--name", "t-half", "down"], moment);
-        block(guard.0.up(Shape::Nodes(1))).unwrap();
+        block(guard.0.up(Topology::Nodes(1))).unwrap();
     }
     run_and_kill(&["--name", "t-half", "down"], 100);
     down_and_out(&guard.0);
@@ -188,7 +188,7 @@ fn down_and_reboot_that_are_killed_can_be_repeated() {
 
 /// Runs the lab's program and kills it after some milliseconds, unless it has ended by itself.
 fn run_and_kill(arguments: &[&str], moment: u64) {
-    let program = binary().expect("the lab is built");
+    let program = lab_binary().expect("the lab is built");
     let mut child =
         Command::new(program).args(arguments).stderr(Stdio::null()).spawn().expect("the lab starts");
     let _ = wait::blocking(Duration::from_millis(moment), "the moment", || Ok(child.try_wait()?));
@@ -199,11 +199,11 @@ fn run_and_kill(arguments: &[&str], moment: u64) {
 #[test]
 fn two_labs_run_at_once_and_know_nothing_of_each_other() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let (one, two) = (Guard::new("t-one").unwrap(), Guard::new("t-two").unwrap());
     block(async {
-        one.0.up(Shape::Nodes(1)).await?;
-        two.0.up(Shape::ControlPlaneOnly).await?;
+        one.0.up(Topology::Nodes(1)).await?;
+        two.0.up(Topology::ControlPlaneOnly).await?;
         ensure!(answers(&one.0).await? == 1 && answers(&two.0).await? == 0, "each has its own nodes");
         one.0.down()?;
         ensure!(answers(&two.0).await? == 0, "the other one lives on");
@@ -222,18 +222,18 @@ fn reaches(lab: &Lab, from: &str, to: &str) -> bool {
 #[test]
 fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
     let _alone = alone();
-    let before = Snapshot::take().unwrap();
+    let before = HostSnapshot::take().unwrap();
     let guard = Guard::new("t-day").unwrap();
     let lab = &guard.0;
     block(async {
-        lab.up(Shape::Nodes(2)).await?;
+        lab.up(Topology::Nodes(2)).await?;
 
         // Nothing leads out, and nothing of the lab is in this machine's network.
         let beyond = lab.control_plane().output(&["ip", "route", "get", "192.0.2.1"]);
         ensure!(beyond.is_err(), "the switch leads somewhere: {beyond:?}");
         let routes = lab.node("node-1").output(&["ip", "route", "show", "default"])?;
         ensure!(routes.contains("dev eth0"), "{routes}");
-        let now = Snapshot::take()?.since(&before);
+        let now = HostSnapshot::take()?.added_since(&before);
         let here = |line: &&String| line.starts_with("link") || line.starts_with("mount");
         let links: Vec<_> = now.iter().filter(here).collect();
         ensure!(links.is_empty(), "{links:?}");
@@ -262,8 +262,8 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
         let version = lab.kubectl(&["version", "-o", "json"])?;
         ensure!(version.matches("\"gitVersion\": \"v1.36.3\"").count() == 2, "{version}");
 
-        Scene::play(lab, "attach", async |scene: &Scene| an_attachment(scene).await).await?;
-        Scene::play(lab, "day", async |scene: &Scene| a_reboot(scene).await).await?;
+        with_namespace(lab, "attach", async |ns: &TestNamespace| an_attachment(ns).await).await?;
+        with_namespace(lab, "day", async |ns: &TestNamespace| a_reboot(ns).await).await?;
         a_third_node(lab).await?;
         dead_programs(lab).await
     })
@@ -273,29 +273,29 @@ fn nodes_are_cut_off_rebooted_added_and_removed_and_dead_programs_repaired() {
 }
 
 /// Multus gives a pod a second interface, and two pods of a node reach each other on it.
-async fn an_attachment(scene: &Scene) -> Result<()> {
+async fn an_attachment(ns: &TestNamespace) -> Result<()> {
     let config = r#"{"cniVersion": "1.0.0", "type": "bridge", "bridge": "br-t", "ipam": {"type": "host-local", "subnet": "10.9.0.0/24"}}"#;
     let definition = json!({
         "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
-        "metadata": {"name": "second", "namespace": scene.namespace}, "spec": {"config": config},
+        "metadata": {"name": "second", "namespace": ns.namespace}, "spec": {"config": config},
     });
-    let file = scene.lab.kubeconfig().with_file_name("definition.json");
+    let file = ns.lab.kubeconfig().with_file_name("definition.json");
     std::fs::write(&file, definition.to_string())?;
-    scene.lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?])?;
+    ns.lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?])?;
     let with = |name: &str| pod(name).on("node-1").annotation("k8s.v1.cni.cncf.io/networks", "second");
-    let one = scene.start(with("one")).await?;
-    scene.start(with("two")).await?;
+    let one = ns.start_pod(with("one")).await?;
+    ns.start_pod(with("two")).await?;
     let status = one.metadata.annotations.and_then(|a| a.get("k8s.v1.cni.cncf.io/network-status").cloned());
     let status: serde_json::Value = serde_json::from_str(&status.context("multus writes network-status")?)?;
     let ip = status[1]["ips"][0].as_str().context("a second address")?.to_owned();
     ensure!(status[1]["interface"] == "net1", "{status}");
-    scene.exec("two", &["ping", "-c", "1", "-W", "2", "-I", "net1", &ip]).map(|_| ())
+    ns.exec("two", &["ping", "-c", "1", "-W", "2", "-I", "net1", &ip]).map(|_| ())
 }
 
-async fn a_reboot(scene: &Scene) -> Result<()> {
-    let lab = &scene.lab;
-    scene.start(pod("echo").on("node-2").command(&["tool", "echo", "7"])).await?;
-    let ask = scene.start(pod("ask").on("node-1")).await?;
+async fn a_reboot(ns: &TestNamespace) -> Result<()> {
+    let lab = &ns.lab;
+    ns.start_pod(pod("echo").on("node-2").command(&["tool", "echo", "7"])).await?;
+    let ask = ns.start_pod(pod("ask").on("node-1")).await?;
     let first_boot = lab.node("node-1").boot_id()?;
     lab.node("node-1").output(&["touch", "/run/volatile", "/var/lib/kept"])?;
     lab.reboot("node-1").await?;
@@ -307,11 +307,11 @@ async fn a_reboot(scene: &Scene) -> Result<()> {
         p.status.as_ref()?.container_statuses.as_ref()?.first().map(|c| c.restart_count)
     };
     let back = wait::until(Duration::from_secs(60), "the pod to be back", || async {
-        let now = scene.ready("ask").await?;
+        let now = ns.wait_pod_ready("ask").await?;
         Ok((restarts(&now) > restarts(&ask)).then_some(now))
     });
     back.await?;
-    let target = scene.ready("echo").await?;
+    let target = ns.wait_pod_ready("echo").await?;
     let ips = target.status.and_then(|s| s.pod_ips).context("the pod has addresses")?;
     ensure!(ips.len() == 2, "dual stack: {ips:?}");
     for ip in ips {
@@ -320,13 +320,13 @@ async fn a_reboot(scene: &Scene) -> Result<()> {
             // The node's end of a new pod's link is silent on IPv6 until its address is known to be unique.
             let what = format!("{host} to answer over {protocol}");
             wait::until(Duration::from_secs(10), &what, || async {
-                let answer = scene.exec("ask", &["tool", "ask", protocol, &host, "hello"])?;
+                let answer = ns.exec("ask", &["tool", "send", protocol, &host, "hello"])?;
                 Ok(answer.contains("hello").then_some(()))
             })
             .await?;
         }
     }
-    let resolved = scene.exec("ask", &["nslookup", "kubernetes.default.svc.cluster.local"])?;
+    let resolved = ns.exec("ask", &["nslookup", "kubernetes.default.svc.cluster.local"])?;
     ensure!(resolved.contains("10.96.0.1"), "{resolved}");
     Ok(())
 }
@@ -334,11 +334,11 @@ async fn a_reboot(scene: &Scene) -> Result<()> {
 async fn a_third_node(lab: &Lab) -> Result<()> {
     let name = lab.add_node().await?;
     ensure!(name == "node-3" && answers(lab).await? == 3, "{name}");
-    Scene::play(lab, "third", async |scene: &Scene| {
-        let there = scene.start(pod("there").on("node-3")).await?;
-        scene.start(pod("here").on("node-1")).await?;
+    with_namespace(lab, "third", async |ns: &TestNamespace| {
+        let there = ns.start_pod(pod("there").on("node-3")).await?;
+        ns.start_pod(pod("here").on("node-1")).await?;
         let ip = there.status.and_then(|s| s.pod_ip).context("an address")?;
-        scene.exec("here", &["ping", "-c", "1", "-W", "2", &ip]).map(|_| ())
+        ns.exec("here", &["ping", "-c", "1", "-W", "2", &ip]).map(|_| ())
     })
     .await?;
     lab.remove_node("node-3").await?;
@@ -353,16 +353,16 @@ async fn dead_programs(lab: &Lab) -> Result<()> {
     {
         lab.kill(component)?;
     }
-    ensure!(!lab.status().is_whole(), "the dead are seen");
-    lab.up(Shape::Nodes(2)).await?;
-    ensure!(lab.status().is_whole(), "{}", lab.status());
+    ensure!(!lab.status().is_healthy(), "the dead are seen");
+    lab.up(Topology::Nodes(2)).await?;
+    ensure!(lab.status().is_healthy(), "{}", lab.status());
     lab.pause("apiserver")?;
     let silent = tokio::time::timeout(Duration::from_secs(1), answers(lab)).await;
     ensure!(silent.is_err(), "a paused API server says nothing");
     lab.resume("apiserver")?;
     ensure!(answers(lab).await? == 2, "and goes on where it was");
     lab.pause("scheduler")?;
-    lab.up(Shape::Nodes(2)).await?;
+    lab.up(Topology::Nodes(2)).await?;
     let state = lab.control_plane().output(&["sh", "-c", "grep -l kube-scheduler /proc/[0-9]*/comm | head -1 | xargs dirname | xargs -I{} grep State {}/status"]);
     ensure!(state.as_ref().is_ok_and(|s| !s.contains("T (stopped)")), "up wakes what is paused: {state:?}");
     lab.restart("node-1/kubelet")?;
@@ -374,8 +374,8 @@ async fn dead_programs(lab: &Lab) -> Result<()> {
         wait::blocking(Duration::from_secs(5), "the machine to be off", || {
             Ok(machine.init().is_none().then_some(()))
         })?;
-        lab.up(Shape::Nodes(2)).await.with_context(|| format!("after the death of {}", machine.name))?;
-        ensure!(lab.status().is_whole(), "{}", lab.status());
+        lab.up(Topology::Nodes(2)).await.with_context(|| format!("after the death of {}", machine.name))?;
+        ensure!(lab.status().is_healthy(), "{}", lab.status());
         ensure!(reaches(lab, "node-1", "172.30.0.12"), "cables are plugged in again");
     }
     Ok(())
@@ -386,19 +386,19 @@ fn a_control_plane_is_ready_within_5_s_and_what_is_asked_of_it_can_be_counted_by
     let _alone = alone();
     let guard = Guard::new("t-small").unwrap();
     let begun = Instant::now();
-    block(guard.0.up(Shape::ControlPlaneOnly)).unwrap();
+    block(guard.0.up(Topology::ControlPlaneOnly)).unwrap();
     let took = begun.elapsed();
     println!("control plane {took:?}");
     assert!(took <= Duration::from_secs(5), "{took:?}");
     block(async {
-        let mark = guard.0.audit_mark()?;
+        let mark = guard.0.audit_offset()?;
         let nodes: Api<Node> = Api::all(guard.0.client().await?);
         for _ in 0..3 {
             nodes.get_opt("nobody").await?;
         }
-        let asked = guard.0.asked_since(mark)?;
+        let asked = guard.0.requests_since(mark)?;
         let mine =
-            asked.iter().filter(|a| a.agent == "lab" && a.resource == "nodes" && a.code == 404).count();
+            asked.iter().filter(|a| a.user_agent == "lab" && a.resource == "nodes" && a.code == 404).count();
         ensure!(mine == 3, "{asked:#?}");
         anyhow::Ok(())
     })

@@ -52,7 +52,7 @@ use keeping::{
     namespaces_join_and_leave_the_list, what_others_write_into_the_status_goes_and_all_is_quiet_again,
 };
 use kube::api::DeleteParams;
-use lab::{Lab, Shape, wait};
+use lab::{Lab, Topology, wait};
 use races::{
     no_pod_is_stranded_by_a_namespace_that_leaves_the_list, no_pod_is_stranded_whatever_comes_first,
     pods_that_nobody_refuses_hold_what_they_name,
@@ -66,7 +66,7 @@ const GONE: Duration = Duration::from_secs(3);
 fn main() -> ExitCode {
     Suite {
         name: "t-networks",
-        shape: Shape::ControlPlaneOnly,
+        topology: Topology::ControlPlaneOnly,
         set_up: |lab| {
             Box::pin(async move {
                 replica::prepare(&lab, 2)?;
@@ -456,7 +456,7 @@ async fn at_rest_nothing_is_written(lab: Lab) -> Result<()> {
     let (cluster, replica) = start(&lab, "rest").await?;
     let outcome = async {
         cluster.node("rest-a", 1500).await?;
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         cluster.create("rest", spec(&cluster)).await?;
         cluster.nad("rest", "rest").await?;
         cluster.report("rest-a", "rest", true).await?;
@@ -466,12 +466,12 @@ async fn at_rest_nothing_is_written(lab: Lab) -> Result<()> {
         tokio::time::sleep(Duration::from_secs(2)).await;
         let writes = Cluster::writes(&lab, mark)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         tokio::time::sleep(Duration::from_secs(4)).await;
         let writes = Cluster::writes(&lab, mark)?;
         ensure!(writes.is_empty(), "at rest: {writes:?}");
         // Users that come in a crowd are written once a second.
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         for number in 0..30 {
             cluster.pod(&format!("pod-{number}"), "rest").await?;
         }

@@ -42,7 +42,7 @@ use e2e::{Suite, patchbay, tests};
 use histories::{
     a_pod_and_a_deletion_at_the_same_time_strand_nothing, random_histories_end_as_the_model_says,
 };
-use lab::Shape;
+use lab::Topology;
 use nics::{
     a_flapping_nic_costs_at_most_one_write_a_second, a_new_nic_shows_within_1_s_and_goes_as_fast,
     every_node_publishes_its_nics_and_its_vtep_address, twenty_pods_starting_cause_no_write,
@@ -76,7 +76,7 @@ const NODES: [&str; 2] = ["node-1", "node-2"];
 fn main() -> ExitCode {
     Suite {
         name: "t-nodes",
-        shape: Shape::Nodes(2),
+        topology: Topology::Nodes(2),
         set_up: |lab| Box::pin(async move { patchbay::install(&lab).await }),
         tests: tests![
             every_node_publishes_its_nics_and_its_vtep_address,

@@ -3,17 +3,17 @@
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::list;
+use crate::list_schema;
 use crate::{
     Condition, IfName, LabelSelector,
     digest::digest,
-    ipam::{Ipam, IpamStatus},
+    ipam::{IpamSpec, IpamStatus},
 };
 
 /// The longest name of a BridgeNetwork; it becomes part of a label's key.
 pub const MAX_NETWORK_NAME: usize = 50;
 /// The users and the nodes that are named at most.
-pub const MAX_NAMED: usize = 10;
+pub const MAX_STATUS_ENTRIES: usize = 10;
 /// The conditions that a network may have, ours and those of others.
 pub const MAX_CONDITIONS: usize = 16;
 /// The namespaces that a network may keep an attachment in.
@@ -28,13 +28,13 @@ pub const FINALIZER_USERS: &str = "patchbay.dev/users";
 /// Held as long as any node has links of the network.
 pub const FINALIZER_NODES: &str = "patchbay.dev/nodes";
 /// A node has this label, followed by the network's name, while the network is ready on it.
-pub const NODE_LABEL_PREFIX: &str = "network.patchbay.dev/";
+pub const READY_LABEL_PREFIX: &str = "network.patchbay.dev/";
 /// The label on an attachment (NAD) that names the network which keeps it.
 pub const NAD_NETWORK_LABEL: &str = "patchbay.dev/network";
 /// The annotation on an attachment (NAD) with the UID of the network which keeps it.
 pub const NAD_UID_ANNOTATION: &str = "patchbay.dev/network-uid";
 /// The annotation on an attachment (NAD) that says where it was made: a copy of it elsewhere is somebody else's.
-pub const NAD_PLACE_ANNOTATION: &str = "patchbay.dev/place";
+pub const NAD_ORIGIN_ANNOTATION: &str = "patchbay.dev/place";
 /// The name of the CNI plugin that joins pods to a network.
 pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
 
@@ -107,10 +107,10 @@ pub struct BridgeNetworkSpec {
     pub overlay: Option<Overlay>,
     /// The NetworkAttachmentDefinitions to keep, by which pods and virtual machines join.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub attachment: Option<Attachment>,
+    pub attachment: Option<AttachmentSpec>,
     /// The addresses that pods get. Without it the network hands out none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ipam: Option<Ipam>,
+    pub ipam: Option<IpamSpec>,
 }
 
 /// A VXLAN between the selected nodes.
@@ -135,7 +135,7 @@ fn default_port() -> i32 {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct Attachment {
+pub struct AttachmentSpec {
     /// The name of the NetworkAttachmentDefinitions; the network's name if it is not set. Cannot be changed, set or unset later.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
@@ -145,7 +145,7 @@ pub struct Attachment {
     pub name: Option<String>,
     /// The namespaces that get one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<NamespaceName>", transform = list::set(MAX_NAMESPACES)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<NamespaceName>", transform = list_schema::set(MAX_NAMESPACES)))]
     pub namespaces: Vec<String>,
 }
 
@@ -209,14 +209,14 @@ pub struct BridgeNetworkStatus {
     pub mtu: Option<i32>,
     /// On how many nodes it works.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub nodes: Option<Nodes>,
+    pub nodes: Option<NodeCounts>,
     /// The first ten nodes on which it does not work, with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::map("node", MAX_NAMED)))]
-    pub not_ready: Vec<NotReady>,
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("node", MAX_STATUS_ENTRIES)))]
+    pub not_ready: Vec<NotReadyNode>,
     /// Who uses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub users: Option<Users>,
+    pub users: Option<NetworkUsers>,
     /// Running pods whose interface still has the smaller MTU that the network had when they started; they get the new one when they are made anew.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
@@ -226,7 +226,7 @@ pub struct BridgeNetworkStatus {
     pub ipam: Option<IpamStatus>,
     /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::map("type", MAX_CONDITIONS)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,
 }
 
@@ -234,7 +234,7 @@ pub struct BridgeNetworkStatus {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct Nodes {
+pub struct NodeCounts {
     /// The nodes that the selector selects.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub desired: i32,
@@ -250,7 +250,7 @@ pub struct Nodes {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct NotReady {
+pub struct NotReadyNode {
     /// The node.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     pub node: String,
@@ -266,13 +266,13 @@ pub struct NotReady {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct Users {
+pub struct NetworkUsers {
     /// How many.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub count: i32,
     /// The first ten of them, as Kind namespace/name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<UserName>", transform = list::atomic(MAX_NAMED)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<NetworkUserName>", transform = list_schema::atomic(MAX_STATUS_ENTRIES)))]
     pub first: Vec<String>,
 }
 
@@ -281,7 +281,7 @@ pub struct Users {
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct UserName(#[schemars(length(min = 1, max = 512))] String);
+struct NetworkUserName(#[schemars(length(min = 1, max = 512))] String);
 
 #[cfg(test)]
 mod tests {
@@ -322,7 +322,7 @@ mod tests {
         ] {
             assert!(text.contains(rule), "{rule}");
         }
-        assert!(text.contains(&format!("!key.startsWith('{NODE_LABEL_PREFIX}')")));
-        assert!(text.contains(&format!("!one.key.startsWith('{NODE_LABEL_PREFIX}')")));
+        assert!(text.contains(&format!("!key.startsWith('{READY_LABEL_PREFIX}')")));
+        assert!(text.contains(&format!("!one.key.startsWith('{READY_LABEL_PREFIX}')")));
     }
 }

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::list;
+use crate::list_schema;
 
 /// The name of the CNI plugin that hands out addresses.
 pub const IPAM_PLUGIN: &str = "patchbay-ipam";
@@ -32,21 +32,21 @@ pub const MAX_EXCLUDES: usize = 128;
     ]))
 )]
 #[serde(rename_all = "camelCase")]
-pub struct Ipam {
+pub struct IpamSpec {
     /// Where the addresses are from, at most 8. A pod gets one address of each family. One that is added is used at once; one that is taken away gives no new addresses, and pods that have one of it keep it.
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Subnet>", length(min = 1), transform = list::set(MAX_SUBNETS)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<CidrSchema>", length(min = 1), transform = list_schema::set(MAX_SUBNETS)))]
     pub subnets: Vec<IpNet>,
     /// Ranges and addresses in them that no pod gets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Subnet>", transform = list::set(MAX_EXCLUDES)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<CidrSchema>", transform = list_schema::set(MAX_EXCLUDES)))]
     pub exclude: Vec<IpNet>,
     /// The routers that pods use on this network, at most one of each family. No pod gets their address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Address>", transform = list::set(2)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<IpSchema>", transform = list_schema::set(2)))]
     pub gateways: Vec<IpAddr>,
     /// Routes that pods get. There is no other: a gateway alone makes no default route.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(64)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(64)))]
     pub routes: Vec<Route>,
     /// How large the blocks are that nodes take. Derived from the subnets if it is not set. Cannot be changed, set or unset later.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,11 +66,11 @@ pub struct Ipam {
 #[serde(rename_all = "camelCase")]
 pub struct Route {
     /// Where it leads to.
-    #[cfg_attr(feature = "kube", schemars(with = "Subnet"))]
+    #[cfg_attr(feature = "kube", schemars(with = "CidrSchema"))]
     pub dst: IpNet,
     /// The router; the gateway of the family if it is not set, and if there is none, the network itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(with = "Option<Address>"))]
+    #[cfg_attr(feature = "kube", schemars(with = "Option<IpSchema>"))]
     pub gw: Option<IpAddr>,
 }
 
@@ -96,17 +96,17 @@ pub struct BlockLength {
 pub struct IpamStatus {
     /// Of IPv4.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ipv4: Option<FamilyStatus>,
+    pub ipv4: Option<IpFamilyStatus>,
     /// Of IPv6.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ipv6: Option<FamilyStatus>,
+    pub ipv6: Option<IpFamilyStatus>,
 }
 
 /// How many addresses of one family there are.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct FamilyStatus {
+pub struct IpFamilyStatus {
     /// The length of the prefix of blocks, fixed at the first use.
     #[cfg_attr(feature = "kube", schemars(with = "i32", range(min = 0, max = 128)))]
     pub block_length: u8,
@@ -129,7 +129,7 @@ pub struct FamilyStatus {
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Subnet(
+struct CidrSchema(
     #[schemars(length(min = 3, max = 43), extend("x-kubernetes-validations" = [
         {"rule": "isCIDR(self)", "message": "must be a range of addresses such as 192.168.200.0/24 or fd00:c8::/64"},
         {"rule": "!isCIDR(self) || cidr(self) == cidr(self).masked()", "message": "has bits behind its length: write the first address of the range, such as 192.168.200.0/24"},
@@ -142,7 +142,7 @@ struct Subnet(
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Address(
+struct IpSchema(
     #[schemars(length(min = 2, max = 39), extend("x-kubernetes-validations" = [
         {"rule": "isIP(self)", "message": "must be an address such as 192.168.200.1 or fd00:c8::1"},
     ]))]

@@ -6,24 +6,24 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::list;
+use crate::list_schema;
 
 /// The label with the name of the network.
 pub const NETWORK_LABEL: &str = "patchbay.dev/network";
 /// A block has this label, followed by the UID of a node, for each node that it concerns.
-pub const NODE_LABEL_PREFIX: &str = "node.patchbay.dev/";
+pub const NODE_ROLE_LABEL_PREFIX: &str = "node.patchbay.dev/";
 /// The value of that label for the node that holds it.
-pub const HOLDS: &str = "holds";
+pub const HOLDER_ROLE: &str = "holds";
 /// The value of that label for the node that lends it.
-pub const LENDS: &str = "lends";
+pub const LENDER_ROLE: &str = "lends";
 /// The label of single addresses that are borrowed.
 pub const BORROWED_LABEL: &str = "patchbay.dev/borrowed";
 /// The addresses that are named at most in each list of a status.
-pub const MAX_LISTED: usize = 1024;
+pub const MAX_STATUS_ADDRESSES: usize = 1024;
 /// The ranges of free addresses that are told at most.
-pub const MAX_SPARE: usize = 16;
+pub const MAX_SPARE_RANGES: usize = 16;
 /// The pods of a range that is taken away that are named at most.
-pub const MAX_DRAINING: usize = 10;
+pub const MAX_DRAINING_PODS: usize = 10;
 
 /// Who hands out which addresses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,17 +81,17 @@ pub struct IPBlockSpec {
     )]
     pub cidr: IpNet,
     /// The node that hands them out.
-    pub holder: Holder,
+    pub holder: NodeRef,
     /// The node that has the range around a single address, and lends it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lender: Option<Holder>,
+    pub lender: Option<NodeRef>,
 }
 
 /// A node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct Holder {
+pub struct NodeRef {
     /// Its name.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     pub node: String,
@@ -115,22 +115,22 @@ pub struct IPBlockStatus {
     pub free: i32,
     /// Some of those that nobody has, as first-last, for nodes that look for a single one.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Span>", transform = list::atomic(MAX_SPARE)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<SpareRange>", transform = list_schema::atomic(MAX_SPARE_RANGES)))]
     pub spare: Vec<String>,
     /// Single addresses that other nodes may hand out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(MAX_LISTED)))]
-    pub lent: Vec<Lent>,
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(MAX_STATUS_ADDRESSES)))]
+    pub lent: Vec<LentAddress>,
     /// The UIDs of IPBlocks that ask for an address which is not to be had.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Uid>", transform = list::atomic(MAX_LISTED)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<ObjectUid>", transform = list_schema::atomic(MAX_STATUS_ADDRESSES)))]
     pub refused: Vec<String>,
     /// Nothing new comes out of it: its holder does not know which addresses are in use.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub closed: bool,
     /// The first ten pods that have an address which the network does not give any more, as namespace/name address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Drains>", transform = list::atomic(MAX_DRAINING)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<DrainingPod>", transform = list_schema::atomic(MAX_DRAINING_PODS)))]
     pub draining: Vec<String>,
 }
 
@@ -138,7 +138,7 @@ pub struct IPBlockStatus {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct Lent {
+pub struct LentAddress {
     /// The address.
     #[cfg_attr(feature = "kube", schemars(with = "String", length(min = 2, max = 39)))]
     pub address: IpAddr,
@@ -151,19 +151,19 @@ pub struct Lent {
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Span(#[schemars(length(min = 2, max = 80))] String);
+struct SpareRange(#[schemars(length(min = 2, max = 80))] String);
 
 #[cfg(feature = "kube")]
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Uid(#[schemars(length(min = 1, max = 63))] String);
+struct ObjectUid(#[schemars(length(min = 1, max = 63))] String);
 
 #[cfg(feature = "kube")]
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Drains(#[schemars(length(min = 1, max = 512))] String);
+struct DrainingPod(#[schemars(length(min = 1, max = 512))] String);
 
 /// The name of the block of a network with this range.
 pub fn name(network: &str, range: IpNet) -> String {

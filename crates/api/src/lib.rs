@@ -4,18 +4,18 @@
 //! resources; without it everything here is serde structs and parsers.
 #![warn(missing_docs)]
 
-pub mod attachment;
 pub mod bridgenetwork;
-pub mod chain;
 pub mod condition;
 pub mod digest;
 pub mod duration;
+pub mod error_chain;
 pub mod ifname;
 pub mod ipam;
 pub mod ipblock;
 #[cfg(feature = "kube")]
-mod list;
+mod list_schema;
 pub mod mac;
+pub mod nad;
 pub mod names;
 pub mod nodenetwork;
 pub mod pattern;
@@ -23,21 +23,21 @@ pub mod selection;
 pub mod selector;
 
 #[cfg(feature = "kube")]
-pub use attachment::NetworkAttachmentDefinition;
-#[cfg(feature = "kube")]
 pub use bridgenetwork::BridgeNetwork;
 pub use bridgenetwork::{BridgeNetworkSpec, BridgeNetworkStatus};
-pub use chain::Chain;
 pub use condition::{Condition, ConditionStatus};
+pub use error_chain::ErrorChain;
 pub use ifname::IfName;
 #[cfg(feature = "kube")]
 pub use ipblock::IPBlock;
 pub use ipblock::{IPBlockSpec, IPBlockStatus};
 pub use mac::Mac;
 #[cfg(feature = "kube")]
+pub use nad::NetworkAttachmentDefinition;
+#[cfg(feature = "kube")]
 pub use nodenetwork::NodeNetwork;
 pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
-pub use pattern::{Pattern, Patterns};
+pub use pattern::{IfNamePattern, IfNamePatterns};
 pub use selector::LabelSelector;
 
 /// The API group of every kind of ours.
@@ -47,11 +47,11 @@ pub const VERSION: &str = "v1alpha1";
 /// Where the programs run.
 pub const NAMESPACE: &str = "patchbay-system";
 /// The field manager of `patchbay node`.
-pub const NODE_MANAGER: &str = "patchbay.dev/node";
+pub const NODE_FIELD_MANAGER: &str = "patchbay.dev/node";
 /// The field manager of `patchbay controller`.
-pub const CONTROLLER_MANAGER: &str = "patchbay.dev/controller";
+pub const CONTROLLER_FIELD_MANAGER: &str = "patchbay.dev/controller";
 /// What the alias of a link made by Patchbay begins with.
-pub const LINK_ALIAS: &str = "patchbay/";
+pub const LINK_ALIAS_PREFIX: &str = "patchbay/";
 
 /// Every kind of ours, in the order in which the install manifest lists them.
 #[cfg(feature = "kube")]

@@ -1,13 +1,13 @@
 //! The names by which the parts of an installation find each other: what the manifests say and the programs read.
 
 /// The Lease of the controller that leads.
-pub const LEASE: &str = "patchbay-controller";
+pub const LEASE_NAME: &str = "patchbay-controller";
 /// The Secret with the webhook's certificates.
-pub const SECRET: &str = "patchbay-webhook-certs";
+pub const WEBHOOK_CERT_SECRET: &str = "patchbay-webhook-certs";
 /// The configuration of the webhooks.
-pub const CONFIGURATION: &str = "patchbay";
+pub const WEBHOOK_CONFIGURATION: &str = "patchbay";
 /// The Service through which the API server reaches the webhooks.
-pub const SERVICE: &str = "patchbay-webhook";
+pub const WEBHOOK_SERVICE: &str = "patchbay-webhook";
 
 /// The controller's port of `/healthz` and `/readyz`, in the clear.
 pub const HEALTH_PORT: u16 = 8081;
@@ -29,4 +29,4 @@ pub const HOST_ROOT: &str = "/host";
 /// Where runtimes look for CNI plugins, on the host and in the node daemon's pod.
 pub const CNI_BIN_DIR: &str = "/opt/cni/bin";
 /// Where the image has the CNI plugin that is copied there.
-pub const SHIM: &str = "/usr/bin/patchbay-cni";
+pub const CNI_SHIM: &str = "/usr/bin/patchbay-cni";

@@ -6,18 +6,18 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::list;
+use crate::list_schema;
 use crate::{Condition, Mac};
 
-/// The links of a node that are listed at most. With [`MAX_ALL_ADDRESSES`] the largest object stays below 512 KiB, a
+/// The links of a node that are listed at most. With [`MAX_TOTAL_ADDRESSES`] the largest object stays below 512 KiB, a
 /// third of what the API server stores, with what it adds itself to say who wrote which field.
 pub const MAX_INTERFACES: usize = 512;
 /// The addresses of one link that are listed at most.
 pub const MAX_ADDRESSES: usize = 64;
 /// The addresses of all links together that are listed at most.
-pub const MAX_ALL_ADDRESSES: usize = 2048;
+pub const MAX_TOTAL_ADDRESSES: usize = 2048;
 /// The longest name shown. A name of 15 bytes has up to 60 characters when all of them had to be escaped.
-pub const MAX_NAME: usize = 63;
+pub const MAX_INTERFACE_NAME: usize = 63;
 /// The networks of a node that are listed at most, which is also how many a node takes part in.
 pub const MAX_NETWORKS: usize = 512;
 /// The longest message about a network.
@@ -57,15 +57,15 @@ pub struct NodeNetworkStatus {
     pub vtep: Option<Vtep>,
     /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::map("name", MAX_INTERFACES)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("name", MAX_INTERFACES)))]
     pub interfaces: Vec<Interface>,
     /// The bridge networks that this node takes part in, or still has links of, sorted by UID. A network stands here before its first link is made and until its last link is gone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::map("uid", MAX_NETWORKS)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
     /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::map("type", 16)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", 16)))]
     pub conditions: Vec<Condition>,
 }
 
@@ -117,7 +117,7 @@ pub struct Interface {
     pub state: LinkState,
     /// The addresses of the link with their prefix length. IPv6 link-local and temporary addresses are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Cidr>", transform = list::atomic(MAX_ADDRESSES)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<InterfaceAddress>", transform = list_schema::atomic(MAX_ADDRESSES)))]
     pub addresses: Vec<IpNet>,
     /// The bridge, bond or VRF that this link is a port of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -167,7 +167,7 @@ pub struct NetworkOnNode {
     pub mtu: Option<i32>,
     /// The ports that connect the bridge with other nodes: the uplink or the VXLAN device. Ports of pods are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<PortName>", transform = list::atomic(8)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<PortName>", transform = list_schema::atomic(8)))]
     pub ports: Vec<String>,
     /// Running pods of this node whose interface still has a smaller MTU than the network.
     #[serde(default, skip_serializing_if = "is_zero")]
@@ -214,7 +214,7 @@ pub enum LinkState {
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Cidr(#[schemars(length(max = 43), extend("format" = "cidr"))] String);
+struct InterfaceAddress(#[schemars(length(max = 43), extend("format" = "cidr"))] String);
 
 #[cfg(test)]
 #[cfg(feature = "kube")]
@@ -304,6 +304,6 @@ mod tests {
         assert_eq!(interfaces["maxItems"], json!(MAX_INTERFACES));
         let fields = &interfaces["items"]["properties"];
         assert_eq!(fields["addresses"]["maxItems"], json!(MAX_ADDRESSES));
-        assert_eq!(fields["name"]["maxLength"], json!(MAX_NAME));
+        assert_eq!(fields["name"]["maxLength"], json!(MAX_INTERFACE_NAME));
     }
 }

@@ -1,4 +1,4 @@
-//! Patterns for interface names.
+//! IfNamePatterns for interface names.
 //!
 //! Shell globs: `*` is any run of characters, `?` any one, `[0-9a-f]` one of a set and `[!0-9]` one outside
 //! of it. Matching is linear in pattern times name, whatever somebody writes.
@@ -7,7 +7,7 @@ use std::{fmt, str::FromStr};
 
 /// A glob for interface names.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pattern {
+pub struct IfNamePattern {
     text: String,
     tokens: Vec<Token>,
 }
@@ -27,7 +27,7 @@ pub enum Error {
     #[error("a pattern cannot be empty")]
     Empty,
     /// No interface name is that long.
-    #[error("a pattern has at most {max} bytes, this one has {0}", max = Pattern::MAX)]
+    #[error("a pattern has at most {max} bytes, this one has {0}", max = IfNamePattern::MAX)]
     TooLong(usize),
     /// No interface name contains it.
     #[error("no interface name contains {0:?}, so the pattern would never match")]
@@ -40,7 +40,7 @@ pub enum Error {
     EmptySet(String),
 }
 
-impl Pattern {
+impl IfNamePattern {
     /// The longest pattern in bytes: fifteen sets such as `[0-9a-f]`, and room to spare.
     pub const MAX: usize = 255;
 
@@ -117,7 +117,7 @@ fn set(text: &str, chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Resu
     Ok(Token::OneOf { ranges, negated })
 }
 
-impl FromStr for Pattern {
+impl FromStr for IfNamePattern {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
@@ -145,7 +145,7 @@ impl FromStr for Pattern {
     }
 }
 
-impl fmt::Display for Pattern {
+impl fmt::Display for IfNamePattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
@@ -154,20 +154,20 @@ impl fmt::Display for Pattern {
 /// A comma separated list of patterns; a name fits if any of them does.
 ///
 /// ```
-/// let patterns: api::Patterns = "veth*, docker?".parse().unwrap();
+/// let patterns: api::IfNamePatterns = "veth*, docker?".parse().unwrap();
 /// assert!(patterns.matches("docker0") && !patterns.matches("eth0"));
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Patterns(Vec<Pattern>);
+pub struct IfNamePatterns(Vec<IfNamePattern>);
 
-impl Patterns {
+impl IfNamePatterns {
     /// Whether any pattern fits the name.
     pub fn matches(&self, name: &str) -> bool {
         self.0.iter().any(|pattern| pattern.matches(name))
     }
 }
 
-impl FromStr for Patterns {
+impl FromStr for IfNamePatterns {
     type Err = Error;
 
     /// An empty text is an empty list: nothing fits.
@@ -176,13 +176,13 @@ impl FromStr for Patterns {
     }
 }
 
-impl FromIterator<Pattern> for Patterns {
-    fn from_iter<I: IntoIterator<Item = Pattern>>(patterns: I) -> Self {
+impl FromIterator<IfNamePattern> for IfNamePatterns {
+    fn from_iter<I: IntoIterator<Item = IfNamePattern>>(patterns: I) -> Self {
         Self(patterns.into_iter().collect())
     }
 }
 
-impl fmt::Display for Patterns {
+impl fmt::Display for IfNamePatterns {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, pattern) in self.0.iter().enumerate() {
             write!(f, "{}{pattern}", if index == 0 { "" } else { "," })?;
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     fn fits(pattern: &str, name: &str) -> bool {
-        pattern.parse::<Pattern>().unwrap().matches(name)
+        pattern.parse::<IfNamePattern>().unwrap().matches(name)
     }
 
     #[test]
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn refuses_patterns_that_can_never_match() {
-        let parse = |text: &str| text.parse::<Pattern>();
+        let parse = |text: &str| text.parse::<IfNamePattern>();
         assert_eq!(parse(""), Err(Error::Empty));
         assert_eq!(parse("a b"), Err(Error::Character(' ')));
         assert_eq!(parse("a/b"), Err(Error::Character('/')));
@@ -246,11 +246,11 @@ mod tests {
 
     #[test]
     fn a_list_ignores_space_and_empty_entries_and_prints_what_it_holds() {
-        let list: Patterns = " veth* ,,docker?, ".parse().unwrap();
+        let list: IfNamePatterns = " veth* ,,docker?, ".parse().unwrap();
         assert_eq!(list.to_string(), "veth*,docker?");
         assert!(list.matches("veth1") && list.matches("docker0") && !list.matches("eth0"));
-        assert_eq!("".parse::<Patterns>().unwrap(), Patterns::default());
-        assert!(!Patterns::default().matches("eth0"));
+        assert_eq!("".parse::<IfNamePatterns>().unwrap(), IfNamePatterns::default());
+        assert!(!IfNamePatterns::default().matches("eth0"));
     }
 
     #[test]
@@ -273,14 +273,14 @@ mod tests {
     proptest! {
         #[test]
         fn agrees_with_the_textbook(pattern in "[ab*?]{1,8}", name in "[ab]{0,10}") {
-            let pattern: Pattern = pattern.parse().unwrap();
+            let pattern: IfNamePattern = pattern.parse().unwrap();
             let chars: Vec<char> = name.chars().collect();
             prop_assert_eq!(pattern.matches(&name), slow(&pattern.tokens, &chars));
         }
 
         #[test]
         fn never_panics(pattern in any::<String>(), name in any::<String>()) {
-            if let Ok(patterns) = pattern.parse::<Patterns>() {
+            if let Ok(patterns) = pattern.parse::<IfNamePatterns>() {
                 patterns.matches(&name);
             }
         }

@@ -8,22 +8,22 @@ use std::{collections::BTreeSet, fmt};
 use serde_json::{Map, Value};
 
 /// The annotation that names the networks of a pod.
-pub const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
+pub const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
 /// The annotation that names the network which takes the place of the cluster's own.
-pub const DEFAULT_NETWORK: &str = "v1.multus-cni.io/default-network";
+pub const DEFAULT_NETWORK_ANNOTATION: &str = "v1.multus-cni.io/default-network";
 /// Where multus looks for a default network that is named without a namespace.
 pub const MULTUS_NAMESPACE: &str = "kube-system";
 /// The networks that are read of one annotation at most.
 pub const MAX_ELEMENTS: usize = 4096;
 /// The attachments that one object is taken to use at most. No pod has so many interfaces, and each that is named is kept
 /// in memory for as long as the object is there, whoever made it up.
-pub const MAX_REFERENCES: usize = 64;
+pub const MAX_NAD_REFS: usize = 64;
 /// What is repeated of a text at most.
 const LONGEST_ECHO: usize = 64;
 
 /// A NetworkAttachmentDefinition, by its names.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Reference {
+pub struct NadRef {
     /// Where it is.
     pub namespace: String,
     /// What it is called.
@@ -32,7 +32,7 @@ pub struct Reference {
 
 /// One network that a pod asks for.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Element {
+pub struct NetworkSelectionElement {
     /// The namespace of the attachment, if one is named.
     pub namespace: Option<String>,
     /// The name of the attachment.
@@ -53,9 +53,9 @@ pub struct Element {
 
 /// What was read of an annotation: all that could be, and what was wrong with the rest.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Selection {
+pub struct NetworkSelection {
     /// In the order in which they were named.
-    pub elements: Vec<Element>,
+    pub elements: Vec<NetworkSelectionElement>,
     /// The first thing that could not be read.
     pub error: Option<Error>,
 }
@@ -77,7 +77,7 @@ pub enum Error {
     TooMany,
 }
 
-impl Reference {
+impl NadRef {
     /// The attachment of this name in this namespace.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), name: name.into() }
@@ -85,66 +85,66 @@ impl Reference {
 
     /// Reads `name` or `namespace/name`, as a virtual machine names a network.
     pub fn parse(text: &str, namespace: &str) -> Option<Self> {
-        let element = item(text)?;
+        let element = parse_item(text)?;
         Some(element.reference(namespace))
     }
 }
 
-impl fmt::Display for Reference {
+impl fmt::Display for NadRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.namespace, self.name)
     }
 }
 
-impl Element {
+impl NetworkSelectionElement {
     /// The attachment that is meant by an object of this namespace.
-    pub fn reference(&self, namespace: &str) -> Reference {
-        Reference::new(self.namespace.as_deref().unwrap_or(namespace), self.name.as_str())
+    pub fn reference(&self, namespace: &str) -> NadRef {
+        NadRef::new(self.namespace.as_deref().unwrap_or(namespace), self.name.as_str())
     }
 }
 
-impl Selection {
+impl NetworkSelection {
     /// Reads the value of an annotation.
     pub fn parse(text: &str) -> Self {
         let mut selection = Self::default();
         if text.contains(['[', '{', '"']) {
-            selection.read_json(text);
+            selection.parse_json(text);
         } else {
-            selection.read_text(text);
+            selection.parse_text(text);
         }
         selection
     }
 
-    fn read_text(&mut self, text: &str) {
+    fn parse_text(&mut self, text: &str) {
         for one in text.split(',').map(str::trim).filter(|one| !one.is_empty()) {
-            match item(one) {
+            match parse_item(one) {
                 Some(element) => self.push(element),
                 None => self.fail(Error::Name(short(one))),
             }
         }
     }
 
-    fn read_json(&mut self, text: &str) {
+    fn parse_json(&mut self, text: &str) {
         match serde_json::from_str(text) {
-            Ok(Value::Array(list)) => list.iter().for_each(|value| self.read_value(value)),
+            Ok(Value::Array(list)) => list.iter().for_each(|value| self.parse_value(value)),
             Ok(value @ (Value::Object(_) | Value::String(_))) => {
                 self.fail(Error::Shape);
-                self.read_value(&value);
+                self.parse_value(&value);
             }
             Ok(Value::Null | Value::Bool(_) | Value::Number(_)) => self.fail(Error::Shape),
             Err(error) => self.fail(Error::Json(short(&error.to_string()))),
         }
     }
 
-    fn read_value(&mut self, value: &Value) {
+    fn parse_value(&mut self, value: &Value) {
         match value {
-            Value::Object(fields) => match object(fields) {
+            Value::Object(fields) => match parse_object(fields) {
                 Some(element) => self.push(element),
                 None => self.fail(Error::Shape),
             },
             Value::String(text) => {
                 self.fail(Error::Shape);
-                if let Some(element) = item(text) {
+                if let Some(element) = parse_item(text) {
                     self.push(element);
                 }
             }
@@ -152,7 +152,7 @@ impl Selection {
         }
     }
 
-    fn push(&mut self, element: Element) {
+    fn push(&mut self, element: NetworkSelectionElement) {
         if self.elements.len() < MAX_ELEMENTS {
             self.elements.push(element);
         } else {
@@ -166,22 +166,22 @@ impl Selection {
 }
 
 /// Every attachment that an object of this namespace names in its two annotations, each once and sorted: the first
-/// [`MAX_REFERENCES`] of them.
+/// [`MAX_NAD_REFS`] of them.
 ///
 /// Multus looks for a default network without a namespace in its own one; others may look in the pod's: both count.
-pub fn references(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<Reference> {
-    let networks = Selection::parse(networks.unwrap_or_default());
-    let default = Selection::parse(default.unwrap_or_default());
+pub fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
+    let networks = NetworkSelection::parse(networks.unwrap_or_default());
+    let default = NetworkSelection::parse(default.unwrap_or_default());
     let homes = [namespace, MULTUS_NAMESPACE];
     let default = default.elements.iter().flat_map(|element| homes.map(|home| element.reference(home)));
-    first(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
+    limit_nad_refs(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
 }
 
-/// The first [`MAX_REFERENCES`] of these, each once and sorted.
-pub fn first(references: impl IntoIterator<Item = Reference>) -> Vec<Reference> {
+/// The first [`MAX_NAD_REFS`] of these, each once and sorted.
+pub fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRef> {
     let mut found = BTreeSet::new();
     for reference in references {
-        if found.len() >= MAX_REFERENCES {
+        if found.len() >= MAX_NAD_REFS {
             break;
         }
         found.insert(reference);
@@ -190,7 +190,7 @@ pub fn first(references: impl IntoIterator<Item = Reference>) -> Vec<Reference> 
 }
 
 /// `[namespace/]name[@interface]`, with blanks anywhere around the parts.
-fn item(text: &str) -> Option<Element> {
+fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
     let (namespace, rest) = match text.split_once('/') {
         Some((namespace, rest)) => (Some(namespace.trim()), rest),
         None => (None, text),
@@ -204,15 +204,15 @@ fn item(text: &str) -> Option<Element> {
     {
         return None;
     }
-    Some(Element {
+    Some(NetworkSelectionElement {
         namespace: namespace.map(str::to_owned),
         name: name.to_owned(),
         interface: interface.filter(|it| !it.is_empty()).map(str::to_owned),
-        ..Element::default()
+        ..NetworkSelectionElement::default()
     })
 }
 
-fn object(fields: &Map<String, Value>) -> Option<Element> {
+fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> {
     // Multus is written in Go, whose JSON does not care about case.
     let field = |wanted: &str| {
         let exact = fields.get(wanted);
@@ -227,13 +227,13 @@ fn object(fields: &Map<String, Value>) -> Option<Element> {
         _ => Vec::new(),
     };
     // A name with its namespace in front is against the standard, and seen all the same.
-    let named = item(text("name")?)?;
+    let named = parse_item(text("name")?)?;
     let namespace = match text("namespace") {
         Some(namespace) if !is_name(namespace) => return None,
         Some(namespace) => Some(namespace.to_owned()),
         None => named.namespace,
     };
-    Some(Element {
+    Some(NetworkSelectionElement {
         namespace,
         name: named.name,
         interface: text("interface").or(text("interfaceRequest")).map(str::to_owned).or(named.interface),
@@ -265,7 +265,7 @@ mod tests {
     use super::*;
 
     fn named(networks: &str) -> Vec<String> {
-        references(Some(networks), None, "home").iter().map(Reference::to_string).collect()
+        nad_refs(Some(networks), None, "home").iter().map(NadRef::to_string).collect()
     }
 
     #[test]
@@ -305,39 +305,39 @@ mod tests {
             (r#"[{"name": 7}]"#, &[], Error::Shape),
         ] {
             assert_eq!(
-                (named(text), Selection::parse(text).error),
+                (named(text), NetworkSelection::parse(text).error),
                 (wanted.iter().map(|it| (*it).to_owned()).collect(), Some(error))
             );
         }
-        assert!(matches!(Selection::parse("[{").error, Some(Error::Json(_))));
-        assert!(matches!(Selection::parse(&"[".repeat(100_000)).error, Some(Error::Json(_))));
-        let many = Selection::parse(&"a,".repeat(MAX_ELEMENTS + 1));
+        assert!(matches!(NetworkSelection::parse("[{").error, Some(Error::Json(_))));
+        assert!(matches!(NetworkSelection::parse(&"[".repeat(100_000)).error, Some(Error::Json(_))));
+        let many = NetworkSelection::parse(&"a,".repeat(MAX_ELEMENTS + 1));
         assert_eq!((many.elements.len(), many.error), (MAX_ELEMENTS, Some(Error::TooMany)));
     }
 
     #[test]
     fn of_one_object_only_so_many_attachments_count_however_often_it_names_one() {
         let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
-        assert_eq!(named(&many.join(",")).len(), MAX_REFERENCES);
-        assert_eq!(references(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_REFERENCES);
-        let one = format!("{}blue", "red,".repeat(MAX_REFERENCES + 1));
+        assert_eq!(named(&many.join(",")).len(), MAX_NAD_REFS);
+        assert_eq!(nad_refs(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_NAD_REFS);
+        let one = format!("{}blue", "red,".repeat(MAX_NAD_REFS + 1));
         assert_eq!(named(&one), ["home/blue", "home/red"]);
     }
 
     #[test]
     fn a_default_network_is_looked_for_where_multus_does_and_where_the_pod_is() {
-        let found = |text| references(None, Some(text), "home");
-        let [here, there] = ["home", "kube-system"].map(|namespace| Reference::new(namespace, "a"));
+        let found = |text| nad_refs(None, Some(text), "home");
+        let [here, there] = ["home", "kube-system"].map(|namespace| NadRef::new(namespace, "a"));
         assert_eq!(found("a"), [here.clone(), there.clone()]);
         assert_eq!(found(r#"[{"name": "a"}]"#), [here, there]);
-        assert_eq!(found("other/a"), [Reference::new("other", "a")]);
+        assert_eq!(found("other/a"), [NadRef::new("other", "a")]);
     }
 
     #[test]
     fn what_the_plugin_is_told_is_kept() {
         let text = r#"[{"name": "a", "interface": "net7", "mac": "02:00:00:00:00:01", "ips": ["10.0.0.1/24"],
             "cni-args": {"x": 1}, "ipam-claim-reference": "c", "default-route": ["10.0.0.254"]}]"#;
-        let wanted = Element {
+        let wanted = NetworkSelectionElement {
             namespace: None,
             name: "a".to_owned(),
             interface: Some("net7".to_owned()),
@@ -347,14 +347,14 @@ mod tests {
             ipam_claim: Some("c".to_owned()),
             default_route: vec!["10.0.0.254".to_owned()],
         };
-        assert_eq!(Selection::parse(text), Selection { elements: vec![wanted], error: None });
-        assert_eq!(Selection::parse("a@net7").elements[0].interface.as_deref(), Some("net7"));
+        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![wanted], error: None });
+        assert_eq!(NetworkSelection::parse("a@net7").elements[0].interface.as_deref(), Some("net7"));
     }
 
     proptest! {
         #[test]
         fn never_panics(text in any::<String>(), json in r#"\[[\[\]{}",:a-z/@0-9]*\]?"#) {
-            references(Some(&text), Some(&json), "home");
+            nad_refs(Some(&text), Some(&json), "home");
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "kube")]
-use crate::list;
+use crate::list_schema;
 
 /// Which objects are meant, by their labels. All that is said must hold; nothing said means every object.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,8 +18,8 @@ pub struct LabelSelector {
     pub match_labels: BTreeMap<String, String>,
     /// Conditions on labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list::atomic(32)))]
-    pub match_expressions: Vec<Requirement>,
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(32)))]
+    pub match_expressions: Vec<LabelSelectorRequirement>,
 }
 
 /// A condition on one label.
@@ -33,15 +33,15 @@ pub struct LabelSelector {
     }]))
 )]
 #[serde(rename_all = "camelCase")]
-pub struct Requirement {
+pub struct LabelSelectorRequirement {
     /// The label.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 317)))]
     pub key: String,
     /// How the label is compared.
-    pub operator: Operator,
+    pub operator: LabelSelectorOperator,
     /// The values that In and NotIn compare with.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(with = "Vec<Value>", transform = list::atomic(64)))]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<LabelValue>", transform = list_schema::atomic(64)))]
     pub values: Vec<String>,
 }
 
@@ -50,12 +50,12 @@ pub struct Requirement {
 #[derive(schemars::JsonSchema)]
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
-struct Value(#[schemars(length(max = 63))] String);
+struct LabelValue(#[schemars(length(max = 63))] String);
 
 /// How a label is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
-pub enum Operator {
+pub enum LabelSelectorOperator {
     /// The label has one of the values.
     In,
     /// The label has none of the values, or is missing.
@@ -74,15 +74,15 @@ impl LabelSelector {
     }
 }
 
-impl Requirement {
+impl LabelSelectorRequirement {
     fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         let value = labels.get(&self.key);
         let among = value.is_some_and(|value| self.values.contains(value));
         match self.operator {
-            Operator::In => among,
-            Operator::NotIn => !among,
-            Operator::Exists => value.is_some(),
-            Operator::DoesNotExist => value.is_none(),
+            LabelSelectorOperator::In => among,
+            LabelSelectorOperator::NotIn => !among,
+            LabelSelectorOperator::Exists => value.is_some(),
+            LabelSelectorOperator::DoesNotExist => value.is_none(),
         }
     }
 }

@@ -6,7 +6,7 @@
 use std::{sync::Arc, time::Duration};
 
 use api::{
-    Chain,
+    ErrorChain,
     names::{VALIDATE_BRIDGENETWORKS, VALIDATE_NODENETWORKS, VALIDATE_USERS},
 };
 use axum::{
@@ -175,7 +175,7 @@ async fn admit(path: Path, replica: Arc<Replica>, request: Request) -> Response 
         }
         Err(error) => {
             replica.metrics.admission(path, error.outcome());
-            debug!(?path, error = %Chain(&error), "an admission request was not judged");
+            debug!(?path, error = %ErrorChain(&error), "an admission request was not judged");
             (error.status(), error.to_string()).into_response()
         }
     }

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use api::names::{HEALTH_PORT, SERVICE, WEBHOOK_PORT};
+use api::names::{HEALTH_PORT, WEBHOOK_PORT, WEBHOOK_SERVICE};
 use plan::{certs::LONGEST_LIFE, lease::LONGEST_TERM};
 
 use api::duration;
@@ -42,7 +42,7 @@ pub struct Args {
     pub webhook_addr: SocketAddr,
 
     /// Name of the Service through which the API server calls the webhook
-    #[arg(long, env = "PATCHBAY_WEBHOOK_SERVICE", default_value = SERVICE)]
+    #[arg(long, env = "PATCHBAY_WEBHOOK_SERVICE", default_value = WEBHOOK_SERVICE)]
     pub webhook_service: String,
 
     /// Lifetime of the webhook's certificate authority; renewed after two thirds of it

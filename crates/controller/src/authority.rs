@@ -10,8 +10,8 @@ use std::{
 };
 
 use api::{
-    Chain,
-    names::{CONFIGURATION, SECRET},
+    ErrorChain,
+    names::{WEBHOOK_CERT_SECRET, WEBHOOK_CONFIGURATION},
 };
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
@@ -112,7 +112,7 @@ impl Keeper {
                     Duration::ZERO
                 }
                 Err(error) => {
-                    warn!(error = %Chain(&error), ?retry, "the webhook certificates could not be kept, tried again");
+                    warn!(error = %ErrorChain(&error), ?retry, "the webhook certificates could not be kept, tried again");
                     let rest = retry;
                     retry = (retry * 2).min(LAST_RETRY);
                     rest
@@ -134,10 +134,10 @@ impl Keeper {
         let secret = Api::namespaced(self.client.clone(), &self.home.namespace);
         let configuration = Api::all(self.client.clone());
         stream::select(
-            watch::touches::<Secret>(secret, SECRET, self.metrics.clone(), Call::WatchSecret),
+            watch::touches::<Secret>(secret, WEBHOOK_CERT_SECRET, self.metrics.clone(), Call::WatchSecret),
             watch::touches::<ValidatingWebhookConfiguration>(
                 configuration,
-                CONFIGURATION,
+                WEBHOOK_CONFIGURATION,
                 self.metrics.clone(),
                 Call::WatchWebhookConfiguration,
             ),

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use api::{CONTROLLER_MANAGER, names::CONFIGURATION};
+use api::{CONTROLLER_FIELD_MANAGER, names::WEBHOOK_CONFIGURATION};
 use k8s_openapi::{
     ByteString,
     api::admissionregistration::v1::{ValidatingWebhookConfiguration, WebhookClientConfig},
@@ -47,15 +47,15 @@ impl Registration {
 
     /// It need not exist.
     pub async fn read(&self) -> Result<Option<Configuration>, call::Error> {
-        let found = self.line.read(self.api.get_opt(CONFIGURATION)).await?;
+        let found = self.line.read(self.api.get_opt(WEBHOOK_CONFIGURATION)).await?;
         Ok(found.map(|object| configuration(&object, &self.home)))
     }
 
     /// Makes every webhook of ours trust the bundle, unless the configuration has changed since it was read.
     pub async fn publish(&self, configuration: &Configuration, bundle: &Bundle) -> Result<(), call::Error> {
         let patch = Patch::Apply(patch(configuration, bundle));
-        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
-        self.line.change(self.api.patch(CONFIGURATION, &params, &patch)).await.map(drop)
+        let params = PatchParams::apply(CONTROLLER_FIELD_MANAGER).force();
+        self.line.change(self.api.patch(WEBHOOK_CONFIGURATION, &params, &patch)).await.map(drop)
     }
 }
 
@@ -90,7 +90,7 @@ fn patch(configuration: &Configuration, bundle: &Bundle) -> Value {
     json!({
         "apiVersion": ValidatingWebhookConfiguration::api_version(&()),
         "kind": ValidatingWebhookConfiguration::kind(&()),
-        "metadata": {"name": CONFIGURATION, "resourceVersion": configuration.version},
+        "metadata": {"name": WEBHOOK_CONFIGURATION, "resourceVersion": configuration.version},
         "webhooks": configuration.webhooks.iter().map(|(name, _)| Hook::new(name, &text)).collect::<Vec<_>>(),
     })
 }

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use api::{bridgenetwork::FINALIZER_USERS, selection::Reference};
+use api::{bridgenetwork::FINALIZER_USERS, selection::NadRef};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
@@ -38,7 +38,7 @@ pub struct Question {
     /// The networks, by UID, whose attachments have to be gone before anybody looks for users.
     pub emptied: BTreeSet<String>,
     /// The attachments whose users are looked for.
-    pub attachments: BTreeSet<Reference>,
+    pub attachments: BTreeSet<NadRef>,
     /// The networks, by UID, that nodes may list.
     pub undone: BTreeSet<String>,
     /// The networks, by UID, that may be no more.
@@ -52,7 +52,7 @@ type Answer<T> = Result<T, Arc<call::Error>>;
 pub struct Answers {
     question: Question,
     left: Answer<BTreeSet<String>>,
-    users: Answer<BTreeMap<Reference, String>>,
+    users: Answer<BTreeMap<NadRef, String>>,
     nodes: Answer<BTreeMap<String, String>>,
     networks: Answer<BTreeSet<String>>,
 }
@@ -76,7 +76,7 @@ impl Answers {
     }
 
     /// One that uses any of these attachments, if there is one.
-    pub fn user(&self, attachments: &BTreeSet<Reference>) -> Answer<Option<&str>> {
+    pub fn user(&self, attachments: &BTreeSet<NadRef>) -> Answer<Option<&str>> {
         let users = self.users.as_ref().map_err(Arc::clone)?;
         if !attachments.is_subset(&self.question.attachments) {
             return Ok(Some(NOBODY_KNOWS));
@@ -148,10 +148,7 @@ impl Direct {
     }
 
     /// Those of these attachments that are used, each with one who does.
-    async fn users(
-        &self,
-        attachments: &BTreeSet<Reference>,
-    ) -> Result<BTreeMap<Reference, String>, call::Error> {
+    async fn users(&self, attachments: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, call::Error> {
         if attachments.is_empty() {
             return Ok(BTreeMap::new());
         }
@@ -163,8 +160,8 @@ impl Direct {
     async fn users_of(
         &self,
         kind: Kind,
-        attachments: &BTreeSet<Reference>,
-    ) -> Result<BTreeMap<Reference, String>, call::Error> {
+        attachments: &BTreeSet<NadRef>,
+    ) -> Result<BTreeMap<NadRef, String>, call::Error> {
         let mut used = BTreeMap::new();
         let params = ListParams::default().limit(PAGE);
         if kind == Kind::Pod {
@@ -277,7 +274,7 @@ impl Direct {
 }
 
 /// What the object uses of these, if it counts as a user: judged by the same rule as the index.
-fn uses(kind: Kind, facts: &Facts, attachments: &BTreeSet<Reference>) -> Vec<(Reference, String)> {
+fn uses(kind: Kind, facts: &Facts, attachments: &BTreeSet<NadRef>) -> Vec<(NadRef, String)> {
     if !facts.counts(kind) {
         return Vec::new();
     }

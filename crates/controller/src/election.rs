@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{CONTROLLER_MANAGER, Chain, names::LEASE};
+use api::{CONTROLLER_FIELD_MANAGER, ErrorChain, names::LEASE_NAME};
 use jiff::Timestamp;
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -101,7 +101,7 @@ impl Candidate {
                 Ok(Err(pause)) => pause,
                 Err(error) if error.is_conflict() => Duration::ZERO,
                 Err(error) => {
-                    warn!(error = %Chain(&error), "the lease cannot be reached, tried again");
+                    warn!(error = %ErrorChain(&error), "the lease cannot be reached, tried again");
                     self.settings.look
                 }
             };
@@ -152,7 +152,7 @@ impl Candidate {
                 Ok(_) => return info!(identity = self.settings.identity, "released the lease"),
                 Err(error) if error.is_conflict() => {}
                 Err(error) => {
-                    return warn!(error = %Chain(&error), "the lease was not released, others have to wait for its end");
+                    return warn!(error = %ErrorChain(&error), "the lease was not released, others have to wait for its end");
                 }
             }
             if self.look().await.is_err() || !self.holds() {
@@ -162,7 +162,7 @@ impl Candidate {
     }
 
     async fn look(&mut self) -> Result<&Known, call::Error> {
-        let lease = self.line.read(self.api.get_opt(LEASE)).await?;
+        let lease = self.line.read(self.api.get_opt(LEASE_NAME)).await?;
         Ok(self.saw(lease))
     }
 
@@ -184,10 +184,10 @@ impl Candidate {
             known.seen.attempt(&self.settings.identity, renewed);
         }
         let params =
-            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
+            PostParams { field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         let started = now();
         let lease = if exists {
-            self.line.change(self.api.replace(LEASE, &params, &lease)).await?
+            self.line.change(self.api.replace(LEASE_NAME, &params, &lease)).await?
         } else {
             self.line.create(self.api.create(&params, &lease)).await?
         };
@@ -248,7 +248,7 @@ impl Leader {
                 Ok(Err(error)) => error,
                 Err(_) => call::Error::Deadline(rest),
             };
-            warn!(error = %Chain(&attempt), "the lease was not renewed, tried again");
+            warn!(error = %ErrorChain(&attempt), "the lease was not renewed, tried again");
             last = Some(attempt);
             let pause = (self.candidate.settings.renew / 4).min(self.rest());
             tokio::time::sleep(pause).await;
@@ -278,7 +278,7 @@ fn record(lease: &Lease) -> Record {
 fn written(seen: Option<Lease>, holder: Holder, settings: &Settings, time: Timestamp) -> Lease {
     let mut lease = seen.unwrap_or_else(|| Lease {
         metadata: ObjectMeta {
-            name: Some(LEASE.to_owned()),
+            name: Some(LEASE_NAME.to_owned()),
             namespace: Some(settings.namespace.clone()),
             ..ObjectMeta::default()
         },

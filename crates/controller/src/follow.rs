@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use api::selection::Reference;
+use api::selection::NadRef;
 use futures::{Stream, StreamExt, TryStreamExt};
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -143,7 +143,7 @@ impl Follower {
                 true
             });
             let stream = self.all(&object::attachments(), Call::WatchAttachments);
-            let map: fn(&mut World) -> Option<&mut BTreeMap<Reference, network::Attachment>> =
+            let map: fn(&mut World) -> Option<&mut BTreeMap<NadRef, network::Attachment>> =
                 |world| world.attachments.as_mut();
             self.keep(Source::Attachments, stream, map, |world, it| {
                 let (at, one) = object::attachment(it)?;

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use api::{Chain, selection::Reference};
+use api::{ErrorChain, selection::NadRef};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use kube::Client;
@@ -168,7 +168,7 @@ impl Steward {
     }
 
     /// Makes refusals known to the next plan, which tells of them.
-    fn refuse(&mut self, turn: &Turn, refused: &[(Reference, String)]) {
+    fn refuse(&mut self, turn: &Turn, refused: &[(NadRef, String)]) {
         for (at, why) in refused {
             debug!(network = turn.name, attachment = %at, why, "an attachment was refused, tried again");
             self.memory.refused(&turn.uid, at, now());
@@ -203,9 +203,9 @@ impl Steward {
 
     /// What is not asked for any more is refused no more.
     fn settle_refusals(&mut self, turns: &[Turn]) {
-        let asked: HashMap<&str, HashSet<&Reference>> =
+        let asked: HashMap<&str, HashSet<&NadRef>> =
             turns.iter().map(|turn| (turn.uid.as_str(), turn.places().collect())).collect();
-        let still = |uid: &str, at: &Reference| asked.get(uid).is_some_and(|all| all.contains(at));
+        let still = |uid: &str, at: &NadRef| asked.get(uid).is_some_and(|all| all.contains(at));
         self.memory.keep_refusals(still);
         let going: HashSet<&str> =
             turns.iter().filter(|turn| turn.lets_go()).map(|turn| turn.uid.as_str()).collect();
@@ -246,7 +246,7 @@ impl Steward {
             }
             Err(error) => {
                 let wait = self.memory.failed(turn, now());
-                warn!(network = turn.name, error = %Chain(&error), ?wait, "a network could not be kept, tried again");
+                warn!(network = turn.name, error = %ErrorChain(&error), ?wait, "a network could not be kept, tried again");
                 wait
             }
         }
@@ -255,7 +255,7 @@ impl Steward {
 
 fn failed(error: &Error, what: &'static str) -> Duration {
     if !error.is_conflict() {
-        warn!(error = %Chain(error), "{what}, tried again");
+        warn!(error = %ErrorChain(error), "{what}, tried again");
     }
     memory::FIRST_RETRY
 }

@@ -7,9 +7,9 @@ use std::collections::BTreeMap;
 
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, IPBlockSpec, IPBlockStatus, NetworkOnNode, Vtep,
-    attachment::{NetworkAttachmentDefinitionSpec, network_of},
-    bridgenetwork::{NAD_NETWORK_LABEL, NAD_PLACE_ANNOTATION, NAD_UID_ANNOTATION},
-    selection::{DEFAULT_NETWORK, NETWORKS},
+    bridgenetwork::{NAD_NETWORK_LABEL, NAD_ORIGIN_ANNOTATION, NAD_UID_ANNOTATION},
+    nad::{NetworkAttachmentDefinitionSpec, network_of},
+    selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
 };
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
@@ -164,8 +164,8 @@ pub fn nodes() -> ApiResource {
 }
 
 pub fn attachments() -> ApiResource {
-    use api::attachment::{ATTACHMENT_GROUP, ATTACHMENT_PLURAL};
-    resource(ATTACHMENT_GROUP, "v1", "NetworkAttachmentDefinition", ATTACHMENT_PLURAL)
+    use api::nad::{NAD_GROUP, NAD_PLURAL};
+    resource(NAD_GROUP, "v1", "NetworkAttachmentDefinition", NAD_PLURAL)
 }
 
 pub fn workloads(kind: Kind) -> ApiResource {
@@ -217,11 +217,11 @@ pub fn report(object: ReportObject) -> Option<(String, Report)> {
 pub fn block(object: BlockObject) -> Option<(String, Block)> {
     let Object { metadata, spec, status, .. } = object;
     let status = status.map(Part::or_default).unwrap_or_default();
-    let object = plan::ipam::Object { uid: metadata.uid?, spec: spec.or_default()?, status };
+    let object = plan::ipam::ObservedIpBlock { uid: metadata.uid?, spec: spec.or_default()?, status };
     Some((metadata.name?, Block { version: metadata.resource_version?, object }))
 }
 
-pub fn attachment(object: AttachmentObject) -> Option<(api::selection::Reference, Attachment)> {
+pub fn attachment(object: AttachmentObject) -> Option<(api::selection::NadRef, Attachment)> {
     let Object { metadata, spec, .. } = object;
     let config = spec.or_default().config;
     let mark = |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref()?.get(key).cloned();
@@ -229,13 +229,13 @@ pub fn attachment(object: AttachmentObject) -> Option<(api::selection::Reference
         deleting: metadata.deletion_timestamp.is_some(),
         network: mark(&metadata.labels, NAD_NETWORK_LABEL),
         network_uid: mark(&metadata.annotations, NAD_UID_ANNOTATION),
-        place: mark(&metadata.annotations, NAD_PLACE_ANNOTATION),
+        place: mark(&metadata.annotations, NAD_ORIGIN_ANNOTATION),
         uid: metadata.uid?,
         version: metadata.resource_version?,
         joins: config.as_deref().and_then(network_of),
         config,
     };
-    Some((api::selection::Reference::new(metadata.namespace?, metadata.name?), attachment))
+    Some((api::selection::NadRef::new(metadata.namespace?, metadata.name?), attachment))
 }
 
 /// What a pod says about networks: all of it is in its metadata.
@@ -244,8 +244,8 @@ pub fn pod(metadata: &ObjectMeta) -> Facts {
     Facts {
         namespace: metadata.namespace.clone().unwrap_or_default(),
         name: metadata.name.clone().unwrap_or_default(),
-        networks: annotation(NETWORKS),
-        default_network: annotation(DEFAULT_NETWORK),
+        networks: annotation(NETWORKS_ANNOTATION),
+        default_network: annotation(DEFAULT_NETWORK_ANNOTATION),
         multus: Vec::new(),
         finished: false,
         owner: owner(metadata),
@@ -301,8 +301,8 @@ pub fn workload(kind: Kind, object: WorkloadObject) -> Facts {
     let itself = matches!(kind, Kind::Pod | Kind::VirtualMachineInstance);
     let multus = networks.into_iter().flatten().filter_map(|network| network.multus?.network_name);
     Facts {
-        networks: if itself { own.networks } else { annotation(NETWORKS) },
-        default_network: if itself { own.default_network } else { annotation(DEFAULT_NETWORK) },
+        networks: if itself { own.networks } else { annotation(NETWORKS_ANNOTATION) },
+        default_network: if itself { own.default_network } else { annotation(DEFAULT_NETWORK_ANNOTATION) },
         multus: multus.collect(),
         finished: finished(kind, status.map(Part::or_default).unwrap_or_default()),
         namespace: own.namespace,

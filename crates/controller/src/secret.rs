@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{CONTROLLER_MANAGER, names::SECRET};
+use api::{CONTROLLER_FIELD_MANAGER, names::WEBHOOK_CERT_SECRET};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
     Api, Client,
@@ -32,20 +32,24 @@ impl Vault {
     }
 
     pub async fn read(&self) -> Result<Option<Secret>, call::Error> {
-        self.line.read(self.api.get_opt(SECRET)).await
+        self.line.read(self.api.get_opt(WEBHOOK_CERT_SECRET)).await
     }
 
     /// Puts these parts over those of the Secret that was read, unless it has changed since.
     pub async fn write(&self, old: Option<Secret>, parts: BTreeMap<&str, String>) -> Result<(), call::Error> {
         let params =
-            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
+            PostParams { field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         let old = match old {
             Some(old) if replaceable(&old) => {
                 let new = with(old, parts);
-                return self.line.change(self.api.replace(SECRET, &params, &new)).await.map(drop);
+                return self
+                    .line
+                    .change(self.api.replace(WEBHOOK_CERT_SECRET, &params, &new))
+                    .await
+                    .map(drop);
             }
             Some(old) => {
-                self.line.change(self.api.delete(SECRET, &only_this(&old))).await?;
+                self.line.change(self.api.delete(WEBHOOK_CERT_SECRET, &only_this(&old))).await?;
                 old.data
             }
             None => None,
@@ -57,7 +61,7 @@ impl Vault {
     fn blank(&self) -> Secret {
         Secret {
             metadata: ObjectMeta {
-                name: Some(SECRET.to_owned()),
+                name: Some(WEBHOOK_CERT_SECRET.to_owned()),
                 namespace: Some(self.namespace.clone()),
                 ..ObjectMeta::default()
             },

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{Chain, names::SECRET};
+use api::{ErrorChain, names::WEBHOOK_CERT_SECRET};
 use axum_server::tls_rustls::RustlsConfig;
 use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
@@ -52,7 +52,7 @@ impl Served {
     /// Follows the Secret; ends only when it is dropped.
     pub async fn follow(mut self, client: Client, namespace: String) {
         let metrics = self.metrics.clone();
-        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(SECRET))
+        let mut secrets = watcher(Api::<Secret>::namespaced(client, &namespace), only(WEBHOOK_CERT_SECRET))
             .default_backoff()
             .inspect_err(|error| failed(&metrics, Call::WatchSecret, error))
             .applied_objects()
@@ -60,7 +60,7 @@ impl Served {
         while let Some(secret) = secrets.next().await {
             let Ok(secret) = secret else { continue };
             if let Err(error) = self.load(&secret.data.unwrap_or_default()) {
-                warn!(error = %Chain(&error), "a webhook certificate was left out, the one before it is served on");
+                warn!(error = %ErrorChain(&error), "a webhook certificate was left out, the one before it is served on");
             }
         }
     }

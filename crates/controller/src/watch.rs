@@ -2,7 +2,7 @@
 
 use std::{fmt::Debug, sync::Arc};
 
-use api::Chain;
+use api::ErrorChain;
 use futures::{StreamExt, TryStreamExt, stream::BoxStream};
 use k8s_openapi::serde::de::DeserializeOwned;
 use kube::{
@@ -34,7 +34,7 @@ pub fn only(name: &str) -> watcher::Config {
 /// Counts and reports a failure; the watch itself goes on after its backoff.
 pub fn failed(metrics: &Metrics, call: Call, error: &watcher::Error) {
     metrics.api_error(call);
-    warn!(?call, error = %Chain(error), "watch failed and is tried again");
+    warn!(?call, error = %ErrorChain(error), "watch failed and is tried again");
 }
 
 /// Says "look" whenever the one object of this name may have changed.

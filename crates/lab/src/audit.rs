@@ -1,4 +1,4 @@
-//! What was asked of the API server, by whom: its audit log, countable.
+//! Reads the API server's audit log, so that tests can count requests by user, user agent, verb and object.
 
 use std::{
     fs,
@@ -10,57 +10,57 @@ use serde::Deserialize;
 
 use crate::{control_plane::AUDIT_LOG, lab::Lab};
 
-/// One finished request.
+/// One completed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct AuditedRequest {
     pub user: String,
-    pub agent: String,
+    pub user_agent: String,
     pub verb: String,
-    /// Plural, with the subresource behind a slash.
+    /// The plural name, followed by `/` and the subresource if there is one.
     pub resource: String,
     pub namespace: String,
     pub name: String,
     pub code: u16,
 }
 
-impl Asked {
-    /// Whether it was meant to change something.
+impl AuditedRequest {
+    /// Whether the verb is a mutating one.
     pub fn is_write(&self) -> bool {
         matches!(self.verb.as_str(), "create" | "update" | "patch" | "delete" | "deletecollection")
     }
 }
 
-/// A place in the log to count from.
+/// A byte offset in the audit log.
 #[derive(Clone, Copy, Debug)]
-pub struct Mark(u64);
+pub struct AuditOffset(u64);
 
-impl Mark {
-    /// The beginning of the log.
+impl AuditOffset {
+    /// The start of the log.
     pub const START: Self = Self(0);
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Line {
+struct AuditEvent {
     stage: String,
     verb: String,
-    user: User,
+    user: AuditUser,
     #[serde(default)]
     user_agent: String,
     #[serde(default)]
-    object_ref: Object,
+    object_ref: ObjectRef,
     #[serde(default)]
-    response_status: Response,
+    response_status: ResponseStatus,
 }
 
 #[derive(Deserialize)]
-struct User {
+struct AuditUser {
     #[serde(default)]
     username: String,
 }
 
 #[derive(Default, Deserialize)]
-struct Object {
+struct ObjectRef {
     #[serde(default)]
     resource: String,
     #[serde(default)]
@@ -72,7 +72,7 @@ struct Object {
 }
 
 #[derive(Default, Deserialize)]
-struct Response {
+struct ResponseStatus {
     #[serde(default)]
     code: u16,
 }
@@ -82,41 +82,42 @@ impl Lab {
         self.control_plane().disk().join(AUDIT_LOG.trim_start_matches('/'))
     }
 
-    /// Now.
-    pub fn audit_mark(&self) -> Result<Mark> {
+    /// The current end of the log.
+    pub fn audit_offset(&self) -> Result<AuditOffset> {
         let log = self.audit_log();
-        Ok(Mark(fs::metadata(&log).with_context(|| format!("look at {}", log.display()))?.len()))
+        Ok(AuditOffset(fs::metadata(&log).with_context(|| format!("stat {}", log.display()))?.len()))
     }
 
-    /// Every request that was answered since the mark.
-    pub fn asked_since(&self, mark: Mark) -> Result<Vec<Asked>> {
+    /// Every request that completed after the offset.
+    pub fn requests_since(&self, offset: AuditOffset) -> Result<Vec<AuditedRequest>> {
         let mut file = fs::File::open(self.audit_log()).context("open the audit log")?;
-        file.seek(SeekFrom::Start(mark.0)).context("go to the mark")?;
+        file.seek(SeekFrom::Start(offset.0)).context("seek in the audit log")?;
         let mut text = String::new();
         file.read_to_string(&mut text).context("read the audit log")?;
-        // A last line without its end is still being written.
-        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-        whole.lines().map(parse).filter_map(Result::transpose).collect()
+        // The API server is still writing a last line without a newline.
+        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
+        complete.lines().map(parse).filter_map(Result::transpose).collect()
     }
 }
 
-fn parse(line: &str) -> Result<Option<Asked>> {
-    let line: Line = serde_json::from_str(line).with_context(|| format!("understand {line}"))?;
-    if line.stage != "ResponseComplete" {
+fn parse(line: &str) -> Result<Option<AuditedRequest>> {
+    let event: AuditEvent =
+        serde_json::from_str(line).with_context(|| format!("parse audit event {line}"))?;
+    if event.stage != "ResponseComplete" {
         return Ok(None);
     }
-    let resource = match line.object_ref.subresource.as_str() {
-        "" => line.object_ref.resource,
-        sub => format!("{}/{sub}", line.object_ref.resource),
+    let resource = match event.object_ref.subresource.as_str() {
+        "" => event.object_ref.resource,
+        sub => format!("{}/{sub}", event.object_ref.resource),
     };
-    Ok(Some(Asked {
-        user: line.user.username,
-        agent: line.user_agent,
-        verb: line.verb,
+    Ok(Some(AuditedRequest {
+        user: event.user.username,
+        user_agent: event.user_agent,
+        verb: event.verb,
         resource,
-        namespace: line.object_ref.namespace,
-        name: line.object_ref.name,
-        code: line.response_status.code,
+        namespace: event.object_ref.namespace,
+        name: event.object_ref.name,
+        code: event.response_status.code,
     }))
 }
 
@@ -125,20 +126,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_tells_who_asked_what() {
+    fn parses_user_agent_resource_and_code() {
         let line = r#"{"kind":"Event","level":"Metadata","stage":"ResponseComplete","verb":"patch","requestURI":"/x",
             "user":{"username":"u"},"userAgent":"a/1","objectRef":{"resource":"nodenetworks","name":"n","subresource":"status"},
             "responseStatus":{"code":200}}"#;
-        let asked = parse(line).unwrap().unwrap();
-        assert!(asked.is_write());
+        let request = parse(line).unwrap().unwrap();
+        assert!(request.is_write());
         assert_eq!(
-            (asked.agent.as_str(), asked.resource.as_str(), asked.code),
+            (request.user_agent.as_str(), request.resource.as_str(), request.code),
             ("a/1", "nodenetworks/status", 200)
         );
     }
 
     #[test]
-    fn a_watch_that_began_is_not_counted_twice() {
+    fn ignores_the_start_of_a_watch() {
         let line = r#"{"stage":"ResponseStarted","verb":"watch","user":{"username":"u"}}"#;
         assert_eq!(parse(line).unwrap(), None);
     }

@@ -1,5 +1,5 @@
-//! The objects that a cluster has from its installer: roles for multus and CoreDNS, the DNS Service, the kind of
-//! network attachment definitions.
+//! The objects that an installer would create: RBAC for multus and CoreDNS, the DNS Service, and the CRD of
+//! NetworkAttachmentDefinition.
 
 use anyhow::{Context as _, Result};
 use kube::{
@@ -11,19 +11,19 @@ use serde_json::{Value, json};
 
 use crate::address::{CONTROL_PLANE, DNS_SERVICE};
 
-/// Which objects to make.
+/// Which objects to apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
+pub enum BootstrapScope {
     ControlPlane,
     WithNodes,
 }
 
-/// Makes the objects, or brings them back.
-pub async fn apply(client: &Client, scope: Scope) -> Result<()> {
+/// Applies the objects.
+pub async fn apply(client: &Client, scope: BootstrapScope) -> Result<()> {
     for object in dns() {
         apply_object(client, object).await?;
     }
-    if scope == Scope::WithNodes {
+    if scope == BootstrapScope::WithNodes {
         for object in multus() {
             apply_object(client, object).await?;
         }
@@ -31,7 +31,7 @@ pub async fn apply(client: &Client, scope: Scope) -> Result<()> {
     Ok(())
 }
 
-/// Applies one object of a kind whose plural is the usual one.
+/// Applies one object; its kind must have a regular plural.
 pub async fn apply_object(client: &Client, object: Value) -> Result<()> {
     let field = |name: &str| object[name].as_str().unwrap_or_default().to_owned();
     let (group, version) = match field("apiVersion").split_once('/') {
@@ -39,7 +39,7 @@ pub async fn apply_object(client: &Client, object: Value) -> Result<()> {
         None => (String::new(), field("apiVersion")),
     };
     let resource = ApiResource::from_gvk(&GroupVersionKind { group, version, kind: field("kind") });
-    let name = object["metadata"]["name"].as_str().context("an object has a name")?.to_owned();
+    let name = object["metadata"]["name"].as_str().context("the object has no name")?.to_owned();
     let api: Api<DynamicObject> = match object["metadata"]["namespace"].as_str() {
         Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
         None => Api::all_with(client.clone(), &resource),
@@ -88,7 +88,7 @@ fn dns() -> Vec<Value> {
         "metadata": {"name": "kube-dns", "namespace": "kube-system", "labels": {"k8s-app": "kube-dns"}},
         "spec": {"clusterIP": DNS_SERVICE, "ports": ports(Some(53))},
     }));
-    // No selector: CoreDNS runs beside the API server, where a failing node cannot take it along.
+    // No selector: CoreDNS runs on the control plane, so that it survives the failure of a node.
     objects.push(json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
         "metadata": {
@@ -109,7 +109,7 @@ fn multus() -> Vec<Value> {
         {"apiGroups": [""], "resources": ["pods", "pods/status"], "verbs": ["get", "list", "watch", "update", "patch"]},
         {"apiGroups": ["", "events.k8s.io"], "resources": ["events"], "verbs": ["create", "patch", "update"]},
     ]);
-    let mut objects = vec![attachment_definitions()];
+    let mut objects = vec![nad_crd()];
     objects.push(json!({
         "apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "multus", "namespace": "kube-system"},
     }));
@@ -117,7 +117,7 @@ fn multus() -> Vec<Value> {
     objects
 }
 
-fn attachment_definitions() -> Value {
+fn nad_crd() -> Value {
     json!({
         "apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition",
         "metadata": {"name": "network-attachment-definitions.k8s.cni.cncf.io"},

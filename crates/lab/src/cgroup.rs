@@ -1,5 +1,5 @@
-//! The control groups of a machine. Everything that runs in a machine is born inside its groups, so they also are
-//! the register of what is alive: no pid file can lie, and nothing that `kill -9` leaves behind is lost.
+//! The cgroups of a machine. Every process of a machine starts inside them, so they also tell which processes are
+//! alive: no stale pid files, and no process is lost after `kill -9`.
 
 use std::{
     collections::BTreeSet,
@@ -15,37 +15,37 @@ use nix::{
 };
 
 use crate::{
-    place::{self, Name},
+    paths::{self, LabName},
     wait,
 };
 
 const MOUNT: &str = "/sys/fs/cgroup";
-/// The leaf that holds a machine's own processes; pods get siblings of it.
-const OWN: &str = "host";
+/// The leaf cgroup of a machine's own processes; the kubelet creates those of pods beside it.
+const HOST_LEAF: &str = "host";
 
-/// A path below every hierarchy's root, such as `patchbay-lab.default/node-1`.
+/// A cgroup by its path below the root of every hierarchy, such as `patchbay-lab.default/node-1`.
 #[derive(Clone, Debug)]
-pub struct Group {
+pub struct Cgroup {
     path: String,
 }
 
-/// One mounted hierarchy.
-struct Hierarchy {
+/// A mounted cgroup hierarchy.
+struct CgroupHierarchy {
     mount: PathBuf,
-    version: Version,
+    version: CgroupVersion,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     V1,
-    /// The only hierarchy of the machine, with controllers.
+    /// Unified: the only hierarchy of the host, with controllers.
     V2,
-    /// Version 2 beside version 1: tracks processes, has no controllers.
-    Named,
+    /// Version 2 beside version 1 hierarchies: tracks processes, has no controllers.
+    Hybrid,
 }
 
-fn hierarchies() -> Result<Vec<Hierarchy>> {
-    let text = fs::read_to_string("/proc/self/mountinfo").context("read the mounts")?;
+fn hierarchies() -> Result<Vec<CgroupHierarchy>> {
+    let text = fs::read_to_string("/proc/self/mountinfo").context("read mountinfo")?;
     let mut all: Vec<(PathBuf, bool)> = Vec::new();
     for line in text.lines() {
         let Some((left, right)) = line.split_once(" - ") else {
@@ -65,51 +65,51 @@ fn hierarchies() -> Result<Vec<Hierarchy>> {
     if all.is_empty() {
         bail!("no cgroup hierarchy is mounted below {MOUNT}");
     }
-    let mixed = all.iter().any(|(_, v2)| !v2);
-    let version = |v2| match (v2, mixed) {
-        (false, _) => Version::V1,
-        (true, true) => Version::Named,
-        (true, false) => Version::V2,
+    let has_v1 = all.iter().any(|(_, v2)| !v2);
+    let version = |v2| match (v2, has_v1) {
+        (false, _) => CgroupVersion::V1,
+        (true, true) => CgroupVersion::Hybrid,
+        (true, false) => CgroupVersion::V2,
     };
-    Ok(all.into_iter().map(|(mount, v2)| Hierarchy { mount, version: version(v2) }).collect())
+    Ok(all.into_iter().map(|(mount, v2)| CgroupHierarchy { mount, version: version(v2) }).collect())
 }
 
-impl Group {
-    /// The group that holds all machines of a lab.
-    pub fn of_lab(lab: &Name) -> Self {
-        Self { path: place::group(lab) }
+impl Cgroup {
+    /// The parent cgroup of a lab's machines.
+    pub fn of_lab(lab: &LabName) -> Self {
+        Self { path: paths::cgroup_name(lab) }
     }
 
-    /// The group at a path as [`Group::root`] gives it, without the leading slash.
+    /// The cgroup at a path without leading slash.
     pub fn at(path: &str) -> Self {
         Self { path: path.to_owned() }
     }
 
-    /// The group of one machine.
+    /// The cgroup of one machine.
     pub fn child(&self, name: &str) -> Self {
         Self { path: format!("{}/{name}", self.path) }
     }
 
-    /// The path as the kubelet wants it.
+    /// The path with a leading slash, as the kubelet's `cgroupRoot` takes it.
     pub fn root(&self) -> String {
         format!("/{}", self.path)
     }
 
-    /// Makes the group in every hierarchy, usable for processes and for the kubelet's pods.
+    /// Creates the cgroup in every hierarchy, ready for processes and for the kubelet's pods.
     pub fn create(&self) -> Result<()> {
         for hierarchy in hierarchies()? {
             let mut dir = hierarchy.mount.clone();
-            for part in &Path::new(&self.path).join(OWN) {
-                if hierarchy.version == Version::V2 {
-                    // A controller that is not there or is on already is no reason to stop.
+            for part in &Path::new(&self.path).join(HOST_LEAF) {
+                if hierarchy.version == CgroupVersion::V2 {
+                    // Fails for a controller that is missing or already enabled; both are fine.
                     for controller in ["+cpu", "+cpuset", "+memory", "+pids", "+io"] {
                         let _ = fs::write(dir.join("cgroup.subtree_control"), controller);
                     }
                 }
                 let parent = dir.clone();
                 dir.push(part);
-                make(&dir)?;
-                if hierarchy.version == Version::V1 {
+                create_dir(&dir)?;
+                if hierarchy.version == CgroupVersion::V1 {
                     inherit_cpuset(&parent, &dir)?;
                 }
             }
@@ -117,16 +117,16 @@ impl Group {
         Ok(())
     }
 
-    /// Moves the calling process into the group; its children are born there.
+    /// Moves the calling process into the cgroup; its children start there.
     pub fn enter(&self) -> Result<()> {
         for hierarchy in hierarchies()? {
-            let procs = hierarchy.mount.join(&self.path).join(OWN).join("cgroup.procs");
+            let procs = hierarchy.mount.join(&self.path).join(HOST_LEAF).join("cgroup.procs");
             fs::write(&procs, "0").with_context(|| format!("enter {}", procs.display()))?;
         }
         Ok(())
     }
 
-    /// Every process of the group and below it.
+    /// Every process of the cgroup and of its descendants.
     pub fn processes(&self) -> Vec<i32> {
         let mut pids = Vec::new();
         for hierarchy in hierarchies().unwrap_or_default() {
@@ -137,43 +137,47 @@ impl Group {
         }
         pids.sort_unstable();
         pids.dedup();
-        // 0 stands for a process of another pid namespace that cannot be named here.
+        // 0 is a process of a pid namespace that is not visible from here.
         pids.retain(|pid| *pid > 0);
         pids
     }
 
-    /// The first process of the machine's pid namespace, as numbered here.
+    /// The init process of the machine's pid namespace, as a pid of the host.
     pub fn init(&self) -> Option<i32> {
-        let own = Self { path: format!("{}/{OWN}", self.path) };
-        own.processes().into_iter().find(|pid| is_first(*pid))
+        let leaf = Self { path: format!("{}/{HOST_LEAF}", self.path) };
+        leaf.processes().into_iter().find(|pid| is_namespace_init(*pid))
     }
 
-    /// Kills everything in the group and removes it. Nothing there is success.
+    /// Kills every process in the cgroup and removes it. Succeeds if the cgroup does not exist.
     pub fn destroy(&self) -> Result<()> {
         let mut killed = BTreeSet::new();
-        // One loop: something that was just being started may enter while we remove.
-        wait::blocking(Duration::from_secs(30), &format!("{} to be empty and gone", self.path), || {
-            for pid in self.processes() {
-                // Gone already is what we want.
-                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                killed.insert(pid);
-                // A frozen group would never die.
-                self.thaw();
-            }
-            for hierarchy in hierarchies()? {
-                remove(&hierarchy.mount.join(&self.path));
-            }
-            Ok((!self.exists()).then_some(()))
-        })?;
-        // The dead leave the group at once but are processes until their parent, this machine's init, has taken note.
-        // One that never does so (a container without an init) is no reason to fail.
-        let _ = wait::blocking(Duration::from_secs(3), "the dead to be buried", || {
+        // Kill and remove in one loop: a process that is being started may enter the cgroup meanwhile.
+        wait::blocking(
+            Duration::from_secs(30),
+            &format!("cgroup {} to be empty and removed", self.path),
+            || {
+                for pid in self.processes() {
+                    // Fails if the process has already exited.
+                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                    killed.insert(pid);
+                    // SIGKILL does not take effect in a frozen cgroup.
+                    self.thaw();
+                }
+                for hierarchy in hierarchies()? {
+                    remove(&hierarchy.mount.join(&self.path));
+                }
+                Ok((!self.exists()).then_some(()))
+            },
+        )?;
+        // Zombies have left the cgroup, but stay until the host's init reaps them. An init that never does
+        // (a container without one) is no failure.
+        let _ = wait::blocking(Duration::from_secs(3), "the killed processes to be reaped", || {
             Ok((!killed.iter().any(|pid| is_zombie(*pid))).then_some(()))
         });
         Ok(())
     }
 
-    /// Memory in use by processes, in bytes, without caches.
+    /// The resident memory of all processes in bytes, without the page cache.
     pub fn memory(&self) -> u64 {
         let stat = |file: &str| fs::read_to_string(file).unwrap_or_default();
         let page: u64 = 4096;
@@ -190,20 +194,20 @@ impl Group {
         });
     }
 
-    /// The group's directory in each hierarchy, with the hierarchy's mount.
+    /// For each hierarchy: its mount point and this cgroup's directory.
     pub fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>> {
         let all = hierarchies()?.into_iter();
         Ok(all.map(|h| (h.mount.clone(), h.mount.join(&self.path))).collect())
     }
 
-    /// Whether any hierarchy still has the group.
+    /// Whether any hierarchy has the cgroup.
     pub fn exists(&self) -> bool {
         hierarchies().unwrap_or_default().iter().any(|h| h.mount.join(&self.path).exists())
     }
 }
 
-/// Whether a process is the first one of a pid namespace below ours.
-fn is_first(pid: i32) -> bool {
+/// Whether a process is the init of a pid namespace directly below the host's.
+fn is_namespace_init(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let Some(line) = status.lines().find(|l| l.starts_with("NSpid:")) else {
         return false;
@@ -212,22 +216,22 @@ fn is_first(pid: i32) -> bool {
     !is_zombie(pid) && numbers.len() == 2 && numbers[1] == "1"
 }
 
-/// Whether a process has ended and its parent has not taken note yet.
+/// Whether a process has exited and is not reaped yet.
 pub fn is_zombie(pid: i32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|l| l.starts_with("State:") && l.contains('Z'))
 }
 
-fn make(dir: &Path) -> Result<()> {
+fn create_dir(dir: &Path) -> Result<()> {
     match fs::create_dir(dir) {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-            Err(e).with_context(|| format!("make cgroup {}", dir.display()))
+            Err(e).with_context(|| format!("create cgroup {}", dir.display()))
         }
         _ => Ok(()),
     }
 }
 
-/// Version 1 leaves a new cpuset empty, and no process can enter an empty one.
+/// Copies the parent's cpuset: cgroup v1 creates it empty, and no process can enter an empty cpuset.
 fn inherit_cpuset(parent: &Path, dir: &Path) -> Result<()> {
     for file in ["cpuset.cpus", "cpuset.mems"] {
         let target = dir.join(file);
@@ -240,7 +244,7 @@ fn inherit_cpuset(parent: &Path, dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Visits a directory and all below it, deepest first.
+/// Visits a directory and all its descendants, deepest first.
 fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for entry in entries.flatten() {
@@ -251,7 +255,7 @@ fn walk(dir: &Path, visit: &mut impl FnMut(&Path)) {
     visit(dir);
 }
 
-/// Removes what is empty; a group stays busy for a moment after its last process was reaped.
+/// Removes the empty cgroups; a cgroup stays busy for a moment after its last process was reaped.
 fn remove(dir: &Path) {
     walk(dir, &mut |d| {
         let _ = fs::remove_dir(d);

@@ -1,5 +1,5 @@
-//! The command line of the lab.
-#![allow(clippy::print_stdout, reason = "a command line prints what it was asked for")]
+//! The command line of `lab`.
+#![allow(clippy::print_stdout, reason = "a command line tool prints its results")]
 
 use std::{
     io::Write as _,
@@ -12,48 +12,48 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use clap::{Parser, Subcommand};
-use lab::{Lab, Name, Shape, forward, image, machine, program::Programs, say};
+use lab::{Lab, LabName, Topology, forward, image, machine, print_progress, program::Programs};
 
-/// A real Kubernetes on this machine: no Docker, nothing left behind.
+/// A real Kubernetes cluster on this machine, without Docker; `down` removes all of it.
 #[derive(Parser)]
 #[command(name = "lab")]
 struct Cli {
-    /// Which lab; several can run at the same time.
+    /// The lab to use; several can run at the same time.
     #[arg(long, global = true, env = "LAB_NAME", default_value = "default")]
-    name: Name,
+    name: LabName,
     #[command(subcommand)]
-    verb: Verb,
+    command: LabCommand,
 }
 
 #[derive(Subcommand)]
-enum Verb {
-    /// Start it, or repair what is missing.
+enum LabCommand {
+    /// Start the lab, or restart the parts that are dead or paused.
     Up {
-        /// How many nodes, at least.
+        /// The minimum number of nodes.
         #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=200))]
         nodes: u8,
-        /// No nodes: an API server and its controllers.
+        /// Start no nodes, only the control plane.
         #[arg(long)]
         control_plane_only: bool,
     },
-    /// Take everything away.
+    /// Stop the lab and delete everything that belongs to it.
     Down {
-        /// All labs, not only the named one.
+        /// Delete all labs, not only the named one.
         #[arg(long)]
         all: bool,
     },
-    /// Show what runs; exits with 1 unless all of it does.
+    /// Show the state of all components; exit with 1 unless all are running.
     Status,
-    /// Print the path of an administrator's kubeconfig.
+    /// Print the path of the administrator's kubeconfig.
     Kubeconfig,
-    /// Run kubectl of the cluster's version against it.
+    /// Run the cluster's version of kubectl.
     Kubectl {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Run a command inside a machine.
+    /// Run a command inside a node or the control plane.
     Exec {
-        /// A node, or control-plane.
+        /// The name of a node, or `control-plane`.
         machine: String,
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
@@ -61,52 +61,52 @@ enum Verb {
     /// Print the log of a component.
     Logs {
         component: String,
-        /// Go on as it grows.
+        /// Keep printing as the log grows.
         #[arg(short, long)]
         follow: bool,
     },
-    /// End a component and start it anew.
+    /// Stop a component and start it again.
     Restart { component: String },
-    /// Kill a component; it stays dead until `restart` or `up`.
+    /// Kill a component with SIGKILL; it stays dead until `restart` or `up`.
     Kill { component: String },
-    /// Stop a component where it stands.
+    /// Pause a component with SIGSTOP.
     Pause { component: String },
-    /// Let a paused component go on.
+    /// Continue a paused component.
     Resume { component: String },
     /// Power-cycle a node.
     Reboot { node: String },
     /// Add a node.
     AddNode,
-    /// Take a node out for good.
+    /// Remove a node and its disk.
     RemoveNode { node: String },
-    /// Cut a node off from everything.
+    /// Disconnect a node from the network.
     Partition { node: String },
-    /// Let a cut-off node back.
+    /// Reconnect a partitioned node.
     Heal { node: String },
-    /// Give an image to all nodes.
+    /// Load an image archive into all nodes.
     LoadImage { tar: PathBuf },
-    /// Build the programs that the lab is made of.
+    /// Build the third-party programs of the lab.
     Prepare,
     #[command(hide = true)]
     Enter {
-        group: String,
+        cgroup: String,
         init: i32,
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
     },
     #[command(hide = true)]
-    Machine { group: String, file: PathBuf },
+    Machine { cgroup: String, file: PathBuf },
     #[command(hide = true)]
     Init { file: PathBuf },
     #[command(hide = true)]
-    Forward { group: String, network: PathBuf, target: SocketAddr, port_file: PathBuf, port: u16 },
+    Forward { cgroup: String, netns: PathBuf, target: SocketAddr, port_file: PathBuf, port: u16 },
 }
 
 pub fn main() -> ExitCode {
     match run(Cli::parse()) {
         Ok(code) => code,
         Err(e) => {
-            say(format!("{e:#}"));
+            print_progress(format!("{e:#}"));
             ExitCode::FAILURE
         }
     }
@@ -114,41 +114,42 @@ pub fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<ExitCode> {
     let lab = Lab::new(cli.name);
-    match cli.verb {
-        // These must run before any thread exists.
-        Verb::Machine { group, file } => machine::power_on(&group, &file)?,
-        Verb::Enter { group, init, command } => machine::enter(&group, init, &command)?,
-        Verb::Init { file } => machine::first_process(&file)?,
-        Verb::Forward { group, network, target, port_file, port } => {
-            forward::run(&group, &network, target, &port_file, port)?;
+    match cli.command {
+        // These change namespaces and must run before any thread exists.
+        LabCommand::Machine { cgroup, file } => machine::run_machine(&cgroup, &file)?,
+        LabCommand::Enter { cgroup, init, command } => machine::run_enter(&cgroup, init, &command)?,
+        LabCommand::Init { file } => machine::run_init(&file)?,
+        LabCommand::Forward { cgroup, netns, target, port_file, port } => {
+            forward::run(&cgroup, &netns, target, &port_file, port)?;
         }
-        Verb::Up { nodes, control_plane_only } => {
-            let shape = if control_plane_only { Shape::ControlPlaneOnly } else { Shape::Nodes(nodes) };
+        LabCommand::Up { nodes, control_plane_only } => {
+            let shape = if control_plane_only { Topology::ControlPlaneOnly } else { Topology::Nodes(nodes) };
             timed("up", async { lab.up(shape).await })?;
         }
-        Verb::Down { all } => {
-            let labs = if all { lab::place::known().into_iter().map(Lab::new).collect() } else { vec![lab] };
-            // One that resists is no reason to leave the others.
+        LabCommand::Down { all } => {
+            let labs =
+                if all { lab::paths::existing_labs().into_iter().map(Lab::new).collect() } else { vec![lab] };
+            // A lab that cannot be removed must not keep the others.
             let failed: Vec<String> =
                 labs.iter().filter_map(|lab| lab.down().err().map(|e| format!("{e:#}"))).collect();
             ensure!(failed.is_empty(), "{}", failed.join("; "));
         }
-        Verb::Status => {
+        LabCommand::Status => {
             let status = lab.status();
             print(&status.to_string())?;
-            return Ok(if status.is_whole() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+            return Ok(if status.is_healthy() { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
-        Verb::Kubeconfig => print(&format!("{}\n", lab.kubeconfig().display()))?,
-        Verb::Kubectl { arguments } => {
+        LabCommand::Kubeconfig => print(&format!("{}\n", lab.kubeconfig().display()))?,
+        LabCommand::Kubectl { arguments } => {
             let failed = Command::new(Programs::prepare()?.path("kubectl")?)
                 .args(arguments)
                 .env("KUBECONFIG", lab.kubeconfig())
                 .exec();
             return Err(failed).context("run kubectl");
         }
-        Verb::Exec { machine, command } => return exec(&lab, &machine, &command),
-        Verb::Logs { component, follow } => {
-            let target = lab.target(&component)?;
+        LabCommand::Exec { machine, command } => return exec(&lab, &machine, &command),
+        LabCommand::Logs { component, follow } => {
+            let target = lab.component(&component)?;
             let log = target.machine.log(&target.component.name);
             let mut command = Command::new("tail");
             command.args(["-n", "+1"]);
@@ -157,30 +158,30 @@ fn run(cli: Cli) -> Result<ExitCode> {
             }
             return Err(command.arg(log).exec()).context("run tail");
         }
-        Verb::Restart { component } => lab.restart(&component)?,
-        Verb::Kill { component } => lab.kill(&component)?,
-        Verb::Pause { component } => lab.pause(&component)?,
-        Verb::Resume { component } => lab.resume(&component)?,
-        Verb::Reboot { node } => timed("reboot", async { lab.reboot(&node).await })?,
-        Verb::AddNode => {
+        LabCommand::Restart { component } => lab.restart(&component)?,
+        LabCommand::Kill { component } => lab.kill(&component)?,
+        LabCommand::Pause { component } => lab.pause(&component)?,
+        LabCommand::Resume { component } => lab.resume(&component)?,
+        LabCommand::Reboot { node } => timed("reboot", async { lab.reboot(&node).await })?,
+        LabCommand::AddNode => {
             let name = timed("add-node", async { lab.add_node().await })?;
             print(&format!("{name}\n"))?;
         }
-        Verb::RemoveNode { node } => timed("remove-node", async { lab.remove_node(&node).await })?,
-        Verb::Partition { node } => lab.partition(&node)?,
-        Verb::Heal { node } => lab.heal(&node)?,
-        Verb::LoadImage { tar } => lab.load_image(&tar)?,
-        Verb::Prepare => image::lab_image(&Programs::prepare()?).map(|_| ())?,
+        LabCommand::RemoveNode { node } => timed("remove-node", async { lab.remove_node(&node).await })?,
+        LabCommand::Partition { node } => lab.partition(&node)?,
+        LabCommand::Heal { node } => lab.heal(&node)?,
+        LabCommand::LoadImage { tar } => lab.load_image(&tar)?,
+        LabCommand::Prepare => image::lab_image(&Programs::prepare()?).map(|_| ())?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Runs to the end and says how long it took.
+/// Runs the future to completion and prints how long it took.
 fn timed<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
     let start = Instant::now();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let out = runtime.block_on(work)?;
-    say(format!("{what}: done in {:.1} s", start.elapsed().as_secs_f64()));
+    print_progress(format!("{what}: done in {:.1} s", start.elapsed().as_secs_f64()));
     Ok(out)
 }
 
@@ -195,8 +196,8 @@ fn exec(lab: &Lab, machine: &str, command: &[String]) -> Result<ExitCode> {
 
 fn print(text: &str) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
-        // `lab status | head` is no failure.
+        // `lab status | head` closes the pipe early.
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        other => other.context("write to the terminal"),
+        other => other.context("write to stdout"),
     }
 }

@@ -1,4 +1,4 @@
-//! The programs of the control plane and their settings.
+//! The control plane's components, their command lines and configuration files.
 
 use std::{collections::BTreeMap, fs, net::IpAddr, path::Path};
 
@@ -8,18 +8,18 @@ use crate::{
     address::{API_PORT, API_SERVICE, CONTROL_PLANE, PODS, SERVICES},
     init::Component,
     machine::Machine,
-    pki::{Pki, Subject, write_secret},
+    pki::{CertSubject, Pki, write_secret},
 };
 
-/// The machine's name.
+/// The name of the control plane's machine.
 pub const NAME: &str = "control-plane";
-/// Where its certificates and kubeconfigs are, inside.
+/// The directory of certificates and kubeconfigs inside the machine.
 const ETC: &str = "/etc/kubernetes";
-/// The user that multus is, as its own manifests would make it.
+/// The user name of multus; the same as with its upstream manifests.
 const MULTUS: &str = "system:serviceaccount:kube-system:multus";
 
-/// One line per request, with user, verb, object and user agent; bodies are left out.
-const AUDIT: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+/// Logs one line per request with user, verb, object and user agent, without bodies.
+const AUDIT_POLICY: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
  "rules": [{"level": "Metadata"}]}"#;
 
 const COREFILE: &str = "\
@@ -37,12 +37,12 @@ const COREFILE: &str = "\
 }
 ";
 
-/// The address of the API server inside the lab.
-pub fn server() -> String {
+/// The URL of the API server inside the lab.
+pub fn api_server_url() -> String {
     format!("https://{}:{API_PORT}", CONTROL_PLANE.0)
 }
 
-/// The token that multus presents; made once.
+/// The bearer token of multus; generated on the first call.
 pub fn multus_token(pki: &Pki) -> Result<String> {
     let path = pki.dir().join("multus.token");
     if let Ok(token) = fs::read_to_string(&path) {
@@ -53,9 +53,9 @@ pub fn multus_token(pki: &Pki) -> Result<String> {
     Ok(token)
 }
 
-/// Certificates, kubeconfigs and settings, written to the lab's directory and to the machine's disk.
+/// Writes certificates to the lab's directory, kubeconfigs and configuration to the machine's disk.
 pub fn configure(machine: &Machine, pki: &Pki) -> Result<()> {
-    pki.authorities()?;
+    pki.create_cas()?;
     let (v4, v6) = CONTROL_PLANE;
     let service = |text: &str| text.parse::<IpAddr>().with_context(|| format!("address {text}"));
     let addresses = [
@@ -73,9 +73,9 @@ pub fn configure(machine: &Machine, pki: &Pki) -> Result<()> {
         "kubernetes.default.svc.cluster.local",
         NAME,
     ];
-    let serving = Subject { user: "kube-apiserver", group: None, names: &names, addresses: &addresses };
+    let serving = CertSubject { user: "kube-apiserver", group: None, names: &names, addresses: &addresses };
     pki.certificate("ca", "apiserver", &serving)?;
-    let client = |user, group| Subject { user, group, names: &[], addresses: &[] };
+    let client = |user, group| CertSubject { user, group, names: &[], addresses: &[] };
     pki.certificate("ca", "admin", &client("lab-admin", Some("system:masters")))?;
     pki.certificate(
         "ca",
@@ -90,18 +90,18 @@ pub fn configure(machine: &Machine, pki: &Pki) -> Result<()> {
 
     let etc = machine.disk().join("etc");
     let dir = etc.join("kubernetes");
-    fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+    fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
     for user in ["controller-manager", "scheduler", "coredns"] {
-        write_secret(&dir.join(format!("{user}.conf")), &pki.kubeconfig(user, &server())?)?;
+        write_secret(&dir.join(format!("{user}.conf")), &pki.kubeconfig(user, &api_server_url())?)?;
     }
     let tokens = format!("{},{MULTUS},multus,\"system:serviceaccounts\"\n", multus_token(pki)?);
     write_secret(&dir.join("tokens.csv"), &tokens)?;
-    write_secret(&dir.join("audit.yaml"), AUDIT)?;
+    write_secret(&dir.join("audit.yaml"), AUDIT_POLICY)?;
     write_secret(&dir.join("Corefile"), COREFILE)?;
     write_host_files(&etc, NAME)
 }
 
-/// The few files of `/etc` that programs of any host look for.
+/// Writes the files of `/etc` that most programs expect on a host.
 pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
     let files = [
         ("hostname", format!("{hostname}\n")),
@@ -116,7 +116,7 @@ pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
         ("resolv.conf", format!("nameserver {}\n", CONTROL_PLANE.0)),
         ("os-release", "NAME=lab\nID=lab\nPRETTY_NAME=\"Patchbay lab\"\n".into()),
     ];
-    fs::create_dir_all(etc).with_context(|| format!("make {}", etc.display()))?;
+    fs::create_dir_all(etc).with_context(|| format!("create {}", etc.display()))?;
     for (name, text) in files {
         fs::write(etc.join(name), text).with_context(|| format!("write /etc/{name}"))?;
     }
@@ -128,7 +128,7 @@ pub fn write_host_files(etc: &Path, hostname: &str) -> Result<()> {
     Ok(())
 }
 
-/// A component from its command line.
+/// A component with this command line and no extra environment.
 pub fn component(name: &str, command: impl IntoIterator<Item = String>) -> Component {
     Component {
         name: name.to_owned(),
@@ -148,12 +148,12 @@ fn pki_file(name: &str) -> String {
     format!("{ETC}/pki/{name}")
 }
 
-/// The first two: they need nothing.
-pub fn foundation() -> [Component; 2] {
+/// The components that start first: neither needs the API server to be ready.
+pub fn storage_and_api() -> [Component; 2] {
     [etcd(), apiserver()]
 }
 
-/// What needs an API server.
+/// The components that need the API server.
 pub fn controllers() -> [Component; 3] {
     [controller_manager(), scheduler(), coredns()]
 }
@@ -169,7 +169,7 @@ fn etcd() -> Component {
                 ("listen-client-urls", url.clone()),
                 ("advertise-client-urls", url),
                 ("listen-peer-urls", "http://127.0.0.1:2380".into()),
-                // A lab is thrown away; what it must survive is a killed process, not a power cut of this machine.
+                // A lab survives a killed process, not a power failure of the host.
                 ("unsafe-no-fsync", "true".into()),
                 ("log-level", "warn".into()),
             ],
@@ -209,7 +209,7 @@ fn apiserver() -> Component {
                 ("requestheader-extra-headers-prefix", "X-Remote-Extra-".into()),
                 ("proxy-client-cert-file", pki_file("front-proxy-client.crt")),
                 ("proxy-client-key-file", pki_file("front-proxy-client.key")),
-                // Webhook Services are dialled at their endpoints: there is no kube-proxy in this namespace.
+                // No kube-proxy runs in this network namespace: dial webhook Services at their endpoints.
                 ("enable-aggregator-routing", "true".into()),
                 ("audit-policy-file", format!("{ETC}/audit.yaml")),
                 ("audit-log-path", AUDIT_LOG.into()),
@@ -221,7 +221,7 @@ fn apiserver() -> Component {
     )
 }
 
-/// Where the API server writes what was asked of it.
+/// The path of the API server's audit log inside the machine.
 pub const AUDIT_LOG: &str = "/var/log/lab/audit.log";
 
 fn controller_manager() -> Component {
@@ -243,7 +243,7 @@ fn controller_manager() -> Component {
                 ("cluster-signing-key-file", pki_file("ca.key")),
                 ("cluster-cidr", PODS.into()),
                 ("allocate-node-cidrs", "false".into()),
-                // Kubelets renew their leases every ten seconds.
+                // Twice the interval at which kubelets renew their leases (10 s).
                 ("node-monitor-grace-period", "20s".into()),
                 ("node-monitor-period", "2s".into()),
             ],

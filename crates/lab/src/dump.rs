@@ -1,4 +1,4 @@
-//! Everything that a person would look at first when something went wrong.
+//! The diagnostics that a failed test prints.
 
 use std::{fmt::Write as _, fs};
 
@@ -7,23 +7,23 @@ use anyhow::Result;
 use crate::{lab::Lab, machine::Machine};
 
 impl Lab {
-    /// Objects, events, links, and the end of every log.
+    /// Status, objects, events, links, and the last lines of every log.
     pub fn dump(&self) -> String {
         let mut text = format!("dump of lab {}:\n{}", self.name, self.status());
-        let mut tell = |what: &str, found: Result<String>| {
+        let mut section = |what: &str, found: Result<String>| {
             let found = found.unwrap_or_else(|e| format!("{e:#}"));
             let _ = writeln!(text, "--- {what}\n{}", found.trim_end());
         };
         for what in ["nodes", "pods", "events", "network-attachment-definitions"] {
-            tell(what, self.kubectl(&["get", what, "-A", "-o", "wide", "--request-timeout=5s"]));
+            section(what, self.kubectl(&["get", what, "-A", "-o", "wide", "--request-timeout=5s"]));
         }
-        tell("pods in full", self.kubectl(&["get", "pods", "-A", "-o", "yaml", "--request-timeout=5s"]));
+        section("pods in full", self.kubectl(&["get", "pods", "-A", "-o", "yaml", "--request-timeout=5s"]));
         let names = self.nodes();
         for machine in names.iter().map(|name| self.node(name)).chain([self.control_plane()]) {
-            tell(&format!("links of {}", machine.name), machine.output(&["ip", "-br", "addr"]));
+            section(&format!("links of {}", machine.name), machine.output(&["ip", "-br", "addr"]));
             for component in machine.components().unwrap_or_default().keys() {
-                tell(
-                    &format!("the end of {component}'s log on {}", machine.name),
+                section(
+                    &format!("last lines of the log of {component} on {}", machine.name),
                     Ok(machine.tail(component)),
                 );
             }

@@ -1,4 +1,4 @@
-//! The one door of a lab: a listener on 127.0.0.1 of this machine that dials the API server inside.
+//! The forwarder: listens on 127.0.0.1 of the host and proxies each connection to the API server inside the lab.
 
 use std::{
     fs,
@@ -13,36 +13,37 @@ use nix::{
 };
 use tokio::{io::copy_bidirectional, net::TcpStream, task::JoinSet};
 
-use crate::cgroup::Group;
+use crate::cgroup::Cgroup;
 
-/// `lab forward GROUP NETNS TARGET PORTFILE PORT`: listens here, then moves into the lab's network and dials from there.
+/// `lab forward CGROUP NETNS TARGET PORTFILE PORT`: binds the listener in the host's network namespace, then enters
+/// the lab's namespace and dials from there.
 ///
-/// The port of an earlier run is taken again where it is free, so that kubeconfigs stay valid.
-pub fn run(group: &str, network: &Path, target: SocketAddr, port_file: &Path, port: u16) -> Result<()> {
-    Group::at(group).enter()?;
-    setsid().context("leave the terminal")?;
+/// Binds PORT, the port of an earlier run, if it is free, so that kubeconfigs stay valid.
+pub fn run(cgroup: &str, netns: &Path, target: SocketAddr, port_file: &Path, port: u16) -> Result<()> {
+    Cgroup::at(cgroup).enter()?;
+    setsid().context("create a session")?;
     let listener = TcpListener::bind(("127.0.0.1", port))
         .or_else(|_| TcpListener::bind(("127.0.0.1", 0)))
         .context("listen on 127.0.0.1")?;
-    let network = fs::File::open(network).with_context(|| format!("open {}", network.display()))?;
-    setns(network, CloneFlags::CLONE_NEWNET).context("enter the lab's network")?;
+    let netns = fs::File::open(netns).with_context(|| format!("open {}", netns.display()))?;
+    setns(netns, CloneFlags::CLONE_NEWNET).context("enter the lab's network namespace")?;
     let port = listener.local_addr().context("read the port")?.port();
     crate::pki::write_secret(port_file, &port.to_string())?;
-    listener.set_nonblocking(true).context("prepare the listener")?;
+    listener.set_nonblocking(true).context("make the listener non-blocking")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the runtime")?;
     runtime.block_on(serve(listener, target))
 }
 
 async fn serve(listener: TcpListener, target: SocketAddr) -> Result<()> {
-    let listener = tokio::net::TcpListener::from_std(listener).context("take the listener over")?;
+    let listener = tokio::net::TcpListener::from_std(listener).context("register the listener with tokio")?;
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
             accepted = listener.accept() => {
                 let Ok((mut client, _)) = accepted else { continue };
                 connections.spawn(async move {
-                    // An API server that is down shows as a closed connection, as anywhere.
+                    // The client sees a closed connection while the API server is down.
                     let Ok(mut server) = TcpStream::connect(target).await else { return };
                     let _ = client.set_nodelay(true);
                     let _ = server.set_nodelay(true);

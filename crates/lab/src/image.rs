@@ -1,4 +1,4 @@
-//! Container images without an engine: one tar that is both an OCI layout and a docker archive.
+//! Builds container images without a container engine: one tar that is both an OCI layout and a docker archive.
 
 use std::{
     collections::BTreeMap,
@@ -10,16 +10,16 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
-use crate::{archive::Archive, digest::sha256_hex, machine::capture, place, program::Programs};
+use crate::{digest::sha256_hex, machine::capture, paths, program::Programs, tar::TarBuilder};
 
 /// The image of test pods; also the sandbox image of the nodes.
 pub const LAB_IMAGE: &str = "localhost/lab:1";
 
-/// What an image is made of.
+/// The contents of an image.
 pub struct Image<'a> {
-    /// With host, as containerd names it: `localhost/lab:1`.
+    /// The full reference with registry host: `localhost/lab:1`.
     pub reference: &'a str,
-    /// The one layer: a tar.
+    /// The only layer, an uncompressed tar.
     pub layer: Vec<u8>,
     pub entrypoint: &'a [&'a str],
     pub environment: &'a [&'a str],
@@ -28,7 +28,7 @@ pub struct Image<'a> {
 }
 
 impl Image<'_> {
-    /// The tar that `ctr images import` and `docker load` take.
+    /// The archive for `ctr images import` and `docker load`.
     pub fn pack(&self) -> Result<Vec<u8>> {
         let layer_digest = sha256_hex(&self.layer);
         let config = serde_json::to_vec(&json!({
@@ -68,7 +68,7 @@ impl Image<'_> {
             "RepoTags": [self.reference],
             "Layers": [format!("blobs/sha256/{layer_digest}")],
         }]))?;
-        let mut tar = Archive::default();
+        let mut tar = TarBuilder::default();
         tar.file("oci-layout", 0o644, br#"{"imageLayoutVersion":"1.0.0"}"#)?;
         tar.file("index.json", 0o644, &index)?;
         tar.file("manifest.json", 0o644, &docker)?;
@@ -91,16 +91,16 @@ fn architecture() -> Result<&'static str> {
     match std::env::consts::ARCH {
         "x86_64" => Ok("amd64"),
         "aarch64" => Ok("arm64"),
-        other => bail!("no image architecture is known for {other}"),
+        other => bail!("architecture {other} is not supported; use x86_64 or aarch64"),
     }
 }
 
-/// The image of test pods, built once: busybox, a real `ip` with its libraries, and the tool.
+/// Builds the image of test pods unless it is cached: busybox, iproute2's `ip` with its libraries, and `tool`.
 pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
     let busybox = fs::read("/bin/busybox").context("read /bin/busybox: install busybox-static")?;
     let ip = fs::read("/usr/sbin/ip").context("read /usr/sbin/ip: install iproute2")?;
-    let tool = fs::read(programs.path("tool")?).context("read the tool")?;
-    let mut layer = Archive::default();
+    let tool = fs::read(programs.path("tool")?).context("read tool")?;
+    let mut layer = TarBuilder::default();
     for dir in ["bin", "sbin", "etc", "tmp", "proc", "sys", "dev", "run", "usr", "usr/sbin", "usr/bin"] {
         layer.directory(dir, if dir == "tmp" { 0o1777 } else { 0o755 })?;
     }
@@ -134,18 +134,18 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
         labels: BTreeMap::new(),
     };
     let packed = image.pack()?;
-    let dir = place::cache()?.join("images");
+    let dir = paths::cache_dir()?.join("images");
     let path = dir.join(format!("lab-{}.tar", &sha256_hex(&packed)[..16]));
     if !path.exists() {
-        fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+        fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         let partial = path.with_extension("partial");
         fs::write(&partial, packed).context("write the image")?;
-        fs::rename(&partial, &path).context("put the image in place")?;
+        fs::rename(&partial, &path).context("rename the image")?;
     }
     Ok(path)
 }
 
-/// The shared libraries of a program, as the loader finds them.
+/// The paths of a program's shared libraries, from `ldd`.
 fn libraries(program: &Path) -> Result<Vec<String>> {
     let text = capture(Command::new("ldd").arg(program))?;
     let found = text.lines().filter_map(|line| {

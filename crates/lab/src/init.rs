@@ -1,5 +1,5 @@
-//! The first process of a machine: enters its file system, starts and signals components on request, reaps what
-//! dies. When it is killed the kernel ends everything else in the machine.
+//! The init process (pid 1) of a machine: enters its root file system, starts and signals components on request, and
+//! reaps children. When it is killed, the kernel kills every other process of the machine.
 
 use std::{
     collections::BTreeMap,
@@ -24,35 +24,35 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::root::Root;
+use crate::rootfs::RootFs;
 
-/// Where the first process listens, inside the machine.
+/// The socket on which init listens, inside the machine.
 pub const SOCKET: &str = "/run/lab/init.sock";
 
-/// What a machine is started with.
+/// Everything that init needs to start a machine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Machine {
+pub struct MachineSpec {
     pub hostname: String,
-    pub root: Root,
-    /// Its own messages, on this machine's file system.
+    pub rootfs: RootFs,
+    /// The log of init itself, a path of the host.
     pub log: PathBuf,
 }
 
-/// A program that runs in a machine for as long as it lives.
+/// A long-running program of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Component {
     pub name: String,
     pub command: Vec<String>,
     pub environment: BTreeMap<String, String>,
-    /// Inside the machine.
+    /// A path inside the machine.
     pub log: PathBuf,
 }
 
-/// A question to the first process; one line of JSON.
+/// A request to init, sent as one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Request {
-    /// Starts it, or wakes it if it is paused.
+pub enum InitRequest {
+    /// Starts the component, or continues it if it is paused.
     Start(Component),
     Signal {
         name: String,
@@ -61,34 +61,37 @@ pub enum Request {
     List,
 }
 
-/// The answer; one line of JSON.
+/// The response of init, sent as one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Answer {
+pub enum InitResponse {
     Done,
-    Components(BTreeMap<String, State>),
+    Components(BTreeMap<String, ComponentState>),
     Failed(String),
 }
 
-/// How a component is.
+/// The state of a component.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum State {
+pub enum ComponentState {
     Running {
-        /// As numbered inside the machine.
+        /// The pid inside the machine.
         pid: i32,
     },
-    Ended {
-        how: String,
+    #[serde(rename = "ended")]
+    Exited {
+        /// The exit code or signal, as text.
+        #[serde(rename = "how")]
+        reason: String,
     },
 }
 
-type Register = Arc<Mutex<BTreeMap<String, State>>>;
+type ComponentTable = Arc<Mutex<BTreeMap<String, ComponentState>>>;
 
-/// Runs as the first process; returns only on failure.
-pub fn run(machine: &Machine) -> Result<()> {
-    setsid().context("leave the terminal")?;
-    // Blocked in every thread, so that the reaper alone takes it; std clears the mask of what it starts.
+/// Runs as pid 1; returns only on failure.
+pub fn run(machine: &MachineSpec) -> Result<()> {
+    setsid().context("create a session")?;
+    // Blocked in every thread, so that only the reaper receives it; std clears the mask of child processes.
     let mut children = SigSet::empty();
     children.add(Signal::SIGCHLD);
     children.thread_block().context("block SIGCHLD")?;
@@ -97,35 +100,35 @@ pub fn run(machine: &Machine) -> Result<()> {
         .append(true)
         .open(&machine.log)
         .with_context(|| format!("open {}", machine.log.display()))?;
-    machine.root.enter()?;
+    machine.rootfs.enter()?;
     sethostname(&machine.hostname).context("set the host name")?;
     let up = Command::new("/usr/sbin/ip").args(["link", "set", "lo", "up"]).status().context("run ip")?;
     if !up.success() {
         bail!("bring lo up: {up}");
     }
-    let register: Register = Arc::default();
+    let components: ComponentTable = Arc::default();
     let listener = UnixListener::bind(SOCKET).context("listen for requests")?;
-    let reaper = Arc::clone(&register);
+    let reaper = Arc::clone(&components);
     thread::spawn(move || reap(&children, &reaper));
 
-    std::io::stdout().write_all(b"ready\n").context("say ready")?;
-    std::io::stdout().flush().context("say ready")?;
-    dup2_stderr(&log).context("send messages to the log")?;
-    dup2_stdout(&log).context("send output to the log")?;
+    std::io::stdout().write_all(b"ready\n").context("report readiness")?;
+    std::io::stdout().flush().context("report readiness")?;
+    dup2_stderr(&log).context("redirect stderr to the log")?;
+    dup2_stdout(&log).context("redirect stdout to the log")?;
     for stream in listener.incoming().flatten() {
-        let register = Arc::clone(&register);
-        thread::spawn(move || serve(stream, &register));
+        let components = Arc::clone(&components);
+        thread::spawn(move || serve(stream, &components));
     }
     Ok(())
 }
 
-fn reap(children: &SigSet, register: &Register) {
+fn reap(children: &SigSet, registry: &ComponentTable) {
     loop {
-        // Several children may have ended for one signal.
+        // One SIGCHLD may stand for several children.
         loop {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::StillAlive) | Err(Errno::ECHILD) => break,
-                Ok(status) => note(status, register),
+                Ok(status) => record_exit(status, registry),
                 Err(_) => {}
             }
         }
@@ -135,79 +138,81 @@ fn reap(children: &SigSet, register: &Register) {
     }
 }
 
-fn note(status: WaitStatus, register: &Register) {
+fn record_exit(status: WaitStatus, registry: &ComponentTable) {
     let Some(pid) = status.pid() else { return };
-    let how = match status {
+    let reason = match status {
         WaitStatus::Exited(_, code) => format!("exited with {code}"),
         WaitStatus::Signaled(_, signal, _) => format!("killed by {signal}"),
         _ => return,
     };
-    let mut components = register.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut components = registry.lock().unwrap_or_else(PoisonError::into_inner);
     for state in components.values_mut() {
-        if *state == (State::Running { pid: pid.as_raw() }) {
-            *state = State::Ended { how: how.clone() };
+        if *state == (ComponentState::Running { pid: pid.as_raw() }) {
+            *state = ComponentState::Exited { reason: reason.clone() };
         }
     }
 }
 
-fn serve(stream: UnixStream, register: &Register) {
-    let answer = match read(&stream).and_then(|request| act(request, register)) {
-        Ok(answer) => answer,
-        Err(e) => Answer::Failed(format!("{e:#}")),
+fn serve(stream: UnixStream, registry: &ComponentTable) {
+    let response = match read(&stream).and_then(|request| handle(request, registry)) {
+        Ok(response) => response,
+        Err(e) => InitResponse::Failed(format!("{e:#}")),
     };
-    if let Ok(mut line) = serde_json::to_vec(&answer) {
+    if let Ok(mut line) = serde_json::to_vec(&response) {
         line.push(b'\n');
-        // The asker may have gone.
+        // The client may have disconnected.
         let _ = (&stream).write_all(&line);
     }
 }
 
-fn read(stream: &UnixStream) -> Result<Request> {
-    stream.set_read_timeout(Some(Duration::from_secs(5))).context("set a deadline")?;
+fn read(stream: &UnixStream) -> Result<InitRequest> {
+    stream.set_read_timeout(Some(Duration::from_secs(5))).context("set the read timeout")?;
     let mut line = String::new();
     BufReader::new(stream).read_line(&mut line).context("read the request")?;
-    serde_json::from_str(&line).context("understand the request")
+    serde_json::from_str(&line).context("parse the request")
 }
 
-fn act(request: Request, register: &Register) -> Result<Answer> {
-    // Held while starting: the reaper must not see a child that is not registered yet.
-    let mut components = register.lock().unwrap_or_else(PoisonError::into_inner);
+fn handle(request: InitRequest, registry: &ComponentTable) -> Result<InitResponse> {
+    // Held while a child is started: the reaper must not see one that is not registered yet.
+    let mut components = registry.lock().unwrap_or_else(PoisonError::into_inner);
     match request {
-        Request::Start(component) => {
+        InitRequest::Start(component) => {
             match components.get(&component.name) {
-                // One that is paused runs again.
-                Some(State::Running { pid }) => {
+                // Continues a paused component.
+                Some(ComponentState::Running { pid }) => {
                     kill(Pid::from_raw(*pid), Signal::SIGCONT)
-                        .with_context(|| format!("wake {}", component.name))?;
+                        .with_context(|| format!("continue {}", component.name))?;
                 }
-                Some(State::Ended { .. }) | None => {
+                Some(ComponentState::Exited { .. }) | None => {
                     let pid = start(&component)?;
-                    components.insert(component.name, State::Running { pid });
+                    components.insert(component.name, ComponentState::Running { pid });
                 }
             }
-            Ok(Answer::Done)
+            Ok(InitResponse::Done)
         }
-        Request::Signal { name, number } => {
-            let Some(State::Running { pid }) = components.get(&name) else { bail!("{name} is not running") };
+        InitRequest::Signal { name, number } => {
+            let Some(ComponentState::Running { pid }) = components.get(&name) else {
+                bail!("{name} is not running")
+            };
             let signal = Signal::try_from(number).with_context(|| format!("signal {number}"))?;
             kill(Pid::from_raw(*pid), signal).with_context(|| format!("signal {name}"))?;
-            Ok(Answer::Done)
+            Ok(InitResponse::Done)
         }
-        Request::List => Ok(Answer::Components(components.clone())),
+        InitRequest::List => Ok(InitResponse::Components(components.clone())),
     }
 }
 
 fn start(component: &Component) -> Result<i32> {
-    let Some((program, arguments)) = component.command.split_first() else { bail!("nothing to run") };
+    let Some((program, arguments)) = component.command.split_first() else { bail!("the command is empty") };
     if let Some(dir) = component.log.parent() {
-        fs::create_dir_all(dir).with_context(|| format!("make {}", dir.display()))?;
+        fs::create_dir_all(dir).with_context(|| format!("create {}", dir.display()))?;
     }
     let log = OpenOptions::new()
         .create(true)
         .append(true)
         .open(&component.log)
         .with_context(|| format!("open {}", component.log.display()))?;
-    // Dropping the handle neither waits nor kills: the reaper takes care of it.
+    // Dropping the handle neither waits nor kills; the reaper collects the exit status.
     let child = Command::new(program)
         .args(arguments)
         .env_clear()
@@ -216,28 +221,28 @@ fn start(component: &Component) -> Result<i32> {
         .envs(&component.environment)
         .current_dir("/")
         .stdin(Stdio::null())
-        .stdout(log.try_clone().context("share the log")?)
+        .stdout(log.try_clone().context("duplicate the log's descriptor")?)
         .stderr(log)
         .spawn()
         .with_context(|| format!("start {program}"))?;
-    i32::try_from(child.id()).context("a pid beyond the kernel's limit")
+    i32::try_from(child.id()).context("the pid does not fit an i32")
 }
 
-/// Where programs are found inside a machine.
+/// The PATH inside a machine.
 pub const PATH: &str = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Asks the first process of a machine, found by its pid here.
-pub fn ask(init: i32, request: &Request) -> Result<Answer> {
+/// Sends a request to the init with this pid of the host.
+pub fn send(init: i32, request: &InitRequest) -> Result<InitResponse> {
     let path = format!("/proc/{init}/root{SOCKET}");
-    let stream = UnixStream::connect(Path::new(&path)).context("reach the machine's first process")?;
-    stream.set_read_timeout(Some(Duration::from_secs(10))).context("set a deadline")?;
-    let mut line = serde_json::to_vec(request).context("write the request")?;
+    let stream = UnixStream::connect(Path::new(&path)).context("connect to the machine's init")?;
+    stream.set_read_timeout(Some(Duration::from_secs(10))).context("set the read timeout")?;
+    let mut line = serde_json::to_vec(request).context("serialize the request")?;
     line.push(b'\n');
     (&stream).write_all(&line).context("send the request")?;
-    let mut answer = String::new();
-    BufReader::new(&stream).read_line(&mut answer).context("read the answer")?;
-    match serde_json::from_str(&answer).context("understand the answer")? {
-        Answer::Failed(reason) => bail!(reason),
-        answer => Ok(answer),
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line).context("read the response")?;
+    match serde_json::from_str(&line).context("parse the response")? {
+        InitResponse::Failed(reason) => bail!(reason),
+        response => Ok(response),
     }
 }

@@ -1,10 +1,9 @@
-//! A real Kubernetes on one Linux machine, and the support that tests use.
+//! A real Kubernetes cluster on one Linux host, and support code for tests.
 //!
-//! A lab is a control plane and nodes, each a set of namespaces of its own, all reachable through one port on
-//! 127.0.0.1. Nothing of it appears in this machine's network, and `down` leaves nothing behind.
+//! A lab is a control plane and nodes. Each runs in its own set of Linux namespaces; programs of the host reach the API
+//! server through one port on 127.0.0.1. A lab adds nothing to the host's network namespace, and `down` removes all of it.
 
 mod address;
-pub mod archive;
 pub mod audit;
 mod bootstrap;
 mod cgroup;
@@ -17,27 +16,28 @@ mod init;
 mod lab;
 pub mod machine;
 mod node;
+mod operations;
+pub mod paths;
 mod pki;
-pub mod place;
-mod power;
 pub mod program;
 mod progress;
-mod root;
-pub mod scene;
+mod rootfs;
 pub mod snapshot;
 mod status;
 mod switch;
+pub mod tar;
+pub mod test_namespace;
 pub mod wait;
 
-pub use init::State;
-pub use lab::{Lab, Shape};
+pub use init::ComponentState;
+pub use lab::{Lab, Topology};
 pub use machine::Machine;
-pub use place::Name;
-pub use power::Target;
-pub use progress::say;
-pub use status::Status;
+pub use operations::ComponentRef;
+pub use paths::LabName;
+pub use progress::print_progress;
+pub use status::LabStatus;
 
-/// One crypto for everything; a second call changes nothing.
+/// Installs ring as the crypto provider of rustls; a second call has no effect.
 pub fn install_crypto() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }

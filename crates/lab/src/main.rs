@@ -1,4 +1,4 @@
-//! `lab`: a real Kubernetes on this machine.
+//! `lab`: a real Kubernetes cluster on this machine.
 
 mod cli;
 

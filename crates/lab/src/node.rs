@@ -1,4 +1,4 @@
-//! The programs of a node and their settings, all on their default paths.
+//! A node's components and configuration files, all on their default paths.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
@@ -6,24 +6,24 @@ use anyhow::{Context as _, Result};
 use serde_json::json;
 
 use crate::{
-    address::{API_PORT, CONTROL_PLANE, DNS_SERVICE, Node, PODS},
-    control_plane::{component, multus_token, server, write_host_files},
+    address::{API_PORT, CONTROL_PLANE, DNS_SERVICE, NodeAddresses, PODS},
+    control_plane::{api_server_url, component, multus_token, write_host_files},
     image::LAB_IMAGE,
     init::Component,
     machine::Machine,
-    pki::{Pki, Subject, write_secret},
+    pki::{CertSubject, Pki, write_secret},
     program::{CNI_PLUGINS, Programs},
 };
 
-const SERVICE_ACCOUNT: &str = "/run/secrets/kubernetes.io/serviceaccount";
+const SERVICE_ACCOUNT_DIR: &str = "/run/secrets/kubernetes.io/serviceaccount";
 
-/// Certificates, kubeconfigs, settings and CNI plugins, written to the node's disk.
-pub fn configure(machine: &Machine, node: Node, pki: &Pki, programs: &Programs) -> Result<()> {
+/// Writes certificates, kubeconfigs, configuration and CNI plugins to the node's disk.
+pub fn configure(machine: &Machine, node: NodeAddresses, pki: &Pki, programs: &Programs) -> Result<()> {
     let name = &machine.name;
     let file = format!("kubelet-{name}");
     let user = format!("system:node:{name}");
     let subject =
-        Subject { user: &user, group: Some("system:nodes"), names: &[name], addresses: &node.addresses() };
+        CertSubject { user: &user, group: Some("system:nodes"), names: &[name], addresses: &node.node_ips() };
     pki.certificate("ca", &file, &subject)?;
 
     let disk = machine.disk();
@@ -40,12 +40,12 @@ pub fn configure(machine: &Machine, node: Node, pki: &Pki, programs: &Programs) 
         "var/log/pods",
     ];
     for dir in dirs {
-        fs::create_dir_all(disk.join(dir)).with_context(|| format!("make /{dir} of {name}"))?;
+        fs::create_dir_all(disk.join(dir)).with_context(|| format!("create /{dir} of {name}"))?;
     }
     let kubernetes = etc.join("kubernetes");
-    write_secret(&kubernetes.join("kubelet.conf"), &pki.kubeconfig(&file, &server())?)?;
-    write_secret(&kubernetes.join("kube-proxy.conf"), &pki.kubeconfig("kube-proxy", &server())?)?;
-    write_secret(&kubernetes.join("kubelet.yaml"), &kubelet_settings(machine)?)?;
+    write_secret(&kubernetes.join("kubelet.conf"), &pki.kubeconfig(&file, &api_server_url())?)?;
+    write_secret(&kubernetes.join("kube-proxy.conf"), &pki.kubeconfig("kube-proxy", &api_server_url())?)?;
+    write_secret(&kubernetes.join("kubelet.yaml"), &kubelet_config(machine)?)?;
     for (from, to) in [
         ("ca.crt", "ca.crt"),
         (&format!("{file}.crt"), "kubelet.crt"),
@@ -55,20 +55,20 @@ pub fn configure(machine: &Machine, node: Node, pki: &Pki, programs: &Programs) 
         write_secret(&kubernetes.join(to), &text)?;
     }
     write_secret(&kubernetes.join("multus.token"), &multus_token(pki)?)?;
-    write_secret(&etc.join("containerd/config.toml"), &containerd_settings())?;
+    write_secret(&etc.join("containerd/config.toml"), &containerd_config())?;
     write_secret(&etc.join("cni/net.d/10-lab.conflist"), &primary_network(node)?)?;
-    write_secret(&etc.join("cni/net.d/multus.d/daemon-config.json"), &multus_settings()?)?;
+    write_secret(&etc.join("cni/net.d/multus.d/daemon-config.json"), &multus_config()?)?;
     for plugin in CNI_PLUGINS {
         install(&programs.path(plugin)?, &disk.join("opt/cni/bin").join(plugin))?;
     }
     Ok(())
 }
 
-/// Files below `/run`, which a reboot takes away.
-pub fn volatile(machine: &Machine) -> Result<()> {
-    machine.output(&["mkdir", "-p", SERVICE_ACCOUNT])?;
-    machine.output(&["cp", "/etc/kubernetes/multus.token", &format!("{SERVICE_ACCOUNT}/token")])?;
-    machine.output(&["cp", "/etc/kubernetes/ca.crt", &format!("{SERVICE_ACCOUNT}/ca.crt")]).map(|_| ())
+/// Writes the files below `/run`, which do not survive a reboot.
+pub fn write_run_files(machine: &Machine) -> Result<()> {
+    machine.output(&["mkdir", "-p", SERVICE_ACCOUNT_DIR])?;
+    machine.output(&["cp", "/etc/kubernetes/multus.token", &format!("{SERVICE_ACCOUNT_DIR}/token")])?;
+    machine.output(&["cp", "/etc/kubernetes/ca.crt", &format!("{SERVICE_ACCOUNT_DIR}/ca.crt")]).map(|_| ())
 }
 
 fn install(from: &Path, to: &Path) -> Result<()> {
@@ -77,12 +77,12 @@ fn install(from: &Path, to: &Path) -> Result<()> {
     }
     let partial = to.with_extension("partial");
     fs::copy(from, &partial).with_context(|| format!("copy {}", from.display()))?;
-    fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).context("mark it executable")?;
-    fs::rename(&partial, to).with_context(|| format!("put {} in place", to.display()))
+    fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).context("make it executable")?;
+    fs::rename(&partial, to).with_context(|| format!("rename to {}", to.display()))
 }
 
-/// What runs on a node, in the order in which it is started; multus needs the API server.
-pub fn components(machine: &Machine, node: Node) -> [Component; 4] {
+/// The components of a node in start order. Only containerd starts without the API server.
+pub fn components(machine: &Machine, node: NodeAddresses) -> [Component; 4] {
     [containerd(), kubelet(machine, node), kube_proxy(machine), multus(machine)]
 }
 
@@ -90,7 +90,7 @@ fn containerd() -> Component {
     component("containerd", ["containerd".to_owned()])
 }
 
-fn kubelet(machine: &Machine, node: Node) -> Component {
+fn kubelet(machine: &Machine, node: NodeAddresses) -> Component {
     component(
         "kubelet",
         [
@@ -112,7 +112,7 @@ fn kube_proxy(machine: &Machine) -> Component {
             "--proxy-mode=nftables".to_owned(),
             format!("--cluster-cidr={PODS}"),
             format!("--hostname-override={}", machine.name),
-            // The limit is this machine's, not the node's.
+            // The conntrack limit belongs to the host, not to the node.
             "--conntrack-max-per-core=0".to_owned(),
         ],
     )
@@ -132,8 +132,8 @@ fn multus(machine: &Machine) -> Component {
     multus
 }
 
-fn kubelet_settings(machine: &Machine) -> Result<String> {
-    let settings = json!({
+fn kubelet_config(machine: &Machine) -> Result<String> {
+    let config = json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
         "authentication": {
@@ -149,21 +149,21 @@ fn kubelet_settings(machine: &Machine) -> Result<String> {
         "clusterDNS": [DNS_SERVICE],
         "resolvConf": "/etc/resolv.conf",
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": machine.group.root(),
+        "cgroupRoot": machine.cgroup.root(),
         "failCgroupV1": false,
         "failSwapOn": false,
         "makeIPTablesUtilChains": false,
         "localStorageCapacityIsolation": false,
         "maxPods": 250,
         "serializeImagePulls": false,
-        // Nodes share this machine's disk and memory: neither must make them evict or clean up.
+        // Nodes share the host's disk and memory; the kubelet must neither evict pods nor delete images.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0%", "imagefs.available": "0%", "nodefs.inodesFree": "0%"},
     });
-    serde_json::to_string_pretty(&settings).context("write the kubelet's settings")
+    serde_json::to_string_pretty(&config).context("serialize the kubelet's configuration")
 }
 
-fn containerd_settings() -> String {
+fn containerd_config() -> String {
     format!(
         r#"version = 3
 root = "/var/lib/containerd"
@@ -187,8 +187,8 @@ sandbox = "{LAB_IMAGE}"
     )
 }
 
-/// Routed, not bridged: traffic between two pods of a node then passes the node's IP stack, where kube-proxy sees it.
-fn primary_network(node: Node) -> Result<String> {
+/// The primary network is routed, not bridged: pod-to-pod traffic of a node passes its IP stack, where kube-proxy's rules apply.
+fn primary_network(node: NodeAddresses) -> Result<String> {
     let config = json!({
         "cniVersion": "1.0.0",
         "name": "lab",
@@ -203,11 +203,11 @@ fn primary_network(node: Node) -> Result<String> {
             },
         }],
     });
-    serde_json::to_string_pretty(&config).context("write the primary network")
+    serde_json::to_string_pretty(&config).context("serialize the primary network")
 }
 
-fn multus_settings() -> Result<String> {
-    let settings = json!({
+fn multus_config() -> Result<String> {
+    let config = json!({
         "cniVersion": "1.0.0",
         "logLevel": "verbose",
         "logToStderr": true,
@@ -218,5 +218,5 @@ fn multus_settings() -> Result<String> {
         "socketDir": "/run/multus/",
         "binDir": "/opt/cni/bin",
     });
-    serde_json::to_string_pretty(&settings).context("write multus' settings")
+    serde_json::to_string_pretty(&config).context("serialize multus' configuration")
 }

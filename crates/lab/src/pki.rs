@@ -1,4 +1,4 @@
-//! The certificates and kubeconfigs of a lab. Made once, in the lab's directory.
+//! The certificates and kubeconfigs of a lab, generated once into the lab's directory.
 
 use std::{
     fs,
@@ -14,14 +14,14 @@ use rcgen::{
 };
 use serde_json::json;
 
-/// The directory with everything in it.
+/// The directory of a lab's keys and certificates.
 #[derive(Clone, Debug)]
 pub struct Pki {
     dir: PathBuf,
 }
 
-/// Who a certificate speaks for.
-pub struct Subject<'a> {
+/// The identity and names in a certificate.
+pub struct CertSubject<'a> {
     pub user: &'a str,
     pub group: Option<&'a str>,
     pub names: &'a [&'a str],
@@ -37,16 +37,16 @@ impl Pki {
         &self.dir
     }
 
-    /// Makes the authorities and the key that signs tokens, unless they are there.
-    pub fn authorities(&self) -> Result<()> {
-        fs::create_dir_all(&self.dir).with_context(|| format!("make {}", self.dir.display()))?;
+    /// Generates the CAs and the ServiceAccount signing key unless they exist.
+    pub fn create_cas(&self) -> Result<()> {
+        fs::create_dir_all(&self.dir).with_context(|| format!("create {}", self.dir.display()))?;
         for name in ["ca", "front-proxy-ca"] {
             if self.dir.join(format!("{name}.crt")).exists() {
                 continue;
             }
-            let key = KeyPair::generate().context("make a key")?;
+            let key = KeyPair::generate().context("generate a key")?;
             let mut params = CertificateParams::default();
-            params.distinguished_name = distinguished(name, None);
+            params.distinguished_name = distinguished_name(name, None);
             params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
             params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::DigitalSignature];
             let certificate = params.self_signed(&key).with_context(|| format!("sign {name}"))?;
@@ -54,39 +54,38 @@ impl Pki {
             self.write(&format!("{name}.crt"), &certificate.pem())?;
         }
         if !self.dir.join("sa.pub").exists() {
-            let key = KeyPair::generate().context("make a key")?;
+            let key = KeyPair::generate().context("generate a key")?;
             self.write("sa.key", &key.serialize_pem())?;
             self.write("sa.pub", &key.public_key_pem())?;
         }
         Ok(())
     }
 
-    /// Makes `<file>.crt` and `<file>.key` signed by an authority, unless they are there.
-    pub fn certificate(&self, authority: &str, file: &str, subject: &Subject<'_>) -> Result<()> {
+    /// Generates `<file>.crt` and `<file>.key`, signed by a CA, unless they exist.
+    pub fn certificate(&self, ca: &str, file: &str, subject: &CertSubject<'_>) -> Result<()> {
         if self.dir.join(format!("{file}.crt")).exists() {
             return Ok(());
         }
         let read =
             |name: String| fs::read_to_string(self.dir.join(&name)).with_context(|| format!("read {name}"));
-        let ca_key =
-            KeyPair::from_pem(&read(format!("{authority}.key"))?).context("read the authority's key")?;
-        let issuer = Issuer::from_ca_cert_pem(&read(format!("{authority}.crt"))?, ca_key)
-            .context("read the authority's certificate")?;
+        let ca_key = KeyPair::from_pem(&read(format!("{ca}.key"))?).context("parse the CA's key")?;
+        let issuer = Issuer::from_ca_cert_pem(&read(format!("{ca}.crt"))?, ca_key)
+            .context("parse the CA's certificate")?;
         let names: Vec<String> = subject.names.iter().map(ToString::to_string).collect();
-        let mut params = CertificateParams::new(names).context("name the certificate")?;
+        let mut params = CertificateParams::new(names).context("set the certificate's names")?;
         params.subject_alt_names.extend(subject.addresses.iter().map(|a| SanType::IpAddress(*a)));
-        params.distinguished_name = distinguished(subject.user, subject.group);
+        params.distinguished_name = distinguished_name(subject.user, subject.group);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ClientAuth, ExtendedKeyUsagePurpose::ServerAuth];
-        let key = KeyPair::generate().context("make a key")?;
+        let key = KeyPair::generate().context("generate a key")?;
         let certificate = params.signed_by(&key, &issuer).with_context(|| format!("sign {file}"))?;
-        // The certificate last: it is what says that the pair is complete.
+        // The certificate last: its presence marks the pair as complete.
         self.write(&format!("{file}.key"), &key.serialize_pem())?;
         self.write(&format!("{file}.crt"), &certificate.pem())
     }
 
-    /// A kubeconfig that carries its certificates, so that it can be used from anywhere.
+    /// A self-contained kubeconfig with embedded certificates.
     pub fn kubeconfig(&self, file: &str, server: &str) -> Result<String> {
         let base64 = |name: String| -> Result<String> {
             let bytes = fs::read(self.dir.join(&name)).with_context(|| format!("read {name}"))?;
@@ -105,7 +104,7 @@ impl Pki {
             "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": file}}],
             "current-context": "lab",
         });
-        serde_json::to_string_pretty(&config).context("write the kubeconfig")
+        serde_json::to_string_pretty(&config).context("serialize the kubeconfig")
     }
 
     fn write(&self, name: &str, text: &str) -> Result<()> {
@@ -113,7 +112,7 @@ impl Pki {
     }
 }
 
-/// Writes a file that only root can read, whole or not at all.
+/// Writes a file atomically, readable by root only.
 pub fn write_secret(path: &Path, text: &str) -> Result<()> {
     use std::io::Write as _;
     let partial = path.with_extension("partial");
@@ -123,12 +122,12 @@ pub fn write_secret(path: &Path, text: &str) -> Result<()> {
         .truncate(true)
         .mode(0o600)
         .open(&partial)
-        .with_context(|| format!("make {}", partial.display()))?;
+        .with_context(|| format!("create {}", partial.display()))?;
     file.write_all(text.as_bytes()).with_context(|| format!("write {}", partial.display()))?;
-    fs::rename(&partial, path).with_context(|| format!("put {} in place", path.display()))
+    fs::rename(&partial, path).with_context(|| format!("rename to {}", path.display()))
 }
 
-fn distinguished(user: &str, group: Option<&str>) -> DistinguishedName {
+fn distinguished_name(user: &str, group: Option<&str>) -> DistinguishedName {
     let mut name = DistinguishedName::new();
     name.push(DnType::CommonName, user);
     if let Some(group) = group {

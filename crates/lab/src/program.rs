@@ -11,10 +11,10 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::{digest::sha256_hex, place, progress::say};
+use crate::{digest::sha256_hex, paths, progress::print_progress};
 
 /// A Go module of ours that pins one group of programs.
-struct Module {
+struct GoModule {
     name: &'static str,
     /// What is written into the build directory, and what the cache key is made of.
     files: &'static [(&'static str, &'static str)],
@@ -43,14 +43,14 @@ const KUBERNETES: &str = "-s -w \
     -X k8s.io/component-base/version.buildDate=1970-01-01T00:00:00Z";
 const PLAIN: &str = "-s -w";
 
-const MODULES: &[Module] = &[
-    Module {
+const MODULES: &[GoModule] = &[
+    GoModule {
         name: "etcd",
         files: lock!("etcd"),
         ldflags: PLAIN,
         programs: &[("go.etcd.io/etcd/server/v3", "etcd")],
     },
-    Module {
+    GoModule {
         name: "kubernetes",
         files: lock!("kubernetes"),
         ldflags: KUBERNETES,
@@ -63,7 +63,7 @@ const MODULES: &[Module] = &[
             ("k8s.io/kubernetes/cmd/kubectl", "kubectl"),
         ],
     },
-    Module {
+    GoModule {
         name: "containerd",
         files: lock!("containerd"),
         ldflags: PLAIN,
@@ -73,13 +73,13 @@ const MODULES: &[Module] = &[
             ("github.com/containerd/containerd/v2/cmd/ctr", "ctr"),
         ],
     },
-    Module {
+    GoModule {
         name: "coredns",
         files: lock!("coredns", "main.go"),
         ldflags: PLAIN,
         programs: &[(".", "coredns")],
     },
-    Module {
+    GoModule {
         name: "multus",
         files: lock!("multus"),
         ldflags: PLAIN,
@@ -88,7 +88,7 @@ const MODULES: &[Module] = &[
             ("gopkg.in/k8snetworkplumbingwg/multus-cni.v4/cmd/multus-shim", "multus-shim"),
         ],
     },
-    Module {
+    GoModule {
         name: "cni-plugins",
         files: lock!("cni-plugins"),
         ldflags: PLAIN,
@@ -129,7 +129,7 @@ pub struct Programs {
     root: PathBuf,
 }
 
-impl Module {
+impl GoModule {
     fn key(&self) -> String {
         let mut text = String::from(self.ldflags);
         for (name, content) in self.files {
@@ -147,7 +147,7 @@ fn tool_key() -> String {
 impl Programs {
     /// Builds what is not cached yet. Says what it does; silent when there is nothing to do.
     pub fn prepare() -> Result<Self> {
-        let root = place::cache()?.join("third-party");
+        let root = paths::cache_dir()?.join("third-party");
         let programs = Self { root };
         if programs.complete() {
             return Ok(programs);
@@ -195,7 +195,7 @@ impl Programs {
         Self::names().all(|name| self.path(name).is_ok_and(|p| p.exists()))
     }
 
-    fn build(&self, module: &Module, done: &mut usize, total: usize) -> Result<()> {
+    fn build(&self, module: &GoModule, done: &mut usize, total: usize) -> Result<()> {
         let dir = self.root.join(module.key());
         fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
         for (name, content) in module.files {
@@ -206,7 +206,7 @@ impl Programs {
             if dir.join(program).exists() {
                 continue;
             }
-            say(format!("[{done}/{total}] building {program} ({}) …", module.name));
+            print_progress(format!("[{done}/{total}] building {program} ({}) …", module.name));
             let start = Instant::now();
             let partial = dir.join(format!(".{program}.partial"));
             let status = Command::new("go")
@@ -233,7 +233,10 @@ impl Programs {
                 bail!("building {program} from {} failed: {status}", dir.display());
             }
             fs::rename(&partial, dir.join(program)).with_context(|| format!("put {program} in place"))?;
-            say(format!("[{done}/{total}] built {program} in {:.0} s", start.elapsed().as_secs_f64()));
+            print_progress(format!(
+                "[{done}/{total}] built {program} in {:.0} s",
+                start.elapsed().as_secs_f64()
+            ));
         }
         Ok(())
     }
@@ -243,7 +246,7 @@ impl Programs {
         if dir.join("tool").exists() {
             return Ok(());
         }
-        say(format!("[{done}/{total}] building tool (for test pods) …"));
+        print_progress(format!("[{done}/{total}] building tool (for test pods) …"));
         fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
         let source = dir.join("tool.rs");
         fs::write(&source, TOOL).context("write tool.rs")?;
@@ -269,14 +272,14 @@ mod tests {
 
     #[test]
     fn the_cache_key_follows_the_lock_files() {
-        let keys: Vec<String> = MODULES.iter().map(Module::key).collect();
+        let keys: Vec<String> = MODULES.iter().map(GoModule::key).collect();
         let mut unique = keys.clone();
         unique.sort();
         unique.dedup();
         assert_eq!(unique.len(), keys.len());
-        let changed = Module {
+        let changed = GoModule {
             ldflags: "-w",
-            ..Module { name: "etcd", files: lock!("etcd"), ldflags: PLAIN, programs: &[] }
+            ..GoModule { name: "etcd", files: lock!("etcd"), ldflags: PLAIN, programs: &[] }
         };
         assert_ne!(changed.key(), MODULES[0].key());
     }

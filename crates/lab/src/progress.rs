@@ -1,7 +1,7 @@
-//! What the lab tells the person who waits.
+//! Progress lines on stderr.
 #![allow(clippy::print_stderr, reason = "the lab is a command line tool; progress goes to stderr")]
 
-/// One line of progress.
-pub fn say(line: impl AsRef<str>) {
+/// Prints one line of progress to stderr.
+pub fn print_progress(line: impl AsRef<str>) {
     eprintln!("lab: {}", line.as_ref());
 }

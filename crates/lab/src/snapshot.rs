@@ -1,4 +1,4 @@
-//! What this machine has of the things that a lab makes, so that a test can compare before and after.
+//! A snapshot of everything on the host that a lab could leave behind, so that a test can compare before and after.
 
 use std::{
     collections::BTreeSet,
@@ -9,16 +9,16 @@ use std::{
 
 use anyhow::Result;
 
-use crate::{cgroup::is_zombie, machine::capture, place};
+use crate::{cgroup::is_zombie, machine::capture, paths};
 
-/// Links, mounts, processes, network namespaces, cgroups and files, each in one line of text.
+/// Links, mounts, lab processes, cgroups and files of the host, one line of text each.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct HostSnapshot {
     lines: BTreeSet<String>,
 }
 
-impl Snapshot {
-    /// Looks at this machine.
+impl HostSnapshot {
+    /// Takes a snapshot.
     pub fn take() -> Result<Self> {
         let mut lines = BTreeSet::new();
         let links = capture(Command::new("ip").args(["-o", "link", "show"]))?;
@@ -29,10 +29,10 @@ impl Snapshot {
         lines.extend(mounts.lines().map(|line| format!("mount {}", target(line))));
         lines.extend(processes());
         lines.extend(cgroups().into_iter().map(|d| format!("cgroup {}", d.display())));
-        // Raw, with what begins with a dot.
-        lines.extend(entries(&place::labs()).iter().map(|path| format!("file {}", path.display())));
-        // Where a node's programs would leave things if they were let out.
-        let astray = [
+        // Including hidden files.
+        lines.extend(entries(&paths::state_dir()).iter().map(|path| format!("file {}", path.display())));
+        // Paths of the host that a node's programs would create if they escaped from their mount namespace.
+        let escaped = [
             "/opt/cni",
             "/etc/cni",
             "/var/lib/cni",
@@ -43,23 +43,23 @@ impl Snapshot {
             "/run/containerd",
         ];
         lines.extend(
-            astray.into_iter().filter(|path| Path::new(path).exists()).map(|path| format!("file {path}")),
+            escaped.into_iter().filter(|path| Path::new(path).exists()).map(|path| format!("file {path}")),
         );
         Ok(Self { lines })
     }
 
-    /// What is there now and was not then.
-    pub fn since(&self, before: &Self) -> Vec<String> {
+    /// Lines of this snapshot that `before` does not have.
+    pub fn added_since(&self, before: &Self) -> Vec<String> {
         self.lines.difference(&before.lines).cloned().collect()
     }
 
-    /// What was there then and is not now.
-    pub fn missing(&self, before: &Self) -> Vec<String> {
-        before.since(self)
+    /// Lines of `before` that this snapshot does not have.
+    pub fn removed_since(&self, before: &Self) -> Vec<String> {
+        before.added_since(self)
     }
 }
 
-/// Processes of a lab: those in a lab's cgroup, and the lab's own program wherever it is.
+/// Processes in a lab's cgroup, and processes of the `lab` program in any cgroup.
 fn processes() -> Vec<String> {
     let mut lines = Vec::new();
     for entry in entries(Path::new("/proc")) {
@@ -68,37 +68,34 @@ fn processes() -> Vec<String> {
         let mut words = command.split(' ');
         let lab = words.next().is_some_and(|program| program.ends_with("/lab"))
             && words.next().is_some_and(|verb| ["machine", "init", "forward", "enter"].contains(&verb));
-        // The dead belong to this machine's init, which takes note of them when it gets to it.
+        // Zombies are left out: the host's init reaps them at some later time.
         let pid = entry.file_name().and_then(|name| name.to_str()?.parse().ok());
-        if !pid.is_some_and(is_zombie) && (lab || read("cgroup").contains(place::GROUP)) {
+        if !pid.is_some_and(is_zombie) && (lab || read("cgroup").contains(paths::CGROUP_PREFIX)) {
             lines.push(format!("process {} {command}", entry.display()));
         }
     }
     lines
 }
 
-/// The namespaces that the given processes live in and this one does not.
-pub fn namespaces(pids: &[i32]) -> BTreeSet<PathBuf> {
+/// The namespaces of the given processes that are not namespaces of the current process.
+pub fn namespaces_of(pids: &[i32]) -> BTreeSet<PathBuf> {
     let links = |pid: &str| -> BTreeSet<PathBuf> {
         let kinds = ["net", "mnt", "pid", "uts", "ipc"].into_iter();
         kinds.filter_map(|kind| fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok()).collect()
     };
-    let ours = links("self");
-    pids.iter()
-        .flat_map(|pid| links(&pid.to_string()))
-        .filter(|namespace| !ours.contains(namespace))
-        .collect()
+    let own = links("self");
+    pids.iter().flat_map(|pid| links(&pid.to_string())).filter(|namespace| !own.contains(namespace)).collect()
 }
 
-/// The processes of this machine that live in one of the given namespaces.
-pub fn inhabitants(of: &BTreeSet<PathBuf>) -> Vec<i32> {
+/// The processes of the host that are in one of the given namespaces.
+pub fn processes_in(namespaces: &BTreeSet<PathBuf>) -> Vec<i32> {
     let pids = entries(Path::new("/proc")).into_iter();
     let pids = pids.filter_map(|path| path.file_name()?.to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| !is_zombie(*pid) && !namespaces(&[*pid]).is_disjoint(of)).collect()
+    pids.filter(|pid| !is_zombie(*pid) && !namespaces_of(&[*pid]).is_disjoint(namespaces)).collect()
 }
 
-/// The first two levels: hierarchies, and what stands right below their roots. Others make and remove groups inside
-/// their own all the time; a lab, and whatever escapes from it, would show here.
+/// The first two levels: hierarchies and the cgroups directly below their roots. Other programs create and remove
+/// deeper cgroups at any time; the cgroups of a lab are on these levels.
 fn cgroups() -> Vec<PathBuf> {
     let roots = directories(Path::new("/sys/fs/cgroup"));
     roots.iter().flat_map(|root| directories(root)).chain(roots.clone()).collect()

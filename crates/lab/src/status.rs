@@ -1,20 +1,20 @@
-//! How a lab is.
+//! The state of a lab.
 
 use std::{collections::BTreeMap, fmt};
 
 use crate::{
     control_plane,
-    init::State,
+    init::ComponentState,
     lab::{Lab, NodeRecord},
-    switch::{self, Cable},
+    switch::{self, CableState},
 };
 
-/// How a lab is, for people and for scripts.
+/// The state of a lab; `Display` prints it for people.
 #[derive(Clone, Debug)]
-pub struct Status {
+pub struct LabStatus {
     lab: String,
     machines: Vec<MachineStatus>,
-    door: bool,
+    forwarder: bool,
     memory: u64,
     kubeconfig: String,
 }
@@ -23,32 +23,32 @@ pub struct Status {
 struct MachineStatus {
     name: String,
     on: bool,
-    cable: Option<Cable>,
-    components: BTreeMap<String, Option<State>>,
+    cable: Option<CableState>,
+    components: BTreeMap<String, Option<ComponentState>>,
 }
 
 impl Lab {
-    /// Looks at everything; changes nothing.
-    pub fn status(&self) -> Status {
-        let mut machines = vec![self.look(control_plane::NAME, None)];
+    /// Collects the state of all components.
+    pub fn status(&self) -> LabStatus {
+        let mut machines = vec![self.machine_status(control_plane::NAME, None)];
         for node in self.record().map(|r| r.nodes).unwrap_or_default() {
-            machines.push(self.look(&node.name, Some(&node)));
+            machines.push(self.machine_status(&node.name, Some(&node)));
         }
-        Status {
+        LabStatus {
             lab: self.name.to_string(),
             machines,
-            door: self.door_is_open(),
-            memory: self.group.memory(),
+            forwarder: self.forwarder_is_running(),
+            memory: self.cgroup.memory(),
             kubeconfig: self.kubeconfig().display().to_string(),
         }
     }
 
-    fn look(&self, name: &str, node: Option<&NodeRecord>) -> MachineStatus {
+    fn machine_status(&self, name: &str, node: Option<&NodeRecord>) -> MachineStatus {
         let machine = self.node(name);
         let running = machine.components().unwrap_or_default();
         let expected: Vec<String> = match node {
-            Some(node) => crate::node::components(&machine, node.address()).map(|c| c.name).into(),
-            None => control_plane::foundation()
+            Some(node) => crate::node::components(&machine, node.addresses()).map(|c| c.name).into(),
+            None => control_plane::storage_and_api()
                 .into_iter()
                 .chain(control_plane::controllers())
                 .map(|c| c.name)
@@ -57,7 +57,7 @@ impl Lab {
         MachineStatus {
             name: name.to_owned(),
             on: machine.init().is_some(),
-            cable: node.map(|n| switch::cable(&self.control_plane(), n.address())),
+            cable: node.map(|n| switch::cable_state(&self.control_plane(), n.addresses())),
             components: expected
                 .into_iter()
                 .map(|name| (name.clone(), running.get(&name).cloned()))
@@ -66,37 +66,37 @@ impl Lab {
     }
 }
 
-impl Status {
-    /// Whether everything that should run does.
-    pub fn is_whole(&self) -> bool {
-        let running = |c: &Option<State>| matches!(c, Some(State::Running { .. }));
-        self.door && self.machines.iter().all(|m| m.on && m.components.values().all(running))
+impl LabStatus {
+    /// Whether all machines and components are running.
+    pub fn is_healthy(&self) -> bool {
+        let running = |c: &Option<ComponentState>| matches!(c, Some(ComponentState::Running { .. }));
+        self.forwarder && self.machines.iter().all(|m| m.on && m.components.values().all(running))
     }
 
-    /// Memory of all its processes, in bytes.
+    /// The resident memory of all processes, in bytes.
     pub fn memory(&self) -> u64 {
         self.memory
     }
 }
 
-impl fmt::Display for Status {
+impl fmt::Display for LabStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let door = if self.door { "open" } else { "closed" };
+        let forwarder = if self.forwarder { "running" } else { "not running" };
         writeln!(
             f,
-            "lab {}: memory {} MiB, door {door}, kubeconfig {}",
+            "lab {}: memory {} MiB, forwarder {forwarder}, kubeconfig {}",
             self.lab,
             self.memory >> 20,
             self.kubeconfig
         )?;
         for machine in &self.machines {
             let on = if machine.on { "on" } else { "off" };
-            let cable = if machine.cable == Some(Cable::Cut) { ", partitioned" } else { "" };
+            let cable = if machine.cable == Some(CableState::Partitioned) { ", partitioned" } else { "" };
             writeln!(f, "{} ({on}{cable})", machine.name)?;
             for (name, state) in &machine.components {
                 let state = match state {
-                    Some(State::Running { pid }) => format!("running, pid {pid} inside"),
-                    Some(State::Ended { how }) => how.clone(),
+                    Some(ComponentState::Running { pid }) => format!("running, pid {pid} in the machine"),
+                    Some(ComponentState::Exited { reason }) => reason.clone(),
                     None => "not started".to_owned(),
                 };
                 writeln!(f, "  {name:<26} {state}")?;

@@ -1,4 +1,4 @@
-//! Waiting for a condition, with a deadline and a text that tells what was missing. The only place that sleeps.
+//! Waits for a condition with a timeout; the error names the condition and the last failure. The only module that sleeps.
 
 use std::{
     future::Future,
@@ -7,52 +7,52 @@ use std::{
 
 use anyhow::{Result, anyhow, bail};
 
-const LOOK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Looks again and again until `look` answers `Some`; its last error is part of the failure text.
-pub async fn until<T, F, Fut>(deadline: Duration, what: &str, mut look: F) -> Result<T>
+/// Polls until `check` returns `Some`. After the timeout, the last error of `check` becomes the cause of the failure.
+pub async fn until<T, F, Fut>(timeout: Duration, what: &str, mut check: F) -> Result<T>
 where
     F: FnMut() -> Fut,
     Fut: Future<Output = Result<Option<T>>>,
 {
     let start = Instant::now();
     loop {
-        // At least a moment: a look that is due at the deadline is still a look.
-        let rest = deadline.saturating_sub(start.elapsed()).max(Duration::from_millis(200));
-        let missing = match tokio::time::timeout(rest, look()).await {
+        // The last check still gets a moment when the timeout is nearly over.
+        let remaining = timeout.saturating_sub(start.elapsed()).max(Duration::from_millis(200));
+        let cause = match tokio::time::timeout(remaining, check()).await {
             Ok(Ok(Some(found))) => return Ok(found),
             Ok(Ok(None)) => None,
             Ok(Err(e)) => Some(e),
-            Err(_) => Some(anyhow!("the last look got no answer")),
+            Err(_) => Some(anyhow!("the last check timed out")),
         };
-        if start.elapsed() >= deadline {
-            return give_up(what, deadline, missing);
+        if start.elapsed() >= timeout {
+            return timed_out(what, timeout, cause);
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// The same for code that has no runtime.
-pub fn blocking<T>(deadline: Duration, what: &str, mut look: impl FnMut() -> Result<Option<T>>) -> Result<T> {
+/// The same as [`until`] for code without a tokio runtime.
+pub fn blocking<T>(timeout: Duration, what: &str, mut check: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let start = Instant::now();
     loop {
-        let missing = match look() {
+        let cause = match check() {
             Ok(Some(found)) => return Ok(found),
             Ok(None) => None,
             Err(e) => Some(e),
         };
-        if start.elapsed() >= deadline {
-            return give_up(what, deadline, missing);
+        if start.elapsed() >= timeout {
+            return timed_out(what, timeout, cause);
         }
-        #[allow(clippy::disallowed_methods, reason = "this is the wait on a condition with a deadline")]
-        std::thread::sleep(LOOK);
+        #[allow(clippy::disallowed_methods, reason = "polls a condition with a timeout")]
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-fn give_up<T>(what: &str, deadline: Duration, missing: Option<anyhow::Error>) -> Result<T> {
-    match missing {
-        Some(e) => Err(e.context(format!("waited {deadline:?} for {what}"))),
-        None => bail!("waited {deadline:?} for {what}"),
+fn timed_out<T>(what: &str, timeout: Duration, cause: Option<anyhow::Error>) -> Result<T> {
+    match cause {
+        Some(e) => Err(e.context(format!("waited {timeout:?} for {what}"))),
+        None => bail!("waited {timeout:?} for {what}"),
     }
 }
 
@@ -61,8 +61,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_wait_says_what_was_missing_and_why() {
-        let failed = blocking::<()>(Duration::from_millis(30), "the sun", || bail!("it rains")).unwrap_err();
-        assert_eq!(format!("{failed:#}"), "waited 30ms for the sun: it rains");
+    fn a_timeout_names_the_condition_and_the_last_error() {
+        let failed = blocking::<()>(Duration::from_millis(30), "a Ready node", || bail!("kubelet stopped"))
+            .unwrap_err();
+        assert_eq!(format!("{failed:#}"), "waited 30ms for a Ready node: kubelet stopped");
     }
 }

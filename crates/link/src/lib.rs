@@ -1,66 +1,65 @@
-//! What the kernel has: links, addresses and default routes, word when they change, and changing them.
+//! Reads, watches and changes the links, addresses and routes of the kernel over rtnetlink.
 //!
-//! Speaks rtnetlink by itself instead of through a decoder of whole messages, because a link's name and alias are
-//! whatever somebody with rights in some namespace once made them, and one unreadable alias must not hide a link.
-//! Decides nothing, and knows only what the kernel knows.
+//! The crate parses rtnetlink itself instead of using a library that decodes whole messages: a privileged process in any
+//! namespace can set a link's name and alias to arbitrary bytes, and one that is not UTF-8 must not hide the link.
+//! It makes no decisions and holds no state but the kernel's.
 
-pub mod attach;
-mod change;
-mod dump;
+mod editor;
 mod message;
 mod monitor;
 pub mod namespace;
+mod netlink;
 mod request;
+pub mod veth;
 
-pub use change::Changer;
-pub use monitor::{Changed, Monitor};
+pub use editor::LinkEditor;
+pub use monitor::{LinkChanges, Monitor};
 
 use std::{io, path::PathBuf, time::Duration};
 
-/// Why the kernel could not be asked, or what it refused.
+/// Why a request to the kernel failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("open a netlink socket")]
     Open(#[source] io::Error),
     #[error("enter the network namespace")]
     Enter(#[source] io::Error),
-    #[error("ask the kernel for its {what}")]
-    Ask { what: &'static str, source: io::Error },
-    #[error("read the kernel's {what}")]
-    Read { what: &'static str, source: io::Error },
-    #[error("{what}{}", in_words(.said))]
-    Refused { what: &'static str, said: String, source: io::Error },
-    #[error("make a link: this kernel has no {kind}; load the module of that name, or use another kernel")]
-    NoSuchKind { kind: &'static str, source: io::Error },
+    #[error("{what}: send the netlink request")]
+    Send { what: &'static str, source: io::Error },
+    #[error("{what}: read the netlink response")]
+    Receive { what: &'static str, source: io::Error },
+    #[error("{what}{}", in_parentheses(.kernel_text))]
+    Rejected { what: &'static str, kernel_text: String, source: io::Error },
+    #[error("the kernel does not support {kind} links; load the kernel module {kind}")]
+    UnsupportedKind { kind: &'static str, source: io::Error },
     #[error("write {}", path.display())]
     Sysctl { path: PathBuf, source: io::Error },
-    #[error("{name:?} cannot be the name of a link")]
+    #[error("{name:?} is not a valid link name")]
     Name { name: String },
-    #[error("records are not kept by the kernel")]
-    NotForTheKernel,
-    #[error("the kernel did not show its links within {} s; something on this node holds them locked", limit.as_secs())]
+    #[error("link records are not stored in the kernel")]
+    NotAKernelAction,
+    #[error("the kernel did not list its links within {} s; another process on this node holds the RTNL lock", limit.as_secs())]
     Deadline { limit: Duration },
-    #[error("the runtime stopped in the middle of a look at the kernel")]
-    Stopped,
+    #[error("the async runtime stopped while the kernel was listing links")]
+    RuntimeStopped,
 }
 
-/// What the kernel added in words, if it did.
-fn in_words(text: &str) -> String {
+fn in_parentheses(text: &str) -> String {
     if text.is_empty() { String::new() } else { format!(" ({text})") }
 }
 
 impl Error {
-    /// The number that the kernel gave for its refusal.
+    /// The errno of the kernel.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            Self::Refused { source, .. }
-            | Self::Ask { source, .. }
-            | Self::Read { source, .. }
-            | Self::NoSuchKind { source, .. }
+            Self::Rejected { source, .. }
+            | Self::Send { source, .. }
+            | Self::Receive { source, .. }
+            | Self::UnsupportedKind { source, .. }
             | Self::Sysctl { source, .. }
             | Self::Open(source)
             | Self::Enter(source) => source.raw_os_error(),
-            Self::Name { .. } | Self::NotForTheKernel | Self::Deadline { .. } | Self::Stopped => None,
+            Self::Name { .. } | Self::NotAKernelAction | Self::Deadline { .. } | Self::RuntimeStopped => None,
         }
     }
 }

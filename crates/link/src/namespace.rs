@@ -1,4 +1,4 @@
-//! Doing something in another network namespace.
+//! Runs code in another network namespace.
 
 use std::{
     io,
@@ -10,9 +10,9 @@ use nix::sched::{CloneFlags, setns};
 
 use crate::Error;
 
-/// Runs `work` on a thread of its own inside the namespace, and waits for it.
+/// Runs `work` on a new thread in the namespace and waits for it.
 ///
-/// What it opens stays in that namespace; no thread that anybody else uses ever enters it.
+/// Sockets that it opens stay in that namespace. No shared thread ever changes its namespace.
 pub fn within<T: Send>(namespace: impl AsFd, work: impl FnOnce() -> T + Send) -> Result<T, Error> {
     let namespace: BorrowedFd<'_> = namespace.as_fd();
     thread::scope(|scope| {

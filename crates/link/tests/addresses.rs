@@ -6,9 +6,9 @@ mod sandbox;
 
 use std::{fs, time::Duration, time::Instant};
 
-use api::{Chain, Mac};
+use api::{ErrorChain, Mac};
 use ipnet::IpNet;
-use link::attach::{self, Attach, Error, Made, Route};
+use link::veth::{self, AttachOutcome, Error, Route, VethConfig};
 use sandbox::{Namespace, name, wanted};
 
 /// Kernel and neighbours answer in milliseconds.
@@ -44,29 +44,29 @@ impl Host {
         &self,
         (pod, number): (&Namespace, u8),
         (addresses, ways): (&str, &str),
-        work: impl FnOnce(&Attach<'_>) -> T + Send,
+        work: impl FnOnce(&VethConfig<'_>) -> T + Send,
     ) -> T {
         let (addresses, routes) = (nets(addresses), routes(ways));
         wanted(pod, self.bridge, &format!("veth{number}"), |pair| {
             let mac = Mac::from([2, 0, 0, 0, 0, number]);
-            let pair = Attach { mac, addresses: &addresses, routes: &routes, ..pair };
+            let pair = VethConfig { mac, addresses: &addresses, routes: &routes, ..pair };
             self.ns.within(|| work(&pair))
         })
     }
 
     fn attach(&self, pod: (&Namespace, u8), has: (&str, &str)) -> Result<Made, Error> {
-        self.with(pod, has, attach::attach)
+        self.with(pod, has, veth::attach)
     }
 
     /// What CHECK would say.
     fn told(&self, pod: (&Namespace, u8), has: (&str, &str)) -> Vec<String> {
-        self.with(pod, has, |pair| attach::inspect(pair).unwrap().iter().map(ToString::to_string).collect())
+        self.with(pod, has, |pair| veth::check(pair).unwrap().iter().map(ToString::to_string).collect())
     }
 
     /// A pod that has what it should.
     fn pod(&self, number: u8, addresses: &str, ways: &str) -> Namespace {
         let pod = Namespace::new();
-        assert_eq!(self.attach((&pod, number), (addresses, ways)).unwrap(), Made::New);
+        assert_eq!(self.attach((&pod, number), (addresses, ways)).unwrap(), AttachOutcome::Created);
         assert_eq!(self.told((&pod, number), (addresses, ways)), [""; 0]);
         pod
     }
@@ -139,15 +139,18 @@ fn a_repeated_call_changes_nothing_and_another_wish_is_made_anew() {
     let (host, pod) = (Host::new(), Namespace::new());
     let has =
         ("10.9.0.1/24 fd00:9::1/64", "10.0.0.0/8=10.9.0.254 10.9.0.0/24 fd01::/64=fd00:9::fe fd00:9::/64");
-    assert_eq!(host.attach((&pod, 1), has).unwrap(), Made::New);
+    assert_eq!(host.attach((&pod, 1), has).unwrap(), AttachOutcome::Created);
     let before = pod.says("ip link show net1");
-    assert_eq!(host.attach((&pod, 1), has).unwrap(), Made::Before);
+    assert_eq!(host.attach((&pod, 1), has).unwrap(), AttachOutcome::Unchanged);
     // In any order, and with one said twice.
     let again = ("fd00:9::1/64 10.9.0.1/24 10.9.0.1/24", "fd01::/64=fd00:9::fe 10.0.0.0/8=10.9.0.254");
-    assert_eq!(host.attach((&pod, 1), again).unwrap(), Made::Before);
+    assert_eq!(host.attach((&pod, 1), again).unwrap(), AttachOutcome::Unchanged);
     assert_eq!(pod.says("ip link show net1"), before);
 
-    assert_eq!(host.attach((&pod, 1), ("10.9.0.2/24", "10.0.0.0/8=10.9.0.253")).unwrap(), Made::New);
+    assert_eq!(
+        host.attach((&pod, 1), ("10.9.0.2/24", "10.0.0.0/8=10.9.0.253")).unwrap(),
+        AttachOutcome::Created
+    );
     let now = pod.says("ip -o address show net1 scope global");
     assert!(now.contains("10.9.0.2/24") && now.lines().count() == 1, "{now}");
     assert!(pod.says("ip route").contains("10.0.0.0/8 via 10.9.0.253"));
@@ -155,8 +158,8 @@ fn a_repeated_call_changes_nothing_and_another_wish_is_made_anew() {
     // The same said twice in one call.
     let twice =
         ("10.9.0.3/24 10.9.0.3/24 fd00:9::3/64 fd00:9::3/64", "10.0.0.0/8=10.9.0.1 10.0.0.0/8=10.9.0.1");
-    assert_eq!(host.attach((&pod, 1), twice).unwrap(), Made::New);
-    assert_eq!(host.attach((&pod, 1), twice).unwrap(), Made::Before);
+    assert_eq!(host.attach((&pod, 1), twice).unwrap(), AttachOutcome::Created);
+    assert_eq!(host.attach((&pod, 1), twice).unwrap(), AttachOutcome::Unchanged);
 }
 
 #[test]
@@ -206,17 +209,17 @@ fn what_cannot_be_is_said_in_a_sentence_and_nothing_is_left() {
     ] {
         let pod = Namespace::new();
         let error = host.attach((&pod, 1), (addresses, ways)).unwrap_err();
-        assert!(Chain(&error).to_string().contains(part), "{}", Chain(&error));
+        assert!(ErrorChain(&error).to_string().contains(part), "{}", ErrorChain(&error));
         assert!(!host.ns.ok("ip link show veth1") && !pod.ok("ip link show net1"), "{part}");
     }
     let pod = Namespace::new();
     for has in [("fd00:9::1/64", ""), ("", "fd00::/64")] {
         let error =
-            host.with((&pod, 1), has, |pair| attach::attach(&Attach { mtu: 576, ..*pair })).unwrap_err();
-        assert!(matches!(error, Error::TooSmallForIpv6 { mtu: 576 }), "{error:?}");
+            host.with((&pod, 1), has, |pair| veth::attach(&VethConfig { mtu: 576, ..*pair })).unwrap_err();
+        assert!(matches!(error, Error::MtuTooSmallForIpv6 { mtu: 576 }), "{error:?}");
     }
-    let small = |pair: &Attach<'_>| attach::attach(&Attach { mtu: 576, ..*pair });
-    assert_eq!(host.with((&pod, 1), ("10.9.0.1/24", ""), small).unwrap(), Made::New);
+    let small = |pair: &VethConfig<'_>| veth::attach(&VethConfig { mtu: 576, ..*pair });
+    assert_eq!(host.with((&pod, 1), ("10.9.0.1/24", ""), small).unwrap(), AttachOutcome::Created);
 }
 
 #[test]
@@ -244,7 +247,7 @@ fn a_route_that_the_sandbox_has_elsewhere_is_not_taken_over() {
         pod.run(&format!("ip route add {way}"));
         let before = [pod.says("ip route"), pod.says("ip -6 route show dev eth0")];
         let error = host.attach((&pod, 1), ("10.9.0.1/24 fd00:9::1/64", ours)).unwrap_err();
-        assert!(matches!(error, Error::RouteTaken { .. }) && error.to_string().contains(part), "{error}");
+        assert!(matches!(error, Error::RouteConflict { .. }) && error.to_string().contains(part), "{error}");
         assert_eq!([pod.says("ip route"), pod.says("ip -6 route show dev eth0")], before);
     }
 }
@@ -306,7 +309,7 @@ fn moves(addresses: &str) {
         while !known(&mac) {
             assert!(since.elapsed() < PATIENCE, "{mac}: {}", neighbour.says("ip neighbour show dev net1"));
         }
-        assert!(host.ns.within(|| attach::detach(&name(&format!("veth{number}")))).unwrap());
+        assert!(host.ns.within(|| veth::detach(&name(&format!("veth{number}")))).unwrap());
     }
 }
 

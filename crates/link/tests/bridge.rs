@@ -10,7 +10,7 @@ use std::{
     path::Path,
 };
 
-use api::{Chain, Mac};
+use api::{ErrorChain, Mac};
 use host::{Host, Namespace, hears, name, network, overlay, reaches, two_nodes};
 use link::Error;
 use nix::{
@@ -21,8 +21,8 @@ use nix::{
     },
 };
 use plan::{
-    bridge::{Action, Made, Network, Overlay, Peer, mark, reason},
-    nodenetwork::{Admin, Observed, Oper, Vxlan},
+    bridge::{Action, LinkKind, LocalNetwork, Overlay, Peer, ownership_mac, reason},
+    nodenetwork::{AdminState, KernelState, OperState, Vxlan},
 };
 
 /// A node with a NIC that is down and has a small MTU, and what is behind that NIC.
@@ -35,12 +35,12 @@ fn with_uplink() -> (Host, Namespace) {
     (host, behind)
 }
 
-fn uplink(label: &str) -> Network {
-    Network { uplink: Some(name("eth1")), ..network(label) }
+fn uplink(label: &str) -> LocalNetwork {
+    LocalNetwork { uplink: Some(name("eth1")), ..network(label) }
 }
 
 /// What must be the same before and after: all but what follows from others.
-fn dump(host: &Host) -> Observed {
+fn dump(host: &Host) -> KernelState {
     let mut observed = host.observe();
     observed.links.sort_by_key(|link| link.index);
     observed
@@ -54,9 +54,9 @@ fn two_pods_on_one_node_reach_each_other() {
     let report = host.report("blue").unwrap();
     assert!(report.ready, "{report:?}");
     let bridge = host.link("br-blue");
-    assert_eq!((bridge.admin, bridge.mtu, bridge.ipv6_off), (Admin::Up, 1400, Some(true)));
+    assert_eq!((bridge.admin, bridge.mtu, bridge.ipv6_disabled), (AdminState::Up, 1400, Some(true)));
     assert_eq!((bridge.alias.as_str(), bridge.addresses.len()), ("patchbay/bridge/uid-blue", 0));
-    assert_eq!(bridge.mac, Some(mark("uid-blue", "uid-of-one", Made::Bridge)));
+    assert_eq!(bridge.mac, Some(ownership_mac("uid-blue", "uid-of-one", LinkKind::Bridge)));
 
     let one = host.pod(&host.networks[0], 1, "10.9.0.1/24");
     let two = host.pod(&host.networks[0], 2, "10.9.0.2/24");
@@ -80,7 +80,7 @@ fn pods_on_two_nodes_reach_each_other_over_the_overlay() {
             assert!(report.ready, "{report:?}");
             assert_eq!(report.ports, ["vx-blue"]);
         }
-        let local = hosts[0].facts.internal_ips[0];
+        let local = hosts[0].node.internal_ips[0];
         assert_eq!(hosts[0].link("vx-blue").vxlan, Some(Vxlan { vni: 4711, port: 4789, local: Some(local) }));
         let one = hosts[0].pod(&hosts[0].networks[0], 1, "10.9.0.1/24");
         let two = hosts[1].pod(&hosts[1].networks[0], 2, "10.9.0.2/24");
@@ -191,7 +191,7 @@ fn a_daemon_that_dies_after_any_step_of_making_goes_on_where_it_was() {
         let (mut host, _behind) = with_uplink();
         host.ns.ip("link add eth0 type veth peer name eth0-far");
         host.ns.ip("address add 192.168.9.1/24 dev eth0");
-        host.facts.internal_ips = vec!["192.168.9.1".parse().unwrap()];
+        host.node.internal_ips = vec!["192.168.9.1".parse().unwrap()];
         host.networks = vec![uplink("up"), overlay("over", 4711)];
         let peer = Some("192.168.9.2".parse().unwrap());
         host.peers =
@@ -245,7 +245,7 @@ fn what_is_right_is_left_alone_and_edits_rebuild_nothing() {
     assert!(!host.changed());
 
     for edit in [
-        (|network| network.mtu = Some(1450)) as fn(&mut Network),
+        (|network| network.mtu = Some(1450)) as fn(&mut LocalNetwork),
         |network| network.mtu = Some(576),
         |network| network.mtu = Some(1500),
         |network| network.uplink = Some(name("eth1")),
@@ -262,10 +262,10 @@ fn what_is_right_is_left_alone_and_edits_rebuild_nothing() {
         );
         let bridge = host.link("br-blue");
         assert_eq!((bridge.index, Some(bridge.mtu)), (index, host.networks[0].mtu));
-        assert!(bridge.addresses.is_empty() && bridge.ipv6_off != Some(false));
+        assert!(bridge.addresses.is_empty() && bridge.ipv6_disabled != Some(false));
         assert!(host.report("blue").unwrap().ready);
     }
-    assert_eq!((host.link("eth1").mtu, host.link("eth1").admin), (1300, Admin::Down));
+    assert_eq!((host.link("eth1").mtu, host.link("eth1").admin), (1300, AdminState::Down));
 }
 
 /// Sends a router advertisement that offers a default route and a prefix.
@@ -297,7 +297,7 @@ fn a_hostile_router_on_the_network_changes_nothing_on_the_host() {
     for router in [&pod, &control] {
         router.ip("address add fe80::bad/64 dev net1 nodad");
     }
-    host.until(|seen| seen.links.iter().any(|link| link.name == "ctl" && link.oper == Oper::Up));
+    host.until(|seen| seen.links.iter().any(|link| link.name == "ctl" && link.oper == OperState::Up));
     for _ in 0..3 {
         advertise(&pod, "net1");
         advertise(&control, "net1");
@@ -343,7 +343,7 @@ fn a_port_that_another_program_holds_is_told_by_the_kernel() {
             break error;
         }
     };
-    assert_eq!(refused.errno(), Some(Errno::EADDRINUSE as i32), "{}", Chain(&refused));
+    assert_eq!(refused.errno(), Some(Errno::EADDRINUSE as i32), "{}", ErrorChain(&refused));
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn an_uplink_with_something_on_top_is_refused() {
     host.settle();
     let report = host.report("blue").unwrap();
     assert_eq!(report.reason, reason::UPLINK_REFUSED);
-    assert!(report.message.contains("link on-top lies on it"), "{}", report.message);
+    assert!(report.message.contains("link on-top is stacked on it"), "{}", report.message);
     assert_eq!(host.link("eth1"), before);
 }
 
@@ -382,17 +382,17 @@ fn what_is_undone_already_is_done_and_what_cannot_be_is_said() {
     let to: IpAddr = "10.0.0.2".parse().unwrap();
     for done in [
         Action::Delete { link: gone },
-        Action::Part { link: gone },
+        Action::ClearMaster { link: gone },
         Action::RemoveAddress { link: gone, address },
         Action::RemoveFlood { vxlan: gone, to },
     ] {
-        host.changer.apply(&done).unwrap_or_else(|error| panic!("{done:?}: {}", Chain(&error)));
+        host.changer.apply(&done).unwrap_or_else(|error| panic!("{done:?}: {}", ErrorChain(&error)));
     }
     let mac = Mac::from([2, 0, 0, 0, 0, 1]);
     let make = Action::CreateBridge { name: name("br0"), mac, mtu: 1500 };
     host.changer.apply(&make).unwrap();
     assert_eq!(host.changer.apply(&make).unwrap_err().errno(), Some(Errno::EEXIST as i32));
-    assert!(matches!(host.changer.apply(&Action::Forget), Err(Error::NotForTheKernel)));
+    assert!(matches!(host.changer.apply(&Action::RemoveRecord), Err(Error::NotForTheKernel)));
     for hostile in ["", "..", "../../kernel", "a/b", "all\0"] {
         let error = host.changer.apply(&Action::DisableIpv6 { name: hostile.to_owned() }).unwrap_err();
         assert!(matches!(error, Error::Name { .. }), "{hostile:?}: {error}");

@@ -14,9 +14,9 @@ use std::{
     time::Duration,
 };
 
-use link::{Changed, Monitor};
+use link::{LinkChanges, Monitor};
 use netns::Namespace;
-use plan::nodenetwork::{Admin, Link, Observed, Oper};
+use plan::nodenetwork::{AdminState, KernelState, Link, OperState};
 use tokio::time::timeout;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -48,12 +48,12 @@ impl Namespace {
     }
 }
 
-async fn changed(monitor: &Monitor) -> Changed {
+async fn changed(monitor: &Monitor) -> LinkChanges {
     timeout(PATIENCE, monitor.changed()).await.expect("an event within ten seconds").unwrap()
 }
 
 /// Looks again after each event until the kernel is as wanted: state settles in steps.
-async fn observe_until(monitor: &Monitor, wanted: impl Fn(&Observed) -> bool) -> Observed {
+async fn observe_until(monitor: &Monitor, wanted: impl Fn(&KernelState) -> bool) -> KernelState {
     let looks = async {
         loop {
             let seen = monitor.observe().await.unwrap();
@@ -66,7 +66,7 @@ async fn observe_until(monitor: &Monitor, wanted: impl Fn(&Observed) -> bool) ->
     timeout(PATIENCE, looks).await.expect("the kernel shows it within ten seconds")
 }
 
-fn find<'a>(seen: &'a Observed, name: &str) -> Option<&'a Link> {
+fn find<'a>(seen: &'a KernelState, name: &str) -> Option<&'a Link> {
     seen.links.iter().find(|link| link.name == name)
 }
 
@@ -82,7 +82,7 @@ async fn a_fresh_namespace_has_its_loopback_and_no_default_route() {
     let seen = Namespace::new().monitor().observe().await.unwrap();
     let lo = find(&seen, "lo").unwrap();
     assert!(lo.loopback);
-    assert_eq!((lo.admin, lo.kind.as_deref()), (Admin::Down, None));
+    assert_eq!((lo.admin, lo.kind.as_deref()), (AdminState::Down, None));
     assert_eq!(seen.default_routes, Vec::<u32>::new());
 }
 
@@ -109,13 +109,13 @@ async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
     assert_eq!(eth0.mtu, 1400);
     assert_eq!(eth0.alias, "patchbay/test");
     assert_eq!(eth0.master, Some(br0.index));
-    assert_eq!((eth0.admin, eth0.oper), (Admin::Up, Oper::LowerLayerDown));
+    assert_eq!((eth0.admin, eth0.oper), (AdminState::Up, OperState::LowerLayerDown));
     assert_eq!(nets(eth0), ["10.1.2.3/24", "10.1.2.4/24", "fd00::3/64"]);
     assert!(eth0.addresses.iter().all(|address| !address.temporary));
-    assert_eq!((br0.kind.as_deref(), br0.admin), (Some("bridge"), Admin::Down));
+    assert_eq!((br0.kind.as_deref(), br0.admin), (Some("bridge"), AdminState::Down));
 
     ns.ip("link set eth1 up");
-    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.oper == Oper::Up)).await;
+    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.oper == OperState::Up)).await;
     ns.ip("link set eth0 nomaster");
     observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.master.is_none())).await;
 }

@@ -3,8 +3,8 @@
 use std::{path::PathBuf, time::Duration};
 
 use api::{
-    Patterns, duration,
-    names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, SHIM, STATE_DIR},
+    IfNamePatterns, duration,
+    names::{CNI_BIN_DIR, CNI_SHIM, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
 use crate::Probe;
@@ -22,10 +22,10 @@ pub struct Args {
         long,
         env = "PATCHBAY_IGNORE_INTERFACES",
         value_name = "GLOBS",
-        default_value = plan::nodenetwork::IGNORED,
+        default_value = plan::nodenetwork::DEFAULT_IGNORED,
         hide_default_value = true
     )]
-    pub ignore_interfaces: Patterns,
+    pub ignore_interfaces: IfNamePatterns,
 
     /// Directory for state that must survive a restart.
     #[arg(long, env = "PATCHBAY_STATE_DIR", value_name = "DIR", default_value = STATE_DIR)]
@@ -44,7 +44,7 @@ pub struct Args {
     pub cni_bin_dir: PathBuf,
 
     /// The CNI plugin to install.
-    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = SHIM)]
+    #[arg(long, env = "PATCHBAY_SHIM", value_name = "FILE", default_value = CNI_SHIM)]
     pub shim: PathBuf,
 
     /// Host of the API server. A link on the route to it is never used as an uplink.
@@ -142,7 +142,7 @@ mod tests {
     #[test]
     fn an_empty_list_of_patterns_omits_no_link() {
         let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
-        assert_eq!(args.ignore_interfaces, Patterns::default());
+        assert_eq!(args.ignore_interfaces, IfNamePatterns::default());
         let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();
         assert!(error.to_string().contains("does not close it"), "{error}");
     }

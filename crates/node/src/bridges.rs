@@ -1,7 +1,7 @@
-//! The bridge networks of this node: what is known of them, what is done about them, and what is said.
+//! The controller of this node's bridge networks: applies the plans of `plan::bridge` and publishes the outcome.
 //!
-//! Decides nothing: `plan::bridge` does. Looks again after each round of changes until nothing is left to do, and lets
-//! a network that fails wait without holding up the others.
+//! All decisions are in `plan::bridge`. The controller observes the kernel after each batch of steps and plans again, until
+//! no steps are left. A network whose step fails backs off without delaying the others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,257 +10,262 @@ use std::{
     time::Duration,
 };
 
-use api::{Chain, NetworkOnNode, Patterns, ipblock::Holder};
+use api::{ErrorChain, IfNamePatterns, NetworkOnNode, ipblock::NodeRef};
 use kube::{ResourceExt as _, api::DynamicObject, runtime::watcher::DefaultBackoff};
-use link::{Changer, Monitor};
+use link::{LinkEditor, Monitor};
 use plan::{
-    bridge::{self as rules, Action, Failure, Peer, Record, Settled, Step, Uid, View, reason},
-    nodenetwork::{self, Facts, Observed},
+    bridge::{
+        self as rules, Action, ApplyFailure, BridgeInput, BridgeStep, LinkRecord, Peer, Settled, Uid, reason,
+    },
+    nodenetwork::{self, KernelState, NodeInfo},
 };
 use tokio::{sync::watch, task, time::Instant};
 use tracing::{debug, info, warn};
 
 use crate::{
     cni::{NetworkState, NetworkView, Networks},
-    event::{Events, Reason},
+    event::{EventReason, Events},
+    link_records::{self, LinkRecords},
     metrics::{ChangeLabels, ChangeVerb, Metrics, ResultLabel},
-    network::{self, Known, Labels},
-    record::{self, Records},
+    network::{self, Labels, ParsedNetwork},
 };
 
-/// How long to go on with changes before the rest is left to the next turn.
-const LONGEST_TURN: Duration = Duration::from_secs(2);
-/// How many changes are made between two looks.
-const BATCH: usize = 128;
-/// How often a network is repaired in one turn before somebody else must be at work.
-const REPAIRS: usize = 8;
-/// The least time between two events about repairs of one network.
-const BETWEEN_EVENTS: Duration = Duration::from_secs(60);
+/// Bounds one reconcile; the remaining steps are left to the next one.
+const RECONCILE_BUDGET: Duration = Duration::from_secs(2);
+/// Bounds the steps between two observations of the kernel.
+const MAX_STEPS_PER_PASS: usize = 128;
+/// More repairs of one network in one reconcile mean that another program keeps changing its links.
+const MAX_REPAIRS: usize = 8;
+/// Limits the events about repairs of one network.
+const MIN_REPAIR_EVENT_INTERVAL: Duration = Duration::from_secs(60);
 
 pub const UNREADABLE: &str = "Unreadable";
-const UNREADABLE_MESSAGE: &str = "this daemon cannot read the BridgeNetwork, and leaves its links as they are; is the \
-    daemon older than the kind?";
+const UNREADABLE_MESSAGE: &str = "this daemon cannot parse the BridgeNetwork and does not change its links; upgrade \
+    the daemon if it is older than the CRD";
 
-/// How long to wait at most before a network that failed is tried again.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Bounds the backoff of a failed network.
+const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
-/// What makes changes.
-struct Hands {
-    changer: Changer,
-    records: Records,
+/// Executes steps: on the kernel and on the link records.
+struct LinkExecutor {
+    changer: LinkEditor,
+    records: LinkRecords,
 }
 
-/// The networks of one node.
-pub struct Bridges {
+/// Reconciles the bridge networks of one node.
+pub struct BridgeController {
     boot: String,
-    /// None only while they are at work.
-    hands: Option<Hands>,
-    records: BTreeMap<Uid, Record>,
-    /// None until the API server has said what there is.
-    networks: Option<BTreeMap<Uid, Known>>,
-    /// The names of BridgeNetworks that cannot be read.
+    /// None only while a blocking thread uses it.
+    executor: Option<LinkExecutor>,
+    records: BTreeMap<Uid, LinkRecord>,
+    /// None until the first list from the API server.
+    networks: Option<BTreeMap<Uid, ParsedNetwork>>,
+    /// The names of BridgeNetworks that cannot be parsed.
     unreadable: BTreeMap<Uid, String>,
     peers: Option<BTreeMap<String, Peer>>,
-    pauses: BTreeMap<Uid, Pause>,
-    /// When a repair was last told of.
-    told: BTreeMap<Uid, Instant>,
-    /// What was right after the last plan.
+    backoffs: BTreeMap<Uid, NetworkBackoff>,
+    /// The time of the last event about a repair.
+    repair_events: BTreeMap<Uid, Instant>,
+    /// [`rules::BridgePlan::settled`] of the last plan.
     settled: BTreeMap<Uid, Settled>,
     reports: Vec<NetworkOnNode>,
-    /// The names of the networks that were too many.
-    left_out: Vec<String>,
-    /// Where the connection to the API server goes.
+    /// The names of the networks beyond the limit.
+    omitted: Vec<String>,
+    /// The addresses of the API server.
     servers: Vec<IpAddr>,
-    tell: watch::Sender<Arc<Networks>>,
+    /// The networks for the CNI server and IPAM.
+    published: watch::Sender<Arc<Networks>>,
     events: Events,
     metrics: Metrics,
 }
 
-/// A network that failed, and when to try again.
-struct Pause {
-    failure: Failure,
+/// The failure of a network, and when to retry.
+struct NetworkBackoff {
+    failure: ApplyFailure,
     until: Instant,
     backoff: DefaultBackoff,
 }
 
-/// What is known of the node itself.
+/// The state of the node that a reconcile needs.
 #[derive(Clone, Copy)]
-pub struct Around<'a> {
-    pub facts: &'a Facts,
+pub struct NodeContext<'a> {
+    pub node: &'a NodeInfo,
     pub labels: &'a Labels,
-    pub ignored: &'a Patterns,
+    pub ignored: &'a IfNamePatterns,
     /// The networks that the NodeNetwork lists at the API server.
     pub listed: &'a BTreeSet<Uid>,
 }
 
-/// What the networks are made with.
-pub struct Tools {
+/// The dependencies of a [`BridgeController`].
+pub struct Deps {
     pub boot: String,
-    pub changer: Changer,
-    pub records: Records,
+    pub changer: LinkEditor,
+    pub records: LinkRecords,
     pub servers: Vec<IpAddr>,
-    pub tell: watch::Sender<Arc<Networks>>,
+    pub published: watch::Sender<Arc<Networks>>,
     pub events: Events,
     pub metrics: Metrics,
 }
 
-/// A step and what became of it.
-type Done = (Step, Result<(), Refusal>);
+type StepResult = (BridgeStep, Result<(), StepError>);
 
-/// Why a step was not made.
+/// Why a step failed.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum StepError {
     #[error(transparent)]
     Kernel(#[from] link::Error),
     #[error(transparent)]
-    Disk(#[from] record::Error),
+    Disk(#[from] link_records::Error),
 }
 
-impl Bridges {
-    pub fn new(tools: Tools) -> Self {
-        let Tools { boot, changer, records, servers, tell, events, metrics } = tools;
+impl BridgeController {
+    pub fn new(deps: Deps) -> Self {
+        let Deps { boot, changer, records, servers, published, events, metrics } = deps;
         Self {
             boot,
             records: records.all().clone(),
-            hands: Some(Hands { changer, records }),
+            executor: Some(LinkExecutor { changer, records }),
             networks: None,
             unreadable: BTreeMap::new(),
             peers: None,
-            pauses: BTreeMap::new(),
-            told: BTreeMap::new(),
+            backoffs: BTreeMap::new(),
+            repair_events: BTreeMap::new(),
             settled: BTreeMap::new(),
             reports: Vec::new(),
-            left_out: Vec::new(),
+            omitted: Vec::new(),
             servers,
-            tell,
+            published,
             events,
             metrics,
         }
     }
 
-    /// What to publish. None as long as too little is known: an empty list would say that there are no links.
+    /// The networks for the NodeNetwork. None before the first lists: an empty list would mean that the node has no links.
     pub fn reports(&self) -> Option<&[NetworkOnNode]> {
         (self.networks.is_some() && self.peers.is_some()).then_some(&self.reports)
     }
 
-    pub fn see_all_networks(&mut self, objects: &[DynamicObject]) {
+    pub fn replace_networks(&mut self, objects: &[DynamicObject]) {
         self.unreadable.clear();
         self.networks = Some(BTreeMap::new());
         for object in objects {
-            self.see_network(object);
+            self.apply_network(object);
         }
     }
 
-    pub fn see_network(&mut self, object: &DynamicObject) {
+    pub fn apply_network(&mut self, object: &DynamicObject) {
         let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) else { return };
-        if let Some(known) = Known::read(object) {
+        if let Some(network) = ParsedNetwork::read(object) {
             self.unreadable.remove(&uid);
-            networks.insert(uid, known);
+            networks.insert(uid, network);
         } else {
-            warn!(
-                network = object.name_any(),
-                "a BridgeNetwork cannot be read: its links are left as they are"
-            );
+            warn!(network = object.name_any(), "cannot parse BridgeNetwork; its links are not changed");
             networks.remove(&uid);
             self.unreadable.insert(uid, object.name_any());
         }
     }
 
-    pub fn lose_network(&mut self, object: &DynamicObject) {
+    pub fn delete_network(&mut self, object: &DynamicObject) {
         if let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) {
             networks.remove(&uid);
             self.unreadable.remove(&uid);
         }
     }
 
-    /// This node has no Node: what it holds of the cluster may be given to others.
-    pub fn lose_own_node(&self) {
-        self.tell.send_if_modified(|networks| {
-            let had = networks.node.is_some();
-            if had {
+    /// The Node object does not exist: other nodes may acquire the address blocks that this node holds.
+    pub fn clear_own_node(&self) {
+        self.published.send_if_modified(|networks| {
+            let changed = networks.node.is_some();
+            if changed {
                 Arc::make_mut(networks).node = None;
             }
-            had
+            changed
         });
     }
 
-    /// The NodeNetworks of all nodes but `own`.
-    pub fn see_all_nodes(&mut self, objects: &[DynamicObject], own: &str) {
+    /// Replaces all peers by the NodeNetworks of all nodes but `own`.
+    pub fn replace_peers(&mut self, objects: &[DynamicObject], own: &str) {
         let others = objects.iter().filter(|object| object.name_any() != own);
         self.peers = Some(others.map(|object| (object.name_any(), network::peer(object))).collect());
     }
 
-    pub fn see_node(&mut self, object: &DynamicObject) {
+    pub fn apply_peer(&mut self, object: &DynamicObject) {
         if let Some(peers) = &mut self.peers {
             peers.insert(object.name_any(), network::peer(object));
         }
     }
 
-    pub fn lose_node(&mut self, object: &DynamicObject) {
+    pub fn delete_peer(&mut self, object: &DynamicObject) {
         if let Some(peers) = &mut self.peers {
             peers.remove(&object.name_any());
         }
     }
 
-    /// Changes the kernel until it is as it should be, and says when to come back for what failed.
-    pub async fn converge(
+    /// Applies plans until no steps are left, and returns when to retry failed networks.
+    pub async fn reconcile(
         &mut self,
         monitor: &Monitor,
-        around: Around<'_>,
-        observed: &mut Observed,
+        context: NodeContext<'_>,
+        observed: &mut KernelState,
     ) -> Result<Option<Instant>, link::Error> {
         if self.networks.is_none() || self.peers.is_none() {
             return Ok(None);
         }
-        let api_links = self.api_links(around, observed).await;
-        let begun = Instant::now();
+        let api_links = self.api_links(context, observed).await;
+        let started = Instant::now();
         let mut repairs: BTreeMap<Uid, usize> = BTreeMap::new();
         loop {
-            let plan = self.plan(around, observed, &api_links);
-            self.note(&plan.left_out);
+            let plan = self.plan(context, observed, &api_links);
+            self.log_omitted(&plan.omitted);
             self.reports = plan.networks;
-            // Pods are told before links change: whoever joined meanwhile is seen by the look that follows, and whoever
-            // joins after it sees that the network is not to be joined.
-            if self.publish(around, observed) {
+            // The CNI server learns of a change before the links change. An ADD that ran before is visible in the
+            // observation that follows; a later ADD finds the network not ready.
+            if self.publish(context, observed) {
                 *observed = monitor.observe().await?;
-                if begun.elapsed() > LONGEST_TURN {
+                if started.elapsed() > RECONCILE_BUDGET {
                     return Ok(Some(Instant::now()));
                 }
                 continue;
             }
             self.settled = plan.settled;
-            let waiting: BTreeSet<Uid> = plan.steps.iter().map(|step| step.network.clone()).collect();
-            let mut due: Vec<Step> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
+            let pending: BTreeSet<Uid> = plan.steps.iter().map(|step| step.network.clone()).collect();
+            let mut due: Vec<BridgeStep> = plan.steps.into_iter().filter(|step| self.is_due(step)).collect();
             if due.is_empty() {
-                return Ok(self.rest(&waiting));
+                return Ok(self.next_retry(&pending));
             }
-            if begun.elapsed() > LONGEST_TURN {
-                // Others have their turn too: word of changes, and the NodeNetwork.
-                self.rest(&waiting);
+            if started.elapsed() > RECONCILE_BUDGET {
+                // Let the loop handle events and write the NodeNetwork.
+                self.next_retry(&pending);
                 return Ok(Some(Instant::now()));
             }
-            due.truncate(BATCH);
+            due.truncate(MAX_STEPS_PER_PASS);
             for uid in self.apply(due).await {
                 let count = repairs.entry(uid.clone()).or_default();
                 *count += 1;
-                if *count > REPAIRS {
-                    self.pause(&uid, fought());
+                if *count > MAX_REPAIRS {
+                    self.back_off(&uid, link_contention());
                 }
             }
             *observed = monitor.observe().await?;
         }
     }
 
-    fn plan(&self, around: Around<'_>, observed: &Observed, api_links: &BTreeSet<u32>) -> rules::Plan {
-        let Around { facts, labels, ignored, listed } = around;
+    fn plan(
+        &self,
+        context: NodeContext<'_>,
+        observed: &KernelState,
+        api_links: &BTreeSet<u32>,
+    ) -> rules::BridgePlan {
+        let NodeContext { node, labels, ignored, listed } = context;
         let networks: Vec<_> =
-            self.networks.iter().flat_map(BTreeMap::values).map(|known| known.on(labels)).collect();
+            self.networks.iter().flat_map(BTreeMap::values).map(|network| network.on(labels)).collect();
         let peers: Vec<Peer> = self.peers.iter().flat_map(BTreeMap::values).cloned().collect();
-        let failures = self.pauses.iter().map(|(uid, pause)| (uid.clone(), pause.failure.clone())).collect();
-        let mut plan = rules::plan(&View {
-            facts,
+        let failures =
+            self.backoffs.iter().map(|(uid, backoff)| (uid.clone(), backoff.failure.clone())).collect();
+        let mut plan = rules::plan(&BridgeInput {
+            node,
             boot: &self.boot,
-            vtep: nodenetwork::vtep(observed, facts, ignored).as_ref(),
+            vtep: nodenetwork::vtep(observed, node, ignored).as_ref(),
             networks: &networks,
             peers: &peers,
             observed,
@@ -270,163 +275,164 @@ impl Bridges {
             settled: &self.settled,
             api_links,
         });
-        // A network that cannot be read is not one that is gone.
+        // An unreadable network is not a deleted one.
         plan.steps.retain(|step| !self.unreadable.contains_key(&step.network));
         for report in plan.networks.iter_mut().filter(|report| self.unreadable.contains_key(&report.uid)) {
             (report.ready, report.reason) = (false, UNREADABLE.to_owned());
             UNREADABLE_MESSAGE.clone_into(&mut report.message);
         }
         if observed.partial {
-            // What was not told may be the link of a pod.
-            let takes = |action: &Action| matches!(action, Action::Delete { .. } | Action::Forget);
-            plan.steps.retain(|step| !takes(&step.action));
+            // A link that is missing from the dump may belong to a pod.
+            let removes = |action: &Action| matches!(action, Action::Delete { .. } | Action::RemoveRecord);
+            plan.steps.retain(|step| !removes(&step.action));
         }
         plan
     }
 
-    /// Asked for only if some network wants a NIC of the node. As long as the way cannot be told, it may be any link.
-    async fn api_links(&mut self, around: Around<'_>, observed: &Observed) -> BTreeSet<u32> {
+    /// The links that carry the connection to the API server. Looked up only if a network has an uplink. If the lookup
+    /// fails, all links count.
+    async fn api_links(&mut self, context: NodeContext<'_>, observed: &KernelState) -> BTreeSet<u32> {
         let mut all = self.networks.iter().flat_map(BTreeMap::values);
-        let wanted = all.any(|known| known.on(around.labels).uplink.is_some());
-        let Some(mut hands) = self.hands.take_if(|_| wanted) else { return BTreeSet::new() };
+        let wanted = all.any(|network| network.on(context.labels).uplink.is_some());
+        let Some(mut executor) = self.executor.take_if(|_| wanted) else { return BTreeSet::new() };
         let servers = self.servers.clone();
-        let asked = task::spawn_blocking(move || {
-            let ways = servers.into_iter().map(|server| hands.changer.route_to(server));
-            let ways = ways.collect::<Result<Vec<_>, _>>();
-            (hands, ways)
+        let lookup = task::spawn_blocking(move || {
+            let routes = servers.into_iter().map(|server| executor.changer.route_to(server));
+            let routes = routes.collect::<Result<Vec<_>, _>>();
+            (executor, routes)
         });
-        let (hands, ways) = finished(asked.await);
-        self.hands = Some(hands);
-        match ways {
-            Ok(ways) => ways.into_iter().flatten().collect(),
+        let (executor, routes) = join(lookup.await);
+        self.executor = Some(executor);
+        match routes {
+            Ok(routes) => routes.into_iter().flatten().collect(),
             Err(error) => {
-                warn!(error = %Chain(&error), "cannot tell which link leads to the API server: no uplink is taken");
+                warn!(error = %ErrorChain(&error), "cannot find the link to the API server; no uplink is attached");
                 observed.links.iter().map(|link| link.index).collect()
             }
         }
     }
 
-    /// Says which networks are too many for this node, once.
-    fn note(&mut self, left_out: &[String]) {
-        if self.left_out != left_out {
-            warn!(networks = ?left_out, "this node has too many networks and takes no part in the youngest");
-            self.left_out = left_out.to_vec();
+    /// Logs the networks beyond the limit when they change.
+    fn log_omitted(&mut self, omitted: &[String]) {
+        if self.omitted != omitted {
+            warn!(networks = ?omitted, "too many networks for one node; the youngest are omitted");
+            self.omitted = omitted.to_vec();
         }
     }
 
-    fn is_due(&self, step: &Step) -> bool {
-        self.pauses.get(&step.network).is_none_or(|pause| pause.until <= Instant::now())
+    fn is_due(&self, step: &BridgeStep) -> bool {
+        self.backoffs.get(&step.network).is_none_or(|backoff| backoff.until <= Instant::now())
     }
 
-    /// Makes the changes, each network's in order up to its first failure, and returns the networks that were repaired.
-    async fn apply(&mut self, steps: Vec<Step>) -> BTreeSet<Uid> {
-        let Some(hands) = self.hands.take() else { return BTreeSet::new() };
+    /// Applies the steps of each network in order up to its first failure, and returns the repaired networks.
+    async fn apply(&mut self, steps: Vec<BridgeStep>) -> BTreeSet<Uid> {
+        let Some(executor) = self.executor.take() else { return BTreeSet::new() };
         // Netlink and the disk may block.
-        let (hands, done) = finished(task::spawn_blocking(move || work(hands, steps)).await);
-        self.records = hands.records.all().clone();
-        self.hands = Some(hands);
+        let (executor, results) = join(task::spawn_blocking(move || execute(executor, steps)).await);
+        self.records = executor.records.all().clone();
+        self.executor = Some(executor);
         let mut repaired = BTreeSet::new();
-        for (step, result) in done {
+        for (step, result) in results {
             let change =
                 ChangeLabels { verb: ChangeVerb::of(&step.action), result: ResultLabel::of(&result) };
             self.metrics.changes.get_or_create(&change).inc();
             match result {
                 Ok(()) => {
-                    info!(network = step.network, action = ?step.action, repair = step.repair, "changed");
+                    info!(network = step.network, action = ?step.action, repair = step.repair, "applied step");
                     if step.repair {
                         repaired.insert(step.network);
                     }
                 }
-                Err(error) => self.fail(&step, &error),
+                Err(error) => self.step_failed(&step, &error),
             }
         }
         for uid in &repaired {
             self.metrics.repairs.inc();
-            self.tell_of_repair(uid);
+            self.record_repair_event(uid);
         }
         repaired
     }
 
-    /// Once a minute is enough, however often it happens: the metric counts.
-    fn tell_of_repair(&mut self, uid: &Uid) {
+    /// Records at most one event per minute; the metric counts all repairs.
+    fn record_repair_event(&mut self, uid: &Uid) {
         let now = Instant::now();
-        if self.told.get(uid).is_some_and(|told| now < *told + BETWEEN_EVENTS) {
+        if self.repair_events.get(uid).is_some_and(|last| now < *last + MIN_REPAIR_EVENT_INTERVAL) {
             return;
         }
-        if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
-            let note = "links of this network were changed by hand on this node and have been put right";
-            self.events.tell(known.name(), uid, Reason::Repaired, note.to_owned());
-            self.told.insert(uid.clone(), now);
+        if let Some(network) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
+            let note = "another program changed links of this network on this node; the daemon repaired them";
+            self.events.record(network.name(), uid, EventReason::Repaired, note.to_owned());
+            self.repair_events.insert(uid.clone(), now);
         }
     }
 
-    fn fail(&mut self, step: &Step, error: &Refusal) {
-        debug!(network = step.network, action = ?step.action, error = %Chain(error), "a change failed");
-        self.pause(&step.network, failure(&step.action, error));
+    fn step_failed(&mut self, step: &BridgeStep, error: &StepError) {
+        debug!(network = step.network, action = ?step.action, error = %ErrorChain(error), "step failed");
+        self.back_off(&step.network, failure(&step.action, error));
     }
 
-    /// Lets a network wait, longer each time.
-    fn pause(&mut self, uid: &Uid, failure: Failure) {
-        let before = self.pauses.remove(uid);
-        if before.as_ref().is_none_or(|before| before.failure != failure) {
+    /// Delays the next attempt of a network, longer each time.
+    fn back_off(&mut self, uid: &Uid, failure: ApplyFailure) {
+        let previous = self.backoffs.remove(uid);
+        if previous.as_ref().is_none_or(|previous| previous.failure != failure) {
             warn!(
                 network = uid,
                 reason = failure.reason,
                 error = failure.message,
-                "a network waits and is tried again"
+                "cannot apply network, backing off"
             );
-            if let Some(known) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
-                self.events.tell(known.name(), uid, Reason::Failed, failure.message.clone());
+            if let Some(network) = self.networks.as_ref().and_then(|networks| networks.get(uid)) {
+                self.events.record(network.name(), uid, EventReason::Failed, failure.message.clone());
             }
         }
-        let mut backoff = before.map(|before| before.backoff).unwrap_or_default();
-        let delay = backoff.next().unwrap_or(LONGEST_PAUSE).min(LONGEST_PAUSE);
-        self.pauses.insert(uid.clone(), Pause { failure, until: Instant::now() + delay, backoff });
+        let mut backoff = previous.map(|previous| previous.backoff).unwrap_or_default();
+        let delay = backoff.next().unwrap_or(MAX_BACKOFF).min(MAX_BACKOFF);
+        self.backoffs.insert(uid.clone(), NetworkBackoff { failure, until: Instant::now() + delay, backoff });
     }
 
-    /// Forgets the failures of networks that have nothing to do any more, and says when to come back for the others.
-    fn rest(&mut self, waiting: &BTreeSet<Uid>) -> Option<Instant> {
-        self.pauses.retain(|uid, _| waiting.contains(uid));
-        self.told.retain(|_, told| told.elapsed() < BETWEEN_EVENTS);
-        let ready = self.reports.iter().filter(|one| one.ready).count();
+    /// Clears the backoff of networks without pending steps, and returns the next retry of the others.
+    fn next_retry(&mut self, pending: &BTreeSet<Uid>) -> Option<Instant> {
+        self.backoffs.retain(|uid, _| pending.contains(uid));
+        self.repair_events.retain(|_, last| last.elapsed() < MIN_REPAIR_EVENT_INTERVAL);
+        let ready = self.reports.iter().filter(|report| report.ready).count();
         self.metrics.networks.set(i64::try_from(self.reports.len()).unwrap_or(i64::MAX));
         self.metrics.networks_ready.set(i64::try_from(ready).unwrap_or(i64::MAX));
-        self.pauses.values().map(|pause| pause.until).min()
+        self.backoffs.values().map(|backoff| backoff.until).min()
     }
 
-    /// Tells the CNI server what pods can join, and says whether that was news.
-    fn publish(&self, around: Around<'_>, observed: &Observed) -> bool {
-        let Around { facts, labels, .. } = around;
-        let node = Holder { node: facts.name.clone(), uid: facts.uid.clone() };
+    /// Publishes to the CNI server which networks pods can join, and returns whether that changed.
+    fn publish(&self, context: NodeContext<'_>, observed: &KernelState) -> bool {
+        let NodeContext { node, labels, .. } = context;
+        let node = NodeRef { node: node.name.clone(), uid: node.uid.clone() };
         let reports: BTreeMap<&str, &NetworkOnNode> =
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let indexes: BTreeMap<&str, u32> =
             observed.links.iter().map(|link| (link.name.as_str(), link.index)).collect();
-        let told = Arc::clone(&self.tell.borrow());
-        // A change in place is no reason to send pods away from a bridge that they could join before.
-        let was_ready = |known: &Known, bridge: u32| {
-            told.by_name.get(known.name()).is_some_and(|view| {
+        let previous = Arc::clone(&self.published.borrow());
+        // Pods can still join a bridge that was ready while it is changed in place.
+        let was_ready = |network: &ParsedNetwork, bridge: u32| {
+            previous.by_name.get(network.name()).is_some_and(|view| {
                 let same = |state: &NetworkState| matches!(state, NetworkState::Ready { bridge_index, .. } if *bridge_index == bridge);
-                view.uid == known.uid() && same(&view.state)
+                view.uid == network.uid() && same(&view.state)
             })
         };
-        let state = |known: &Known| {
-            if known.is_undone() {
+        let state = |network: &ParsedNetwork| {
+            if network.is_terminating() {
                 return NetworkState::Removing;
             }
-            if !known.selects(labels) {
+            if !network.selects(labels) {
                 return NetworkState::NotSelected;
             }
-            let Some(report) = reports.get(known.uid()) else {
+            let Some(report) = reports.get(network.uid()) else {
                 return NetworkState::NotReady { reason: "Pending".to_owned(), message: String::new() };
             };
-            let mtu = known.mtu().min(report.mtu.and_then(|mtu| u32::try_from(mtu).ok()));
+            let mtu = network.mtu().min(report.mtu.and_then(|mtu| u32::try_from(mtu).ok()));
             match (indexes.get(report.bridge.as_str()), mtu) {
                 (Some(&bridge_index), Some(mtu))
                     if report.ready
-                        || report.reason == reason::APPLYING && was_ready(known, bridge_index) =>
+                        || report.reason == reason::APPLYING && was_ready(network, bridge_index) =>
                 {
-                    NetworkState::Ready { bridge_index, mtu, removing: known.is_deleted() }
+                    NetworkState::Ready { bridge_index, mtu, removing: network.is_deleted() }
                 }
                 _ => {
                     NetworkState::NotReady { reason: report.reason.clone(), message: report.message.clone() }
@@ -442,75 +448,74 @@ impl Bridges {
             .networks
             .iter()
             .flat_map(BTreeMap::values)
-            .map(|known| {
-                let (uid, ipam) = (known.uid().to_owned(), known.ipam());
-                let view = NetworkView { uid, state: state(known), ipam };
-                (known.name().to_owned(), view)
+            .map(|network| {
+                let (uid, ipam) = (network.uid().to_owned(), network.ipam());
+                let view = NetworkView { uid, state: state(network), ipam };
+                (network.name().to_owned(), view)
             })
             .chain(unreadable)
             .collect();
-        let now = Networks { synced: true, node: Some(node), by_name };
-        self.tell.send_if_modified(|before| {
-            let changed = **before != now;
+        let current = Networks { synced: true, node: Some(node), by_name };
+        self.published.send_if_modified(|published| {
+            let changed = **published != current;
             if changed {
-                *before = Arc::new(now);
+                *published = Arc::new(current);
             }
             changed
         })
     }
 }
 
-/// What a thread for blocking work returned. One that panicked takes the daemon with it.
-fn finished<T>(ended: Result<T, task::JoinError>) -> T {
-    ended.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
+/// The result of a blocking task. Resumes its panic, which ends the daemon.
+fn join<T>(result: Result<T, task::JoinError>) -> T {
+    result.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()))
 }
 
-fn fought() -> Failure {
-    let message =
-        "another program of this node changes the links of this network again and again; find and stop it";
-    Failure { reason: "Fought".to_owned(), message: message.to_owned() }
+fn link_contention() -> ApplyFailure {
+    let message = "another program on this node keeps changing the links of this network; find and stop it";
+    ApplyFailure { reason: reason::LINK_CONTENTION.to_owned(), message: message.to_owned() }
 }
 
-fn work(mut hands: Hands, steps: Vec<Step>) -> (Hands, Vec<Done>) {
+fn execute(mut executor: LinkExecutor, steps: Vec<BridgeStep>) -> (LinkExecutor, Vec<StepResult>) {
     let mut failed: BTreeSet<Uid> = BTreeSet::new();
-    let mut done = Vec::with_capacity(steps.len());
+    let mut results = Vec::with_capacity(steps.len());
     for step in steps {
         if failed.contains(&step.network) {
             continue;
         }
         let result = match &step.action {
-            Action::Record(record) => hands.records.put(record.clone()).map_err(Refusal::from),
-            Action::Forget => hands.records.remove(&step.network).map_err(Refusal::from),
-            action => hands.changer.apply(action).map_err(Refusal::from),
+            Action::WriteRecord(record) => executor.records.put(record.clone()).map_err(StepError::from),
+            Action::RemoveRecord => executor.records.remove(&step.network).map_err(StepError::from),
+            action => executor.changer.apply(action).map_err(StepError::from),
         };
         if result.is_err() {
             failed.insert(step.network.clone());
         }
-        done.push((step, result));
+        results.push((step, result));
     }
-    (hands, done)
+    (executor, results)
 }
 
-/// What to say about a step that failed.
-fn failure(action: &Action, error: &Refusal) -> Failure {
+/// The reason and message of a failed step.
+fn failure(action: &Action, error: &StepError) -> ApplyFailure {
     const EADDRINUSE: i32 = 98;
     let errno = match error {
-        Refusal::Kernel(error) => error.errno(),
-        Refusal::Disk(_) => None,
+        StepError::Kernel(error) => error.errno(),
+        StepError::Disk(_) => None,
     };
     let reason = match (error, errno) {
-        (Refusal::Disk(_), _) => reason::RECORD,
+        (StepError::Disk(_), _) => reason::RECORD,
         (_, Some(EADDRINUSE)) => reason::PORT_IN_USE,
         _ => reason::REFUSED,
     };
     let message = if reason == reason::PORT_IN_USE {
-        "another program of this node has the UDP port of the VXLAN; choose another spec.overlay.port, or stop that \
+        "another program on this node uses the UDP port of the VXLAN; set another spec.overlay.port, or stop that \
          program"
             .to_owned()
     } else {
-        format!("{}: {}", ChangeVerb::of(action).sentence(), Chain(error))
+        format!("{}: {}", ChangeVerb::of(action).sentence(), ErrorChain(error))
     };
-    Failure { reason: reason.to_owned(), message }
+    ApplyFailure { reason: reason.to_owned(), message }
 }
 
 #[cfg(test)]

@@ -25,8 +25,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{Chain, IfName, digest::digest, ipblock::Holder};
-use plan::ipam::Rules;
+use api::{ErrorChain, IfName, digest::digest, ipblock::NodeRef};
+use plan::ipam::Pool;
 use tokio::{sync::watch, task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -59,7 +59,7 @@ pub struct Networks {
     /// Whether the list from the API server is complete.
     pub synced: bool,
     /// This node, once its Node has been read.
-    pub node: Option<Holder>,
+    pub node: Option<NodeRef>,
     pub by_name: BTreeMap<String, NetworkView>,
 }
 
@@ -69,7 +69,7 @@ pub struct NetworkView {
     pub uid: String,
     pub state: NetworkState,
     /// Its address pool, if it has IPAM.
-    pub ipam: Option<Arc<Rules>>,
+    pub ipam: Option<Arc<Pool>>,
 }
 
 /// The state of a network on this node.
@@ -159,7 +159,7 @@ impl CniServer {
             let handler = Arc::clone(&handler);
             let applied = spawn_blocking(move || handler.apply_tombstones());
             if let Some(Err(error)) = stop.run_until_cancelled(applied).await {
-                warn!(error = %Chain(&error), "applying tombstones failed; retrying");
+                warn!(error = %ErrorChain(&error), "applying tombstones failed; retrying");
             }
         }
         let drained = spawn_blocking(move || pool.drain(DRAIN_TIMEOUT)).await.map_err(Error::Panicked)?;
@@ -194,7 +194,7 @@ impl CniHandler {
         let started = Instant::now();
         let (request, namespace) = match read_request(stream) {
             Ok(read) => read,
-            Err(error) => return warn!(error = %Chain(&error), "cannot read a CNI request"),
+            Err(error) => return warn!(error = %ErrorChain(&error), "cannot read a CNI request"),
         };
         let version = Version::of(&request.stdin);
         let verb = request.command.parse::<Verb>().ok();

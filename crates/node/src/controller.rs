@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
 
-use api::{BridgeNetwork, Chain, NodeNetworkStatus, Patterns};
+use api::{BridgeNetwork, ErrorChain, IfNamePatterns, NodeNetworkStatus};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
@@ -11,20 +11,22 @@ use kube::{
     api::{ApiResource, DynamicObject},
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use link::{Changed, Monitor};
-use plan::nodenetwork::{self as rules, Facts, Netfilter, Observed, Picture, Publish, Writes};
+use link::{LinkChanges, Monitor};
+use plan::nodenetwork::{
+    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, WriteParts,
+};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use crate::{
     Error,
-    bridges::{Around, Bridges},
+    bridges::{BridgeController, NodeContext},
     health::{Component, Health, HealthChange},
     metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
     network::Labels,
-    object::{self, Known, Object},
-    watch::{self, Seen, Watch},
+    node_network::{self, NodeNetworkClient, ServerObject},
+    watch::{self, ObjectEvent, ObjectWatch},
 };
 
 /// Longest time between two passes of the loop, so that a stall is detected.
@@ -43,12 +45,12 @@ enum PublishOutcome {
 /// Reconciles the bridge networks of one node and publishes its NodeNetwork.
 pub struct NodeController {
     name: String,
-    ignored: Patterns,
+    ignored: IfNamePatterns,
     monitor: Monitor,
-    object: Object,
+    object: NodeNetworkClient,
     nodes: Api<Node>,
     networks: Api<DynamicObject>,
-    bridges: Bridges,
+    bridges: BridgeController,
     /// `/proc/sys` of the host.
     sysctls: PathBuf,
     metrics: Metrics,
@@ -59,7 +61,7 @@ pub struct NodeController {
 /// Settings of a [`NodeController`].
 pub struct NodeConfig {
     pub name: String,
-    pub ignored: Patterns,
+    pub ignored: IfNamePatterns,
     pub sysctls: PathBuf,
     pub metrics: Metrics,
 }
@@ -67,14 +69,14 @@ pub struct NodeConfig {
 /// What the controller observed and wrote.
 #[derive(Default)]
 struct ControllerState {
-    facts: Option<Facts>,
+    facts: Option<NodeInfo>,
     labels: Labels,
-    observed: Option<Observed>,
+    observed: Option<KernelState>,
     netfilter: bool,
     /// Whether the NodeNetworks have been listed.
     synced: bool,
-    server: Option<Known>,
-    written: Option<rules::Written>,
+    server: Option<ServerObject>,
+    written: Option<rules::LastWrite>,
     last_write: Option<Instant>,
     /// The first kernel event since the last observation.
     pending_event: Option<Instant>,
@@ -92,13 +94,13 @@ impl NodeController {
         client: Client,
         config: NodeConfig,
         monitor: Monitor,
-        bridges: Bridges,
+        bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
         let NodeConfig { name, ignored, sysctls, metrics } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
-            object: Object::new(client.clone(), name.clone(), metrics.clone()),
+            object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
             nodes: Api::all(client.clone()),
             networks: Api::all_with(client, &networks),
             name,
@@ -115,9 +117,9 @@ impl NodeController {
 
     /// Runs until `stop`. Retries while the API server is unavailable; fails only if the kernel's event stream fails.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut node = Watch::one(self.nodes.clone(), &self.name);
-        let mut nodes = Watch::all(self.object.api().clone());
-        let mut networks = Watch::all(self.networks.clone());
+        let mut node = ObjectWatch::one(self.nodes.clone(), &self.name);
+        let mut nodes = ObjectWatch::all(self.object.api().clone());
+        let mut networks = ObjectWatch::all(self.networks.clone());
         loop {
             let Some(wake) = stop.run_until_cancelled(self.reconcile()).await else {
                 return Ok(());
@@ -166,11 +168,11 @@ impl NodeController {
         };
         let listed: BTreeSet<String> = server
             .iter()
-            .filter_map(|known| known.record.status.as_ref())
+            .filter_map(|known| known.state.status.as_ref())
             .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
             .collect();
-        let context = Around { facts: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
-        match self.bridges.converge(&self.monitor, context, observed.as_mut()?).await {
+        let context = NodeContext { node: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        match self.bridges.reconcile(&self.monitor, context, observed.as_mut()?).await {
             Ok(requeue_at) => requeue_at,
             Err(error) => Some(self.observe_failed(&error)),
         }
@@ -180,7 +182,7 @@ impl NodeController {
     async fn observe(&mut self) -> Option<Instant> {
         let event = self.state.pending_event?;
         let last = self.state.last_observe.map(Instant::into_std);
-        let at = Instant::from_std(rules::look(event.into_std(), last));
+        let at = Instant::from_std(rules::next_observation(event.into_std(), last));
         if Instant::now() < at {
             return Some(at);
         }
@@ -221,7 +223,7 @@ impl NodeController {
 
     /// Records a failed observation. Returns when to retry.
     fn observe_failed(&mut self, error: &link::Error) -> Instant {
-        let problem = Chain(error).to_string();
+        let problem = ErrorChain(error).to_string();
         if self.health.fail(Component::Kernel, problem.clone()) == HealthChange::Changed {
             warn!(error = problem, "cannot observe the kernel's links; retrying");
         }
@@ -240,15 +242,15 @@ impl NodeController {
         };
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
-            Publish::Nothing => {
+            PublishDecision::Nothing => {
                 self.mark_published();
                 return PublishOutcome::Pending(None);
             }
-            Publish::At(at) => return PublishOutcome::Pending(Some(Instant::from_std(at))),
-            Publish::Now(_) if self.state.retry_at.is_some_and(|until| now < until) => {
+            PublishDecision::At(at) => return PublishOutcome::Pending(Some(Instant::from_std(at))),
+            PublishDecision::Now(_) if self.state.retry_at.is_some_and(|until| now < until) => {
                 return PublishOutcome::Pending(self.state.retry_at);
             }
-            Publish::Now(writes) => writes,
+            PublishDecision::Now(writes) => writes,
         };
         let result = self.object.write(&facts, &wanted, writes).await;
         // Measured from the end of the write, so that a second passes between its last request and the next write.
@@ -263,7 +265,7 @@ impl NodeController {
     }
 
     /// Plans the next write. `None` until the Node, the NodeNetworks and the kernel have been read.
-    fn plan_publish(&self, now: Instant) -> Option<(Facts, NodeNetworkStatus, Publish)> {
+    fn plan_publish(&self, now: Instant) -> Option<(NodeInfo, NodeNetworkStatus, PublishDecision)> {
         let ControllerState { facts, observed, synced: true, server, written, last_write, netfilter, .. } =
             &self.state
         else {
@@ -271,13 +273,13 @@ impl NodeController {
         };
         let facts = facts.as_ref()?;
         // Until the networks have been read, keep the published ones: their links may exist.
-        let before = server.as_ref().and_then(|known| known.record.status.as_ref());
+        let before = server.as_ref().and_then(|known| known.state.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
-        let input = Picture {
+        let input = PublishInput {
             observed: observed.as_ref()?,
-            facts,
+            node: facts,
             ignored: &self.ignored,
-            server: server.as_ref().map(|known| &known.record),
+            server: server.as_ref().map(|known| &known.state),
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
@@ -290,10 +292,10 @@ impl NodeController {
 
     fn publish_succeeded(
         &mut self,
-        facts: Facts,
+        facts: NodeInfo,
         wanted: NodeNetworkStatus,
-        writes: Writes,
-        known: Option<Known>,
+        writes: WriteParts,
+        known: Option<ServerObject>,
     ) {
         info!(
             node = self.name,
@@ -305,7 +307,8 @@ impl NodeController {
         self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
         self.metrics.published.set(Timestamp::now().as_duration().as_secs_f64());
         if let Some(known) = known {
-            self.state.written = Some(rules::Written { uid: facts.uid, wanted, got: known.record.clone() });
+            self.state.written =
+                Some(rules::LastWrite { uid: facts.uid, desired: wanted, accepted: known.state.clone() });
             self.state.server = Some(known);
         }
         self.mark_published();
@@ -318,8 +321,8 @@ impl NodeController {
         self.state.write_backoff.reset();
     }
 
-    fn publish_failed(&mut self, error: &object::Error) -> Instant {
-        let problem = Chain(error).to_string();
+    fn publish_failed(&mut self, error: &node_network::Error) -> Instant {
+        let problem = ErrorChain(error).to_string();
         if error.is_missing() {
             // The object was deleted; the next write recreates it.
             self.state.server = None;
@@ -335,21 +338,23 @@ impl NodeController {
         again
     }
 
-    fn record_kernel_events(&mut self, changed: Changed) {
+    fn record_kernel_events(&mut self, changed: LinkChanges) {
         self.metrics.events.inc_by(changed.events);
         self.metrics.overruns.inc_by(changed.overruns);
         self.state.pending_event.get_or_insert_with(Instant::now);
     }
 
-    fn apply_node(&mut self, seen: Seen<Node>) {
+    fn apply_node(&mut self, seen: ObjectEvent<Node>) {
         let node = match seen {
-            Seen::Synced(nodes) => {
+            ObjectEvent::Synced(nodes) => {
                 self.watch_recovered(Component::NodeWatch, WatchedKind::Node);
                 nodes.into_iter().next()
             }
-            Seen::Changed(node) => Some(node),
-            Seen::Gone(_) => None,
-            Seen::Failed(error) => return self.watch_failed(Component::NodeWatch, WatchedKind::Node, &error),
+            ObjectEvent::Changed(node) => Some(node),
+            ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Failed(error) => {
+                return self.watch_failed(Component::NodeWatch, WatchedKind::Node, &error);
+            }
         };
         if node.is_some() {
             if self.health.ok(Component::Node) == HealthChange::Changed {
@@ -361,52 +366,53 @@ impl NodeController {
                 warn!(node = self.name, "the Node does not exist; waiting for it. Check --node-name");
             }
         }
-        self.state.facts = node.as_ref().map(object::facts);
+        self.state.facts = node.as_ref().map(node_network::node_info);
         if node.is_none() {
-            self.bridges.lose_own_node();
+            self.bridges.clear_own_node();
         }
         self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 
-    fn apply_networks(&mut self, seen: Seen<DynamicObject>) {
+    fn apply_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
         match seen {
-            Seen::Synced(objects) => {
+            ObjectEvent::Synced(objects) => {
                 self.watch_recovered(Component::NetworkWatch, WatchedKind::BridgeNetwork);
-                self.bridges.see_all_networks(&objects);
+                self.bridges.replace_networks(&objects);
             }
-            Seen::Changed(object) => self.bridges.see_network(&object),
-            Seen::Gone(object) => self.bridges.lose_network(&object),
-            Seen::Failed(error) => {
+            ObjectEvent::Changed(object) => self.bridges.apply_network(&object),
+            ObjectEvent::Deleted(object) => self.bridges.delete_network(&object),
+            ObjectEvent::Failed(error) => {
                 self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error)
             }
         }
     }
 
-    fn apply_node_networks(&mut self, seen: Seen<DynamicObject>) {
+    fn apply_node_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
         match seen {
-            Seen::Synced(objects) => {
+            ObjectEvent::Synced(objects) => {
                 self.watch_recovered(Component::NodeNetworkWatch, WatchedKind::NodeNetwork);
                 self.state.synced = true;
                 let server = self.state.server.take();
                 let own = objects.iter().find(|object| object.name_any() == self.name);
-                self.state.server = own.map(|object| Known::latest(server, Known::read(object)));
-                self.bridges.see_all_nodes(&objects, &self.name);
+                self.state.server =
+                    own.map(|object| ServerObject::latest(server, ServerObject::read(object)));
+                self.bridges.replace_peers(&objects, &self.name);
                 // The API server is back: skip the backoff.
                 self.state.retry_at = None;
             }
-            Seen::Changed(object) if object.name_any() == self.name => {
+            ObjectEvent::Changed(object) if object.name_any() == self.name => {
                 let server = self.state.server.take();
-                self.state.server = Some(Known::latest(server, Known::read(&object)));
+                self.state.server = Some(ServerObject::latest(server, ServerObject::read(&object)));
             }
-            Seen::Changed(object) => self.bridges.see_node(&object),
-            Seen::Gone(object) if object.name_any() == self.name => {
-                let gone = Known::read(&object);
+            ObjectEvent::Changed(object) => self.bridges.apply_peer(&object),
+            ObjectEvent::Deleted(object) if object.name_any() == self.name => {
+                let gone = ServerObject::read(&object);
                 if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
                     self.state.server = None;
                 }
             }
-            Seen::Gone(object) => self.bridges.lose_node(&object),
-            Seen::Failed(error) => {
+            ObjectEvent::Deleted(object) => self.bridges.delete_peer(&object),
+            ObjectEvent::Failed(error) => {
                 self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error)
             }
         }
@@ -420,7 +426,7 @@ impl NodeController {
 
     fn watch_failed(&self, component: Component, kind: WatchedKind, error: &watch::Error) {
         self.metrics.watch_failures.get_or_create(&WatchLabels { kind }).inc();
-        let problem = format!("watch {kind:?}: {}", Chain(error));
+        let problem = format!("watch {kind:?}: {}", ErrorChain(error));
         if self.health.fail(component, problem.clone()) == HealthChange::Changed {
             warn!(node = self.name, ?kind, error = problem, "watch failed; retrying");
         }
@@ -450,8 +456,12 @@ mod tests {
         let monitor = Monitor::open().unwrap();
         let (metrics, _) = Metrics::new();
         let bridges = crate::bridges::tests::bridges(client.clone(), metrics.clone());
-        let config =
-            NodeConfig { name: "a".into(), ignored: Patterns::default(), sysctls: PathBuf::new(), metrics };
+        let config = NodeConfig {
+            name: "a".into(),
+            ignored: IfNamePatterns::default(),
+            sysctls: PathBuf::new(),
+            metrics,
+        };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }
 
@@ -463,10 +473,10 @@ mod tests {
     #[tokio::test]
     async fn a_list_older_than_the_last_write_is_ignored() {
         let mut controller = controller();
-        controller.apply_node_networks(Seen::Synced(vec![object("10")]));
-        controller.apply_node_networks(Seen::Synced(vec![object("9")]));
-        assert_eq!(controller.state.server, Some(Known::read(&object("10"))));
-        controller.apply_node_networks(Seen::Synced(Vec::new()));
+        controller.apply_node_networks(ObjectEvent::Synced(vec![object("10")]));
+        controller.apply_node_networks(ObjectEvent::Synced(vec![object("9")]));
+        assert_eq!(controller.state.server, Some(ServerObject::read(&object("10"))));
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
         assert_eq!(controller.state.server, None);
     }
 
@@ -474,9 +484,9 @@ mod tests {
     async fn a_returning_api_server_resets_the_write_backoff() {
         let mut controller = controller();
         controller.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
-        controller.apply_node_networks(Seen::Failed(watch::Error::Deadline));
+        controller.apply_node_networks(ObjectEvent::Failed(watch::Error::Deadline));
         assert!(controller.state.retry_at.is_some());
-        controller.apply_node_networks(Seen::Synced(Vec::new()));
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
         assert_eq!(controller.state.retry_at, None);
     }
 
@@ -484,7 +494,7 @@ mod tests {
     async fn a_successful_observation_keeps_the_write_backoff() {
         let mut controller = controller();
         let fail = |controller: &mut NodeController| {
-            controller.publish_failed(&object::Error::Deadline { name: "a".into() })
+            controller.publish_failed(&node_network::Error::Deadline { name: "a".into() })
         };
         for _ in 0..8 {
             fail(&mut controller);

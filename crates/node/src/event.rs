@@ -1,8 +1,8 @@
-//! Events on BridgeNetworks: what this node did that somebody should know of.
+//! Kubernetes Events about BridgeNetworks on this node.
 
 use std::time::Duration;
 
-use api::{BridgeNetwork, Chain};
+use api::{BridgeNetwork, ErrorChain};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
     Client, Resource as _,
@@ -14,51 +14,51 @@ use tracing::debug;
 
 use crate::Error;
 
-/// How many wait to be sent. What does not fit is in the log and in the metrics all the same.
-const QUEUE: usize = 64;
-/// How long the API server may take for one.
-const LIMIT: Duration = Duration::from_secs(5);
+/// Bounds the events that wait to be sent. Dropped events are still in the log and the metrics.
+const QUEUE_LENGTH: usize = 64;
+/// Bounds one request.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where to put events. Never waits.
+/// A queue of events. Recording never blocks.
 #[derive(Clone)]
 pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
 
-/// Who sends them.
-pub struct Sender {
+/// Sends the queued events.
+pub struct EventSender {
     recorder: Recorder,
     queue: mpsc::Receiver<(ObjectReference, Event)>,
 }
 
-/// Why an event is told, in one word for programs.
+/// The reasons of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// Somebody changed a link of the network by hand, and it was put right.
+pub enum EventReason {
+    /// Another program changed a link of the network, and the daemon repaired it.
     Repaired,
-    /// The kernel refused what the network needs.
+    /// The network cannot be applied on this node.
     Failed,
-    /// No address is left.
+    /// The network has no free address.
     AddressesExhausted,
-    /// Addresses of this node's pods may be given to others too.
+    /// The node no longer holds the block of its pods' addresses; other nodes may allocate them too.
     AddressBlockLost,
-    /// This node does not know who has addresses of its own.
-    AddressBlockDoubtful,
+    /// The journal does not cover a block of this node, so its allocations are unknown.
+    AddressBlockUnverified,
 }
 
 impl Events {
-    pub fn new(client: Client, node: &str) -> (Self, Sender) {
-        let (sender, queue) = mpsc::channel(QUEUE);
+    pub fn new(client: Client, node: &str) -> (Self, EventSender) {
+        let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
         let reporter = Reporter { controller: "patchbay-node".to_owned(), instance: Some(node.to_owned()) };
-        (Self(sender), Sender { recorder: Recorder::new(client, reporter), queue })
+        (Self(sender), EventSender { recorder: Recorder::new(client, reporter), queue })
     }
 
-    /// Tells of a network.
-    pub fn tell(&self, name: &str, uid: &str, reason: Reason, note: String) {
-        let (type_, word, action) = match reason {
-            Reason::Repaired => (EventType::Normal, "Repaired", "Repair"),
-            Reason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
-            Reason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
-            Reason::AddressBlockDoubtful => (EventType::Warning, "AddressBlockDoubtful", "Allocate"),
-            Reason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
+    /// Queues an event about a network.
+    pub fn record(&self, name: &str, uid: &str, reason: EventReason, note: String) {
+        let (type_, reason, action) = match reason {
+            EventReason::Repaired => (EventType::Normal, "Repaired", "Repair"),
+            EventReason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
+            EventReason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
+            EventReason::AddressBlockUnverified => (EventType::Warning, "AddressBlockUnverified", "Allocate"),
+            EventReason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
         };
         let about = ObjectReference {
             api_version: Some(BridgeNetwork::api_version(&()).into_owned()),
@@ -69,25 +69,25 @@ impl Events {
         };
         let event = Event {
             type_,
-            reason: word.to_owned(),
+            reason: reason.to_owned(),
             note: Some(note.chars().take(1000).collect()),
             action: action.to_owned(),
             secondary: None,
         };
         if self.0.try_send((about, event)).is_err() {
-            debug!(network = name, reason = word, "too many events at once, one is not sent");
+            debug!(network = name, reason, "event queue is full, dropping an event");
         }
     }
 }
 
-impl Sender {
-    /// Sends until `stop`. An event that cannot be sent is dropped: it is a courtesy.
+impl EventSender {
+    /// Sends until `stop`. An event that cannot be sent is dropped.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
         while let Some(Some((about, event))) = stop.run_until_cancelled(self.queue.recv()).await {
-            match timeout(LIMIT, self.recorder.publish(&event, &about)).await {
+            match timeout(SEND_TIMEOUT, self.recorder.publish(&event, &about)).await {
                 Ok(Ok(())) => {}
-                Ok(Err(error)) => debug!(error = %Chain(&error), "an event was not sent"),
-                Err(_) => debug!("an event was not sent in time"),
+                Ok(Err(error)) => debug!(error = %ErrorChain(&error), "cannot send event"),
+                Err(_) => debug!("cannot send event: timeout"),
             }
         }
         stop.cancelled().await;

@@ -12,11 +12,11 @@ pub mod cri;
 pub mod event;
 mod health;
 pub mod ipam;
+mod link_records;
 mod metrics;
 mod network;
-mod object;
+mod node_network;
 mod probe;
-mod record;
 mod socket;
 mod watch;
 
@@ -28,9 +28,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use kube::Client;
-use link::{Changer, Monitor};
+use link::{LinkEditor, Monitor};
 use tokio::{net::lookup_host, task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -39,14 +39,14 @@ pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
 
 use crate::{
-    bridges::{Bridges, Tools},
+    bridges::{BridgeController, Deps},
     controller::{NodeConfig, NodeController},
     cri::ContainerRuntime,
     event::Events,
     health::{Component, Health, HealthChange},
-    ipam::{Ipam, Keeper, Pace},
+    ipam::{BlockController, Ipam, Timings},
+    link_records::LinkRecords,
     metrics::Metrics,
-    record::Records,
 };
 
 /// How often the daemon checks that the CNI plugin is installed.
@@ -73,7 +73,7 @@ pub enum Error {
     #[error("open the socket {path}")]
     Socket { path: PathBuf, source: std::io::Error },
     #[error("read the link records")]
-    Records(#[source] record::Error),
+    Records(#[source] link_records::Error),
     #[error("read the address journal")]
     Ipam(#[source] ipam::JournalError),
     #[error("serve the admin socket")]
@@ -125,12 +125,12 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (events, sender) = Events::new(client.clone(), &node_name);
     let (tell, networks) = tokio::sync::watch::channel(Arc::default());
     let (boot, block_events) = (host.boot_id.clone(), events.clone());
-    let tools = Tools {
+    let tools = Deps {
         boot: host.boot.clone(),
-        changer: Changer::open(&host.sysctls).map_err(Error::Kernel)?,
-        records: Records::open(&state_dir).map_err(Error::Records)?,
+        changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
+        records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
         servers: resolve_api_server(api_server.as_deref()).await,
-        tell,
+        published: tell,
         events,
         metrics: metrics.clone(),
     };
@@ -140,18 +140,23 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let numbers = ipam::Metrics::default();
     numbers.register(&mut registry);
     let ipam = open_ipam(&paths.state_dir, boot, numbers).await?;
-    let keeper = Keeper::new(
+    let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         block_events,
         sandboxes(&host_root, runtime_socket),
-        Pace { sweep: gc_interval, young: gc_interval.max(SANDBOX_CREATION_TIMEOUT), ..Pace::default() },
+        Timings {
+            gc_interval,
+            min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
+            ..Timings::default()
+        },
     );
     let cni = cni::CniServer::bind(&paths, networks, ipam, calls)?;
     let config = NodeConfig { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon = NodeController::new(client, config, monitor, Bridges::new(tools), Arc::clone(&health));
+    let daemon =
+        NodeController::new(client, config, monitor, BridgeController::new(tools), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
     // Cancelled when this function returns, even if the caller never cancels `stop`.
@@ -164,7 +169,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     // The socket exists before the plugin that connects to it.
     tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugged, stop.clone()));
     tasks.spawn(cni.run(stop.clone()));
-    tasks.spawn(keeper.run(stop.clone()));
+    tasks.spawn(blocks.run(stop.clone()));
     supervise(tasks, stop).await
 }
 
@@ -176,7 +181,7 @@ async fn open_ipam(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Re
 }
 
 /// Asks the runtime of the host which sandboxes it has.
-fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
+fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::ListSandboxes {
     let runtime = match socket {
         Some(socket) => {
             ContainerRuntime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))])
@@ -186,7 +191,7 @@ fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::Sandboxes {
     Box::new(move || {
         let runtime = runtime.clone();
         Box::pin(async move {
-            let found = runtime.sandboxes().await.map_err(|error| Chain(&error).to_string())?;
+            let found = runtime.sandboxes().await.map_err(|error| ErrorChain(&error).to_string())?;
             // A node can have a second runtime, which truly says that it has none of the sandboxes here.
             if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
                 return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
@@ -246,7 +251,7 @@ async fn keep_plugin_installed(
             Err(error) => {
                 let problem = format!(
                     "the CNI plugin is not installed, so pods cannot be attached on this node: {}",
-                    Chain(&error)
+                    ErrorChain(&error)
                 );
                 if health.fail(Component::Plugin, problem.clone()) == HealthChange::Changed {
                     warn!(error = problem, "cannot install the CNI plugin; retrying");

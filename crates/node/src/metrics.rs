@@ -67,8 +67,8 @@ pub enum ChangeVerb {
 impl ChangeVerb {
     pub fn of(action: &Action) -> Self {
         match action {
-            Action::Record(_) => Self::Record,
-            Action::Forget => Self::Forget,
+            Action::WriteRecord(_) => Self::Record,
+            Action::RemoveRecord => Self::Forget,
             Action::CreateBridge { .. } => Self::CreateBridge,
             Action::CreateVxlan { .. } => Self::CreateVxlan,
             Action::Delete { .. } => Self::Delete,
@@ -78,10 +78,10 @@ impl ChangeVerb {
             Action::SetMtu { .. } => Self::SetMtu,
             Action::SetAdmin { .. } => Self::SetAdmin,
             Action::DisableIpv6 { .. } => Self::DisableIpv6,
-            Action::DeafenIpv4 { .. } => Self::IsolateIpv4,
+            Action::IsolateIpv4 { .. } => Self::IsolateIpv4,
             Action::RemoveAddress { .. } => Self::RemoveAddress,
-            Action::Join { .. } => Self::SetMaster,
-            Action::Part { .. } => Self::ClearMaster,
+            Action::SetMaster { .. } => Self::SetMaster,
+            Action::ClearMaster { .. } => Self::ClearMaster,
             Action::AddFlood { .. } => Self::AddFlood,
             Action::RemoveFlood { .. } => Self::RemoveFlood,
         }

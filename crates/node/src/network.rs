@@ -1,6 +1,6 @@
-//! The BridgeNetworks and the other nodes, as the API server shows them.
+//! BridgeNetworks and peers, parsed from the objects of the API server.
 //!
-//! Both are read from untyped objects: one that somebody made unreadable must not hide the others.
+//! Both are parsed from untyped objects: one malformed object must not hide the others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,36 +12,36 @@ use api::{
 };
 use kube::{ResourceExt as _, api::DynamicObject};
 use plan::{
-    bridge::{Network, Overlay, Peer, Wish},
-    ipam::{Family, Rules},
+    bridge::{Desired, LocalNetwork, Overlay, Peer},
+    ipam::{Family, Pool},
 };
 use serde::de::DeserializeOwned;
 
 /// The labels of a Node.
 pub type Labels = BTreeMap<String, String>;
 
-/// A BridgeNetwork, without what depends on the node.
+/// A BridgeNetwork, independent of the labels of the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct ParsedNetwork {
     selector: Option<LabelSelector>,
     deletion: Deletion,
-    /// As if this node were selected.
-    network: Network,
-    ipam: Option<Arc<Rules>>,
+    /// With [`Desired::Present`].
+    network: LocalNetwork,
+    ipam: Option<Arc<Pool>>,
 }
 
-/// How far a network is on its way out.
+/// The progress of a deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Deletion {
-    No,
-    /// Somebody may still use it.
-    Waits,
-    /// Nobody does, and nobody can begin to.
-    Undo,
+    NotDeleted,
+    /// Deleted, but workloads may still use it.
+    InUse,
+    /// Deleted and unused; the finalizer of the users is removed, so no workload can start to use it.
+    Terminating,
 }
 
-impl Known {
-    /// Reads an object; none if it is no BridgeNetwork that anything can be done about.
+impl ParsedNetwork {
+    /// Parses an object; none if it is not a valid BridgeNetwork.
     pub fn read(object: &DynamicObject) -> Option<Self> {
         let name = object.name_any();
         let spec: BridgeNetworkSpec = part(object, "spec")?;
@@ -54,11 +54,13 @@ impl Known {
             None => None,
         };
         let deletion = match &object.metadata.deletion_timestamp {
-            None => Deletion::No,
-            Some(_) if object.finalizers().iter().any(|one| one == FINALIZER_USERS) => Deletion::Waits,
-            Some(_) => Deletion::Undo,
+            None => Deletion::NotDeleted,
+            Some(_) if object.finalizers().iter().any(|finalizer| finalizer == FINALIZER_USERS) => {
+                Deletion::InUse
+            }
+            Some(_) => Deletion::Terminating,
         };
-        let network = Network {
+        let network = LocalNetwork {
             uid: object.uid()?,
             generation: object.metadata.generation.unwrap_or_default(),
             created: object.creation_timestamp()?.0,
@@ -67,27 +69,27 @@ impl Known {
             mtu: status.mtu.and_then(|mtu| u32::try_from(mtu).ok()).filter(|&mtu| mtu > 0),
             uplink: spec.uplink,
             overlay,
-            wish: Wish::Have,
+            desired: Desired::Present,
             name,
         };
-        let said = status.ipam.unwrap_or_default();
-        // A block has the length that was fixed at the first use; until it is, there are none.
+        let ipam_status = status.ipam.unwrap_or_default();
+        // The first use fixes the length of blocks; before that there are no blocks.
         let length = |family| match family {
-            Family::V4 => said.ipv4.as_ref().map(|one| one.block_length),
-            Family::V6 => said.ipv6.as_ref().map(|one| one.block_length),
+            Family::V4 => ipam_status.ipv4.as_ref().map(|family| family.block_length),
+            Family::V6 => ipam_status.ipv6.as_ref().map(|family| family.block_length),
         };
-        let live = deletion != Deletion::Undo;
-        let rules = spec.ipam.as_ref().map(|ipam| Arc::new(Rules::new(&network.name, ipam, length, live)));
-        Some(Self { selector: spec.node_selector, deletion, network, ipam: rules })
+        let live = deletion != Deletion::Terminating;
+        let pool = spec.ipam.as_ref().map(|ipam| Arc::new(Pool::new(&network.name, ipam, length, live)));
+        Some(Self { selector: spec.node_selector, deletion, network, ipam: pool })
     }
 
-    /// What a node with these labels should do about it.
-    pub fn on(&self, labels: &Labels) -> Network {
-        let wish = match self.deletion {
-            Deletion::No | Deletion::Waits if self.selects(labels) => Wish::Have,
-            _ => Wish::Leave,
+    /// The network on a node with these labels.
+    pub fn on(&self, labels: &Labels) -> LocalNetwork {
+        let desired = match self.deletion {
+            Deletion::NotDeleted | Deletion::InUse if self.selects(labels) => Desired::Present,
+            _ => Desired::Absent,
         };
-        Network { wish, ..self.network.clone() }
+        LocalNetwork { desired, ..self.network.clone() }
     }
 
     pub fn selects(&self, labels: &Labels) -> bool {
@@ -102,8 +104,8 @@ impl Known {
         &self.network.uid
     }
 
-    /// What it says about addresses.
-    pub fn ipam(&self) -> Option<Arc<Rules>> {
+    /// The address pool, if the network has IPAM.
+    pub fn ipam(&self) -> Option<Arc<Pool>> {
         self.ipam.clone()
     }
 
@@ -111,29 +113,29 @@ impl Known {
         self.network.mtu
     }
 
-    /// Whether somebody has deleted it.
+    /// Whether the object is deleted, in use or not.
     pub fn is_deleted(&self) -> bool {
-        self.deletion != Deletion::No
+        self.deletion != Deletion::NotDeleted
     }
 
-    /// Whether nodes undo it.
-    pub fn is_undone(&self) -> bool {
-        self.deletion == Deletion::Undo
+    /// Whether nodes remove it.
+    pub fn is_terminating(&self) -> bool {
+        self.deletion == Deletion::Terminating
     }
 }
 
-/// Another node out of its NodeNetwork.
+/// Parses another node from its NodeNetwork.
 pub fn peer(object: &DynamicObject) -> Peer {
     let status: NodeNetworkStatus = part(object, "status").unwrap_or_default();
-    // One that lists a network without its VXLAN device there has another network's, or a foreign one, at that number:
-    // frames sent to it would end up in the wrong network.
-    let joined = status.networks.into_iter().filter(|network| !network.ports.is_empty());
-    let networks: BTreeSet<String> = joined.map(|network| network.uid).collect();
+    // A node that lists a network without a port may have another network or a foreign device at that VNI. Frames sent
+    // to it would reach the wrong network.
+    let connected = status.networks.into_iter().filter(|network| !network.ports.is_empty());
+    let networks: BTreeSet<String> = connected.map(|network| network.uid).collect();
     Peer { node: object.name_any(), vtep: status.vtep.map(|vtep| vtep.address), networks }
 }
 
 fn part<T: DeserializeOwned>(object: &DynamicObject, name: &str) -> Option<T> {
-    // Borrowed: the data may be large and is needed nowhere else.
+    // Deserialized from a borrow: the data may be large.
     T::deserialize(object.data.get(name)?).ok()
 }
 
@@ -155,45 +157,45 @@ mod tests {
         serde_json::from_value(object).unwrap()
     }
 
-    fn wish(metadata: Value, spec: Value, labels: &[(&str, &str)]) -> Wish {
+    fn desired(metadata: Value, spec: Value, labels: &[(&str, &str)]) -> Desired {
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        Known::read(&object(metadata, spec)).unwrap().on(&labels).wish
+        ParsedNetwork::read(&object(metadata, spec)).unwrap().on(&labels).desired
     }
 
     #[test]
-    fn a_network_is_read_with_what_follows_from_its_name() {
-        let known = Known::read(&object(json!({}), json!({"overlay": {"vni": 7}}))).unwrap();
-        let network = known.on(&Labels::new());
+    fn link_names_are_derived_from_the_name_of_the_network() {
+        let parsed = ParsedNetwork::read(&object(json!({}), json!({"overlay": {"vni": 7}}))).unwrap();
+        let network = parsed.on(&Labels::new());
         assert_eq!((network.bridge.as_str(), network.vxlan.as_str()), ("br-blue", "vx-blue"));
         assert_eq!((network.generation, network.mtu), (3, Some(1450)));
         assert_eq!(network.overlay, Some(Overlay { vni: 7, port: 4789 }));
     }
 
     #[test]
-    fn a_node_takes_part_while_it_is_selected() {
+    fn a_network_is_present_on_selected_nodes_only() {
         let spec = json!({"nodeSelector": {"matchLabels": {"zone": "a"}}});
-        assert_eq!(wish(json!({}), json!({}), &[]), Wish::Have);
-        assert_eq!(wish(json!({}), spec.clone(), &[("zone", "a")]), Wish::Have);
-        assert_eq!(wish(json!({}), spec, &[("zone", "b")]), Wish::Leave);
+        assert_eq!(desired(json!({}), json!({}), &[]), Desired::Present);
+        assert_eq!(desired(json!({}), spec.clone(), &[("zone", "a")]), Desired::Present);
+        assert_eq!(desired(json!({}), spec, &[("zone", "b")]), Desired::Absent);
     }
 
     #[test]
-    fn a_deleted_network_is_undone_when_nobody_uses_it_and_not_before() {
+    fn a_deleted_network_is_absent_once_it_is_unused() {
         let deleted = |finalizers: &[&str]| json!({"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": finalizers});
-        let waits = deleted(&["patchbay.dev/nodes", "patchbay.dev/users"]);
-        assert_eq!(wish(waits, json!({}), &[]), Wish::Have);
-        assert_eq!(wish(deleted(&["patchbay.dev/nodes"]), json!({}), &[]), Wish::Leave);
+        let in_use = deleted(&["patchbay.dev/nodes", "patchbay.dev/users"]);
+        assert_eq!(desired(in_use, json!({}), &[]), Desired::Present);
+        assert_eq!(desired(deleted(&["patchbay.dev/nodes"]), json!({}), &[]), Desired::Absent);
     }
 
     #[test]
-    fn what_cannot_be_read_is_no_network() {
+    fn malformed_objects_are_not_parsed() {
         for spec in [json!(7), json!({"bridge": "a/b"}), json!({"overlay": {"vni": -1}}), Value::Null] {
-            assert_eq!(Known::read(&object(json!({}), spec)), None);
+            assert_eq!(ParsedNetwork::read(&object(json!({}), spec)), None);
         }
     }
 
     #[test]
-    fn a_peer_takes_part_once_its_device_is_there() {
+    fn a_peer_has_a_network_once_it_has_a_port() {
         let entry = |uid: &str, ports: &[&str]| {
             json!({
                 "uid": uid, "name": uid, "observedGeneration": 1, "ready": false, "reason": "Conflict",
@@ -208,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_without_a_readable_status_takes_part_in_nothing() {
+    fn a_peer_with_an_unreadable_status_has_no_networks() {
         let object: DynamicObject =
             serde_json::from_value(json!({"metadata": {"name": "b"}, "status": {"vtep": 7}})).unwrap();
         assert_eq!(peer(&object), Peer { node: "b".into(), vtep: None, networks: BTreeSet::new() });

@@ -1,4 +1,4 @@
-//! A watch of one object by name, or of all of a kind.
+//! Watches of one object by name, of objects by label, or of all objects of a kind.
 
 use std::{fmt::Debug, time::Duration};
 
@@ -13,59 +13,59 @@ use kube::{
 use serde::de::DeserializeOwned;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-/// After how many seconds the API server ends a watch, and a new one begins where it ended. A watch that is silent for
-/// longer has lost its server without a word, so this is how long such a loss can go unnoticed.
-const RENEWAL: u32 = 60;
-/// How long a watch that broke waits at most until it is made anew, but for a second.
-const LONGEST: Duration = Duration::from_secs(5);
-/// How long the API server may take to show what there is.
-const LIST: Duration = Duration::from_secs(10);
+/// The API server ends a watch after this time, and the next one continues at its resource version. This bounds how long
+/// a silently lost connection stays unnoticed.
+const WATCH_TIMEOUT_SECONDS: u32 = 60;
+/// Caps the delay before a failed watch restarts; up to a second is added to spread the nodes.
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+/// Bounds the initial list.
+const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a watch broke.
+/// Why a watch failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("the API server gave no answer within {} s", LIST.as_secs())]
+    #[error("the API server did not respond within {} s", LIST_TIMEOUT.as_secs())]
     Deadline,
-    // It says all there is to say by itself, and its causes after that.
+    // The source describes itself and has its own causes.
     #[error(transparent)]
     Broken(#[from] watcher::Error),
 }
 
-/// What a watch saw.
+/// An event of an [`ObjectWatch`].
 #[derive(Debug)]
-pub enum Seen<K> {
-    /// All objects as they are now: the first word, and the first after a failure.
+pub enum ObjectEvent<K> {
+    /// The complete list: the first event, and the first after a failure.
     Synced(Vec<K>),
     Changed(K),
-    Gone(K),
-    /// The watch is broken and will be made anew after a pause.
+    Deleted(K),
+    /// The watch failed and restarts after a backoff.
     Failed(Error),
 }
 
-/// Watches objects. After any failure it reads them all again, so that the end of a failure is always seen.
-pub struct Watch<K: Resource> {
+/// Watches objects. Lists them again after any failure, so that every recovery produces an event.
+pub struct ObjectWatch<K: Resource> {
     api: Api<K>,
     config: watcher::Config,
     stream: Option<BoxStream<'static, Result<Event<K>, watcher::Error>>>,
     listed: Vec<K>,
-    /// When the objects have to be there, while they are read.
+    /// The deadline of a running list.
     deadline: Option<Instant>,
     backoff: DefaultBackoff,
     retry_at: Option<Instant>,
 }
 
-impl<K> Watch<K>
+impl<K> ObjectWatch<K>
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    /// Watches the one object of this name, which need not exist.
+    /// Watches the object of this name, which need not exist.
     pub fn one(api: Api<K>, name: &str) -> Self {
         let mut watch = Self::all(api);
         watch.config = watch.config.fields(&format!("metadata.name={name}"));
         watch
     }
 
-    /// Watches the objects whose labels this selects.
+    /// Watches the objects that the label selector selects.
     pub fn labelled(api: Api<K>, selector: &str) -> Self {
         let mut watch = Self::all(api);
         watch.config = watch.config.labels(selector);
@@ -76,7 +76,7 @@ where
     pub fn all(api: Api<K>) -> Self {
         Self {
             api,
-            config: watcher::Config::default().timeout(RENEWAL),
+            config: watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS),
             stream: None,
             listed: Vec::new(),
             deadline: None,
@@ -85,8 +85,8 @@ where
         }
     }
 
-    /// The next thing that is seen. May be dropped at any time: nothing is lost.
-    pub async fn next(&mut self) -> Seen<K> {
+    /// The next event. Cancel safe.
+    pub async fn next(&mut self) -> ObjectEvent<K> {
         loop {
             if let Some(at) = self.retry_at {
                 sleep_until(at).await;
@@ -97,45 +97,45 @@ where
             let event = match self.deadline {
                 Some(at) => match timeout_at(at, stream.next()).await {
                     Ok(event) => event,
-                    Err(_) => return self.broken(Error::Deadline),
+                    Err(_) => return self.fail(Error::Deadline),
                 },
                 None => stream.next().await,
             };
             match event {
                 Some(Ok(Event::Init)) => {
                     self.listed.clear();
-                    self.deadline = Some(Instant::now() + LIST);
+                    self.deadline = Some(Instant::now() + LIST_TIMEOUT);
                 }
                 Some(Ok(Event::InitApply(object))) => self.listed.push(object),
                 Some(Ok(Event::InitDone)) => {
                     self.deadline = None;
                     self.backoff.reset();
-                    return Seen::Synced(std::mem::take(&mut self.listed));
+                    return ObjectEvent::Synced(std::mem::take(&mut self.listed));
                 }
-                Some(Ok(Event::Apply(object))) => return Seen::Changed(object),
-                Some(Ok(Event::Delete(object))) => return Seen::Gone(object),
-                Some(Err(error)) => return self.broken(error.into()),
-                None => self.pause(),
+                Some(Ok(Event::Apply(object))) => return ObjectEvent::Changed(object),
+                Some(Ok(Event::Delete(object))) => return ObjectEvent::Deleted(object),
+                Some(Err(error)) => return self.fail(error.into()),
+                None => self.back_off(),
             }
         }
     }
 
-    fn broken(&mut self, error: Error) -> Seen<K> {
-        self.pause();
-        Seen::Failed(error)
+    fn fail(&mut self, error: Error) -> ObjectEvent<K> {
+        self.back_off();
+        ObjectEvent::Failed(error)
     }
 
-    fn pause(&mut self) {
+    fn back_off(&mut self) {
         self.stream = None;
         self.deadline = None;
-        self.retry_at = self.backoff.next().map(|delay| Instant::now() + soon(delay));
+        self.retry_at = self.backoff.next().map(|delay| Instant::now() + retry_delay(delay));
     }
 }
 
-/// Pods wait for an API server that is back: no longer than this, and not all nodes as long as each other.
-fn soon(delay: Duration) -> Duration {
+/// Caps the backoff, because pods wait until the watch recovers, and spreads it over the nodes.
+fn retry_delay(delay: Duration) -> Duration {
     let spread = Duration::from_millis(delay.subsec_millis().into());
-    if delay > LONGEST { LONGEST + spread } else { delay }
+    if delay > MAX_RETRY_DELAY { MAX_RETRY_DELAY + spread } else { delay }
 }
 
 #[cfg(test)]
@@ -149,59 +149,61 @@ mod tests {
 
     use super::*;
 
-    /// What a server does with one request.
+    /// The reaction of the server to one request.
     #[derive(Debug, Clone, Copy)]
-    enum Answer {
-        Silence,
+    enum ServerReply {
+        None,
         List,
-        Refusal,
+        Failure,
     }
 
-    /// A watch, and the server's next answers; a server without any says nothing.
-    fn watch() -> (Watch<Node>, mpsc::UnboundedSender<Answer>) {
-        let (sender, answers) = mpsc::unbounded_channel();
-        let answers = std::sync::Arc::new(tokio::sync::Mutex::new(answers));
+    /// A watch, and the replies of its server; without one the server does not respond.
+    fn watch() -> (ObjectWatch<Node>, mpsc::UnboundedSender<ServerReply>) {
+        let (sender, replies) = mpsc::unbounded_channel();
+        let replies = std::sync::Arc::new(tokio::sync::Mutex::new(replies));
         let service = tower::service_fn(move |_: Request<Body>| {
-            let answers = std::sync::Arc::clone(&answers);
+            let replies = std::sync::Arc::clone(&replies);
             async move {
-                let answer = answers.lock().await.try_recv().unwrap_or(Answer::Silence);
-                let (status, text) = match answer {
-                    Answer::Silence => pending().await,
-                    Answer::List => {
+                let reply = replies.lock().await.try_recv().unwrap_or(ServerReply::None);
+                let (status, text) = match reply {
+                    ServerReply::None => pending().await,
+                    ServerReply::List => {
                         (200, r#"{"kind":"NodeList","metadata":{"resourceVersion":"5"},"items":[]}"#)
                     }
-                    Answer::Refusal => (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#),
+                    ServerReply::Failure => {
+                        (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#)
+                    }
                 };
                 let response = Response::builder().status(status).body(Body::from(text.as_bytes().to_vec()));
                 Ok::<_, Infallible>(response.unwrap())
             }
         });
-        (Watch::one(Api::all(Client::new(service, "default")), "a"), sender)
+        (ObjectWatch::one(Api::all(Client::new(service, "default")), "a"), sender)
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_that_says_nothing_is_a_failure_after_ten_seconds() {
-        let (mut watch, _answers) = watch();
+    async fn an_unresponsive_server_is_a_failure_after_ten_seconds() {
+        let (mut watch, _replies) = watch();
         let start = Instant::now();
-        let seen = watch.next().await;
-        assert!(matches!(seen, Seen::Failed(Error::Deadline)), "{seen:?}");
-        assert_eq!(start.elapsed().as_secs(), LIST.as_secs());
+        let event = watch.next().await;
+        assert!(matches!(event, ObjectEvent::Failed(Error::Deadline)), "{event:?}");
+        assert_eq!(start.elapsed().as_secs(), LIST_TIMEOUT.as_secs());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn after_a_recovery_the_next_failure_is_tried_again_soon() {
-        let (mut watch, answers) = watch();
+    async fn a_recovery_resets_the_backoff() {
+        let (mut watch, replies) = watch();
         for _ in 0..8 {
-            answers.send(Answer::Refusal).unwrap();
-            assert!(matches!(watch.next().await, Seen::Failed(Error::Broken(_))));
+            replies.send(ServerReply::Failure).unwrap();
+            assert!(matches!(watch.next().await, ObjectEvent::Failed(Error::Broken(_))));
         }
-        answers.send(Answer::List).unwrap();
-        assert!(matches!(watch.next().await, Seen::Synced(_)));
-        answers.send(Answer::Refusal).unwrap();
-        assert!(matches!(watch.next().await, Seen::Failed(_)));
+        replies.send(ServerReply::List).unwrap();
+        assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
+        replies.send(ServerReply::Failure).unwrap();
+        assert!(matches!(watch.next().await, ObjectEvent::Failed(_)));
         let failed = Instant::now();
-        answers.send(Answer::List).unwrap();
-        assert!(matches!(watch.next().await, Seen::Synced(_)));
+        replies.send(ServerReply::List).unwrap();
+        assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
         assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
     }
 }

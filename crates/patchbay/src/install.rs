@@ -54,7 +54,7 @@ pub struct Options {
 
     /// Interfaces that the node daemons leave out of NodeNetwork, as globs separated by commas [default: the daemon's]
     #[arg(long, value_name = "PATTERNS")]
-    pub ignore_interfaces: Option<api::Patterns>,
+    pub ignore_interfaces: Option<api::IfNamePatterns>,
 
     /// The directory of the nodes that their container runtime looks for CNI plugins in
     #[arg(long, value_name = "DIR", default_value = api::names::CNI_BIN_DIR, value_parser = directory)]

@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     let Err(error) = cli.run() else {
         return ExitCode::SUCCESS;
     };
-    let error = api::Chain(error.as_ref());
+    let error = api::ErrorChain(error.as_ref());
     if logs {
         tracing::error!(%error, "stopped");
     } else {

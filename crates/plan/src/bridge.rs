@@ -1,14 +1,13 @@
-//! The bridge networks of one node: what to change in the kernel, and what to say about it.
+//! The bridge networks of one node: which kernel changes they need, and their status in the NodeNetwork.
 //!
-//! [`plan`] compares what is wanted with what was seen and returns the next steps. Steps of one plan do not depend on
-//! each other's outcome across networks: one that fails holds up its own network and no other. After a plan was
-//! applied the kernel is looked at again and planned for again, until nothing is left to do; so a crash between any
-//! two steps is nothing special.
+//! [`plan`] compares the desired networks with the observed links and returns the next steps. A step that fails stops
+//! its own network and no other. The daemon applies the steps, observes the kernel again and plans again, until a plan
+//! has no steps. A crash between two steps therefore needs no special handling.
 
 mod decide;
-mod keep;
+mod drift;
+mod index;
 mod overlay;
-mod seen;
 mod uplink;
 
 use std::{
@@ -21,70 +20,71 @@ use jiff::Timestamp;
 
 use crate::{
     attachment,
-    nodenetwork::{Admin, Facts, Observed},
+    nodenetwork::{AdminState, KernelState, NodeInfo},
 };
 
 pub use decide::plan;
 
-/// Why a network works on a node or does not, in one word. The list is closed.
+/// The reasons of a network on a node, in the NodeNetwork's status. The list is closed.
 pub mod reason {
     pub const READY: &str = "Ready";
-    /// Steps are on their way.
+    /// The daemon has steps left to apply.
     pub const APPLYING: &str = "Applying";
-    /// An older network has what this one wants.
+    /// An older network holds a resource that this one needs.
     pub const CONFLICT: &str = "Conflict";
-    /// The controller has not decided the MTU yet.
+    /// The controller has not set the MTU yet.
     pub const WAITING: &str = "WaitingForController";
-    /// The network is not in this node's NodeNetwork at the API server yet.
+    /// This node's NodeNetwork at the API server does not list the network yet.
     pub const LISTING: &str = "Listing";
-    /// This node has no address for overlays.
+    /// This node has no VTEP address.
     pub const NO_VTEP: &str = "NoVtep";
-    /// The link between the nodes takes smaller packets than the network needs.
+    /// The MTU of the underlay is too small for the MTU of the network.
     pub const MTU_TOO_LARGE: &str = "MtuTooLarge";
-    /// A link of somebody else is in the way.
+    /// A link that Patchbay does not own has a name or a VNI that the network needs.
     pub const FOREIGN_LINK: &str = "ForeignLink";
     pub const UPLINK_MISSING: &str = "UplinkMissing";
-    /// The node needs the link that is to be the uplink.
+    /// The node itself uses the link that is to be the uplink.
     pub const UPLINK_REFUSED: &str = "UplinkRefused";
-    /// It should go, but pods are on it.
+    /// The network is to be removed, but pods are attached to it.
     pub const IN_USE: &str = "InUse";
-    /// It is being removed.
-    pub const LEAVING: &str = "Leaving";
-    /// For a [`Failure`](super::Failure): another program holds the UDP port of the VXLAN.
+    /// The daemon removes the network's links.
+    pub const TERMINATING: &str = "Terminating";
+    /// For an [`ApplyFailure`](super::ApplyFailure): another program uses the UDP port of the VXLAN.
     pub const PORT_IN_USE: &str = "PortInUse";
-    /// For a [`Failure`](super::Failure): the kernel refused a step.
+    /// For an [`ApplyFailure`](super::ApplyFailure): the kernel rejected a step.
     pub const REFUSED: &str = "KernelRefused";
-    /// For a [`Failure`](super::Failure): the record could not be written.
+    /// For an [`ApplyFailure`](super::ApplyFailure): the link record could not be written or removed.
     pub const RECORD: &str = "RecordFailed";
+    /// For an [`ApplyFailure`](super::ApplyFailure): another program keeps changing the network's links.
+    pub const LINK_CONTENTION: &str = "LinkContention";
 }
 
 /// The UID of a BridgeNetwork.
 pub type Uid = String;
 
-/// A BridgeNetwork, as far as a node has to know it.
+/// A BridgeNetwork as one node applies it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Network {
+pub struct LocalNetwork {
     pub name: String,
     pub uid: Uid,
     pub generation: i64,
     pub created: Timestamp,
     pub bridge: IfName,
-    /// The name of the VXLAN device, if there is to be one.
+    /// The name of the VXLAN device; unused without an overlay.
     pub vxlan: IfName,
-    /// The effective MTU, which the controller decides for all nodes; none until it has.
+    /// The effective MTU, which the controller sets for all nodes; none until it has.
     pub mtu: Option<u32>,
     pub uplink: Option<IfName>,
     pub overlay: Option<Overlay>,
-    pub wish: Wish,
+    pub desired: Desired,
 }
 
-/// What this node should do about a network.
+/// Whether this node should have a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
-    /// Take part.
-    Have,
-    /// The node is not selected (any more), or the network is deleted and nobody uses it: leave no trace.
-    Leave,
+pub enum Desired {
+    Present,
+    /// The node is not selected, or the network is deleted and unused: remove all links and the record.
+    Absent,
 }
 
 /// The VXLAN of a network.
@@ -94,70 +94,70 @@ pub struct Overlay {
     pub port: u16,
 }
 
-/// Another node, as its NodeNetwork shows it.
+/// Another node, from its NodeNetwork.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     pub node: String,
     pub vtep: Option<IpAddr>,
-    /// The networks that it lists.
+    /// The networks that it has a port for.
     pub networks: BTreeSet<Uid>,
 }
 
-/// What is kept on disk about a network, written before its first link is made or touched.
+/// The state of a network on disk. Written before the daemon creates or changes the network's first link.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Record {
+pub struct LinkRecord {
     pub uid: Uid,
     pub name: String,
-    /// The boot that it was written in: what it says of links holds for no other.
+    /// The boot ID at the time of writing. Link indexes are valid for that boot only.
     pub boot: String,
     pub bridge: IfName,
     pub vxlan: IfName,
-    /// The Node's UID that the marks of the links were made with.
+    /// The Node UID from which the ownership MACs of the links are derived.
     pub node_uid: String,
-    /// The uplink, as it was before it was touched.
-    pub uplink: Option<Found>,
+    /// The uplink as it was before the daemon changed it.
+    pub uplink: Option<OriginalLink>,
 }
 
-/// A link of somebody else, as it was found.
+/// The state of a link that Patchbay does not own, before the daemon changed it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct OriginalLink {
     pub name: String,
     pub index: u32,
-    pub admin: Admin,
+    pub admin: AdminState,
     pub mtu: u32,
 }
 
-/// What went wrong with a network at the last attempt.
+/// The failure of a network at the last attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct ApplyFailure {
     pub reason: String,
     pub message: String,
 }
 
-/// All that is known when something has to be decided.
+/// The input of [`plan`].
 #[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
-    pub facts: &'a Facts,
-    /// The boot that this is.
+pub struct BridgeInput<'a> {
+    pub node: &'a NodeInfo,
+    /// The ID of the current boot.
     pub boot: &'a str,
     pub vtep: Option<&'a Vtep>,
-    /// Every BridgeNetwork there is.
-    pub networks: &'a [Network],
-    /// Every other node.
+    /// All BridgeNetworks of the cluster.
+    pub networks: &'a [LocalNetwork],
+    /// All other nodes.
     pub peers: &'a [Peer],
-    pub observed: &'a Observed,
-    pub records: &'a BTreeMap<Uid, Record>,
-    /// The networks that the node's own NodeNetwork lists at the API server: only these may have links made.
+    pub observed: &'a KernelState,
+    pub records: &'a BTreeMap<Uid, LinkRecord>,
+    /// The networks that the node's own NodeNetwork lists at the API server. The plan creates links for no others.
     pub listed: &'a BTreeSet<Uid>,
-    pub failures: &'a BTreeMap<Uid, Failure>,
-    /// The links that the connection to the API server goes over.
+    pub failures: &'a BTreeMap<Uid, ApplyFailure>,
+    /// The links that carry the connection to the API server.
     pub api_links: &'a BTreeSet<u32>,
-    /// What was right after the last plan: its [`Plan::settled`].
+    /// [`BridgePlan::settled`] of the previous plan.
     pub settled: &'a BTreeMap<Uid, Settled>,
 }
 
-/// What was wanted of a network when all of it was right. What differs from it later, with the same wishes, somebody
-/// changed by hand.
+/// The desired state of a network at the time when the kernel matched it. Drift from the same desired state was caused
+/// by another program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settled {
     bridge: IfName,
@@ -169,42 +169,43 @@ pub struct Settled {
     floods: BTreeSet<IpAddr>,
 }
 
-/// What to do, and what to say.
+/// The steps for all bridge networks of a node, and their status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Plan {
-    pub steps: Vec<Step>,
-    /// For every network that this node takes part in or has links of, sorted by UID.
+pub struct BridgePlan {
+    pub steps: Vec<BridgeStep>,
+    /// Every network that this node should have or has links of, sorted by UID.
     pub networks: Vec<NetworkOnNode>,
-    /// The names of the networks that this node takes no part in because it has too many: the youngest.
-    pub left_out: Vec<String>,
-    /// What is right now; for the next [`View`].
+    /// The names of the youngest networks, beyond the limit of networks per node.
+    pub omitted: Vec<String>,
+    /// The networks whose links match; input of the next plan.
     pub settled: BTreeMap<Uid, Settled>,
 }
 
-/// One change, for one network.
+/// One change for one network.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
+pub struct BridgeStep {
     pub network: Uid,
     pub action: Action,
-    /// Whether something that had been right is put right again: somebody changed it by hand.
+    /// Whether the step repairs drift of a network that had settled.
     pub repair: bool,
 }
 
-/// A change to the kernel or to the record on disk. Links are named by index, so that a rename never hits another.
+/// A change to the kernel or to the record on disk. Links are named by index, so a rename never redirects a step to
+/// another link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Writes the record, durably.
-    Record(Record),
-    /// Removes the record, durably.
-    Forget,
-    /// Makes a bridge that is down, with its mark and an MTU of one less: the kernel stops to derive the MTU of a bridge
-    /// from its ports when it is changed, and setting what is there already is no change.
+    /// Writes the record durably.
+    WriteRecord(LinkRecord),
+    /// Removes the record durably.
+    RemoveRecord,
+    /// Creates a bridge that is down, with its ownership MAC and with `mtu - 1`. The kernel derives the MTU of a bridge
+    /// from its ports until the MTU changes for the first time, and setting the present value is no change.
     CreateBridge {
         name: IfName,
         mac: Mac,
         mtu: u32,
     },
-    /// Makes a VXLAN device that is down, a port of the bridge, with its mark.
+    /// Creates a VXLAN device that is down and a port of the bridge, with its ownership MAC.
     CreateVxlan {
         name: IfName,
         mac: Mac,
@@ -213,7 +214,7 @@ pub enum Action {
         local: IpAddr,
         bridge: u32,
     },
-    /// Deletes a link of ours.
+    /// Deletes a link that Patchbay owns.
     Delete {
         link: u32,
     },
@@ -235,32 +236,32 @@ pub enum Action {
     },
     SetAdmin {
         link: u32,
-        admin: Admin,
+        admin: AdminState,
     },
-    /// No IPv6 on this link: no address, and no router advertisement is listened to.
+    /// Disables IPv6 on a link: no addresses, and router advertisements are ignored.
     DisableIpv6 {
         name: String,
     },
-    /// The host hears no IPv4 on this link: it answers no ARP for its other addresses, as it else would on every link,
-    /// and forwards nothing.
-    DeafenIpv4 {
+    /// Isolates the host's IPv4 from a link: the host answers no ARP on it, which it does by default for the addresses
+    /// of all its links, and forwards nothing from it.
+    IsolateIpv4 {
         name: String,
     },
-    /// Removes an address that somebody put on a bridge of ours.
+    /// Removes an address that another program added to a link of ours.
     RemoveAddress {
         link: u32,
         address: ipnet::IpNet,
     },
     /// Makes a link a port of the bridge.
-    Join {
+    SetMaster {
         link: u32,
         bridge: u32,
     },
-    /// Makes a link a port of nothing.
-    Part {
+    /// Detaches a port from its bridge.
+    ClearMaster {
         link: u32,
     },
-    /// Frames for everybody also go to this node.
+    /// Adds a node's VTEP to the flood list: broadcast, unknown and multicast frames are copied to it.
     AddFlood {
         vxlan: u32,
         to: IpAddr,
@@ -271,16 +272,16 @@ pub enum Action {
     },
 }
 
-/// What sort of link we made.
+/// The kinds of links that the daemon creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Made {
+pub enum LinkKind {
     Bridge,
     Vxlan,
 }
 
-impl Made {
-    /// The kernel's word for it.
-    pub fn kind(self) -> &'static str {
+impl LinkKind {
+    /// The kernel's name of the kind (`IFLA_INFO_KIND`).
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Bridge => "bridge",
             Self::Vxlan => "vxlan",
@@ -290,40 +291,40 @@ impl Made {
     const ALL: [Self; 2] = [Self::Bridge, Self::Vxlan];
 }
 
-/// The hardware address of a link that is made for a network on a node: locally administered, unicast, and by which
-/// the link is known as ours from its first moment on.
-pub fn mark(network_uid: &str, node_uid: &str, made: Made) -> Mac {
-    let digest = digest(["patchbay mark", made.kind(), network_uid, node_uid]).to_be_bytes();
+/// The MAC that marks a link as created for a network on a node. It is set in the request that creates the link, so the
+/// link is recognized even if the daemon crashes right after. Locally administered, unicast.
+pub fn ownership_mac(network_uid: &str, node_uid: &str, kind: LinkKind) -> Mac {
+    let digest = digest(["patchbay mark", kind.as_str(), network_uid, node_uid]).to_be_bytes();
     let mut octets = [0; 6];
     octets.copy_from_slice(&digest[2..]);
     octets[0] = octets[0] & 0xfc | 0x02;
     Mac::from(octets)
 }
 
-/// The alias of a link that was made for a network.
-pub fn alias(network_uid: &str, made: Made) -> String {
-    format!("{}{}/{network_uid}", api::LINK_ALIAS, made.kind())
+/// The alias that marks a link as created for a network.
+pub fn ownership_alias(network_uid: &str, kind: LinkKind) -> String {
+    format!("{}{}/{network_uid}", api::LINK_ALIAS_PREFIX, kind.as_str())
 }
 
-/// Whether a link of this name is the host's end of a pod's pair: `veth` and eleven digits.
-pub fn pod_port(name: &str) -> bool {
+/// Whether a link of this name is the host end of a pod's veth pair: `veth` and eleven hexadecimal digits.
+pub fn is_pod_port(name: &str) -> bool {
     name.strip_prefix("veth").is_some_and(|digits| {
         digits.len() == 11 && digits.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     })
 }
 
-/// The network that the host's end of a pod's pair belongs to.
-fn pod_network(alias: &str) -> Option<&str> {
+/// The network in the alias of the host end of a pod's veth pair.
+fn pod_alias_network(alias: &str) -> Option<&str> {
     alias.strip_prefix(attachment::ALIAS)?.split_once('/').map(|(uid, _)| uid).filter(|uid| is_uid(uid))
 }
 
-/// The network that a link was made for, by its alias.
-fn made_for(alias: &str, made: Made) -> Option<&str> {
-    let uid = alias.strip_prefix(api::LINK_ALIAS)?.strip_prefix(made.kind())?.strip_prefix('/')?;
+/// The network in the alias of a link of this kind.
+fn alias_owner(alias: &str, kind: LinkKind) -> Option<&str> {
+    let uid = alias.strip_prefix(api::LINK_ALIAS_PREFIX)?.strip_prefix(kind.as_str())?.strip_prefix('/')?;
     Some(uid).filter(|uid| is_uid(uid))
 }
 
-/// Whether a text can be the UID of an object. Anybody may have written it on a link.
+/// Whether a text can be the UID of an object. Any privileged program can set an alias.
 fn is_uid(text: &str) -> bool {
     (1..=63).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }

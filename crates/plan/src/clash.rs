@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, fmt};
 use api::IfName;
 use jiff::Timestamp;
 
-use crate::bridge::{Network, Overlay, Uid};
+use crate::bridge::{LocalNetwork, Overlay, Uid};
 
 /// What one network wants of a node for itself alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Claim {
 
 impl Claim {
     /// What a network wants of every node that it is on.
-    pub fn of(network: &Network) -> Self {
+    pub fn of(network: &LocalNetwork) -> Self {
         Self {
             name: network.name.clone(),
             uid: network.uid.clone(),

@@ -18,10 +18,10 @@ use std::{
 
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
-    attachment::place,
-    bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_NAMED, NODE_LABEL_PREFIX},
+    bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_STATUS_ENTRIES, READY_LABEL_PREFIX},
     digest::digest,
-    selection::Reference,
+    nad::origin_digest,
+    selection::NadRef,
 };
 use jiff::{SignedDuration, Timestamp};
 
@@ -79,7 +79,7 @@ pub struct Attachment {
     /// The mark on those that Patchbay keeps: the network's name and UID.
     pub network: Option<String>,
     pub network_uid: Option<String>,
-    /// Where it was made, as its mark says: see [`api::attachment::place`].
+    /// Where it was made, as its mark says: see [`api::nad::origin_digest`].
     pub place: Option<String>,
     pub config: Option<String>,
     /// The network of ours that its config joins pods to.
@@ -88,9 +88,9 @@ pub struct Attachment {
 
 impl Attachment {
     /// The UID of the network that made it here. A copy that somebody made of it elsewhere is nobody's but theirs.
-    pub fn made_by(&self, at: &Reference) -> Option<&str> {
+    pub fn made_by(&self, at: &NadRef) -> Option<&str> {
         let uid = self.network_uid.as_deref()?;
-        (self.place.as_ref() == Some(&place(uid, at))).then_some(uid)
+        (self.place.as_ref() == Some(&origin_digest(uid, at))).then_some(uid)
     }
 }
 
@@ -108,15 +108,15 @@ pub struct World {
     pub nodes: BTreeMap<String, Node>,
     pub reports: BTreeMap<String, Report>,
     /// None while the cluster does not have the kind.
-    pub attachments: Option<BTreeMap<Reference, Attachment>>,
+    pub attachments: Option<BTreeMap<NadRef, Attachment>>,
     pub namespaces: BTreeMap<String, Namespace>,
     pub users: Index,
     /// The attachments that the API server refused to write, with its words, by the UID of the network.
-    pub refused: BTreeMap<String, BTreeMap<Reference, String>>,
+    pub refused: BTreeMap<String, BTreeMap<NadRef, String>>,
     /// What the API server said instead of an answer when it was asked whether a network may go, by the network's UID.
     pub unanswered: BTreeMap<String, String>,
     /// The attachments that were seen in place, by a digest of what they said: see [`World::remember`].
-    pub in_place: BTreeMap<Reference, u64>,
+    pub in_place: BTreeMap<NadRef, u64>,
     pub blocks: BTreeMap<String, Block>,
     /// Since when nodes that hold blocks are gone, by their UID: see [`World::notice`].
     pub gone: BTreeMap<String, Instant>,
@@ -125,9 +125,9 @@ pub struct World {
     /// When the next one will have been.
     pub next_lost: Option<Duration>,
     /// The attachments that came, changed or went since the last plan.
-    pub stirred: BTreeSet<Reference>,
+    pub stirred: BTreeSet<NadRef>,
     /// The attachments that we took away, until it is known that nobody had begun to use them: see [`Step::Confirm`].
-    pub withdrawn: BTreeMap<Reference, Withdrawn>,
+    pub withdrawn: BTreeMap<NadRef, Withdrawn>,
 }
 
 /// An attachment that we took away.
@@ -143,7 +143,7 @@ impl World {
     /// Notes which attachments are in place. What a plan has to write is noted as it was before somebody changed it, until
     /// it is written.
     pub fn remember(&mut self, plan: &Plan) {
-        let open: BTreeSet<&Reference> = plan.turns.iter().flat_map(Turn::places).collect();
+        let open: BTreeSet<&NadRef> = plan.turns.iter().flat_map(Turn::places).collect();
         let mut in_place = std::mem::take(&mut self.in_place);
         in_place.retain(|at, _| open.contains(at));
         for (at, one) in self.attachments.iter().flatten().filter(|(at, _)| !open.contains(at)) {
@@ -168,20 +168,20 @@ impl World {
             }
         }
         let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
-        let there = |at: &Reference| self.attachments.as_ref().and_then(|all| all.get(at));
+        let there = |at: &NadRef| self.attachments.as_ref().and_then(|all| all.get(at));
         self.withdrawn.retain(|at, it| {
             live.contains(it.network.as_str()) && there(at).is_none_or(|found| found.uid == it.uid)
         });
     }
 
     /// The API server itself has said that nobody uses these.
-    pub fn confirmed(&mut self, attachments: &BTreeSet<Reference>) {
+    pub fn confirmed(&mut self, attachments: &BTreeSet<NadRef>) {
         self.withdrawn.retain(|at, _| !attachments.contains(at));
     }
 
     /// Notes what we wrote, before it is seen: whoever changes it at once has changed it all the same. What was removed by
     /// us, nobody else took away.
-    pub fn wrote(&mut self, uid: &str, step: &Step, written: impl Fn(&Reference) -> bool) {
+    pub fn wrote(&mut self, uid: &str, step: &Step, written: impl Fn(&NadRef) -> bool) {
         match step {
             Step::Create { at, config, .. } | Step::Apply { at, config, .. } if written(at) => {
                 self.in_place.insert(at.clone(), digest([uid, config]));
@@ -198,7 +198,7 @@ pub struct Plan {
     /// For the networks about which there is something to do.
     pub turns: Vec<Turn>,
     /// Attachments that a network left which is no more.
-    pub orphans: Vec<(Reference, Attachment)>,
+    pub orphans: Vec<(NadRef, Attachment)>,
     pub labels: Vec<Relabel>,
     /// Address blocks that nobody holds any more.
     pub discarded: Vec<Discard>,
@@ -222,7 +222,7 @@ pub struct Turn {
 
 impl Turn {
     /// The attachments that its steps are about, one by one.
-    pub fn places(&self) -> impl Iterator<Item = &Reference> {
+    pub fn places(&self) -> impl Iterator<Item = &NadRef> {
         self.steps.iter().flat_map(Step::places)
     }
 
@@ -246,26 +246,26 @@ pub enum Step {
     /// Sets the finalizers to these.
     Finalizers(Vec<String>),
     Create {
-        at: Reference,
+        at: NadRef,
         config: String,
         repair: bool,
     },
     /// Puts an attachment of ours right.
     Apply {
-        at: Reference,
+        at: NadRef,
         uid: String,
         version: String,
         config: String,
         repair: bool,
     },
     /// Deletes attachments of ours, if the API server itself knows of no user of any of them.
-    Delete(Vec<(Reference, Attachment)>),
+    Delete(Vec<(NadRef, Attachment)>),
     /// Asks the API server itself whether anybody began to use these, which are gone, before they went: then they have to
     /// come back.
-    Confirm(BTreeSet<Reference>),
+    Confirm(BTreeSet<NadRef>),
     /// Lets the nodes undo, if the API server itself knows of no attachment of the network and of no user of these.
     Release {
-        attachments: BTreeSet<Reference>,
+        attachments: BTreeSet<NadRef>,
         finalizers: Vec<String>,
     },
     /// Lets the network go, if the API server itself knows of no node that lists it.
@@ -276,7 +276,7 @@ pub enum Step {
 
 impl Step {
     /// The attachments that it is about, one by one.
-    pub fn places(&self) -> Vec<&Reference> {
+    pub fn places(&self) -> Vec<&NadRef> {
         match self {
             Self::Create { at, .. } | Self::Apply { at, .. } => vec![at],
             Self::Delete(all) => all.iter().map(|(at, _)| at).collect(),
@@ -298,7 +298,7 @@ pub struct Relabel {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
     /// The attachment that it is about: told only if that was written.
-    pub about: Option<Reference>,
+    pub about: Option<NadRef>,
     pub warning: bool,
     pub reason: &'static str,
     pub note: String,
@@ -331,12 +331,12 @@ pub fn plan(world: &World, now: Timestamp) -> Plan {
 }
 
 /// The attachments that pods of a network name: those that it keeps or would keep, and those that others wrote for it.
-pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<Reference> {
+pub fn attachments_of(world: &World, network: &Network) -> BTreeSet<NadRef> {
     Attachments::new(world).of(world, network)
 }
 
 /// The networks of which [`attachments_of`] names this one, for the price of one look at it and at each network.
-pub fn networks_of<'a>(world: &'a World, at: &'a Reference) -> impl Iterator<Item = &'a Network> {
+pub fn networks_of<'a>(world: &'a World, at: &'a NadRef) -> impl Iterator<Item = &'a Network> {
     let concern = attachments::Concern::new(world, at);
     world.networks.values().filter(move |network| concern.is_of(network))
 }
@@ -357,7 +357,7 @@ struct Scene<'a> {
     now: Timestamp,
     attachments: &'a Attachments<'a>,
     /// The attachments that its users name.
-    references: BTreeSet<Reference>,
+    references: BTreeSet<NadRef>,
     users: Summary,
     selected: Option<&'a Selected<'a>>,
     blocks: &'a [(&'a str, &'a Block)],
@@ -372,7 +372,7 @@ impl<'a> Scene<'a> {
         now: Timestamp,
     ) -> Self {
         let references = attachments.of(world, network);
-        let users = world.users.summary(&references, MAX_NAMED);
+        let users = world.users.summary(&references, MAX_STATUS_ENTRIES);
         Self {
             world,
             network,
@@ -443,7 +443,7 @@ impl<'a> Scene<'a> {
     }
 
     /// Those of these changes that the API server refused the last time, with its words.
-    fn refused(&self, steps: &[Step]) -> Vec<(Reference, String)> {
+    fn refused(&self, steps: &[Step]) -> Vec<(NadRef, String)> {
         let Some(refused) = self.world.refused.get(&self.network.uid) else { return Vec::new() };
         let places = steps.iter().flat_map(Step::places);
         places.filter_map(|at| Some((at.clone(), refused.get(at)?.clone()))).collect()
@@ -487,7 +487,7 @@ impl<'a> Scene<'a> {
 }
 
 /// What is about to go already is waited for.
-fn deletable(mut left: Vec<(Reference, Attachment)>) -> Option<Step> {
+fn deletable(mut left: Vec<(NadRef, Attachment)>) -> Option<Step> {
     left.retain(|(_, one)| !one.deleting);
     (!left.is_empty()).then_some(Step::Delete(left))
 }
@@ -505,7 +505,7 @@ fn relabel(world: &World) -> Vec<Relabel> {
         let entries = report.into_iter().flat_map(|report| report.networks.values());
         let wanted: BTreeSet<String> = entries
             .filter(|entry| live(entry))
-            .map(|entry| format!("{NODE_LABEL_PREFIX}{}", entry.name))
+            .map(|entry| format!("{READY_LABEL_PREFIX}{}", entry.name))
             .collect();
         let missing =
             wanted.iter().filter(|label| node.labels.get(*label).is_none_or(|value| value != "true"));
@@ -514,7 +514,7 @@ fn relabel(world: &World) -> Vec<Relabel> {
         let old = node
             .labels
             .keys()
-            .filter(|label| label.starts_with(NODE_LABEL_PREFIX) && !wanted.contains(*label));
+            .filter(|label| label.starts_with(READY_LABEL_PREFIX) && !wanted.contains(*label));
         labels.extend(old.map(|label| (label.clone(), None)));
         if !labels.is_empty() {
             all.push(Relabel { node: name.clone(), uid: node.uid.clone(), labels });

@@ -1,6 +1,6 @@
-//! What a node publishes as its NodeNetwork, and when.
+//! The NodeNetwork of a node: its desired status, and when to write it.
 //!
-//! Owns the plain types for links and what was seen of them; knows no kernel, client or clock.
+//! Owns the plain types of the observed kernel state. Has no access to the kernel, the API server or a clock.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,19 +9,19 @@ use std::{
 };
 
 use api::{
-    Condition, ConditionStatus, Interface, LINK_ALIAS, LinkState, Mac, NetworkOnNode, NodeNetworkStatus,
-    Patterns, Vtep,
-    nodenetwork::{MAX_ADDRESSES, MAX_ALL_ADDRESSES, MAX_INTERFACES, MAX_NAME},
+    Condition, ConditionStatus, IfNamePatterns, Interface, LINK_ALIAS_PREFIX, LinkState, Mac, NetworkOnNode,
+    NodeNetworkStatus, Vtep,
+    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_TOTAL_ADDRESSES},
 };
 use ipnet::IpNet;
 use jiff::Timestamp;
 
-/// The links that are left out unless somebody says otherwise: ends of pods and of virtual machines, and what other
-/// network software makes for itself. Bridges and bonds of administrators are not among them.
-pub const IGNORED: &str = concat!(
+/// The default of `--ignore-interfaces`: links of pods and virtual machines, and links that other network software creates
+/// for itself. It matches no bridges and bonds of administrators.
+pub const DEFAULT_IGNORED: &str = concat!(
     // Pods and containers: reference plugins, Calico, Cilium, AWS, Azure, GKE, Kube-OVN.
     "veth*,cali*,lxc*,eni[0-9a-f]*,azv*,gke[0-9a-f]*,????????????_h,",
-    // OVN-Kubernetes names the host's end after the first 15 digits of the sandbox.
+    // OVN-Kubernetes names the host end after the first 15 digits of the sandbox ID.
     "[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]",
     "[0-9a-f][0-9a-f],",
     // Virtual machines.
@@ -32,48 +32,45 @@ pub const IGNORED: &str = concat!(
     // Container engines.
     "docker*,podman*,nerdctl*,br-[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]",
     "[0-9a-f][0-9a-f][0-9a-f],",
-    // What the kernel makes in every namespace once a module is loaded.
+    // Links that the kernel creates in every namespace once a module is loaded.
     "lo,ifb*,sit*,ip6tnl*,ip6gre*,gre*,erspan*,ip_vti*,ip6_vti*,teql*",
 );
 
-/// How long to wait after the first event, so that one look sees all of a small change.
-const SETTLE: Duration = Duration::from_millis(100);
-/// The least time between two looks at the kernel. A storm of events costs three looks a second.
-const BETWEEN_LOOKS: Duration = Duration::from_millis(350);
-/// The least time between two writes.
-const BETWEEN_WRITES: Duration = Duration::from_secs(1);
-/// The same if a bridge network came, went, or changed.
-const BETWEEN_NETWORK_WRITES: Duration = Duration::from_millis(100);
+/// Delay after the first kernel event, so that one observation covers a small burst.
+const EVENT_DEBOUNCE: Duration = Duration::from_millis(100);
+/// Bounds observations under an event storm to three per second.
+const MIN_OBSERVE_INTERVAL: Duration = Duration::from_millis(350);
+const MIN_WRITE_INTERVAL: Duration = Duration::from_secs(1);
+/// The interval if the status of a bridge network changed: pods wait for it.
+const MIN_NETWORK_WRITE_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A link as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// The kernel's number for it, unique as long as the link exists.
+    /// Unique while the link exists.
     pub index: u32,
-    /// Its name, with unreadable bytes escaped.
+    /// With unprintable bytes escaped.
     pub name: String,
-    /// The kernel's word for what it is; none for hardware.
+    /// `IFLA_INFO_KIND`; none for hardware.
     pub kind: Option<String>,
     pub mac: Option<Mac>,
     pub mtu: u32,
-    /// Whether an administrator has set it up.
-    pub admin: Admin,
-    /// What the driver says of it.
-    pub oper: Oper,
-    /// Whether it is the namespace's own loopback.
+    pub admin: AdminState,
+    pub oper: OperState,
+    /// `IFF_LOOPBACK`.
     pub loopback: bool,
-    /// The index of the bridge, bond or VRF that it is a port of.
+    /// The index of its bridge, bond or VRF.
     pub master: Option<u32>,
-    /// The index of the link that it lies on, or of the other end of a pair, if that is in the same namespace.
+    /// The index of its lower link, or of the other end of a veth pair, if that is in the same namespace.
     pub lower: Option<u32>,
-    /// Free text that somebody put on it.
+    /// Free text, settable by any privileged program.
     pub alias: String,
     pub addresses: Vec<Address>,
-    /// Whether IPv6 is off on it; none if the kernel does not say.
-    pub ipv6_off: Option<bool>,
-    /// Whether the host is deaf to IPv4 on it: it answers no ARP and forwards nothing; none if the kernel does not say.
-    pub ipv4_deaf: Option<bool>,
-    /// What it is set to, if it is a VXLAN device.
+    /// Whether IPv6 is disabled; none if the kernel does not report it.
+    pub ipv6_disabled: Option<bool>,
+    /// Whether the host answers no ARP on it and forwards nothing from it; none if the kernel does not report it.
+    pub ipv4_isolated: Option<bool>,
+    /// The settings of a VXLAN device.
     pub vxlan: Option<Vxlan>,
 }
 
@@ -87,22 +84,22 @@ pub struct Vxlan {
 
 /// An entry of a VXLAN device's flood list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Flood {
+pub struct FloodEntry {
     /// The index of the device.
     pub link: u32,
     pub to: IpAddr,
 }
 
-/// Whether a link is set up.
+/// The administrative state of a link (`IFF_UP`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Admin {
+pub enum AdminState {
     Up,
     Down,
 }
 
 /// The operational states of RFC 2863.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Oper {
+pub enum OperState {
     Unknown,
     NotPresent,
     Down,
@@ -120,97 +117,101 @@ pub struct Address {
     pub temporary: bool,
 }
 
-/// What the kernel had at one moment.
+/// The observed network state of the kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Observed {
+pub struct KernelState {
     pub links: Vec<Link>,
-    /// The indexes of the links that a default route of the main table leads to.
+    /// The indexes of the links that default routes of the main table use.
     pub default_routes: Vec<u32>,
     /// The flood lists of all VXLAN devices.
-    pub floods: Vec<Flood>,
-    /// Whether something may be missing, because the kernel was interrupted each time that it was asked.
+    pub floods: Vec<FloodEntry>,
+    /// Whether the kernel interrupted every attempt to dump a list (`NLM_F_DUMP_INTR`), so that entries may be missing.
     pub partial: bool,
 }
 
-/// What the Node object says.
+/// The fields of the Node object that matter here.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Facts {
+pub struct NodeInfo {
     pub name: String,
     pub uid: String,
-    /// Its InternalIPs, in its order.
+    /// Its InternalIPs, in the order of the Node.
     pub internal_ips: Vec<IpAddr>,
 }
 
-/// All that is known when something has to be decided.
+/// The input of [`status`] and [`publish`].
 #[derive(Debug, Clone, Copy)]
-pub struct Picture<'a> {
-    pub observed: &'a Observed,
-    pub facts: &'a Facts,
-    /// The names of the links to leave out.
-    pub ignored: &'a Patterns,
-    /// The newest that is known of the API server's object; none if there is no such object.
-    pub server: Option<&'a Record>,
-    /// The last write that went through.
-    pub written: Option<&'a Written>,
-    /// When the last write was tried.
+pub struct PublishInput<'a> {
+    pub observed: &'a KernelState,
+    pub node: &'a NodeInfo,
+    /// The names of the links that are not listed.
+    pub ignored: &'a IfNamePatterns,
+    /// The newest known state of the object at the API server; none if it does not exist.
+    pub server: Option<&'a PublishedState>,
+    /// The last successful write.
+    pub written: Option<&'a LastWrite>,
+    /// The time of the last attempt to write.
     pub last_write: Option<Instant>,
     /// The bridge networks of the node, sorted by UID.
     pub networks: &'a [NetworkOnNode],
     pub netfilter: Netfilter,
 }
 
-/// Whether the kernel shows bridged packets to iptables (`net.bridge.bridge-nf-call-iptables`).
+/// Whether the kernel passes bridged packets to iptables (`net.bridge.bridge-nf-call-iptables`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Netfilter {
-    /// It does not, or cannot.
+    /// Also if the kernel does not support it.
     Off,
     On,
 }
 
-/// What the NodeNetwork should say.
-pub fn status(picture: &Picture<'_>, now: Timestamp) -> NodeNetworkStatus {
-    let Picture { observed, facts, ignored, server, written, last_write: _, networks, netfilter } = picture;
-    // A condition whose status stays keeps its time. Ours counts before the server's, which somebody may have
-    // edited, and which an older schema may have emptied.
-    let ours = written.map(|written| &written.wanted);
+/// The desired status of the NodeNetwork.
+pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
+    let PublishInput { observed, node, ignored, server, written, last_write: _, networks, netfilter } = input;
+    // A condition keeps its transition time while its status stays the same. Our last write takes precedence over the
+    // server's state, which may have been edited by others or pruned by an older schema.
+    let ours = written.map(|written| &written.desired);
     let theirs = server.and_then(|record| record.status.as_ref());
     let before: Vec<&Condition> =
         ours.into_iter().chain(theirs).flat_map(|status| &status.conditions).collect();
 
-    let vtep = vtep(observed, facts, ignored);
-    let (interfaces, left) = interfaces(observed, ignored, vtep.as_ref());
-    let mut verdicts = vec![ready(interfaces.len(), &left), vtep_found(facts, vtep.as_ref())];
-    verdicts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
-    let conditions = verdicts.into_iter().map(|verdict| verdict.condition(&before, now)).collect();
+    let vtep = vtep(observed, node, ignored);
+    let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
+    let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(node, vtep.as_ref())];
+    drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
+    let conditions = drafts.into_iter().map(|draft| draft.condition(&before, now)).collect();
     NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
 }
 
-/// The tunnel end point of the node.
-pub fn vtep(observed: &Observed, facts: &Facts, ignored: &Patterns) -> Option<Vtep> {
-    facts.internal_ips.iter().find_map(|&address| {
+/// The VTEP of the node: the first InternalIP that is on a link.
+pub fn vtep(observed: &KernelState, node: &NodeInfo, ignored: &IfNamePatterns) -> Option<Vtep> {
+    node.internal_ips.iter().find_map(|&address| {
         observed
             .links
             .iter()
             .filter(|link| link.addresses.iter().any(|own| own.net.addr() == address))
-            // The same address on several links happens (proxies put it on a dummy): the real one first.
+            // An address may be on several links (proxies add it to a dummy): prefer the real one.
             .min_by_key(|link| (link.loopback, ignored.matches(&link.name), link.index))
             .map(|link| Vtep { address, interface: shown(&link.name), mtu: mtu(link) })
     })
 }
 
-/// What did not fit into the object.
-struct Left {
+/// How much exceeds the limits of the object.
+struct Omitted {
     links: usize,
     addresses: usize,
 }
 
-/// The links to list, sorted by name, and what did not fit.
-fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (Vec<Interface>, Left) {
+/// The links to list, sorted by name, and how many do not fit.
+fn interfaces(
+    observed: &KernelState,
+    ignored: &IfNamePatterns,
+    vtep: Option<&Vtep>,
+) -> (Vec<Interface>, Omitted) {
     let names: BTreeMap<u32, &str> =
         observed.links.iter().map(|link| (link.index, link.name.as_str())).collect();
     let default_routes: BTreeSet<u32> = observed.default_routes.iter().copied().collect();
-    // What Patchbay made is listed by network: a bridge changes its state with the first pod and the last.
-    let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS);
+    // Links of Patchbay are reported per network instead. A bridge changes its state with the first and the last pod.
+    let ours = |link: &Link| link.alias.starts_with(LINK_ALIAS_PREFIX);
 
     let mut listed: Vec<&Link> = observed
         .links
@@ -218,20 +219,20 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
         .filter(|link| !link.loopback && !link.name.is_empty())
         .filter(|link| !ours(link) && !ignored.matches(&link.name))
         .collect();
-    // The name is the key of the list: a second link of that name, seen because it was renamed while the
-    // kernel was counting them up, would make the API server refuse all of it.
+    // The name is the key of the list. A link that is renamed during the dump can appear twice, and the API server would
+    // reject the whole list.
     listed.sort_by_cached_key(|link| (shown(&link.name), link.index));
     listed.dedup_by_key(|link| shown(&link.name));
 
-    // When not all fits, what the node needs stays, and the rest goes by name.
+    // Beyond the limit, the links that the node needs come first, then the others by name.
     let needed = |link: &Link| {
         default_routes.contains(&link.index) || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
     };
     listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
-    let mut left = Left { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
+    let mut omitted = Omitted { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
     listed.truncate(MAX_INTERFACES);
 
-    let mut room = MAX_ALL_ADDRESSES;
+    let mut remaining = MAX_TOTAL_ADDRESSES;
     let interface = |link: &Link| Interface {
         name: shown(&link.name),
         kind: link
@@ -244,9 +245,9 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
         state: state(link.admin, link.oper),
         addresses: {
             let mut nets = addresses(link);
-            let fit = nets.len().min(MAX_ADDRESSES).min(room);
-            left.addresses += nets.len() - fit;
-            room -= fit;
+            let fit = nets.len().min(MAX_ADDRESSES).min(remaining);
+            omitted.addresses += nets.len() - fit;
+            remaining -= fit;
             nets.truncate(fit);
             nets
         },
@@ -259,32 +260,32 @@ fn interfaces(observed: &Observed, ignored: &Patterns, vtep: Option<&Vtep>) -> (
     };
     let mut interfaces: Vec<Interface> = listed.into_iter().map(interface).collect();
     interfaces.sort_by(|a, b| a.name.cmp(&b.name));
-    (interfaces, left)
+    (interfaces, omitted)
 }
 
-/// Cuts what is longer than a name of the kernel can be.
+/// Truncates a name to the length that the schema allows.
 fn shown(name: &str) -> String {
-    name.chars().take(MAX_NAME).collect()
+    name.chars().take(MAX_INTERFACE_NAME).collect()
 }
 
 fn mtu(link: &Link) -> i32 {
     i32::try_from(link.mtu).unwrap_or(i32::MAX)
 }
 
-fn state(admin: Admin, oper: Oper) -> LinkState {
+fn state(admin: AdminState, oper: OperState) -> LinkState {
     match (admin, oper) {
-        (_, Oper::NotPresent) => LinkState::NotPresent,
-        (Admin::Down, _) => LinkState::Down,
-        (Admin::Up, Oper::Up) => LinkState::Up,
-        (Admin::Up, Oper::Down) => LinkState::NoCarrier,
-        (Admin::Up, Oper::LowerLayerDown) => LinkState::LowerLayerDown,
-        (Admin::Up, Oper::Testing) => LinkState::Testing,
-        (Admin::Up, Oper::Dormant) => LinkState::Dormant,
-        (Admin::Up, Oper::Unknown) => LinkState::Unknown,
+        (_, OperState::NotPresent) => LinkState::NotPresent,
+        (AdminState::Down, _) => LinkState::Down,
+        (AdminState::Up, OperState::Up) => LinkState::Up,
+        (AdminState::Up, OperState::Down) => LinkState::NoCarrier,
+        (AdminState::Up, OperState::LowerLayerDown) => LinkState::LowerLayerDown,
+        (AdminState::Up, OperState::Testing) => LinkState::Testing,
+        (AdminState::Up, OperState::Dormant) => LinkState::Dormant,
+        (AdminState::Up, OperState::Unknown) => LinkState::Unknown,
     }
 }
 
-/// The addresses worth showing. Link-local and temporary ones come and go by themselves.
+/// The addresses to list. Link-local and temporary addresses are left out because they change by themselves.
 fn addresses(link: &Link) -> Vec<IpNet> {
     let mut nets: Vec<IpNet> = link
         .addresses
@@ -301,15 +302,15 @@ fn addresses(link: &Link) -> Vec<IpNet> {
     nets
 }
 
-/// A condition without its time.
-struct Verdict {
+/// A condition without its transition time.
+struct NodeConditionDraft {
     r#type: &'static str,
     status: ConditionStatus,
     reason: &'static str,
     message: String,
 }
 
-impl Verdict {
+impl NodeConditionDraft {
     fn condition(self, before: &[&Condition], now: Timestamp) -> Condition {
         let since = before
             .iter()
@@ -320,88 +321,89 @@ impl Verdict {
             status: self.status,
             reason: self.reason.to_owned(),
             message: self.message,
-            // Times of Kubernetes have whole seconds, the API server would cut the rest.
+            // Kubernetes times have whole seconds; the API server truncates the rest.
             last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
             observed_generation: None,
         }
     }
 }
 
-fn ready(listed: usize, left: &Left) -> Verdict {
-    const REMEDY: &str = "leave out links that no network will use with `patchbay node --ignore-interfaces`";
-    let (status, reason, message) = match left {
-        Left { links: 0, addresses: 0 } => {
-            (ConditionStatus::True, "Published", "the links of this node are listed".to_owned())
+fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
+    const REMEDY: &str = "exclude links that no network uses with `patchbay node --ignore-interfaces`";
+    let (status, reason, message) = match omitted {
+        Omitted { links: 0, addresses: 0 } => {
+            (ConditionStatus::True, "Published", "all links of this node are listed".to_owned())
         }
-        Left { links: 0, addresses } => {
+        Omitted { links: 0, addresses } => {
             let message = format!(
-                "{addresses} addresses are not listed: at most {MAX_ADDRESSES} of a link are, and \
-                 {MAX_ALL_ADDRESSES} of all together; remove some, or {REMEDY}"
+                "{addresses} addresses are not listed: the limits are {MAX_ADDRESSES} per link and \
+                 {MAX_TOTAL_ADDRESSES} in total; remove some, or {REMEDY}"
             );
             (ConditionStatus::False, "TooManyAddresses", message)
         }
-        Left { links, addresses: _ } => {
+        Omitted { links, addresses: _ } => {
             let message = format!("only {listed} of {} links are listed; {REMEDY}", listed + links);
             (ConditionStatus::False, "TooManyLinks", message)
         }
     };
-    Verdict { r#type: "Ready", status, reason, message }
+    NodeConditionDraft { r#type: "Ready", status, reason, message }
 }
 
-fn vtep_found(facts: &Facts, vtep: Option<&Vtep>) -> Verdict {
+fn vtep_found(node: &NodeInfo, vtep: Option<&Vtep>) -> NodeConditionDraft {
     let (status, reason, message) = match vtep {
         Some(vtep) => {
             let message = format!("overlays use {} on {}", vtep.address, vtep.interface);
             (ConditionStatus::True, "AddressOnLink", message)
         }
-        None if facts.internal_ips.is_empty() => (
+        None if node.internal_ips.is_empty() => (
             ConditionStatus::False,
             "NoInternalIP",
             "the Node has no address of type InternalIP, so overlay networks cannot reach it; set the kubelet's \
-             --node-ip, or look at the cloud controller that sets Node addresses"
+             --node-ip, or check the cloud controller that sets the Node's addresses"
                 .to_owned(),
         ),
         None => {
-            let ips: Vec<String> = facts.internal_ips.iter().take(8).map(ToString::to_string).collect();
+            let ips: Vec<String> = node.internal_ips.iter().take(8).map(ToString::to_string).collect();
             let message = format!(
-                "no link of this node has {}, the InternalIP of the Node, so overlay networks cannot reach it; set \
-                 the kubelet's --node-ip to an address that is on a link",
+                "no link of this node has the Node's InternalIP {}, so overlay networks cannot reach it; set the \
+                 kubelet's --node-ip to an address of a link",
                 ips.join(" or ")
             );
             (ConditionStatus::False, "AddressNotOnAnyLink", message)
         }
     };
-    Verdict { r#type: "VtepFound", status, reason, message }
+    NodeConditionDraft { r#type: "VtepFound", status, reason, message }
 }
 
-fn netfilter_off(netfilter: Netfilter) -> Verdict {
+fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
     let (status, reason, message) = match netfilter {
         Netfilter::Off => {
-            (ConditionStatus::True, "NotCalled", "packets on bridges are not shown to iptables".to_owned())
+            (ConditionStatus::True, "NotCalled", "bridged packets bypass iptables".to_owned())
         }
         Netfilter::On => (
             ConditionStatus::False,
             "CallsIptables",
-            "net.bridge.bridge-nf-call-iptables is 1: firewall rules of this node also see, and may drop, packets \
-             between pods of a bridge network; set it to 0 if nothing on this node needs it (Patchbay leaves it alone)"
+            "net.bridge.bridge-nf-call-iptables is 1: the firewall rules of this node apply to packets between pods of \
+             a bridge network and may drop them; set it to 0 if nothing on this node needs it (Patchbay does not \
+             change it)"
                 .to_owned(),
         ),
     };
-    Verdict { r#type: "BridgeNetfilterOff", status, reason, message }
+    NodeConditionDraft { r#type: "BridgeNetfilterOff", status, reason, message }
 }
 
-/// When to look at the kernel again: the first event since the last look came at `event`.
-pub fn look(event: Instant, last_look: Option<Instant>) -> Instant {
-    let settled = event + SETTLE;
-    last_look.map_or(settled, |last| settled.max(last + BETWEEN_LOOKS))
+/// When to observe the kernel again. `event` is the time of the first event since the last observation.
+pub fn next_observation(event: Instant, last_observation: Option<Instant>) -> Instant {
+    let settled = event + EVENT_DEBOUNCE;
+    last_observation.map_or(settled, |last| settled.max(last + MIN_OBSERVE_INTERVAL))
 }
 
-/// A NodeNetwork, as far as its daemon answers for it.
+/// The parts of a NodeNetwork that its daemon writes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Record {
-    /// All that own it, whoever made them so.
+pub struct PublishedState {
+    /// All owner references, also those of other clients.
     pub owners: Vec<Owner>,
-    /// None also when what stands there cannot be read.
+    /// None also if it cannot be parsed.
     pub status: Option<NodeNetworkStatus>,
 }
 
@@ -417,74 +419,74 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// The one owner that a NodeNetwork should have: it goes when its Node goes, and for no other reason.
-    pub fn of(facts: &Facts) -> Self {
+    /// The only owner of a NodeNetwork: garbage collection deletes it with its Node and for no other reason.
+    pub fn of(node: &NodeInfo) -> Self {
         Self {
             api_version: "v1".to_owned(),
             kind: "Node".to_owned(),
-            name: facts.name.clone(),
-            uid: facts.uid.clone(),
+            name: node.name.clone(),
+            uid: node.uid.clone(),
             controller: false,
             blocks_deletion: false,
         }
     }
 }
 
-/// The last write that went through.
+/// The last successful write.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Written {
+pub struct LastWrite {
     pub uid: String,
-    pub wanted: NodeNetworkStatus,
-    /// What the API server made of it.
-    pub got: Record,
+    pub desired: NodeNetworkStatus,
+    /// The state that the API server returned.
+    pub accepted: PublishedState,
 }
 
-/// What to do about a NodeNetwork.
+/// Whether to write the NodeNetwork.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Publish {
-    /// All is as it should be.
+pub enum PublishDecision {
+    /// The API server has the desired state.
     Nothing,
-    Now(Writes),
-    /// Too early to write again.
+    Now(WriteParts),
+    /// Not before this time.
     At(Instant),
 }
 
 /// Which parts to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Writes {
-    /// The object itself: it is missing, or not owned by its Node, or by something else too.
+pub struct WriteParts {
+    /// The object itself: it does not exist, or its Node is not its only owner.
     pub object: bool,
     pub status: bool,
 }
 
-/// Decides about a write of `wanted`.
-pub fn publish(picture: &Picture<'_>, wanted: &NodeNetworkStatus, now: Instant) -> Publish {
-    let Picture { facts, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
-        *picture;
+/// Decides whether to write `desired`.
+pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Instant) -> PublishDecision {
+    let PublishInput { node, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
+        *input;
     let writes = match server {
-        None => Writes { object: true, status: true },
-        Some(record) => Writes {
-            object: record.owners != [Owner::of(facts)],
-            status: record.status.as_ref() != Some(wanted),
+        None => WriteParts { object: true, status: true },
+        Some(record) => WriteParts {
+            object: record.owners != [Owner::of(node)],
+            status: record.status.as_ref() != Some(desired),
         },
     };
     if !writes.object && !writes.status {
-        return Publish::Nothing;
+        return PublishDecision::Nothing;
     }
-    // Something on the way changes what we write (an older schema, a webhook): writing it again changes nothing.
+    // An older schema or a webhook changes our writes: writing again has no effect.
     if let (Some(record), Some(written)) = (server, written)
-        && *record == written.got
-        && *wanted == written.wanted
-        && facts.uid == written.uid
+        && *record == written.accepted
+        && *desired == written.desired
+        && node.uid == written.uid
     {
-        return Publish::Nothing;
+        return PublishDecision::Nothing;
     }
-    // A network waits for being listed, and pods for being told that it is ready.
+    // The daemon waits for the listing before it creates links, and pods wait for the network to be ready.
     let listed = server.and_then(|record| record.status.as_ref()).map(|status| status.networks.as_slice());
-    let pause = if listed == Some(networks) { BETWEEN_WRITES } else { BETWEEN_NETWORK_WRITES };
-    match last_write.map(|last| last + pause) {
-        Some(then) if now < then => Publish::At(then),
-        _ => Publish::Now(writes),
+    let interval = if listed == Some(networks) { MIN_WRITE_INTERVAL } else { MIN_NETWORK_WRITE_INTERVAL };
+    match last_write.map(|last| last + interval) {
+        Some(next) if now < next => PublishDecision::At(next),
+        _ => PublishDecision::Now(writes),
     }
 }
 

@@ -12,7 +12,7 @@ use std::{
     sync::Arc,
 };
 
-use api::selection::{self, Reference};
+use api::selection::{self, NadRef};
 
 /// The kinds that can use a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -92,11 +92,11 @@ pub struct Facts {
 
 impl Facts {
     /// The attachments that it names, sorted, each once, and no more than an object may name.
-    pub fn references(&self) -> Vec<Reference> {
+    pub fn references(&self) -> Vec<NadRef> {
         let annotated =
-            selection::references(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
-        let multus = self.multus.iter().filter_map(|name| Reference::parse(name, &self.namespace));
-        selection::first(annotated.into_iter().chain(multus))
+            selection::nad_refs(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
+        let multus = self.multus.iter().filter_map(|name| NadRef::parse(name, &self.namespace));
+        selection::limit_nad_refs(annotated.into_iter().chain(multus))
     }
 
     /// Whether it counts as a user of what it names. A pod always does while it lives; what something else makes is
@@ -131,7 +131,7 @@ pub struct Summary {
 #[derive(Debug, Default)]
 pub struct Index {
     objects: HashMap<Arc<User>, Entry>,
-    attachments: HashMap<Arc<Reference>, Users>,
+    attachments: HashMap<Arc<NadRef>, Users>,
     namespaces: HashSet<Arc<str>>,
     /// How often each kind was listed anew.
     listings: HashMap<Kind, u32>,
@@ -139,7 +139,7 @@ pub struct Index {
 
 #[derive(Debug)]
 struct Entry {
-    references: Box<[Arc<Reference>]>,
+    references: Box<[Arc<NadRef>]>,
     counts: bool,
     /// The listing that it was last seen in.
     listing: u32,
@@ -283,7 +283,7 @@ impl Index {
     }
 
     /// The users of any of these attachments, each counted once, and the first of them in order.
-    pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a Reference>, first: usize) -> Summary {
+    pub fn summary<'a>(&self, attachments: impl IntoIterator<Item = &'a NadRef>, first: usize) -> Summary {
         let found: Vec<&Users> = attachments.into_iter().filter_map(|it| self.attachments.get(it)).collect();
         if let [only] = found[..] {
             return Summary { count: only.len(), first: only.first(first).cloned().collect() };
@@ -300,7 +300,7 @@ impl Index {
     }
 
     /// What this object, as last seen, names; it need not count as a user itself.
-    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &Reference> {
+    pub fn named(&self, kind: Kind, namespace: &str, name: &str) -> impl Iterator<Item = &NadRef> {
         let user = User { kind, namespace: namespace.into(), name: name.into() };
         let entry = self.objects.get(&user);
         entry.into_iter().flat_map(|entry| &entry.references).map(|one| &**one)
@@ -338,7 +338,7 @@ impl Index {
         Arc::new(User { kind, namespace, name: name.into() })
     }
 
-    fn reference(&self, reference: Reference) -> Arc<Reference> {
+    fn reference(&self, reference: NadRef) -> Arc<NadRef> {
         match self.attachments.get_key_value(&reference) {
             Some((known, _)) => known.clone(),
             None => Arc::new(reference),

@@ -1,6 +1,6 @@
 //! How much room the index of users takes, in a process of its own.
 
-use api::selection::MAX_REFERENCES;
+use api::selection::MAX_NAD_REFS;
 use plan::users::{Facts, Index, Kind};
 
 const OBJECTS: usize = 2000;
@@ -19,7 +19,7 @@ fn a_reference_that_somebody_made_up_takes_little_room() {
     let mut index = Index::default();
     let before = resident().unwrap();
     for object in 0..OBJECTS {
-        let names: Vec<String> = (0..MAX_REFERENCES).map(|it| format!("made-up-{object}-{it}")).collect();
+        let names: Vec<String> = (0..MAX_NAD_REFS).map(|it| format!("made-up-{object}-{it}")).collect();
         let facts = Facts {
             namespace: "home".to_owned(),
             name: format!("x{object}"),
@@ -28,7 +28,7 @@ fn a_reference_that_somebody_made_up_takes_little_room() {
         };
         index.apply(Kind::Deployment, &facts);
     }
-    let each = (resident().unwrap() - before) / (OBJECTS * MAX_REFERENCES);
+    let each = (resident().unwrap() - before) / (OBJECTS * MAX_NAD_REFS);
     assert!(each < MOST, "{each} bytes");
     assert_eq!(index.len(), OBJECTS);
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use e2e::bridge;
 use kube::Client;
-use lab::{Lab, audit::Asked, say, wait};
+use lab::{Lab, audit::AuditedRequest, print_progress, wait};
 use serde_json::{Value, json};
 
 use super::{Row, beside, memory_on, plugin::Stopwatch};
@@ -31,12 +31,12 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 }
 
 async fn start(client: &Client) -> Result<()> {
-    bridge::start(client, NETWORK, json!({"ipam": {"subnets": ["10.80.0.0/16"]}})).await
+    bridge::start_network(client, NETWORK, json!({"ipam": {"subnets": ["10.80.0.0/16"]}})).await
 }
 
 async fn end(client: &Client) -> Result<()> {
-    bridge::delete(client, NETWORK).await?;
-    bridge::gone(client, NETWORK, Duration::from_secs(20)).await.map(drop)
+    bridge::delete_network(client, NETWORK).await?;
+    bridge::wait_deleted(client, NETWORK, Duration::from_secs(20)).await.map(drop)
 }
 
 fn ours() -> Value {
@@ -57,7 +57,7 @@ fn size(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 
 /// Our plugin next to the reference one, in one run, in turns.
 fn plugins(stopwatch: &Stopwatch, rows: &mut Vec<Row>) -> Result<()> {
-    say("address plugins …");
+    print_progress("address plugins …");
     let both = [("patchbay-ipam", ours()), ("host-local", reference())];
     for (how, at_once, (turns, calls)) in [("alone", 1, ALONE), ("eight at once", 8, EIGHT)] {
         let (count, at_once) = (calls.to_string(), at_once.to_string());
@@ -87,9 +87,9 @@ fn plugins(stopwatch: &Stopwatch, rows: &mut Vec<Row>) -> Result<()> {
 
 /// What many addresses that stay cost the API server, and the daemon.
 async fn many(lab: &Lab, client: &Client, stopwatch: &Stopwatch, rows: &mut Vec<Row>) -> Result<()> {
-    say("a thousand addresses on one node …");
+    print_progress("a thousand addresses on one node …");
     let before = memory_on(lab, "node-1", "node")?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     let count = MANY.to_string();
     let words = ["--addresses", "--count", &count, "--at-once", "8", "--verbs"];
     let [times] = stopwatch.times("patchbay-ipam", &ours(), &[&words[..], &["ADD"]].concat())?;
@@ -98,11 +98,13 @@ async fn many(lab: &Lab, client: &Client, stopwatch: &Stopwatch, rows: &mut Vec<
     told(client).await?;
     let after = memory_on(lab, "node-1", "node")?;
     let taken = list(client).await?.len();
-    let by_node =
-        |asked: &&Asked| asked.agent.starts_with("patchbay-node") && asked.resource.starts_with("ipblocks");
-    let asked = lab.asked_since(mark)?;
-    let requests: Vec<&Asked> = asked.iter().filter(by_node).filter(|asked| asked.verb != "watch").collect();
-    let (creates, others): (Vec<&Asked>, Vec<&Asked>) =
+    let by_node = |asked: &&AuditedRequest| {
+        asked.user_agent.starts_with("patchbay-node") && asked.resource.starts_with("ipblocks")
+    };
+    let asked = lab.requests_since(mark)?;
+    let requests: Vec<&AuditedRequest> =
+        asked.iter().filter(by_node).filter(|asked| asked.verb != "watch").collect();
+    let (creates, others): (Vec<&AuditedRequest>, Vec<&AuditedRequest>) =
         requests.iter().partition(|asked| asked.verb == "create");
     rows.push(Row(
         format!("API requests of the node for {MANY} ADDs with spare addresses"),

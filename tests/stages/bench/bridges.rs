@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use e2e::bridge;
 use kube::Client;
-use lab::{Lab, say, wait};
+use lab::{Lab, print_progress, wait};
 use serde_json::json;
 
 use super::{Row, beside, memory, plugin::Stopwatch, shares};
@@ -25,8 +25,8 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 
 /// Our plugin next to the reference one, in one run, alternating.
 async fn plugins(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> {
-    say("CNI plugins …");
-    bridge::start(client, "bench", json!({})).await?;
+    print_progress("CNI plugins …");
+    bridge::start_network(client, "bench", json!({})).await?;
     let ours = json!({"cniVersion": "1.0.0", "name": "bench", "type": "patchbay-bridge", "network": "bench"});
     let reference = json!({"cniVersion": "1.0.0", "name": "ref", "type": "bridge", "bridge": "br-ref"});
     let stopwatch = Stopwatch::new(lab)?;
@@ -55,28 +55,28 @@ async fn plugins(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> 
             format!("{what} of patchbay-bridge next to the reference bridge plugin, p50 / p99 of {CALLS}");
         rows.push(Row(what, beside(ours, reference)));
     }
-    bridge::delete(client, "bench").await?;
-    bridge::gone(client, "bench", Duration::from_secs(10)).await.map(drop)
+    bridge::delete_network(client, "bench").await?;
+    bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await.map(drop)
 }
 
 async fn creation(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> {
-    say("networks that come and go …");
+    print_progress("networks that come and go …");
     let (mut made, mut removed, mut writes) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         let spec = json!({"overlay": {"vni": 77}, "attachment": {"namespaces": ["default"]}});
         let begun = Instant::now();
-        bridge::create(client, "bench", spec).await?;
-        bridge::ready(client, "bench", Duration::from_secs(10)).await?;
+        bridge::create_network(client, "bench", spec).await?;
+        bridge::wait_ready(client, "bench", Duration::from_secs(10)).await?;
         made.push(micros(begun.elapsed()));
-        let asked = lab.asked_since(mark)?;
-        let ours = |a: &&lab::audit::Asked| {
-            a.agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases"
+        let asked = lab.requests_since(mark)?;
+        let ours = |a: &&lab::audit::AuditedRequest| {
+            a.user_agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases"
         };
         writes.push(asked.iter().filter(ours).count() as u64);
         let begun = Instant::now();
-        bridge::delete(client, "bench").await?;
-        bridge::gone(client, "bench", Duration::from_secs(10)).await?;
+        bridge::delete_network(client, "bench").await?;
+        bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await?;
         removed.push(micros(begun.elapsed()));
     }
     for (what, times) in
@@ -100,8 +100,8 @@ fn micros(time: Duration) -> u64 {
 }
 
 async fn drift(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> {
-    say("drift …");
-    bridge::start(client, "bench", json!({})).await?;
+    print_progress("drift …");
+    bridge::start_network(client, "bench", json!({})).await?;
     let mut times = Vec::new();
     for _ in 0..ROUNDS * 2 {
         // A node at rest.
@@ -120,23 +120,23 @@ async fn drift(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> {
         format!("a bridge changed by hand to its repair, p50 / p99 of {}", ROUNDS * 2),
         format!("{} / {} ms", half / 1000, most / 1000),
     ));
-    bridge::delete(client, "bench").await?;
-    bridge::gone(client, "bench", Duration::from_secs(10)).await.map(drop)
+    bridge::delete_network(client, "bench").await?;
+    bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await.map(drop)
 }
 
 /// Whether one more network costs the same, however many there are.
 async fn many(lab: &Lab, client: &Client, rows: &mut Vec<Row>) -> Result<()> {
-    say("many networks …");
+    print_progress("many networks …");
     let before = memory(lab, "node")?;
     let mut costs = Vec::new();
     for batch in 0..4 {
         let begun = Instant::now();
         let names: Vec<String> = (0..MANY / 4).map(|n| format!("bench-{batch}-{n}")).collect();
         for name in &names {
-            bridge::create(client, name, json!({"mtu": 1400})).await?;
+            bridge::create_network(client, name, json!({"mtu": 1400})).await?;
         }
         for name in &names {
-            bridge::ready(client, name, Duration::from_secs(120)).await?;
+            bridge::wait_ready(client, name, Duration::from_secs(120)).await?;
         }
         costs.push(begun.elapsed() / u32::try_from(MANY / 4)?);
     }

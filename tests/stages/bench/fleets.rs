@@ -7,12 +7,12 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
-    fleet::{Fleet, HURRY},
+    fleet::{FAST, Fleet},
     patchbay,
 };
 use futures::future::join_all;
-use lab::{Lab, say, wait};
-use node::ipam::Pace;
+use lab::{Lab, print_progress, wait};
+use node::ipam::Timings;
 use serde_json::json;
 
 use super::Row;
@@ -24,7 +24,7 @@ const ALL: Duration = Duration::from_secs(120);
 
 /// A thousand pods on fleets of nodes, on a control plane without nodes of its own.
 pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
-    let path = patchbay::manifests().join("00-crds.yaml");
+    let path = patchbay::manifests_dir().join("00-crds.yaml");
     lab.kubectl(&["apply", "-f", path.to_str().context("a path in UTF-8")?])?;
     lab.kubectl(&["wait", "--for=condition=Established", "crd/ipblocks.patchbay.dev", "--timeout=30s"])?;
     let exact = json!({
@@ -35,19 +35,24 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
         [("spare addresses", json!({"subnets": ["10.81.0.0/16"]})), ("addresses == pods", exact)]
     {
         for nodes in [10_usize, 256] {
-            say(format!("{PODS} pods on {nodes} nodes, {what} …"));
+            print_progress(format!("{PODS} pods on {nodes} nodes, {what} …"));
             let name = format!("f{nodes}-{}", rows.len());
             let mut clients = Vec::new();
             for _ in 0..nodes.div_ceil(32) {
                 clients.push(lab.client().await?);
             }
-            let mut fleet =
-                Fleet::new(clients, &name, &serde_json::from_value(spec.clone())?, nodes, Pace::default())?;
+            let mut fleet = Fleet::new(
+                clients,
+                &name,
+                &serde_json::from_value(spec.clone())?,
+                nodes,
+                Timings::default(),
+            )?;
             let outcome = play(lab, &mut fleet, nodes).await;
             let measured = outcome.with_context(|| fleet.summary());
-            fleet.end().await;
+            fleet.shutdown().await;
             let measured = measured?;
-            say(&measured);
+            print_progress(&measured);
             rows.push(Row(format!("{PODS} ADDs from {nodes} simulated nodes, {what}"), measured));
         }
     }
@@ -56,16 +61,16 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<Row>) -> Result<()> {
 
 async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     fleet.start_all()?;
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     let begun = Instant::now();
     let tries = join_all((0..PODS).map(|pod| start(fleet, pod % nodes, pod))).await;
     let took = begun.elapsed();
     let (tries, late): (Vec<_>, Vec<_>) = tries.into_iter().partition(Result::is_ok);
     let again = tries.into_iter().flatten().sum::<usize>().saturating_sub(PODS - late.len());
-    let owners = fleet.no_duplicate()?;
+    let owners = fleet.check_no_duplicates()?;
     // Too slow is a number like others; the table says so.
     let missed = if let Some(why) = late.into_iter().find_map(Result::err) {
-        say(format!("{why:#}\n{}", fleet.summary()));
+        print_progress(format!("{why:#}\n{}", fleet.summary()));
         // Calls that nobody waits for any more come to their end.
         tokio::time::sleep(CALL).await;
         format!("NOT ENDED, {owners} of {PODS} have an address: ")
@@ -75,20 +80,21 @@ async fn play(lab: &Lab, fleet: &mut Fleet, nodes: usize) -> Result<String> {
     };
     let blocks = fleet.objects().await?.len();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
-    for asked in lab.asked_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks")) {
+    for asked in lab.requests_since(mark)?.into_iter().filter(|asked| asked.resource.starts_with("ipblocks"))
+    {
         *verbs.entry(asked.verb).or_default() += 1;
     }
     for pod in 0..PODS {
         fleet.delete(pod % nodes, &name(pod))?;
     }
     // Started anew and in a hurry, nodes give back at once what nobody has.
-    fleet.pace = HURRY;
+    fleet.timings = FAST;
     for number in 0..nodes {
         fleet.crash(number).await;
         fleet.start(number)?;
     }
     let begun = Instant::now();
-    fleet.at_rest(ALL).await?;
+    fleet.wait_until_released(ALL).await?;
     let requests: Vec<String> = verbs.iter().map(|(verb, count)| format!("{count} {verb}")).collect();
     Ok(format!(
         "{missed}{:.2} s, {again} tried again, 0 duplicates, 0 leaks (all given back in {:.1} s); {blocks} objects, requests: {}",

@@ -289,11 +289,11 @@ impl Cluster {
     }
 
     /// What the controller wrote since then, beside its Lease.
-    pub fn writes(lab: &Lab, mark: lab::audit::Mark) -> Result<Vec<String>> {
-        let ours = |a: &lab::audit::Asked| {
+    pub fn writes(lab: &Lab, mark: lab::audit::AuditOffset) -> Result<Vec<String>> {
+        let ours = |a: &lab::audit::AuditedRequest| {
             a.is_write() && a.user.ends_with("patchbay-controller") && a.resource != "leases"
         };
-        let asked = lab.asked_since(mark)?.into_iter().filter(ours);
+        let asked = lab.requests_since(mark)?.into_iter().filter(ours);
         Ok(asked
             .map(|a| format!("{} {} {}/{} {}", a.verb, a.resource, a.namespace, a.name, a.code))
             .collect())

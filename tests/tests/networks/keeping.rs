@@ -137,7 +137,7 @@ pub async fn what_others_write_into_the_status_goes_and_all_is_quiet_again(lab: 
         };
         cluster.until("meddle", "to say only what is so, and what others add", clean).await?;
         // Long enough for a fight to show.
-        let mark = lab.audit_mark()?;
+        let mark = lab.audit_offset()?;
         tokio::time::sleep(GONE).await;
         let writes = Cluster::writes(&lab, mark)?;
         ensure!(writes.is_empty(), "no end of it: {writes:?}");

@@ -9,7 +9,10 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use api::{BridgeNetwork, IPBlock};
 use e2e::{
-    bridge::{condition, delete, gone, in_namespace, in_pod, member, networks, start, told},
+    bridge::{
+        attached_pod, attachment_for, condition, delete_network, exec_in_pod_netns, networks, start_network,
+        wait_deleted, wait_for_event,
+    },
     patchbay,
 };
 use futures::future::try_join_all;
@@ -20,7 +23,7 @@ use kube::{
 };
 use lab::{
     Lab,
-    scene::{PodSpec, Scene, pod},
+    test_namespace::{PodBuilder, TestNamespace, pod, with_namespace},
     wait,
 };
 use serde_json::{Value, json};
@@ -32,7 +35,7 @@ const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
 /// For what waits until a runtime tries again.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn on(name: &str, node: &str, attachment: &str) -> PodSpec {
+fn on(name: &str, node: &str, attachment: &str) -> PodBuilder {
     pod(name).on(node).annotation(NETWORKS, attachment)
 }
 
@@ -63,7 +66,7 @@ pub async fn used(client: &Client, network: &str, count: i32) -> Result<()> {
 
 /// Kills the daemon of a node. Its pod is deleted too: a kubelet backs off from one that dies again and again.
 async fn kill(lab: &Lab, client: &Client, node: &str) -> Result<()> {
-    let name = patchbay::daemon(client, node).await?;
+    let name = patchbay::daemon_pod(client, node).await?;
     lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &name, "--force", "--grace-period=0"]).map(drop)
 }
 
@@ -74,7 +77,7 @@ fn unreached(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
         "for one in {}; do /usr/bin/ping -n -q -c 1 -W 3 $one >/dev/null || echo $one; done",
         list.join(" ")
     );
-    in_pod(lab, pod, &["sh", "-c", &script])
+    exec_in_pod_netns(lab, pod, &["sh", "-c", &script])
 }
 
 /// Lets all pods forget their neighbours, those of multicast too: all namespaces of a machine together may have 1024 of
@@ -86,22 +89,22 @@ fn forget(lab: &Lab) -> Result<()> {
 
 pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies(lab: Lab) -> Result<()> {
     let count = if e2e::soak() { 100 } else { 24 };
-    Scene::play(&lab, "crowd", async |scene: &Scene| {
-        let client = &scene.client;
+    with_namespace(&lab, "crowd", async |ns: &TestNamespace| {
+        let client = &ns.client;
         let spec = json!({
-            "overlay": {"vni": 50}, "attachment": in_namespace(scene),
+            "overlay": {"vni": 50}, "attachment": attachment_for(ns),
             "ipam": {"subnets": ["10.50.0.0/22", "fd50::/64"], "gateways": ["10.50.0.1"], "routes": [{"dst": "10.51.0.0/16"}]},
         });
-        start(client, "crowd", spec).await?;
+        start_network(client, "crowd", spec).await?;
         let begun = Instant::now();
         for number in 0..count {
-            scene.create(on(&format!("pod-{number}"), NODES[number % 2], "crowd")).await?;
+            ns.create_pod(on(&format!("pod-{number}"), NODES[number % 2], "crowd")).await?;
             if number == count / 2 {
                 kill(&lab, client, "node-1").await?;
             }
         }
         let names: Vec<String> = (0..count).map(|number| format!("pod-{number}")).collect();
-        let pods = try_join_all(names.iter().map(|name| scene.ready(name))).await?;
+        let pods = try_join_all(names.iter().map(|name| ns.wait_pod_ready(name))).await?;
         println!("{count} pods with addresses after {:?}", begun.elapsed());
         let mut owners: BTreeMap<IpAddr, String> = BTreeMap::new();
         for pod in &pods {
@@ -113,7 +116,7 @@ pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_d
                 }
             }
         }
-        let route = in_pod(&lab, &pods[0], &["ip", "route", "show", "10.51.0.0/16"])?;
+        let route = exec_in_pod_netns(&lab, &pods[0], &["ip", "route", "show", "10.51.0.0/16"])?;
         ensure!(route.contains("via 10.50.0.1 dev net1"), "{route}");
         let all: Vec<IpAddr> = owners.keys().copied().collect();
         let begun = Instant::now();
@@ -131,11 +134,11 @@ pub async fn pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_d
         println!("{}", serde_json::to_string(&ipam)?);
         // Everything is given back, the daemon's death notwithstanding.
         for name in &names {
-            scene.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+            ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
         used(client, "crowd", 0).await?;
-        delete(client, "crowd").await?;
-        gone(client, "crowd", Duration::from_secs(10)).await?;
+        delete_network(client, "crowd").await?;
+        wait_deleted(client, "crowd", Duration::from_secs(10)).await?;
         ensure!(blocks(client, "crowd").await?.is_empty(), "blocks are left");
         Ok(())
     })
@@ -172,8 +175,8 @@ fn rule(network: &str) -> Value {
 }
 
 pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "refused", async |scene: &Scene| {
-        let client = &scene.client;
+    with_namespace(&lab, "refused", async |ns: &TestNamespace| {
+        let client = &ns.client;
         let file = lab.kubeconfig().with_file_name("refused.json");
         std::fs::write(&file, rule("refused").to_string())?;
         let file = file.to_str().context("a path in UTF-8")?;
@@ -183,27 +186,25 @@ pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab
         let probe: ConfigMap = serde_json::from_value(probe)?;
         wait::until(PATIENCE, "the rule to be in force", || async {
             let dry = PostParams { dry_run: true, ..PostParams::default() };
-            let made =
-                Api::<ConfigMap>::namespaced(client.clone(), &scene.namespace).create(&dry, &probe).await;
+            let made = Api::<ConfigMap>::namespaced(client.clone(), &ns.namespace).create(&dry, &probe).await;
             Ok(made.is_err_and(|error| error.to_string().contains("not in my cluster")).then_some(()))
         })
         .await?;
         for (network, subnet) in [("refused", "10.59.0.0/24"), ("allowed", "10.59.1.0/24")] {
-            let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": [subnet]}});
-            start(client, network, spec).await?;
+            let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": [subnet]}});
+            start_network(client, network, spec).await?;
         }
-        scene.create(on("waits", "node-1", "refused")).await?;
-        told(scene, "not in my cluster", PATIENCE).await?;
+        ns.create_pod(on("waits", "node-1", "refused")).await?;
+        wait_for_event(ns, "not in my cluster", PATIENCE).await?;
         let begun = Instant::now();
-        scene.create(on("runs", "node-1", "allowed")).await?;
-        scene.ready("runs").await?;
+        ns.create_pod(on("runs", "node-1", "allowed")).await?;
+        ns.wait_pod_ready("runs").await?;
         println!("a pod of another network ran after {:?}", begun.elapsed());
-        let events =
-            ["-n", &scene.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
+        let events = ["-n", &ns.namespace, "get", "events", "--field-selector", "involvedObject.name=runs"];
         let events = lab.kubectl(&events)?;
         ensure!(!events.contains("address block"), "{events}");
         lab.kubectl(&["delete", "-f", file])?;
-        ensure!(addresses(&scene.ready("waits").await?)?.len() == 1);
+        ensure!(addresses(&ns.wait_pod_ready("waits").await?)?.len() == 1);
         Ok(())
     })
     .await?;
@@ -214,22 +215,22 @@ pub async fn a_network_whose_blocks_are_refused_stands_in_no_others_way(lab: Lab
 }
 
 pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "doubt", async |scene: &Scene| {
-        let client = &scene.client;
-        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.58.0.0/24"]}});
-        start(client, "doubt", spec).await?;
+    with_namespace(&lab, "doubt", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.58.0.0/24"]}});
+        start_network(client, "doubt", spec).await?;
         let one = |name: &'static str| async move {
-            scene.create(on(name, "node-1", "doubt")).await?;
-            addresses(&scene.ready(name).await?)
+            ns.create_pod(on(name, "node-1", "doubt")).await?;
+            addresses(&ns.wait_pod_ready(name).await?)
         };
         let before = [one("first").await?, one("second").await?].concat();
         // What a disk may make of it; the daemon that has it open is killed at once.
         let damage = "truncate -s 0 /var/lib/patchbay/ipam/journal";
-        let daemon = patchbay::daemon(client, "node-1").await?;
+        let daemon = patchbay::daemon_pod(client, "node-1").await?;
         lab.node("node-1").output(&["sh", "-c", damage])?;
         lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &daemon, "--force", "--grace-period=0"])?;
         wait::until(PATIENCE, "the next daemon", || async {
-            Ok((patchbay::daemon(client, "node-1").await? != daemon).then_some(()))
+            Ok((patchbay::daemon_pod(client, "node-1").await? != daemon).then_some(()))
         })
         .await?;
         let after = one("third").await?;
@@ -248,9 +249,9 @@ pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(la
         })
         .await?;
         for address in &before {
-            in_pod(
+            exec_in_pod_netns(
                 &lab,
-                &scene.ready("third").await?,
+                &ns.wait_pod_ready("third").await?,
                 &["ping", "-c", "1", "-W", "3", &address.to_string()],
             )?;
         }
@@ -261,20 +262,20 @@ pub async fn a_journal_that_was_damaged_gives_no_address_twice_and_it_is_said(la
 }
 
 pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "few", async |scene: &Scene| {
-        let client = &scene.client;
-        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.52.0.0/28"]}});
-        start(client, "few", spec).await?;
+    with_namespace(&lab, "few", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.52.0.0/28"]}});
+        start_network(client, "few", spec).await?;
         let names: Vec<String> = (0..14).map(|number| format!("pod-{number}")).collect();
         for (number, name) in names.iter().enumerate() {
-            scene.create(on(name, NODES[number % 2], "few")).await?;
+            ns.create_pod(on(name, NODES[number % 2], "few")).await?;
         }
-        let pods = try_join_all(names.iter().map(|name| scene.ready(name))).await?;
+        let pods = try_join_all(names.iter().map(|name| ns.wait_pod_ready(name))).await?;
         let found: BTreeSet<IpAddr> =
             pods.iter().map(addresses).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
         ensure!(found.len() == 14, "{found:?}");
-        scene.create(on("late", "node-1", "few")).await?;
-        told(scene, "has no free IPv4 address left", PATIENCE).await?;
+        ns.create_pod(on("late", "node-1", "few")).await?;
+        wait_for_event(ns, "has no free IPv4 address left", PATIENCE).await?;
         wait::until(PATIENCE, "the network to say so", || async {
             let object = networks(client).get("few").await?;
             Ok((condition(&object, "AddressesExhausted").0 == "True").then_some(()))
@@ -285,7 +286,7 @@ pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: L
         // A subnet more, and it starts by itself.
         let patch = json!({"spec": {"ipam": {"subnets": ["10.52.0.0/28", "10.53.0.0/28"]}}});
         networks(client).patch("few", &PatchParams::default(), &Patch::Merge(&patch)).await?;
-        let late = scene.ready("late").await?;
+        let late = ns.wait_pod_ready("late").await?;
         let has = addresses(&late)?;
         ensure!(has.len() == 1 && has[0].to_string().starts_with("10.53.0."), "{has:?}");
         // Taken away again: who has one of it keeps it, and it is said who that is.
@@ -305,16 +306,16 @@ pub async fn a_small_subnet_is_filled_to_its_last_address_from_both_nodes(lab: L
 /// Deletes a network whose pods are gone.
 async fn remove(lab: &Lab, name: &str) -> Result<()> {
     let client = lab.client().await?;
-    delete(&client, name).await?;
-    gone(&client, name, Duration::from_secs(30)).await.map(drop)
+    delete_network(&client, name).await?;
+    wait_deleted(&client, name, Duration::from_secs(30)).await.map(drop)
 }
 
 pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
-    let play = Scene::play(&lab, "asked", async |scene: &Scene| {
-        let client = &scene.client;
+    let play = with_namespace(&lab, "asked", async |ns: &TestNamespace| {
+        let client = &ns.client;
         let spec =
-            json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.54.0.0/24", "fd54::/64"]}});
-        start(client, "asked", spec).await?;
+            json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.54.0.0/24", "fd54::/64"]}});
+        start_network(client, "asked", spec).await?;
         // A hand-written attachment with another main plugin.
         let config = json!({
             "cniVersion": "1.0.0", "name": "mac", "type": "macvlan", "master": "eth1", "mode": "bridge",
@@ -322,7 +323,7 @@ pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Resul
         });
         let nad = json!({
             "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
-            "metadata": {"name": "mac", "namespace": scene.namespace}, "spec": {"config": config.to_string()},
+            "metadata": {"name": "mac", "namespace": ns.namespace}, "spec": {"config": config.to_string()},
         });
         let file = lab.kubeconfig().with_file_name("mac.json");
         std::fs::write(&file, nad.to_string())?;
@@ -331,34 +332,38 @@ pub async fn other_plugins_and_requested_addresses_are_served(lab: Lab) -> Resul
             let attachment = json!([{"name": "asked", "interface": "net1", "ips": [ip]}]).to_string();
             on(name, "node-1", &attachment)
         };
-        scene.create(on("mac-1", "node-1", "mac")).await?;
-        scene.create(on("mac-2", "node-1", "mac")).await?;
-        scene.create(asked("wish", "10.54.0.200/24")).await?;
-        let [one, two, wish] =
-            [scene.ready("mac-1").await?, scene.ready("mac-2").await?, scene.ready("wish").await?];
+        ns.create_pod(on("mac-1", "node-1", "mac")).await?;
+        ns.create_pod(on("mac-2", "node-1", "mac")).await?;
+        ns.create_pod(asked("wish", "10.54.0.200/24")).await?;
+        let [one, two, wish] = [
+            ns.wait_pod_ready("mac-1").await?,
+            ns.wait_pod_ready("mac-2").await?,
+            ns.wait_pod_ready("wish").await?,
+        ];
         ensure!(addresses(&wish)?.contains(&"10.54.0.200".parse()?), "{:?}", addresses(&wish)?);
         let far = addresses(&two)?;
         ensure!(far.len() == 2, "{far:?}");
         let lost = unreached(&lab, &one, &far)?;
         ensure!(lost.trim().is_empty(), "{lost}");
         // The same address again, from the other node: it is said who has it.
-        scene.create(asked("greedy", "10.54.0.200").on("node-2")).await?;
-        told(scene, "address 10.54.0.200 of network \"asked\" is in use on node node-1", PATIENCE).await?;
-        scene.create(asked("lost", "10.99.0.1")).await?;
-        told(scene, "10.99.0.1 is in no subnet", PATIENCE).await?;
+        ns.create_pod(asked("greedy", "10.54.0.200").on("node-2")).await?;
+        wait_for_event(ns, "address 10.54.0.200 of network \"asked\" is in use on node node-1", PATIENCE)
+            .await?;
+        ns.create_pod(asked("lost", "10.99.0.1")).await?;
+        wait_for_event(ns, "10.99.0.1 is in no subnet", PATIENCE).await?;
         // Pods of the other plugin hold the network too.
         for name in ["greedy", "lost", "wish", "mac-2"] {
-            scene.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+            ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
         used(client, "asked", 2).await?;
-        delete(client, "asked").await?;
+        delete_network(client, "asked").await?;
         wait::until(PATIENCE, "the network to wait for mac-1", || async {
             let object = networks(client).get("asked").await?;
             Ok(condition(&object, "InUse").2.contains("/mac-1").then_some(()))
         })
         .await?;
-        scene.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
-        gone(client, "asked", Duration::from_secs(30)).await.map(drop)
+        ns.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
+        wait_deleted(client, "asked", Duration::from_secs(30)).await.map(drop)
     });
     Box::pin(play).await
 }
@@ -374,11 +379,11 @@ async fn refusal(client: &Client, spec: Value) -> Result<String> {
 }
 
 pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "block", async |scene: &Scene| {
-        let client = &scene.client;
-        let spec = json!({"attachment": in_namespace(scene), "ipam": {"subnets": ["10.56.0.0/24"]}});
-        start(client, "block", spec).await?;
-        scene.start(member("pod", "node-1", "block")).await?;
+    with_namespace(&lab, "block", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let spec = json!({"attachment": attachment_for(ns), "ipam": {"subnets": ["10.56.0.0/24"]}});
+        start_network(client, "block", spec).await?;
+        ns.start_pod(attached_pod("pod", "node-1", "block")).await?;
         let all = blocks(client, "block").await?;
         let name = all.first().context("a block")?.name_any();
         let refused = lab.kubectl(&["delete", "ipblock", &name]).err().context("it was deleted")?;

@@ -5,12 +5,17 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        AMID, SOON, condition, create, delete, gone, host_state, in_namespace, join_all, link, networks,
-        on_node, reaches, ready, start,
+        READY_LIMIT, WAIT_TIMEOUT, attachment_for, condition, create_network, delete_network, host_state,
+        link, networks, node_report, start_network, start_pods_with_addresses, wait_deleted, wait_reachable,
+        wait_ready,
     },
     patchbay,
 };
-use lab::{Lab, scene::Scene, wait};
+use lab::{
+    Lab,
+    test_namespace::{TestNamespace, with_namespace},
+    wait,
+};
 use serde_json::{Value, json};
 
 use crate::NODES;
@@ -27,11 +32,15 @@ async fn repaired(lab: &Lab, what: &str, wrong: &[&str], right: impl Fn() -> boo
 
 pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    Scene::play(&lab, "drift", async |scene: &Scene| {
-        start(&client, "drift", json!({"overlay": {"vni": 99}, "attachment": in_namespace(scene)})).await?;
-        join_all(scene, [("a", "node-1", "drift", "10.6.0.1/24"), ("b", "node-2", "drift", "10.6.0.2/24")])
+    with_namespace(&lab, "drift", async |ns: &TestNamespace| {
+        start_network(&client, "drift", json!({"overlay": {"vni": 99}, "attachment": attachment_for(ns)}))
             .await?;
-        reaches(scene, "a", "10.6.0.2").await?;
+        start_pods_with_addresses(
+            ns,
+            [("a", "node-1", "drift", "10.6.0.1/24"), ("b", "node-2", "drift", "10.6.0.2/24")],
+        )
+        .await?;
+        wait_reachable(ns, "a", "10.6.0.2").await?;
         let bridge =
             |key: &'static str| link(&lab, "node-1", "br-drift").map(|l| l[key].clone()).unwrap_or_default();
         let vxlan =
@@ -89,16 +98,16 @@ pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<
             up(&bridge("flags")) && vxlan("master") == "br-drift" && port_master()
         })
         .await?;
-        reaches(scene, "a", "10.6.0.2").await?;
+        wait_reachable(ns, "a", "10.6.0.2").await?;
         // The attachment.
         let begun = Instant::now();
-        lab.kubectl(&["-n", &scene.namespace, "delete", "net-attach-def", "drift"])?;
+        lab.kubectl(&["-n", &ns.namespace, "delete", "net-attach-def", "drift"])?;
         wait::until(Duration::from_secs(1), "the attachment to be back", || async {
-            lab.kubectl(&["-n", &scene.namespace, "get", "net-attach-def", "drift"]).map(Some)
+            lab.kubectl(&["-n", &ns.namespace, "get", "net-attach-def", "drift"]).map(Some)
         })
         .await?;
         println!("attachment deleted: back after {:?}", begun.elapsed());
-        let daemon = patchbay::daemon(&client, "node-1").await?;
+        let daemon = patchbay::daemon_pod(&client, "node-1").await?;
         let metrics = lab.kubectl(&[
             "-n",
             patchbay::NAMESPACE,
@@ -122,17 +131,19 @@ pub async fn what_people_do_to_links_is_repaired_within_1_s(lab: Lab) -> Result<
         .await
     })
     .await?;
-    delete(&client, "drift").await?;
-    gone(&client, "drift", Duration::from_secs(30)).await.map(drop)
+    delete_network(&client, "drift").await?;
+    wait_deleted(&client, "drift", Duration::from_secs(30)).await.map(drop)
 }
 
 pub async fn an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     lab.node("node-1").output(&["ip", "addr", "add", "192.0.2.1/24", "dev", "eth2"])?;
-    create(&client, "needed", json!({"uplink": "eth2"})).await?;
+    create_network(&client, "needed", json!({"uplink": "eth2"})).await?;
     let refused = wait::until(Duration::from_secs(3), "node-1 to refuse", || async {
-        let (one, two) =
-            (on_node(&client, "node-1", "needed").await?, on_node(&client, "node-2", "needed").await?);
+        let (one, two) = (
+            node_report(&client, "node-1", "needed").await?,
+            node_report(&client, "node-2", "needed").await?,
+        );
         let ready = two.is_some_and(|entry| entry["ready"] == true);
         Ok(one.filter(|entry| ready && entry["ready"] == false && entry["reason"] == "UplinkRefused"))
     })
@@ -151,35 +162,35 @@ pub async fn an_uplink_that_a_node_needs_is_refused_there_and_not_elsewhere(lab:
     ensure!(condition(&object, "Ready").0 == "False", "{object:?}");
     ensure!(link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()), "the NIC was touched");
     lab.node("node-1").output(&["ip", "addr", "del", "192.0.2.1/24", "dev", "eth2"])?;
-    ready(&client, "needed", SOON).await?;
-    delete(&client, "needed").await?;
-    gone(&client, "needed", Duration::from_secs(5)).await?;
+    wait_ready(&client, "needed", READY_LIMIT).await?;
+    delete_network(&client, "needed").await?;
+    wait_deleted(&client, "needed", Duration::from_secs(5)).await?;
     // The link of the default route, of the node's address and of the API connection.
-    create(&client, "needed", json!({"uplink": "eth0"})).await?;
+    create_network(&client, "needed", json!({"uplink": "eth0"})).await?;
     for node in NODES {
         wait::until(Duration::from_secs(3), "both nodes to refuse", || async {
-            Ok(on_node(&client, node, "needed").await?.filter(|entry| entry["reason"] == "UplinkRefused"))
+            Ok(node_report(&client, node, "needed").await?.filter(|entry| entry["reason"] == "UplinkRefused"))
         })
         .await?;
     }
-    delete(&client, "needed").await?;
-    gone(&client, "needed", Duration::from_secs(5)).await.map(drop)
+    delete_network(&client, "needed").await?;
+    wait_deleted(&client, "needed", Duration::from_secs(5)).await.map(drop)
 }
 
 pub async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "foreign", async |scene: &Scene| {
-        let client = &scene.client;
+    with_namespace(&lab, "foreign", async |ns: &TestNamespace| {
+        let client = &ns.client;
         lab.node("node-1").output(&["ip", "link", "add", "br-mine", "type", "bridge"])?;
         let before = host_state(&lab, "node-1")?;
         let nad = json!({
             "apiVersion": "k8s.cni.cncf.io/v1", "kind": "NetworkAttachmentDefinition",
-            "metadata": {"name": "mine", "namespace": scene.namespace},
+            "metadata": {"name": "mine", "namespace": ns.namespace},
             "spec": {"config": "{\"cniVersion\":\"0.3.1\",\"type\":\"bridge\",\"bridge\":\"x\"}"},
         });
         apply(&lab, &nad)?;
-        let get = ["-n", &scene.namespace, "get", "net-attach-def", "mine", "-o", "yaml"];
+        let get = ["-n", &ns.namespace, "get", "net-attach-def", "mine", "-o", "yaml"];
         let nad_before = lab.kubectl(&get)?;
-        create(client, "mine", json!({"attachment": in_namespace(scene)})).await?;
+        create_network(client, "mine", json!({"attachment": attachment_for(ns)})).await?;
         let object = wait::until(Duration::from_secs(3), "the conflict", || async {
             let object = networks(client).get("mine").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
@@ -187,16 +198,16 @@ pub async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<
         .await?;
         let (_, _, message) = condition(&object, "Conflict");
         println!("{message}");
-        ensure!(message.contains(&format!("{}/mine", scene.namespace)), "{message}");
+        ensure!(message.contains(&format!("{}/mine", ns.namespace)), "{message}");
         let entry = wait::until(Duration::from_secs(3), "the reason on the node", || async {
-            Ok(on_node(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
+            Ok(node_report(client, "node-1", "mine").await?.filter(|entry| entry["reason"] == "ForeignLink"))
         })
         .await?;
         ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-mine")), "{entry}");
-        delete(client, "mine").await?;
-        gone(client, "mine", Duration::from_secs(5)).await?;
+        delete_network(client, "mine").await?;
+        wait_deleted(client, "mine", Duration::from_secs(5)).await?;
         // A foreign link alone is a conflict too.
-        create(client, "link", json!({"bridge": "br-mine"})).await?;
+        create_network(client, "link", json!({"bridge": "br-mine"})).await?;
         let object = wait::until(Duration::from_secs(3), "the conflict over a link", || async {
             let object = networks(client).get("link").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
@@ -205,8 +216,8 @@ pub async fn links_and_attachments_of_others_are_left_alone(lab: Lab) -> Result<
         let (_, _, about) = condition(&object, "Conflict");
         println!("{about}");
         ensure!(about.contains("node-1") && about.contains("br-mine"), "{about}");
-        delete(client, "link").await?;
-        gone(client, "link", Duration::from_secs(5)).await?;
+        delete_network(client, "link").await?;
+        wait_deleted(client, "link", Duration::from_secs(5)).await?;
         ensure!(host_state(&lab, "node-1")? == before, "the foreign bridge was touched");
         ensure!(lab.kubectl(&get)? == nad_before, "the foreign attachment was touched");
         lab.node("node-1").output(&["ip", "link", "del", "br-mine"]).map(drop)
@@ -226,15 +237,17 @@ pub async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_al
     let client = lab.client().await?;
     let mut holder = lab.node("node-1").command("tool")?.args(["echo", "4790"]).spawn()?;
     let held = async {
-        wait::until(AMID, "the port to be held", || async {
+        wait::until(WAIT_TIMEOUT, "the port to be held", || async {
             let sockets = lab.node("node-1").output(&["cat", "/proc/net/udp", "/proc/net/udp6"])?;
             Ok(sockets.contains(":12B6 ").then_some(()))
         })
         .await?;
-        create(&client, "held", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
-        wait::until(AMID, "the reason on node-1", || async {
-            let (one, two) =
-                (on_node(&client, "node-1", "held").await?, on_node(&client, "node-2", "held").await?);
+        create_network(&client, "held", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
+        wait::until(WAIT_TIMEOUT, "the reason on node-1", || async {
+            let (one, two) = (
+                node_report(&client, "node-1", "held").await?,
+                node_report(&client, "node-2", "held").await?,
+            );
             let ready = two.is_some_and(|entry| entry["ready"] == true);
             Ok(one.filter(|entry| ready && entry["reason"] == "PortInUse"))
         })
@@ -245,7 +258,7 @@ pub async fn a_vxlan_port_that_another_program_holds_is_a_reason_on_that_node_al
     lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^[^ ]*tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
     holder.wait()?;
     println!("{}", entry?["message"]);
-    ready(&client, "held", Duration::from_secs(40)).await?;
-    delete(&client, "held").await?;
-    gone(&client, "held", AMID).await.map(drop)
+    wait_ready(&client, "held", Duration::from_secs(40)).await?;
+    delete_network(&client, "held").await?;
+    wait_deleted(&client, "held", WAIT_TIMEOUT).await.map(drop)
 }

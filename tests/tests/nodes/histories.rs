@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use api::NodeNetwork;
 use e2e::{
-    bridge::{self, member, networks},
+    bridge::{self, attached_pod, networks},
     patchbay,
 };
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -18,7 +18,11 @@ use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams},
 };
-use lab::{Lab, scene::Scene, wait};
+use lab::{
+    Lab,
+    test_namespace::{TestNamespace, with_namespace},
+    wait,
+};
 use serde_json::{Value, json};
 
 use crate::NODES;
@@ -99,10 +103,10 @@ pub async fn random_histories_end_as_the_model_says(lab: Lab) -> Result<()> {
         println!("{told}");
         converged(&lab, &client, &model).await.with_context(|| told.clone())?;
         for name in model.keys() {
-            bridge::delete(&client, name).await?;
+            bridge::delete_network(&client, name).await?;
         }
         for name in NAMES {
-            bridge::gone(&client, name, CONVERGED).await.with_context(|| told.clone())?;
+            bridge::wait_deleted(&client, name, CONVERGED).await.with_context(|| told.clone())?;
         }
         wait::until(Duration::from_secs(5), "the state of the beginning", || async {
             let now = state(&lab, &client).await?;
@@ -122,14 +126,14 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
     match (model.get(name).cloned(), dice.roll(16)) {
         (None, _) => {
             // The one of this name may still be on its way out.
-            bridge::gone(client, name, CONVERGED).await?;
+            bridge::wait_deleted(client, name, CONVERGED).await?;
             let wanted = Wanted::random(name, dice);
-            insist(|| bridge::create(client, name, wanted.spec())).await?;
+            insist(|| bridge::create_network(client, name, wanted.spec())).await?;
             model.insert(name, wanted);
             Ok(format!("create {name}"))
         }
         (Some(_), 0 | 1) => {
-            bridge::delete(client, name).await?;
+            bridge::delete_network(client, name).await?;
             model.remove(name);
             Ok(format!("delete {name}"))
         }
@@ -181,7 +185,7 @@ async fn step(lab: &Lab, client: &Client, model: &mut Model, dice: &mut Dice) ->
                 .collect();
             // Half of the damage hits a network that works, half one that is being made.
             if dice.roll(2) == 0 {
-                bridge::ready(client, name, CONVERGED).await?;
+                bridge::wait_ready(client, name, CONVERGED).await?;
             }
             // What is not there cannot be damaged.
             let done = lab.node(node).output(&words).is_ok();
@@ -312,13 +316,14 @@ async fn state(lab: &Lab, client: &Client) -> Result<String> {
 pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> Result<()> {
     let rounds = if e2e::soak() { 60 } else { 6 };
     let (mut refused, mut ran) = (0, 0);
-    Scene::play(&lab, "race", async |scene: &Scene| {
-        let client = &scene.client;
-        let pods: Api<Pod> = scene.pods();
+    with_namespace(&lab, "race", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let pods: Api<Pod> = ns.pods();
         for round in 0..rounds {
             let name = format!("race-{round}");
-            bridge::start(client, &name, json!({"attachment": {"namespaces": [scene.namespace]}})).await?;
-            let pod: Pod = serde_json::from_value(member("p", "node-1", &name).object())?;
+            bridge::start_network(client, &name, json!({"attachment": {"namespaces": [ns.namespace]}}))
+                .await?;
+            let pod: Pod = serde_json::from_value(attached_pod("p", "node-1", &name).object())?;
             let mut dice = Dice(round);
             let pause = Duration::from_millis(dice.roll(200));
             let params = PostParams::default();
@@ -328,7 +333,7 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
             };
             let delete = async {
                 tokio::time::sleep(Duration::from_millis(100)).await;
-                bridge::delete(client, &name).await
+                bridge::delete_network(client, &name).await
             };
             let (created, deleted) = tokio::join!(create, delete);
             deleted?;
@@ -344,7 +349,7 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
                             if networks(client).get_opt(&name).await?.is_none() {
                                 return Ok(Some(false));
                             }
-                            Ok(scene.ready("p").await.is_ok().then_some(true))
+                            Ok(ns.wait_pod_ready("p").await.is_ok().then_some(true))
                         },
                     )
                     .await?;
@@ -355,13 +360,13 @@ pub async fn a_pod_and_a_deletion_at_the_same_time_strand_nothing(lab: Lab) -> R
                         "round {round}: the network is gone"
                     );
                     pods.delete("p", &DeleteParams::default().grace_period(0)).await?;
-                    wait::until(bridge::AMID, "the pod to go", || async {
+                    wait::until(bridge::WAIT_TIMEOUT, "the pod to go", || async {
                         Ok(pods.get_opt("p").await?.is_none().then_some(()))
                     })
                     .await?;
                 }
             }
-            bridge::gone(client, &name, Duration::from_secs(20)).await?;
+            bridge::wait_deleted(client, &name, Duration::from_secs(20)).await?;
         }
         Ok(())
     })

@@ -13,7 +13,7 @@ use kube::{
 };
 use lab::{
     Lab,
-    scene::{Scene, pod},
+    test_namespace::{TestNamespace, pod, with_namespace},
     wait,
 };
 use serde_json::{Value, json};
@@ -71,14 +71,14 @@ pub async fn every_node_publishes_its_nics_and_its_vtep_address(lab: Lab) -> Res
 }
 
 pub async fn twenty_pods_starting_cause_no_write(lab: Lab) -> Result<()> {
-    let mark = lab.audit_mark()?;
-    Scene::play(&lab, "twenty", async |scene: &Scene| {
+    let mark = lab.audit_offset()?;
+    with_namespace(&lab, "twenty", async |ns: &TestNamespace| {
         let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
         for (number, name) in names.iter().enumerate() {
-            scene.create(pod(name).on(if number % 2 == 0 { "node-1" } else { "node-2" })).await?;
+            ns.create_pod(pod(name).on(if number % 2 == 0 { "node-1" } else { "node-2" })).await?;
         }
         for name in &names {
-            scene.ready(name).await?;
+            ns.wait_pod_ready(name).await?;
         }
         let links = lab.node("node-1").output(&["ls", "/sys/class/net"])?;
         ensure!(links.matches("veth").count() >= 10, "the pods have links: {links}");
@@ -127,7 +127,7 @@ pub async fn a_new_nic_shows_within_1_s_and_goes_as_fast(lab: Lab) -> Result<()>
 pub async fn a_flapping_nic_costs_at_most_one_write_a_second(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let node = lab.node("node-1");
-    let (mark, begun) = (lab.audit_mark()?, Instant::now());
+    let (mark, begun) = (lab.audit_offset()?, Instant::now());
     while begun.elapsed() < Duration::from_secs(5) {
         for state in ["down", "up"] {
             node.output(&["ip", "link", "set", "eth2", state])?;

@@ -3,25 +3,26 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use e2e::bridge::{delete, gone, start};
+use e2e::bridge::{delete_network, start_network, wait_deleted};
 use lab::{
     Lab,
-    audit::{Asked, Mark},
+    audit::{AuditOffset, AuditedRequest},
     wait,
 };
 use serde_json::json;
 
 /// What the two programs wrote since the mark, leases apart: these are renewed all the time.
-pub fn writes(lab: &Lab, mark: Mark) -> Result<Vec<Asked>> {
-    let ours = |a: &Asked| a.agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases";
-    Ok(lab.asked_since(mark)?.into_iter().filter(ours).collect())
+pub fn writes(lab: &Lab, mark: AuditOffset) -> Result<Vec<AuditedRequest>> {
+    let ours =
+        |a: &AuditedRequest| a.user_agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases";
+    Ok(lab.requests_since(mark)?.into_iter().filter(ours).collect())
 }
 
 /// Waits for a second without a write: at most one a second is what a program writes of something that changed.
-pub async fn at_rest(lab: &Lab) -> Result<Mark> {
-    let mut since = (lab.audit_mark()?, Instant::now());
+pub async fn at_rest(lab: &Lab) -> Result<AuditOffset> {
+    let mut since = (lab.audit_offset()?, Instant::now());
     wait::until(Duration::from_secs(10), "a second without a write", || {
-        let looked = lab.audit_mark().and_then(|now| Ok((now, writes(lab, since.0)?)));
+        let looked = lab.audit_offset().and_then(|now| Ok((now, writes(lab, since.0)?)));
         let outcome = looked.map(|(now, found)| {
             if !found.is_empty() {
                 since = (now, Instant::now());
@@ -35,7 +36,7 @@ pub async fn at_rest(lab: &Lab) -> Result<Mark> {
 
 pub async fn nothing_is_written_while_nothing_changes(lab: Lab) -> Result<()> {
     let quiet = Duration::from_secs(if e2e::soak() { 120 } else { 15 });
-    let mark = lab.audit_mark()?;
+    let mark = lab.audit_offset()?;
     tokio::time::sleep(quiet).await;
     let found = writes(&lab, mark)?;
     println!("{} writes in {quiet:?} at rest", found.len());
@@ -45,8 +46,8 @@ pub async fn nothing_is_written_while_nothing_changes(lab: Lab) -> Result<()> {
 
 pub async fn nothing_is_written_while_nothing_changes_and_little_when_something_does(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let mark = lab.audit_mark()?;
-    start(&client, "rest", json!({"attachment": {"namespaces": ["default"]}})).await?;
+    let mark = lab.audit_offset()?;
+    start_network(&client, "rest", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let mut made = writes(&lab, mark)?;
     made.retain(|asked| asked.resource != "events");
     println!("{} writes to make a network on two nodes", made.len());
@@ -56,6 +57,6 @@ pub async fn nothing_is_written_while_nothing_changes_and_little_when_something_
     tokio::time::sleep(quiet).await;
     let found = writes(&lab, mark)?;
     ensure!(found.is_empty(), "{found:#?}");
-    delete(&client, "rest").await?;
-    gone(&client, "rest", Duration::from_secs(5)).await.map(drop)
+    delete_network(&client, "rest").await?;
+    wait_deleted(&client, "rest", Duration::from_secs(5)).await.map(drop)
 }

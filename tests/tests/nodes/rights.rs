@@ -5,7 +5,9 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail, ensure};
 use api::NodeNetwork;
 use e2e::{
-    bridge::{create, delete, gone, member, on_node, ready, told},
+    bridge::{
+        attached_pod, create_network, delete_network, node_report, wait_deleted, wait_for_event, wait_ready,
+    },
     patchbay::{self, NAMESPACE},
 };
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
@@ -15,8 +17,8 @@ use kube::{
 };
 use lab::{
     Lab,
-    audit::{Asked, Mark},
-    scene::Scene,
+    audit::{AuditOffset, AuditedRequest},
+    test_namespace::{TestNamespace, with_namespace},
     wait,
 };
 use serde_json::json;
@@ -81,7 +83,7 @@ pub async fn a_node_daemon_can_write_only_its_own_nodes_objects(lab: Lab) -> Res
 }
 
 async fn confinement(lab: &Lab, admin: &Client) -> Result<()> {
-    let mine = nodenetworks(&as_daemon(lab, Some(&patchbay::daemon(admin, "node-1").await?)).await?);
+    let mine = nodenetworks(&as_daemon(lab, Some(&patchbay::daemon_pod(admin, "node-1").await?)).await?);
     let nobody = nodenetworks(&as_daemon(lab, None).await?);
     let label = json!({"metadata": {"labels": {"t": "x"}}});
     let lie = json!({"status": {"vtep": {"address": "192.0.2.1", "interface": "eth0", "mtu": 1500}}});
@@ -124,13 +126,13 @@ async fn confinement(lab: &Lab, admin: &Client) -> Result<()> {
 }
 
 pub async fn both_programs_run_under_the_installed_roles_without_one_refusal(lab: Lab) -> Result<()> {
-    let refused: Vec<Asked> = lab
-        .asked_since(Mark::START)?
+    let refused: Vec<AuditedRequest> = lab
+        .requests_since(AuditOffset::START)?
         .into_iter()
-        .filter(|a| a.agent.starts_with("patchbay-") && (a.code == 401 || a.code == 403))
+        .filter(|a| a.user_agent.starts_with("patchbay-") && (a.code == 401 || a.code == 403))
         .collect();
     ensure!(refused.is_empty(), "{refused:#?}");
-    let asked = lab.asked_since(Mark::START)?;
+    let asked = lab.requests_since(AuditOffset::START)?;
     for program in ["patchbay-controller", "patchbay-node"] {
         let user = format!("system:serviceaccount:{NAMESPACE}:{program}");
         ensure!(asked.iter().any(|a| a.user == user), "{program} never asked anything as {user}");
@@ -174,10 +176,10 @@ pub async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab)
         "images",
         "inspect",
         "--content",
-        patchbay::REFERENCE,
+        patchbay::IMAGE_REFERENCE,
     ])?;
     ensure!(commit.len() >= 40 && inspected.contains(&commit), "{commit} in {inspected}");
-    let size = std::fs::metadata(patchbay::image())?.len();
+    let size = std::fs::metadata(patchbay::image_tar())?.len();
     ensure!(size <= 30_000_000, "{size} bytes");
     Ok(())
 }
@@ -188,8 +190,8 @@ pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
     let with = async |capabilities: &[&str]| -> Result<()> {
         let security = json!({"capabilities": {"add": capabilities}});
         let containers = json!([{"name": "node", "securityContext": security}]);
-        patchbay::change_daemons(&client, json!({"containers": containers})).await?;
-        patchbay::ready(&lab).await
+        patchbay::patch_daemons(&client, json!({"containers": containers})).await?;
+        patchbay::wait_ready(&lab).await
     };
     let all = daemons.get("patchbay-node").await?;
     let all =
@@ -197,23 +199,23 @@ pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
             .clone();
     ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN"]), "{all}: each needs its part of this test");
     with(&["SYS_ADMIN"]).await?;
-    create(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
+    create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let entry = wait::until(Duration::from_secs(5), "the kernel's refusal", || async {
-        Ok(on_node(&client, "node-1", "caps").await?.filter(|entry| entry["reason"] == "KernelRefused"))
+        Ok(node_report(&client, "node-1", "caps").await?.filter(|entry| entry["reason"] == "KernelRefused"))
     })
     .await?;
     println!("without NET_ADMIN: {}", entry["message"]);
     with(&["NET_ADMIN"]).await?;
-    ready(&client, "caps", Duration::from_secs(40)).await?;
-    let joined = Scene::play(&lab, "caps", async |scene: &Scene| {
-        scene.create(member("p", "node-1", "default/caps")).await?;
-        told(scene, "enter the network namespace", Duration::from_secs(20)).await?;
+    wait_ready(&client, "caps", Duration::from_secs(40)).await?;
+    let joined = with_namespace(&lab, "caps", async |ns: &TestNamespace| {
+        ns.create_pod(attached_pod("p", "node-1", "default/caps")).await?;
+        wait_for_event(ns, "enter the network namespace", Duration::from_secs(20)).await?;
         with(&["NET_ADMIN", "SYS_ADMIN"]).await?;
-        scene.ready("p").await.map(drop)
+        ns.wait_pod_ready("p").await.map(drop)
     })
     .await;
     with(&["NET_ADMIN", "SYS_ADMIN"]).await?;
-    delete(&client, "caps").await?;
-    gone(&client, "caps", Duration::from_secs(30)).await?;
+    delete_network(&client, "caps").await?;
+    wait_deleted(&client, "caps", Duration::from_secs(30)).await?;
     joined
 }

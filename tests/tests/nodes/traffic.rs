@@ -4,15 +4,20 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::bridge::{
-    AMID, SOON, address_of, condition, create, delete, gone, host_state, in_namespace, in_pod, join,
-    join_all, link, lost, member, networks, reaches, ready, start,
+    READY_LIMIT, WAIT_TIMEOUT, add_address, attached_pod, attachment_for, condition, create_network,
+    delete_network, exec_in_pod_netns, host_state, link, networks, packets_lost, start_network,
+    start_pod_with_address, start_pods_with_addresses, wait_deleted, wait_reachable, wait_ready,
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::{
     Api, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams},
 };
-use lab::{Lab, scene::Scene, wait};
+use lab::{
+    Lab,
+    test_namespace::{TestNamespace, with_namespace},
+    wait,
+};
 use serde_json::{Value, json};
 
 use crate::NODES;
@@ -20,11 +25,11 @@ use crate::NODES;
 pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reach_each_other(
     lab: Lab,
 ) -> Result<()> {
-    Scene::play(&lab, "local", async |scene: &Scene| {
-        let client = &scene.client;
+    with_namespace(&lab, "local", async |ns: &TestNamespace| {
+        let client = &ns.client;
         let before = host_state(&lab, "node-1")?;
-        create(client, "local", json!({"attachment": in_namespace(scene)})).await?;
-        let took = ready(client, "local", SOON).await?;
+        create_network(client, "local", json!({"attachment": attachment_for(ns)})).await?;
+        let took = wait_ready(client, "local", READY_LIMIT).await?;
         println!("ready on two nodes after {took:?}");
         for node in NODES {
             let bridge = link(&lab, node, "br-local").context("the bridge")?;
@@ -42,30 +47,30 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
         let table = lab.kubectl(&["get", "bnet", "local"])?;
         ensure!(table.contains("br-local") && table.contains("1500") && table.contains("2/2"), "{table}");
         let (joined, named) = tokio::join!(
-            join(scene, "a", "node-1", "local", "10.9.0.1/24"),
-            join(scene, "b", "node-1", "local@lan", "10.9.0.9/24"),
+            start_pod_with_address(ns, "a", "node-1", "local", "10.9.0.1/24"),
+            start_pod_with_address(ns, "b", "node-1", "local@lan", "10.9.0.9/24"),
         );
         joined?;
         named.err().context("net1 is named lan")?;
-        address_of(scene, "b", "lan", "10.9.0.2/24")?;
-        reaches(scene, "a", "10.9.0.2").await?;
+        add_address(ns, "b", "lan", "10.9.0.2/24")?;
+        wait_reachable(ns, "a", "10.9.0.2").await?;
         let object = networks(client).get("local").await?;
         wait::until(Duration::from_secs(3), "two users", || async {
             let users = networks(client).get("local").await?.status.and_then(|s| s.users).unwrap_or_default();
-            Ok((users.count == 2 && users.first.iter().all(|u| u.contains(&scene.namespace))).then_some(()))
+            Ok((users.count == 2 && users.first.iter().all(|u| u.contains(&ns.namespace))).then_some(()))
         })
         .await?;
         ensure!(condition(&object, "Conflict").0 != "True", "{object:?}");
         // A requested hardware address is honoured.
         let request = r#"[{"name": "local", "mac": "02:00:00:aa:bb:01"}]"#;
-        scene.start(member("c", "node-1", request)).await?;
-        let mac = scene.exec("c", &["cat", "/sys/class/net/net1/address"])?;
+        ns.start_pod(attached_pod("c", "node-1", request)).await?;
+        let mac = ns.exec("c", &["cat", "/sys/class/net/net1/address"])?;
         ensure!(mac.trim() == "02:00:00:aa:bb:01", "{mac}");
         for name in ["a", "b", "c"] {
-            scene.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+            ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
-        delete(client, "local").await?;
-        gone(client, "local", Duration::from_secs(15)).await?;
+        delete_network(client, "local").await?;
+        wait_deleted(client, "local", Duration::from_secs(15)).await?;
         let after = host_state(&lab, "node-1")?;
         ensure!(before == after, "before:\n{before}\nafter:\n{after}");
         for node in NODES {
@@ -78,19 +83,20 @@ pub async fn a_network_is_ready_on_both_nodes_within_2_s_and_pods_of_a_node_reac
 }
 
 pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its_mtu(lab: Lab) -> Result<()> {
-    Scene::play(&lab, "overlay", async |scene: &Scene| {
-        let client = &scene.client;
-        let spec = json!({"mtu": 9000, "overlay": {"vni": 4711}, "attachment": in_namespace(scene)});
-        start(client, "over", spec).await?;
+    with_namespace(&lab, "overlay", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let spec = json!({"mtu": 9000, "overlay": {"vni": 4711}, "attachment": attachment_for(ns)});
+        start_network(client, "over", spec).await?;
         // Another beside it.
-        start(client, "over2", json!({"overlay": {"vni": 4712}, "attachment": in_namespace(scene)})).await?;
+        start_network(client, "over2", json!({"overlay": {"vni": 4712}, "attachment": attachment_for(ns)}))
+            .await?;
         let object = networks(client).get("over").await?;
         ensure!(object.status.as_ref().and_then(|s| s.mtu) == Some(1450), "{object:?}");
         let (reduced, _, why) = condition(&object, "MtuReduced");
         ensure!(reduced == "True" && why.contains("1450"), "{why}");
         let config = lab.kubectl(&[
             "-n",
-            &scene.namespace,
+            &ns.namespace,
             "get",
             "net-attach-def",
             "over",
@@ -98,8 +104,8 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
             "jsonpath={.spec.config}",
         ])?;
         ensure!(serde_json::from_str::<Value>(&config)?["mtu"] == 1450, "{config}");
-        let [a, ..] = join_all(
-            scene,
+        let [a, ..] = start_pods_with_addresses(
+            ns,
             [
                 ("a", "node-1", "over", "10.8.0.1/24"),
                 ("b", "node-2", "over", "10.8.0.2/24"),
@@ -108,30 +114,30 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
         )
         .await?;
         for (pod, address) in [("a", "fd00:8::1/64"), ("b", "fd00:8::2/64")] {
-            address_of(scene, pod, "net1", address)?;
+            add_address(ns, pod, "net1", address)?;
         }
-        reaches(scene, "a", "10.8.0.2").await?;
-        reaches(scene, "a", "fd00:8::2").await?;
+        wait_reachable(ns, "a", "10.8.0.2").await?;
+        wait_reachable(ns, "a", "fd00:8::2").await?;
         // A packet as large as the network, never to be cut on the way; and one byte more.
         let ping = |size: &str| {
-            in_pod(
+            exec_in_pod_netns(
                 &lab,
                 &a,
                 &["/usr/bin/ping", "-M", "do", "-c", "3", "-i", "0.2", "-W", "2", "-s", size, "10.8.0.2"],
             )
         };
-        ensure!(lost(&ping("1422")?)? == 0, "a packet of 1450 bytes passes");
+        ensure!(packets_lost(&ping("1422")?)? == 0, "a packet of 1450 bytes passes");
         ensure!(ping("1423").is_err(), "a packet of 1451 bytes passed");
         ensure!(
-            scene.exec("a", &["ping", "-c", "1", "-W", "1", "10.8.0.3"]).is_err(),
+            ns.exec("a", &["ping", "-c", "1", "-W", "1", "10.8.0.3"]).is_err(),
             "networks are kept apart"
         );
         // TCP too, with more than fits into one packet.
         let text = "x".repeat(4000);
-        scene.start(member("d", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
-        address_of(scene, "d", "net1", "10.8.0.4/24")?;
-        wait::until(AMID, "an answer over TCP", || async {
-            let answer = scene.exec("a", &["tool", "ask", "tcp", "10.8.0.4:7000", &text])?;
+        ns.start_pod(attached_pod("d", "node-2", "over").command(&["tool", "echo", "7000"])).await?;
+        add_address(ns, "d", "net1", "10.8.0.4/24")?;
+        wait::until(WAIT_TIMEOUT, "an answer over TCP", || async {
+            let answer = ns.exec("a", &["tool", "send", "tcp", "10.8.0.4:7000", &text])?;
             Ok(answer.contains(&text).then_some(()))
         })
         .await?;
@@ -140,10 +146,10 @@ pub async fn pods_of_different_nodes_reach_each_other_over_the_overlay_up_to_its
     .await?;
     let client = lab.client().await?;
     for name in ["over", "over2"] {
-        delete(&client, name).await?;
+        delete_network(&client, name).await?;
     }
     for name in ["over", "over2"] {
-        gone(&client, name, Duration::from_secs(30)).await?;
+        wait_deleted(&client, name, Duration::from_secs(30)).await?;
     }
     ensure!(
         link(&lab, "node-1", "vx-over").is_none() && link(&lab, "node-2", "br-over").is_none(),
@@ -159,16 +165,20 @@ pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it
         lab.node(node).output(&["ip", "link", "set", "eth1", state])?;
     }
     let before = [host_state(&lab, "node-1")?, host_state(&lab, "node-2")?];
-    Scene::play(&lab, "uplink", async |scene: &Scene| {
-        start(&client, "up", json!({"uplink": "eth1", "attachment": in_namespace(scene)})).await?;
+    with_namespace(&lab, "uplink", async |ns: &TestNamespace| {
+        start_network(&client, "up", json!({"uplink": "eth1", "attachment": attachment_for(ns)})).await?;
         let eth1 = link(&lab, "node-1", "eth1").context("the uplink")?;
         ensure!(eth1["master"] == "br-up" && eth1["mtu"] == 1500, "{eth1}");
-        join_all(scene, [("a", "node-1", "up", "10.7.0.1/24"), ("b", "node-2", "up", "10.7.0.2/24")]).await?;
-        reaches(scene, "a", "10.7.0.2").await
+        start_pods_with_addresses(
+            ns,
+            [("a", "node-1", "up", "10.7.0.1/24"), ("b", "node-2", "up", "10.7.0.2/24")],
+        )
+        .await?;
+        wait_reachable(ns, "a", "10.7.0.2").await
     })
     .await?;
-    delete(&client, "up").await?;
-    gone(&client, "up", Duration::from_secs(30)).await?;
+    delete_network(&client, "up").await?;
+    wait_deleted(&client, "up", Duration::from_secs(30)).await?;
     let after = [host_state(&lab, "node-1")?, host_state(&lab, "node-2")?];
     lab.node("node-1").output(&["ip", "link", "set", "eth1", "mtu", "1500", "up"])?;
     ensure!(before == after, "before: {before:#?}\nafter: {after:#?}");
@@ -177,40 +187,49 @@ pub async fn an_uplink_connects_pods_with_what_is_behind_it_and_comes_back_as_it
 
 pub async fn a_network_of_small_packets_has_pods_too(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    Scene::play(&lab, "small", async |scene: &Scene| {
-        start(&client, "small", json!({"mtu": 600, "attachment": in_namespace(scene)})).await?;
-        join_all(scene, [("a", "node-1", "small", "10.12.0.1/24"), ("b", "node-1", "small", "10.12.0.2/24")])
-            .await?;
-        reaches(scene, "a", "10.12.0.2").await?;
-        let mtu = scene.exec("a", &["cat", "/sys/class/net/net1/mtu"])?;
+    with_namespace(&lab, "small", async |ns: &TestNamespace| {
+        start_network(&client, "small", json!({"mtu": 600, "attachment": attachment_for(ns)})).await?;
+        start_pods_with_addresses(
+            ns,
+            [("a", "node-1", "small", "10.12.0.1/24"), ("b", "node-1", "small", "10.12.0.2/24")],
+        )
+        .await?;
+        wait_reachable(ns, "a", "10.12.0.2").await?;
+        let mtu = ns.exec("a", &["cat", "/sys/class/net/net1/mtu"])?;
         ensure!(mtu.trim() == "600", "{mtu}");
         Ok(())
     })
     .await?;
-    delete(&client, "small").await?;
-    gone(&client, "small", Duration::from_secs(30)).await.map(drop)
+    delete_network(&client, "small").await?;
+    wait_deleted(&client, "small", Duration::from_secs(30)).await.map(drop)
 }
 
 pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    Scene::play(&lab, "edits", async |scene: &Scene| {
-        start(&client, "edit", json!({"mtu": 1400, "attachment": in_namespace(scene)})).await?;
-        let [a, ..] =
-            join_all(scene, [("a", "node-1", "edit", "10.4.0.1/24"), ("b", "node-1", "edit", "10.4.0.2/24")])
-                .await?;
-        reaches(scene, "a", "10.4.0.2").await?;
+    with_namespace(&lab, "edits", async |ns: &TestNamespace| {
+        start_network(&client, "edit", json!({"mtu": 1400, "attachment": attachment_for(ns)})).await?;
+        let [a, ..] = start_pods_with_addresses(
+            ns,
+            [("a", "node-1", "edit", "10.4.0.1/24"), ("b", "node-1", "edit", "10.4.0.2/24")],
+        )
+        .await?;
+        wait_reachable(ns, "a", "10.4.0.2").await?;
         let index = |l: &Option<Value>| l.as_ref().map(|l| l["ifindex"].clone());
         let before = index(&link(&lab, "node-1", "br-edit"));
         let pinging = {
             let lab = lab.clone();
             std::thread::spawn(move || {
-                in_pod(&lab, &a, &["/usr/bin/ping", "-c", "60", "-i", "0.05", "-W", "1", "10.4.0.2"])
+                exec_in_pod_netns(
+                    &lab,
+                    &a,
+                    &["/usr/bin/ping", "-c", "60", "-i", "0.05", "-W", "1", "10.4.0.2"],
+                )
             })
         };
         let change = async |spec: Value| -> Result<()> {
             let patch = Patch::Merge(json!({"spec": spec}));
             networks(&client).patch("edit", &PatchParams::default(), &patch).await?;
-            ready(&client, "edit", Duration::from_secs(3)).await.map(drop)
+            wait_ready(&client, "edit", Duration::from_secs(3)).await.map(drop)
         };
         change(json!({"mtu": 1480})).await?;
         change(json!({"uplink": "eth1"})).await?;
@@ -220,7 +239,7 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         })
         .await?;
         let summary = pinging.join().map_err(|_| anyhow::anyhow!("ping panicked"))??;
-        ensure!(lost(&summary)? == 0, "{summary}");
+        ensure!(packets_lost(&summary)? == 0, "{summary}");
         ensure!(index(&link(&lab, "node-1", "br-edit")) == before, "the bridge was made anew");
         ensure!(link(&lab, "node-1", "br-edit").is_some_and(|l| l["mtu"] == 1480), "the new MTU");
         // Lowering is refused while pods are on it, and so are changes of what cannot change.
@@ -242,6 +261,6 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         Ok(())
     })
     .await?;
-    delete(&client, "edit").await?;
-    gone(&client, "edit", Duration::from_secs(30)).await.map(drop)
+    delete_network(&client, "edit").await?;
+    wait_deleted(&client, "edit", Duration::from_secs(30)).await.map(drop)
 }

@@ -198,8 +198,8 @@ fn a_judgement_costs_no_more_however_many_attachments_there_are() {
         };
         let all = world.attachments.as_mut().unwrap();
         for namespace in 0..10 {
-            let at = api::selection::Reference::new(format!("n{namespace}"), name.as_str());
-            let place = Some(api::attachment::place(&format!("uid-{name}"), &at));
+            let at = api::selection::NadRef::new(format!("n{namespace}"), name.as_str());
+            let place = Some(api::nad::origin_digest(&format!("uid-{name}"), &at));
             all.insert(at, plan::network::Attachment { place, ..marked.clone() });
         }
     }

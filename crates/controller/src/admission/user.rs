@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use api::selection::Reference;
+use api::selection::NadRef;
 use plan::{
     network::{self, World},
     users::{Facts, Kind},
@@ -25,7 +25,7 @@ pub fn read(kind: Kind, namespace: &str, object: Option<&Map<String, Value>>) ->
 }
 
 /// What the object names and did not name before. Annotations can be long: they are read before anything is locked.
-pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
+pub fn added(new: &Facts, old: &Facts) -> BTreeSet<NadRef> {
     if new.finished {
         return BTreeSet::new();
     }
@@ -34,7 +34,7 @@ pub fn added(new: &Facts, old: &Facts) -> BTreeSet<Reference> {
 }
 
 /// Refuses new references to a network that is going, unless whatever controls the object has had one all along.
-pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<Reference>) -> Verdict {
+pub fn judge(world: &World, kind: Kind, new: &Facts, added: &BTreeSet<NadRef>) -> Verdict {
     let going = |at| network::networks_of(world, at).filter(|network| network.deleting.is_some());
     let asked = added.iter().flat_map(|at| going(at).map(move |network| (at, network)));
     for (attachment, network) in asked {

@@ -35,7 +35,7 @@ fn a_new_lease_starts_with_no_transition_and_a_term_rounded_up() {
         renew_time: Some(MicroTime(time(7))),
         ..LeaseSpec::default()
     };
-    assert_eq!((lease.name_any().as_str(), spec(&lease)), (LEASE, &expected));
+    assert_eq!((lease.name_any().as_str(), spec(&lease)), (LEASE_NAME, &expected));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::selection::Reference;
+use api::selection::NadRef;
 use plan::network::{Relabel, Step, Turn, World};
 
 use super::write::Outcome;
@@ -29,16 +29,16 @@ pub struct Memory {
     /// By the network's UID.
     networks: HashMap<String, Known>,
     /// The version that an attachment had before it was written, if it was there.
-    attachments: HashMap<Reference, (Option<String>, Instant)>,
+    attachments: HashMap<NadRef, (Option<String>, Instant)>,
     labels: HashMap<String, (Relabel, Instant)>,
     swept: HashMap<String, Instant>,
     /// Attachments that the API server refused, by the network's UID and where they are.
-    refused: HashMap<(String, Reference), Refusal>,
+    refused: HashMap<(String, NadRef), Refusal>,
     /// Networks, by UID, about which the API server was asked in vain.
     unanswered: HashMap<String, Refusal>,
-    writes: HashMap<Reference, Writes>,
+    writes: HashMap<NadRef, Writes>,
     /// When the last event about an attachment was sent.
-    told: HashMap<Reference, Instant>,
+    told: HashMap<NadRef, Instant>,
 }
 
 /// What was written to an attachment, and when.
@@ -89,7 +89,7 @@ impl Memory {
     }
 
     /// An attachment that we made and that was seen since need not be waited for: if it is not there, it has gone again.
-    pub fn seen(&mut self, stirred: &BTreeSet<Reference>) {
+    pub fn seen(&mut self, stirred: &BTreeSet<NadRef>) {
         self.attachments.retain(|at, (before, _)| before.is_some() || !stirred.contains(at));
     }
 
@@ -153,7 +153,7 @@ impl Memory {
     }
 
     /// How long an attachment rests that was written just so, again and again: somebody else wants it otherwise.
-    fn contested(&self, at: &Reference, config: &str, now: Instant) -> Option<Duration> {
+    fn contested(&self, at: &NadRef, config: &str, now: Instant) -> Option<Duration> {
         let writes = self.writes.get(at).filter(|writes| writes.config == config)?;
         let first = writes.times.front().filter(|_| writes.times.len() >= ANSWERS)?;
         Some(WHILE.saturating_sub(now.saturating_duration_since(*first)))
@@ -174,7 +174,7 @@ impl Memory {
     }
 
     /// The API server refused to write this attachment.
-    pub fn refused(&mut self, uid: &str, at: &Reference, now: Instant) {
+    pub fn refused(&mut self, uid: &str, at: &NadRef, now: Instant) {
         let key = (uid.to_owned(), at.clone());
         let again = Refusal::after(self.refused.get(&key), now);
         self.refused.insert(key, again);
@@ -217,7 +217,7 @@ impl Memory {
             first = Some(first.map_or(rest, |first: Duration| first.min(rest)));
         }
         turn.events.retain(|event| event.about.as_ref().is_none_or(|at| !self.told.contains_key(at)));
-        let mut rests = |at: &Reference, config: &str| {
+        let mut rests = |at: &NadRef, config: &str| {
             let refusal = self.refused.get(&(turn.uid.clone(), at.clone()));
             let contest = self.contested(at, config, now).filter(|rest| !rest.is_zero());
             let rest = refusal.and_then(|it| it.rest(now)).max(contest);
@@ -241,7 +241,7 @@ impl Memory {
     }
 
     /// Forgets refusals of what was written since, or is not asked for any more.
-    pub fn keep_refusals(&mut self, still: impl Fn(&str, &Reference) -> bool) {
+    pub fn keep_refusals(&mut self, still: impl Fn(&str, &NadRef) -> bool) {
         self.refused.retain(|(uid, at), _| still(uid, at));
     }
 
@@ -272,14 +272,14 @@ mod tests {
     use super::*;
 
     fn create(name: &str) -> Step {
-        Step::Create { at: Reference::new("ns", name), config: String::new(), repair: false }
+        Step::Create { at: NadRef::new("ns", name), config: String::new(), repair: false }
     }
 
     #[test]
     fn what_was_refused_rests_longer_each_time_and_the_others_do_not() {
         let mut memory = Memory::default();
         let start = Instant::now();
-        let bad = Reference::new("ns", "bad");
+        let bad = NadRef::new("ns", "bad");
         let asked =
             Turn { uid: "u".to_owned(), steps: vec![create("bad"), create("good")], ..Turn::default() };
         for (retry, wait) in [1, 2, 4, 8, 16, 32, 60, 60].into_iter().enumerate() {
@@ -296,12 +296,12 @@ mod tests {
     #[test]
     fn what_was_made_is_waited_for_until_it_was_seen() {
         let mut memory = Memory::default();
-        let (start, at) = (Instant::now(), Reference::new("ns", "blue"));
+        let (start, at) = (Instant::now(), NadRef::new("ns", "blue"));
         let turn = Turn { uid: "u".to_owned(), steps: vec![create("blue")], ..Turn::default() };
         let made = || Outcome { attachments: vec![(at.clone(), None)], ..Outcome::default() };
         memory.written(&turn, made(), start);
         assert_eq!(memory.wait(&World::default(), &turn, start), Some(SEEN_AGAIN));
-        memory.seen(&BTreeSet::from([Reference::new("ns", "other")]));
+        memory.seen(&BTreeSet::from([NadRef::new("ns", "other")]));
         assert_eq!(memory.wait(&World::default(), &turn, start), Some(SEEN_AGAIN));
         // It came and went again.
         memory.seen(&BTreeSet::from([at.clone()]));
@@ -314,7 +314,7 @@ mod tests {
     fn a_fight_over_an_attachment_is_no_storm_and_an_edit_does_not_wait_for_it() {
         let mut memory = Memory::default();
         let start = Instant::now();
-        let at = Reference::new("ns", "blue");
+        let at = NadRef::new("ns", "blue");
         let event = Event {
             about: Some(at.clone()),
             warning: true,

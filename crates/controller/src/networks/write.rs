@@ -4,9 +4,9 @@
 use std::{collections::BTreeSet, sync::Arc};
 
 use api::{
-    CONTROLLER_MANAGER,
-    bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_PLACE_ANNOTATION, NAD_UID_ANNOTATION},
-    selection::Reference,
+    CONTROLLER_FIELD_MANAGER,
+    bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_ORIGIN_ANNOTATION, NAD_UID_ANNOTATION},
+    selection::NadRef,
 };
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
@@ -44,7 +44,7 @@ pub enum Error {
     },
     #[error("write attachment {at}")]
     Attachment {
-        at: Reference,
+        at: NadRef,
         #[source]
         source: call::Error,
     },
@@ -80,30 +80,30 @@ pub struct Outcome {
     /// The network itself.
     pub network: bool,
     /// Attachments, with the version that each had before.
-    pub attachments: Vec<(Reference, Option<String>)>,
+    pub attachments: Vec<(NadRef, Option<String>)>,
     /// The API server knows something that the cache does not: look again soon.
     pub blocked: bool,
     /// Another writer was quicker with an attachment.
     pub beaten: bool,
     /// Attachments that the API server did not let be written, with its words.
-    pub refused: Vec<(Reference, String)>,
+    pub refused: Vec<(NadRef, String)>,
     /// Why the status was not written.
     pub unsaid: Option<String>,
     /// What the API server said instead of an answer.
     pub unanswered: Option<String>,
     /// Attachments that are gone, and nobody had begun to use them.
-    pub confirmed: BTreeSet<Reference>,
+    pub confirmed: BTreeSet<NadRef>,
 }
 
 impl Outcome {
     /// Whether this attachment was written.
-    pub fn wrote(&self, at: &Reference) -> bool {
+    pub fn wrote(&self, at: &NadRef) -> bool {
         self.attachments.iter().any(|(written, _)| written == at)
     }
 
     /// Whether an attachment was written. One that the API server refuses stands in no other's way; an API server that
     /// does not answer does.
-    fn passed(&mut self, at: &Reference, written: Result<(), Error>) -> Result<bool, Error> {
+    fn passed(&mut self, at: &NadRef, written: Result<(), Error>) -> Result<bool, Error> {
         match written {
             Ok(()) => Ok(true),
             Err(error) if error.is_conflict() => {
@@ -135,7 +135,7 @@ pub struct Writer {
 impl Writer {
     pub fn new(client: Client, cluster: Cluster, metrics: Arc<Metrics>, tenure: Tenure) -> Self {
         let line = |call| Line::of_leader(metrics.clone(), call, tenure.clone());
-        let reporter = Reporter { controller: CONTROLLER_MANAGER.to_owned(), instance: None };
+        let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
             direct: Direct::new(client.clone(), metrics.clone()),
             recorder: Recorder::new(client.clone(), reporter),
@@ -152,7 +152,7 @@ impl Writer {
 
     /// Asks the API server itself what these turns, and what is done about orphans, must not be decided without. What makes
     /// them due has to hold before this is called.
-    pub async fn ask(&self, turns: &[Turn], orphans: &[(Reference, Attachment)]) -> Answers {
+    pub async fn ask(&self, turns: &[Turn], orphans: &[(NadRef, Attachment)]) -> Answers {
         let mut question = Question::default();
         for turn in turns {
             turn.steps.iter().for_each(|step| put(&mut question, &turn.uid, step));
@@ -171,7 +171,7 @@ impl Writer {
             match self.step(turn, step, answers, &mut outcome).await {
                 // It is asked again, and told.
                 Err(Error::Ask { source, .. }) => {
-                    outcome.unanswered = Some(api::Chain(&*source).to_string());
+                    outcome.unanswered = Some(api::ErrorChain(&*source).to_string());
                     break;
                 }
                 done => done?,
@@ -184,7 +184,7 @@ impl Writer {
                 Ok(()) => outcome.network = true,
                 Err(error) if error.is_conflict() => outcome.beaten = true,
                 // Nothing that is done waits for what is said.
-                Err(error) => outcome.unsaid = Some(api::Chain(&error).to_string()),
+                Err(error) => outcome.unsaid = Some(api::ErrorChain(&error).to_string()),
             }
         }
         // What was not written is planned again, and told then.
@@ -266,8 +266,10 @@ impl Writer {
         let patch = json!({"metadata": {
             "uid": turn.uid, "resourceVersion": turn.version, "finalizers": finalizers,
         }});
-        let params =
-            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
+        let params = PatchParams {
+            field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
         let api = self.networks();
         let patched = self.network.change(api.patch(&turn.name, &params, &Patch::Merge(&patch))).await;
         patched.map_err(|source| Error::Network { name: turn.name.clone(), source })?;
@@ -278,11 +280,11 @@ impl Writer {
     async fn delete(
         &self,
         turn: &Turn,
-        attachments: &[(Reference, Attachment)],
+        attachments: &[(NadRef, Attachment)],
         answers: &Answers,
         outcome: &mut Outcome,
     ) -> Result<(), Error> {
-        let names: BTreeSet<Reference> = attachments.iter().map(|(at, _)| at.clone()).collect();
+        let names: BTreeSet<NadRef> = attachments.iter().map(|(at, _)| at.clone()).collect();
         if !unused(turn, &names, answers, outcome) {
             return Ok(());
         }
@@ -297,7 +299,7 @@ impl Writer {
         Ok(())
     }
 
-    async fn remove(&self, at: &Reference, one: &Attachment) -> Result<(), Error> {
+    async fn remove(&self, at: &NadRef, one: &Attachment) -> Result<(), Error> {
         let only = Preconditions { uid: Some(one.uid.clone()), resource_version: Some(one.version.clone()) };
         let params = DeleteParams::default().preconditions(only);
         let api = self.attachments(&at.namespace);
@@ -306,7 +308,7 @@ impl Writer {
     }
 
     /// Removes what a network left that is no more, if that is so and nobody names it.
-    pub async fn sweep(&self, at: &Reference, one: &Attachment, answers: &Answers) -> Result<(), Error> {
+    pub async fn sweep(&self, at: &NadRef, one: &Attachment, answers: &Answers) -> Result<(), Error> {
         let turn = Turn { name: one.network.clone().unwrap_or_default(), ..Turn::default() };
         let uid = one.network_uid.as_deref().unwrap_or_default();
         let lives = answers.lives(uid).map_err(|source| ask(&turn, source))?;
@@ -341,11 +343,11 @@ impl Writer {
         Ok(())
     }
 
-    async fn create(&self, turn: &Turn, at: &Reference, config: &str) -> Result<(), Error> {
+    async fn create(&self, turn: &Turn, at: &NadRef, config: &str) -> Result<(), Error> {
         let object =
             serde_json::from_value(attachment(turn, at, config, None)).map_err(kube::Error::SerdeError);
         let params =
-            PostParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PostParams::default() };
+            PostParams { field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         let api = self.attachments(&at.namespace);
         let create = async { api.create(&params, &object?).await };
         let created = self.attachment.create(create).await;
@@ -353,9 +355,9 @@ impl Writer {
     }
 
     /// With the UID, an apply changes this object and no other, and makes none.
-    async fn apply(&self, turn: &Turn, at: &Reference, uid: &str, config: &str) -> Result<(), Error> {
+    async fn apply(&self, turn: &Turn, at: &NadRef, uid: &str, config: &str) -> Result<(), Error> {
         let object = attachment(turn, at, config, Some(uid));
-        let params = PatchParams::apply(CONTROLLER_MANAGER).force();
+        let params = PatchParams::apply(CONTROLLER_FIELD_MANAGER).force();
         let api = self.attachments(&at.namespace);
         let applied = self.attachment.change(api.patch(&at.name, &params, &Patch::Apply(&object))).await;
         applied.map(drop).map_err(|source| Error::Attachment { at: at.clone(), source })
@@ -369,8 +371,10 @@ impl Writer {
             {"op": "add", "path": "/status", "value": status},
         ]);
         let patch = serde_json::from_value(patch).map_err(kube::Error::SerdeError);
-        let params =
-            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
+        let params = PatchParams {
+            field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
         let api = self.networks();
         let write = async { api.patch_status(&turn.name, &params, &Patch::Json::<()>(patch?)).await };
         let patched = self.network.change(write).await;
@@ -380,8 +384,10 @@ impl Writer {
     /// The UID keeps it from a Node that was made anew under the same name.
     pub async fn relabel(&self, relabel: &Relabel) -> Result<(), Error> {
         let patch = json!({"metadata": {"uid": relabel.uid, "labels": relabel.labels}});
-        let params =
-            PatchParams { field_manager: Some(CONTROLLER_MANAGER.to_owned()), ..PatchParams::default() };
+        let params = PatchParams {
+            field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
         let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &object::nodes());
         let patched = self.node.change(api.patch(&relabel.node, &params, &Patch::Merge(&patch))).await;
         patched.map_err(|source| Error::Node { name: relabel.node.clone(), source })?;
@@ -407,7 +413,7 @@ impl Writer {
             secondary: None,
         };
         if let Err(error) = self.event.create(self.recorder.publish(&event, &regarding)).await {
-            debug!(network = turn.name, error = %api::Chain(&error), "an event was lost");
+            debug!(network = turn.name, error = %api::ErrorChain(&error), "an event was lost");
         }
     }
 
@@ -445,21 +451,21 @@ fn put(question: &mut Question, uid: &str, step: &Step) {
 }
 
 /// Whether nobody uses any of these; that nobody can say stands in the way of these alone.
-fn unused(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers, outcome: &mut Outcome) -> bool {
+fn unused(turn: &Turn, attachments: &BTreeSet<NadRef>, answers: &Answers, outcome: &mut Outcome) -> bool {
     match used(turn, attachments, answers) {
         Ok(used) => {
             outcome.blocked |= used;
             !used
         }
         Err(error) => {
-            let why = api::Chain(&error).to_string();
+            let why = api::ErrorChain(&error).to_string();
             outcome.refused.extend(attachments.iter().map(|at| (at.clone(), why.clone())));
             false
         }
     }
 }
 
-fn used(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers) -> Result<bool, Error> {
+fn used(turn: &Turn, attachments: &BTreeSet<NadRef>, answers: &Answers) -> Result<bool, Error> {
     let user = answers.user(attachments).map_err(|source| ask(turn, source))?;
     if let Some(user) = user {
         debug!(network = turn.name, user, "somebody has just begun to use the network");
@@ -467,7 +473,7 @@ fn used(turn: &Turn, attachments: &BTreeSet<Reference>, answers: &Answers) -> Re
     Ok(user.is_some())
 }
 
-fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> Value {
+fn attachment(turn: &Turn, at: &NadRef, config: &str, uid: Option<&str>) -> Value {
     let resource = object::attachments();
     let mut object = json!({
         "apiVersion": resource.api_version,
@@ -478,7 +484,7 @@ fn attachment(turn: &Turn, at: &Reference, config: &str, uid: Option<&str>) -> V
             "labels": {NAD_NETWORK_LABEL: turn.name},
             "annotations": {
                 NAD_UID_ANNOTATION: turn.uid,
-                NAD_PLACE_ANNOTATION: api::attachment::place(&turn.uid, at),
+                NAD_ORIGIN_ANNOTATION: api::nad::origin_digest(&turn.uid, at),
             },
         },
         "spec": {"config": config},
@@ -498,12 +504,12 @@ mod tests {
     fn answer(reason: &str, code: u16) -> Error {
         let error = kube::Error::Api(Box::new(Status::failure("quota", reason).with_code(code)));
         let source = if code == 409 { call::Error::Conflict(error) } else { call::Error::Refused(error) };
-        Error::Attachment { at: Reference::new("ns", "blue"), source }
+        Error::Attachment { at: NadRef::new("ns", "blue"), source }
     }
 
     #[test]
     fn a_refusal_is_kept_a_lost_race_is_noted_and_silence_ends_the_turn() {
-        let at = Reference::new("ns", "blue");
+        let at = NadRef::new("ns", "blue");
         let mut outcome = Outcome::default();
         assert!(outcome.passed(&at, Ok(())).unwrap());
         assert!(!outcome.passed(&at, Err(answer("Forbidden", 403))).unwrap());

@@ -1,9 +1,9 @@
-//! The tool inside test pods: waits, echoes, asks. Standard library only, linked statically.
+//! The program inside test pods: pause, echo server, client. Standard library only, linked statically.
 //!
 //! ```text
-//! tool pause                          wait until told to stop
-//! tool echo PORT                      answer every TCP line and UDP datagram on PORT with "<hostname> <peer> <text>"
-//! tool ask tcp|udp HOST:PORT TEXT     send TEXT, print the answer; exit 1 without one
+//! tool pause                          wait for SIGTERM or SIGINT
+//! tool echo PORT                      reply to every TCP line and UDP datagram on PORT with "<hostname> <peer> <text>"
+//! tool send tcp|udp HOST:PORT TEXT    send TEXT and print the reply; exit with 1 if there is none
 //! ```
 
 use std::{
@@ -15,32 +15,32 @@ use std::{
     time::Duration,
 };
 
-const PATIENCE: Duration = Duration::from_secs(2);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 unsafe extern "C" {
     fn signal(number: i32, handler: extern "C" fn(i32)) -> usize;
     fn _exit(code: i32) -> !;
 }
 
-extern "C" fn leave(_: i32) {
+extern "C" fn exit_on_signal(_: i32) {
     // SAFETY: `_exit` may be called from a signal handler and does not return.
     unsafe { _exit(0) }
 }
 
 fn main() {
-    // The kernel drops SIGTERM for a first process without a handler; pods would then take their whole grace period to end.
+    // The kernel ignores SIGTERM for pid 1 without a handler; pods would then need their whole grace period to stop.
     for number in [2, 15] {
         // SAFETY: the handler only calls `_exit`.
-        unsafe { signal(number, leave) };
+        unsafe { signal(number, exit_on_signal) };
     }
     let args: Vec<String> = env::args().skip(1).collect();
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let outcome = match words[..] {
         ["pause"] | [] => pause(),
         ["echo", port] => port.parse().map_err(|e| format!("port {port}: {e}")).and_then(echo),
-        ["ask", "tcp", to, text] => ask_tcp(to, text),
-        ["ask", "udp", to, text] => ask_udp(to, text),
-        _ => Err("usage: tool pause | echo PORT | ask tcp|udp HOST:PORT TEXT".to_owned()),
+        ["send", "tcp", to, text] => send_tcp(to, text),
+        ["send", "udp", to, text] => send_udp(to, text),
+        _ => Err("usage: tool pause | echo PORT | send tcp|udp HOST:PORT TEXT".to_owned()),
     };
     if let Err(reason) = outcome {
         eprintln!("tool: {reason}");
@@ -48,7 +48,7 @@ fn main() {
     }
 }
 
-/// Reading from a pipe that nobody writes to costs nothing.
+/// Blocks on a pipe that is never written to, which uses no CPU time.
 fn pause() -> Result<(), String> {
     let (mut reader, _writer) = std::io::pipe().map_err(|e| e.to_string())?;
     let mut byte = [0];
@@ -74,12 +74,12 @@ fn echo(port: u16) -> Result<(), String> {
     });
     for stream in tcp.incoming().flatten() {
         let host = host.clone();
-        thread::spawn(move || answer(stream, &host));
+        thread::spawn(move || reply(stream, &host));
     }
     Ok(())
 }
 
-fn answer(stream: TcpStream, host: &str) {
+fn reply(stream: TcpStream, host: &str) {
     let Ok(peer) = stream.peer_addr() else { return };
     let Ok(mut writer) = stream.try_clone() else { return };
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
@@ -93,24 +93,24 @@ fn address(to: &str) -> Result<SocketAddr, String> {
     to.to_socket_addrs().map_err(|e| format!("{to}: {e}"))?.next().ok_or_else(|| format!("{to}: no address"))
 }
 
-fn ask_tcp(to: &str, text: &str) -> Result<(), String> {
-    let stream = TcpStream::connect_timeout(&address(to)?, PATIENCE).map_err(|e| format!("connect to {to}: {e}"))?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(|e| e.to_string())?;
+fn send_tcp(to: &str, text: &str) -> Result<(), String> {
+    let stream = TcpStream::connect_timeout(&address(to)?, REPLY_TIMEOUT).map_err(|e| format!("connect to {to}: {e}"))?;
+    stream.set_read_timeout(Some(REPLY_TIMEOUT)).map_err(|e| e.to_string())?;
     (&stream).write_all(format!("{text}\n").as_bytes()).map_err(|e| format!("send to {to}: {e}"))?;
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line).map_err(|e| format!("read from {to}: {e}"))?;
     print!("{line}");
-    if line.is_empty() { Err(format!("{to} closed without an answer")) } else { Ok(()) }
+    if line.is_empty() { Err(format!("{to} closed the connection without a reply")) } else { Ok(()) }
 }
 
-fn ask_udp(to: &str, text: &str) -> Result<(), String> {
+fn send_udp(to: &str, text: &str) -> Result<(), String> {
     let address = address(to)?;
     let any: SocketAddr = if address.is_ipv6() { "[::]:0" } else { "0.0.0.0:0" }.parse().map_err(|e| format!("{e}"))?;
     let socket = UdpSocket::bind(any).map_err(|e| e.to_string())?;
-    socket.set_read_timeout(Some(PATIENCE)).map_err(|e| e.to_string())?;
+    socket.set_read_timeout(Some(REPLY_TIMEOUT)).map_err(|e| e.to_string())?;
     socket.send_to(text.as_bytes(), address).map_err(|e| format!("send to {to}: {e}"))?;
     let mut buffer = [0; 65_535];
-    let (length, _) = socket.recv_from(&mut buffer).map_err(|e| format!("no answer from {to}: {e}"))?;
+    let (length, _) = socket.recv_from(&mut buffer).map_err(|e| format!("no reply from {to}: {e}"))?;
     println!("{}", String::from_utf8_lossy(&buffer[..length]));
     Ok(())
 }

@@ -9,12 +9,15 @@ use std::{
     time::Duration,
 };
 
-use api::{IfName, NetworkOnNode, Patterns, Vtep};
+use api::{IfName, IfNamePatterns, NetworkOnNode, Vtep};
 use jiff::Timestamp;
-use link::{Changer, Error, Monitor};
+use link::{Error, LinkEditor, Monitor};
 use plan::{
-    bridge::{self, Action, Network, Overlay, Peer, Plan, Record, Settled, Step, View, Wish},
-    nodenetwork::{Facts, Link, Observed},
+    bridge::{
+        self, Action, BridgeInput, BridgePlan, BridgeStep, Desired, LinkRecord, LocalNetwork, Overlay, Peer,
+        Settled,
+    },
+    nodenetwork::{KernelState, Link, NodeInfo},
 };
 use tokio::{
     runtime::{Builder, Runtime},
@@ -72,12 +75,12 @@ pub fn hears(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
 
 pub struct Host {
     pub ns: Namespace,
-    pub networks: Vec<Network>,
+    pub networks: Vec<LocalNetwork>,
     pub peers: Vec<Peer>,
-    pub facts: Facts,
-    pub records: BTreeMap<String, Record>,
+    pub node: NodeInfo,
+    pub records: BTreeMap<String, LinkRecord>,
     pub settled: BTreeMap<String, Settled>,
-    pub changer: Changer,
+    pub changer: LinkEditor,
     monitor: Monitor,
     runtime: Runtime,
 }
@@ -91,11 +94,11 @@ impl Host {
             let _entered = runtime.enter();
             Monitor::open_in(&ns.0).unwrap()
         };
-        let changer = Changer::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
+        let changer = LinkEditor::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
         Self {
             networks: Vec::new(),
             peers: Vec::new(),
-            facts: Facts { name: name.to_owned(), uid: format!("uid-of-{name}"), internal_ips: Vec::new() },
+            node: NodeInfo { name: name.to_owned(), uid: format!("uid-of-{name}"), internal_ips: Vec::new() },
             records: BTreeMap::new(),
             settled: BTreeMap::new(),
             changer,
@@ -105,7 +108,7 @@ impl Host {
         }
     }
 
-    pub fn observe(&self) -> Observed {
+    pub fn observe(&self) -> KernelState {
         self.runtime.block_on(self.monitor.observe()).unwrap()
     }
 
@@ -117,17 +120,17 @@ impl Host {
         self.observe().links.into_iter().find(|link| link.name == name)
     }
 
-    pub fn vtep(&self, observed: &Observed) -> Option<Vtep> {
-        let ignored: Patterns = "none".parse().unwrap();
-        plan::nodenetwork::vtep(observed, &self.facts, &ignored)
+    pub fn vtep(&self, observed: &KernelState) -> Option<Vtep> {
+        let ignored: IfNamePatterns = "none".parse().unwrap();
+        plan::nodenetwork::vtep(observed, &self.node, &ignored)
     }
 
-    pub fn plan(&self) -> Plan {
+    pub fn plan(&self) -> BridgePlan {
         let observed = self.observe();
         let vtep = self.vtep(&observed);
         let listed: BTreeSet<String> = self.networks.iter().map(|network| network.uid.clone()).collect();
-        bridge::plan(&View {
-            facts: &self.facts,
+        bridge::plan(&BridgeInput {
+            node: &self.node,
             boot: "boot",
             vtep: vtep.as_ref(),
             networks: &self.networks,
@@ -141,17 +144,17 @@ impl Host {
         })
     }
 
-    pub fn apply(&mut self, step: &Step) -> Result<(), Error> {
+    pub fn apply(&mut self, step: &BridgeStep) -> Result<(), Error> {
         match &step.action {
-            Action::Record(record) => _ = self.records.insert(step.network.clone(), record.clone()),
-            Action::Forget => _ = self.records.remove(&step.network),
+            Action::WriteRecord(record) => _ = self.records.insert(step.network.clone(), record.clone()),
+            Action::RemoveRecord => _ = self.records.remove(&step.network),
             action => self.changer.apply(action)?,
         }
         Ok(())
     }
 
     /// Plans and applies until nothing is left to do, and tells what was done.
-    pub fn settle(&mut self) -> Vec<Step> {
+    pub fn settle(&mut self) -> Vec<BridgeStep> {
         let mut steps = Vec::new();
         for _ in 0..PASSES {
             let plan = self.plan();
@@ -190,7 +193,7 @@ impl Host {
     /// Everybody leaves, and nothing is left.
     pub fn leave(&mut self) {
         for network in &mut self.networks {
-            network.wish = Wish::Leave;
+            network.desired = Desired::Absent;
         }
     }
 
@@ -206,7 +209,7 @@ impl Host {
     }
 
     /// Looks again after each event until the kernel is as wanted.
-    pub fn until(&self, wanted: impl Fn(&Observed) -> bool) -> Observed {
+    pub fn until(&self, wanted: impl Fn(&KernelState) -> bool) -> KernelState {
         self.runtime.block_on(async {
             loop {
                 let seen = self.monitor.observe().await.unwrap();
@@ -223,7 +226,7 @@ impl Host {
     }
 
     /// A pod on the bridge of a network, with this address.
-    pub fn pod(&self, network: &Network, number: u32, address: &str) -> Namespace {
+    pub fn pod(&self, network: &LocalNetwork, number: u32, address: &str) -> Namespace {
         let pod = Namespace::new();
         let port = format!("veth{number:011x}");
         let alias = plan::attachment::alias(&network.uid, "nad", &format!("container{number}"), "net1");
@@ -245,8 +248,8 @@ pub fn name(text: &str) -> IfName {
     text.parse().unwrap()
 }
 
-pub fn network(label: &str) -> Network {
-    Network {
+pub fn network(label: &str) -> LocalNetwork {
+    LocalNetwork {
         name: label.to_owned(),
         uid: format!("uid-{label}"),
         generation: 1,
@@ -256,16 +259,16 @@ pub fn network(label: &str) -> Network {
         mtu: Some(1400),
         uplink: None,
         overlay: None,
-        wish: Wish::Have,
+        desired: Desired::Present,
     }
 }
 
-pub fn overlay(label: &str, vni: u32) -> Network {
-    Network { overlay: Some(Overlay { vni, port: 4789 }), ..network(label) }
+pub fn overlay(label: &str, vni: u32) -> LocalNetwork {
+    LocalNetwork { overlay: Some(Overlay { vni, port: 4789 }), ..network(label) }
 }
 
 /// Two nodes with a wire between them, each a peer of the other in all networks.
-pub fn two_nodes(networks: &[Network], addresses: [&str; 2]) -> [Host; 2] {
+pub fn two_nodes(networks: &[LocalNetwork], addresses: [&str; 2]) -> [Host; 2] {
     let mut hosts = [Host::new("one"), Host::new("two")];
     hosts[0].ns.pair("eth0", &hosts[1].ns, "eth0");
     let ips: Vec<IpAddr> =
@@ -274,7 +277,7 @@ pub fn two_nodes(networks: &[Network], addresses: [&str; 2]) -> [Host; 2] {
         host.ns.ip("link set eth0 up");
         let nodad = if ips[n].is_ipv6() { "nodad" } else { "" };
         host.ns.ip(&format!("address add {} dev eth0 {nodad}", addresses[n]));
-        host.facts.internal_ips = vec![ips[n]];
+        host.node.internal_ips = vec![ips[n]];
         host.networks = networks.to_vec();
         host.peers = vec![Peer {
             node: "other".to_owned(),

@@ -3,7 +3,7 @@
 use std::{fs, os::fd::AsFd as _, path::Path, process::Command};
 
 use api::{IfName, Mac};
-use link::attach::Attach;
+use link::veth::VethConfig;
 
 pub use super::netns::Namespace;
 
@@ -44,8 +44,8 @@ pub fn name(text: &str) -> IfName {
 }
 
 /// A pair that should be, with changes.
-pub fn wanted<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnce(Attach<'_>) -> T) -> T {
-    with(Attach {
+pub fn wanted<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnce(VethConfig<'_>) -> T) -> T {
+    with(VethConfig {
         namespace: pod.0.as_fd(),
         host: &name(host),
         inside: &name("net1"),

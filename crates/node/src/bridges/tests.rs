@@ -4,27 +4,27 @@ use kube::Client;
 
 use super::*;
 
-/// Networks of a node that knows of none, and would fail to change anything.
-pub fn bridges(client: Client, metrics: Metrics) -> Bridges {
-    // Tests run at the same time.
+/// A controller without networks, whose steps all fail.
+pub fn bridges(client: Client, metrics: Metrics) -> BridgeController {
+    // Tests run in parallel.
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let state = std::env::temp_dir().join(format!("patchbay-bridges-{}-{number}", std::process::id()));
-    let records = Records::open(&state).unwrap();
+    let records = LinkRecords::open(&state).unwrap();
     std::fs::remove_dir_all(&state).unwrap();
-    Bridges::new(Tools {
+    BridgeController::new(Deps {
         boot: "boot".to_owned(),
-        changer: Changer::open(std::path::Path::new("/nowhere")).unwrap(),
+        changer: LinkEditor::open(std::path::Path::new("/nonexistent")).unwrap(),
         records,
         servers: Vec::new(),
-        tell: watch::channel(Arc::default()).0,
+        published: watch::channel(Arc::default()).0,
         events: Events::new(client, "a").0,
         metrics,
     })
 }
 
-fn record() -> Record {
-    Record {
+fn record() -> LinkRecord {
+    LinkRecord {
         uid: "u".to_owned(),
         name: "blue".to_owned(),
         boot: "boot".to_owned(),
@@ -35,8 +35,8 @@ fn record() -> Record {
     }
 }
 
-fn step(action: Action) -> Step {
-    Step { network: "u".to_owned(), action, repair: false }
+fn step(action: Action) -> BridgeStep {
+    BridgeStep { network: "u".to_owned(), action, repair: false }
 }
 
 fn client() -> Client {
@@ -51,97 +51,98 @@ fn network(spec: serde_json::Value) -> DynamicObject {
     .unwrap()
 }
 
-fn bridge() -> Observed {
-    Observed {
+fn bridge() -> KernelState {
+    KernelState {
         links: vec![nodenetwork::Link {
             index: 7,
             name: "br-blue".to_owned(),
             kind: Some("bridge".to_owned()),
-            mac: Some(rules::mark("u", "n", rules::Made::Bridge)),
+            mac: Some(rules::ownership_mac("u", "n", rules::LinkKind::Bridge)),
             mtu: 1400,
-            admin: nodenetwork::Admin::Up,
-            oper: nodenetwork::Oper::Up,
+            admin: nodenetwork::AdminState::Up,
+            oper: nodenetwork::OperState::Up,
             loopback: false,
             master: None,
             lower: None,
-            alias: rules::alias("u", rules::Made::Bridge),
+            alias: rules::ownership_alias("u", rules::LinkKind::Bridge),
             addresses: Vec::new(),
-            ipv6_off: Some(true),
-            ipv4_deaf: Some(true),
+            ipv6_disabled: Some(true),
+            ipv4_isolated: Some(true),
             vxlan: None,
         }],
-        ..Observed::default()
+        ..KernelState::default()
     }
 }
 
-fn facts() -> Facts {
-    Facts { name: "a".to_owned(), uid: "n".to_owned(), internal_ips: Vec::new() }
+fn node() -> NodeInfo {
+    NodeInfo { name: "a".to_owned(), uid: "n".to_owned(), internal_ips: Vec::new() }
 }
 
-fn planned(bridges: &Bridges, observed: &Observed) -> rules::Plan {
-    let facts = facts();
-    let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::from(["u".to_owned()]));
-    let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
-    bridges.plan(around, observed, &BTreeSet::new())
+fn planned(bridges: &BridgeController, observed: &KernelState) -> rules::BridgePlan {
+    let node = node();
+    let (labels, ignored, listed) =
+        (Labels::new(), IfNamePatterns::default(), BTreeSet::from(["u".to_owned()]));
+    let context = NodeContext { node: &node, labels: &labels, ignored: &ignored, listed: &listed };
+    bridges.plan(context, observed, &BTreeSet::new())
 }
 
 #[tokio::test]
-async fn a_network_that_cannot_be_read_keeps_its_links_and_one_that_is_gone_does_not() {
+async fn an_unreadable_network_keeps_its_links_and_a_deleted_one_does_not() {
     let mut bridges = bridges(client(), Metrics::default());
-    bridges.see_all_nodes(&[], "a");
-    bridges.see_all_networks(&[network(serde_json::json!({"overlay": "junk"}))]);
+    bridges.replace_peers(&[], "a");
+    bridges.replace_networks(&[network(serde_json::json!({"overlay": "junk"}))]);
     let plan = planned(&bridges, &bridge());
     assert_eq!(plan.steps, []);
     assert_eq!((plan.networks[0].ready, plan.networks[0].reason.as_str()), (false, "Unreadable"));
-    bridges.see_all_networks(&[]);
+    bridges.replace_networks(&[]);
     assert!(!planned(&bridges, &bridge()).steps.is_empty());
-    // Unless the kernel may have left out the link of a pod.
-    let partial = Observed { partial: true, ..bridge() };
+    // Except when the dump may lack the link of a pod.
+    let partial = KernelState { partial: true, ..bridge() };
     assert!(
         planned(&bridges, &partial).steps.iter().all(|step| !matches!(step.action, Action::Delete { .. }))
     );
 }
 
 #[tokio::test]
-async fn a_change_in_place_sends_no_pod_away() {
+async fn a_change_in_place_keeps_a_network_ready_for_pods() {
     let mut bridges = bridges(client(), Metrics::default());
-    bridges.see_all_nodes(&[], "a");
-    bridges.see_all_networks(&[network(serde_json::json!({}))]);
+    bridges.replace_peers(&[], "a");
+    bridges.replace_networks(&[network(serde_json::json!({}))]);
     bridges.records.insert("u".to_owned(), record());
-    let mut told = bridges.tell.subscribe();
-    let mut say = |bridges: &mut Bridges, mtu: u32| {
+    let mut published = bridges.published.subscribe();
+    let mut publish = |bridges: &mut BridgeController, mtu: u32| {
         let mut observed = bridge();
         observed.links[0].mtu = mtu;
         bridges.reports = planned(bridges, &observed).networks;
-        let facts = facts();
-        let (labels, ignored, listed) = (Labels::new(), Patterns::default(), BTreeSet::new());
-        let around = Around { facts: &facts, labels: &labels, ignored: &ignored, listed: &listed };
-        bridges.publish(around, &observed);
-        told.borrow_and_update().by_name["blue"].state.clone()
+        let node = node();
+        let (labels, ignored, listed) = (Labels::new(), IfNamePatterns::default(), BTreeSet::new());
+        let context = NodeContext { node: &node, labels: &labels, ignored: &ignored, listed: &listed };
+        bridges.publish(context, &observed);
+        published.borrow_and_update().by_name["blue"].state.clone()
     };
     assert!(
-        matches!(say(&mut bridges, 1400), NetworkState::NotReady { reason, .. } if reason == reason::APPLYING)
+        matches!(publish(&mut bridges, 1400), NetworkState::NotReady { reason, .. } if reason == reason::APPLYING)
     );
     let ready = |mtu| NetworkState::Ready { bridge_index: 7, mtu, removing: false };
-    assert_eq!(say(&mut bridges, 1500), ready(1500));
-    assert_eq!(say(&mut bridges, 1400), ready(1400));
+    assert_eq!(publish(&mut bridges, 1500), ready(1500));
+    assert_eq!(publish(&mut bridges, 1400), ready(1400));
 }
 
 #[tokio::test]
-async fn a_network_that_fails_waits_and_says_why() {
+async fn a_failed_network_backs_off_and_reports_the_cause() {
     let mut bridges = bridges(client(), Metrics::default());
-    // The record's directory is gone.
-    bridges.apply(vec![step(Action::Record(record())), step(Action::Delete { link: u32::MAX })]).await;
-    let pause = &bridges.pauses["u"];
-    assert_eq!(pause.failure.reason, "RecordFailed");
+    // The directory of the records does not exist.
+    bridges.apply(vec![step(Action::WriteRecord(record())), step(Action::Delete { link: u32::MAX })]).await;
+    let backoff = &bridges.backoffs["u"];
+    assert_eq!(backoff.failure.reason, "RecordFailed");
     assert!(
-        pause.failure.message.starts_with("write down what is found: write the record"),
+        backoff.failure.message.starts_with("write down what is found: write the record"),
         "{:?}",
-        pause.failure
+        backoff.failure
     );
-    assert!(!bridges.is_due(&step(Action::Forget)));
+    assert!(!bridges.is_due(&step(Action::RemoveRecord)));
     assert!(bridges.records.is_empty());
-    // As long as it has something to do, the daemon comes back for it; after that it does not.
-    assert!(bridges.rest(&BTreeSet::from(["u".to_owned()])).is_some());
-    assert_eq!(bridges.rest(&BTreeSet::new()), None);
+    // The network is retried only while it has pending steps.
+    assert!(bridges.next_retry(&BTreeSet::from(["u".to_owned()])).is_some());
+    assert_eq!(bridges.next_retry(&BTreeSet::new()), None);
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use ipnet::IpNet;
-use plan::ipam::{Family, Grant, Lease, Place, Pod, Rules, Told};
+use plan::ipam::{AddressInfo, AttachmentKey, Family, Grant, Lease, PodRef, Pool};
 use serde_json::Value;
 use tracing::info;
 use wire::{
@@ -22,15 +22,15 @@ use super::{
 };
 use crate::{
     bridges::UNREADABLE,
-    ipam::{Wait, uptime},
+    ipam::{CallerWait, uptime},
 };
 
 /// How long a pod waits for an address before the runtime tries again.
-const PATIENCE: Duration = Duration::from_secs(8);
+const ADD_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// What a pod was given.
 #[derive(Debug, Default)]
-pub struct Given {
+pub struct AllocatedIps {
     pub ips: Vec<Ip>,
     pub routes: Vec<Route>,
 }
@@ -42,7 +42,7 @@ impl CniHandler {
         match verb {
             Verb::Add => {
                 let args = Args::parse(&request.args)?;
-                let asked = requested(config, &args)?;
+                let requested = requested_addresses(config, &args)?;
                 let network = network(config)?;
                 let host = commands::attachment_id(request)?.host;
                 let _lock = self.lock(&host);
@@ -51,8 +51,8 @@ impl CniHandler {
                     Error::new(Code::Io, "remove the tombstone of earlier addresses")
                         .details(error.to_string())
                 })?;
-                let given = self.lease(&self.view(), network, call, &args, &asked)?;
-                let made = Success { ips: given.ips, routes: given.routes, ..Success::default() };
+                let allocated = self.allocate(&self.view(), network, call, &args, &requested)?;
+                let made = Success { ips: allocated.ips, routes: allocated.routes, ..Success::default() };
                 Ok(made.render(config.version))
             }
             Verb::Check => self.check_lease(request, config).map(|_| Vec::new()),
@@ -63,7 +63,7 @@ impl CniHandler {
                 })?;
                 let view = self.view();
                 match view.by_name.get(network(config)?) {
-                    Some(NetworkView { uid, .. }) => self.collect_addresses(uid, config, valid)?,
+                    Some(NetworkView { uid, .. }) => self.gc_addresses(uid, config, valid)?,
                     // A network that there is not has given nothing; one that is not known yet may have.
                     None => commands::require_synced(&view, Code::TryAgainLater)?,
                 }
@@ -78,28 +78,29 @@ impl CniHandler {
     }
 
     /// Gives an interface its addresses.
-    pub(super) fn lease(
+    pub(super) fn allocate(
         &self,
         view: &Networks,
         network: &str,
         call: &CniCall<'_>,
         args: &Args,
-        asked: &[IpNet],
-    ) -> Result<Given, Error> {
+        requested: &[IpNet],
+    ) -> Result<AllocatedIps, Error> {
         let CniCall { request, config, caller } = *call;
-        let (uid, rules) = rules(view, network)?;
+        let (uid, pool) = pool(view, network)?;
         let pod = &args.pod;
         let lease = Lease {
-            place: place(request),
-            pod: Pod { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() },
+            key: attachment_key(request),
+            pod: PodRef { namespace: pod.namespace.clone(), name: pod.name.clone(), uid: pod.uid.clone() },
             network: uid.to_owned(),
             config: config.name.clone(),
             boot: self.ipam.boot().to_owned(),
             since: uptime(),
             addresses: Vec::new(),
         };
-        let wait = Wait { deadline: Instant::now() + PATIENCE, is_there: &|| caller.check_connected() };
-        let grant = self.ipam.give(rules, lease, asked, &wait)?;
+        let wait =
+            CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive: &|| caller.check_connected() };
+        let grant = self.ipam.allocate(pool, lease, requested, &wait)?;
         info!(
             network,
             container_id = request.container_id,
@@ -108,51 +109,52 @@ impl CniHandler {
             addresses = ?grant.lease.addresses,
             "a pod has its addresses"
         );
-        Ok(given(rules, &grant))
+        Ok(allocated_ips(pool, &grant))
     }
 
     /// Whether the interface has what ADD said; says what that is.
     pub(super) fn check_lease(&self, request: &Request, config: &Config) -> Result<Vec<IpNet>, Error> {
         let differs = |msg: String| Err(Error::new(Code::Differs, msg));
-        let Some(grant) = self.ipam.grant(&place(request)) else {
+        let Some(grant) = self.ipam.grant(&attachment_key(request)) else {
             return differs("the interface has no address of patchbay-ipam any more".to_owned());
         };
         let mut all = Vec::new();
         for address in &grant.lease.addresses {
-            let Some(said) = answered(config).into_iter().find(|net| net.addr() == *address) else {
+            let Some(reported) = prev_result_addresses(config).into_iter().find(|net| net.addr() == *address)
+            else {
                 let msg = format!("the interface has address {address}, which its result does not tell of");
                 return differs(msg);
             };
-            if let Some(told) = grant.told(*address).filter(|told| told.net != said) {
-                let msg = format!("the interface was given {}, and its result tells of {said}", told.net);
+            if let Some(info) = grant.info(*address).filter(|info| info.net != reported) {
+                let msg = format!("the interface was given {}, and its result tells of {reported}", info.net);
                 return differs(msg);
             }
-            all.push(said);
+            all.push(reported);
         }
         Ok(all)
     }
 
     /// Frees what was given for this configuration and the runtime does not know any more.
-    pub(super) fn collect_addresses(
+    pub(super) fn gc_addresses(
         &self,
         network: &str,
         config: &Config,
         valid: &[Attachment],
     ) -> Result<(), Error> {
-        let valid: BTreeSet<Place> = valid
+        let valid: BTreeSet<AttachmentKey> = valid
             .iter()
-            .map(|one| Place { container: one.container_id.clone(), interface: one.ifname.clone() })
+            .map(|one| AttachmentKey { container: one.container_id.clone(), interface: one.ifname.clone() })
             .collect();
-        self.ipam.collect(network, &config.name, &valid).map(drop)
+        self.ipam.gc_config(network, &config.name, &valid).map(drop)
     }
 }
 
-pub fn place(request: &Request) -> Place {
-    Place { container: request.container_id.clone(), interface: request.ifname.clone() }
+pub fn attachment_key(request: &Request) -> AttachmentKey {
+    AttachmentKey { container: request.container_id.clone(), interface: request.ifname.clone() }
 }
 
 /// The addresses that somebody asks for, with a length or without.
-pub fn requested(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
+pub fn requested_addresses(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
     let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
     let read = |text: &String| {
         let alone = text.parse::<IpAddr>().map(IpNet::from);
@@ -175,7 +177,7 @@ fn network(config: &Config) -> Result<&str, Error> {
 }
 
 /// What a network says about addresses, with its UID. Its bridge need not be on this node.
-fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Error> {
+fn pool<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Pool), Error> {
     let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
     let Some(network) = view.by_name.get(name) else {
         commands::require_synced(view, Code::TryAgainLater)?;
@@ -193,26 +195,26 @@ fn rules<'a>(view: &'a Networks, name: &str) -> Result<(&'a str, &'a Rules), Err
             ))
         }
         None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
-        Some(rules) if rules.spaces.is_empty() => later(format!(
+        Some(pool) if pool.grids.is_empty() => later(format!(
             "network {name:?} has no address blocks yet: the patchbay controller decides their length"
         )),
-        Some(rules) => Ok((&network.uid, rules)),
+        Some(pool) => Ok((&network.uid, pool)),
     }
 }
 
 /// A lease in the words of a result.
-fn given(rules: &Rules, grant: &Grant) -> Given {
-    let ip = |told: &Told| Ip { address: told.net, gateway: told.gateway, interface: None };
-    let routes = rules.routes.iter().filter_map(|route| {
+fn allocated_ips(pool: &Pool, grant: &Grant) -> AllocatedIps {
+    let ip = |info: &AddressInfo| Ip { address: info.net, gateway: info.gateway, interface: None };
+    let routes = pool.routes.iter().filter_map(|route| {
         let family = Family::of(route.dst.addr());
-        let told = grant.told.iter().find(|told| Family::of(told.net.addr()) == family)?;
-        Some(Route { dst: route.dst, gw: route.gw.or(told.gateway) })
+        let info = grant.infos.iter().find(|info| Family::of(info.net.addr()) == family)?;
+        Some(Route { dst: route.dst, gw: route.gw.or(info.gateway) })
     });
-    Given { ips: grant.told.iter().map(ip).collect(), routes: routes.collect() }
+    AllocatedIps { ips: grant.infos.iter().map(ip).collect(), routes: routes.collect() }
 }
 
 /// The addresses that ADD had answered, in any version.
-fn answered(config: &Config) -> Vec<IpNet> {
+fn prev_result_addresses(config: &Config) -> Vec<IpNet> {
     let Some(result) = &config.prev_result else { return Vec::new() };
     let ips = result["ips"].as_array().into_iter().flatten().map(|ip| &ip["address"]);
     let old = ["ip4", "ip6"].into_iter().map(|family| &result[family]["ip"]);

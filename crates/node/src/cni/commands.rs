@@ -6,9 +6,9 @@ use std::{
     sync::Arc,
 };
 
-use api::{Chain, IfName, Mac, ipam::IPAM_PLUGIN};
+use api::{ErrorChain, IfName, Mac, ipam::IPAM_PLUGIN};
 use ipnet::IpNet;
-use link::attach::{self, Aspect, Attach};
+use link::veth::{self, VethConfig, VethProperty};
 use plan::attachment;
 use serde_json::Value;
 use tracing::info;
@@ -19,7 +19,7 @@ use wire::{
 
 use super::{
     CniHandler, NetworkState, NetworkView, Networks,
-    address::{Given, place, requested},
+    address::{AllocatedIps, attachment_key, requested_addresses},
     caller::Caller,
     tombstone,
 };
@@ -87,7 +87,7 @@ impl CniHandler {
         let namespace = namespace.ok_or_else(missing_namespace)?;
         let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
-        let requested_ips = requested(config, &args)?;
+        let requested_ips = requested_addresses(config, &args)?;
         let leases = uses_patchbay_ipam(config)?.then_some(&requested_ips);
         if let (None, Some(address)) = (leases, requested_ips.first()) {
             let msg = format!(
@@ -109,13 +109,13 @@ impl CniHandler {
             Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
         })?;
         let given = match leases {
-            Some(requested) => self.lease(&view, network, call, &args, requested)?,
-            None => Given::default(),
+            Some(requested) => self.allocate(&view, network, call, &args, requested)?,
+            None => AllocatedIps::default(),
         };
         let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
-        let routes: Vec<attach::Route> =
-            given.routes.iter().map(|route| attach::Route { dst: route.dst, gw: route.gw }).collect();
-        let wanted = Attach {
+        let routes: Vec<veth::Route> =
+            given.routes.iter().map(|route| veth::Route { dst: route.dst, gw: route.gw }).collect();
+        let wanted = VethConfig {
             namespace: namespace.as_fd(),
             host: &id.host,
             inside: &inside,
@@ -127,7 +127,7 @@ impl CniHandler {
             addresses: &addresses,
             routes: &routes,
         };
-        let created = attach::attach(&wanted).map_err(|error| attach_error(&error))?;
+        let created = veth::attach(&wanted).map_err(|error| attach_error(&error))?;
         self.verify_still_ready(&view, network, &id.host)?;
         info!(
             network,
@@ -138,7 +138,7 @@ impl CniHandler {
             mac = %wanted.mac,
             mtu,
             ?addresses,
-            already_existed = created == attach::Made::Before,
+            already_existed = created == veth::AttachOutcome::Unchanged,
             "attached a pod"
         );
         let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
@@ -163,7 +163,7 @@ impl CniHandler {
             ),
             Err(error) => error,
         };
-        attach::detach(host).map_err(|error| attach_error(&error))?;
+        veth::detach(host).map_err(|error| attach_error(&error))?;
         Err(error)
     }
 
@@ -179,21 +179,21 @@ impl CniHandler {
         if !still() {
             return Ok(());
         }
-        let place = place(request);
+        let place = attachment_key(request);
         if request.plugin == IPAM_PLUGIN {
-            return self.ipam.delete(&place).map(drop);
+            return self.ipam.release(&place).map(drop);
         }
-        match attach::detach(&id.host) {
+        match veth::detach(&id.host) {
             Ok(true) => {
                 let AttachmentId { container_id, ifname, host } = id;
                 info!(container_id, ifname, %host, "detached a pod");
             }
             // A foreign link of this name does not belong to the pod.
-            Ok(false) | Err(attach::Error::Foreign { .. }) => {}
+            Ok(false) | Err(veth::Error::NotAVeth { .. }) => {}
             Err(error) => return Err(attach_error(&error)),
         }
         // The addresses are released only after the link that carries them is deleted.
-        self.ipam.delete(&place).map(drop)
+        self.ipam.release(&place).map(drop)
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
@@ -212,7 +212,7 @@ impl CniHandler {
         let _lock = self.lock(&id.host);
         let view = self.view();
         let ready = ready(&view, network)?;
-        let wanted = Attach {
+        let wanted = VethConfig {
             namespace: namespace.as_fd(),
             host: &id.host,
             inside: &inside,
@@ -224,10 +224,10 @@ impl CniHandler {
             addresses: &given,
             routes: &[],
         };
-        let mut differences = attach::inspect(&wanted).map_err(|error| attach_error(&error))?;
+        let mut differences = veth::check(&wanted).map_err(|error| attach_error(&error))?;
         // The host end follows a raised MTU of the network, and only CNI 1.1.0 records the MTU that the pod got.
         differences.retain(|difference| {
-            difference.what != Aspect::Mtu || (mtu.is_some() && difference.link == inside)
+            difference.property != VethProperty::Mtu || (mtu.is_some() && difference.link == inside)
         });
         if differences.is_empty() {
             return Ok(());
@@ -253,13 +253,13 @@ impl CniHandler {
         };
         let hosts = valid.iter().map(|valid| attachment::host_end(&valid.container_id, &valid.ifname));
         let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends = attach::ends(&attachment::alias_of_config(uid, &config.name))
+        let ends = veth::host_veths(&attachment::alias_of_config(uid, &config.name))
             .map_err(|error| attach_error(&error))?;
         let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
         let mut problem = None;
         for host in names.filter(|name| !keep.contains(name)) {
             let _lock = self.lock(&host);
-            match attach::detach(&host) {
+            match veth::detach(&host) {
                 Ok(_) => info!(network, %host, "deleted a link that the runtime no longer uses"),
                 Err(error) => problem = Some(attach_error(&error)),
             }
@@ -267,7 +267,7 @@ impl CniHandler {
         match problem {
             Some(problem) => Err(problem),
             // The addresses are released only after the links that carry them are deleted.
-            None => self.collect_addresses(uid, config, valid),
+            None => self.gc_addresses(uid, config, valid),
         }
     }
 
@@ -405,7 +405,7 @@ fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value>
     interfaces.iter().filter(inside).find(|interface| interface["name"] == ifname)
 }
 
-fn interfaces(request: &Request, attached: &Attach<'_>) -> Vec<Interface> {
+fn interfaces(request: &Request, attached: &VethConfig<'_>) -> Vec<Interface> {
     let mtu = Some(attached.mtu);
     let host = Interface { name: attached.host.to_string(), mtu, mac: None, sandbox: None };
     let inside = Interface {
@@ -418,15 +418,17 @@ fn interfaces(request: &Request, attached: &Attach<'_>) -> Vec<Interface> {
 }
 
 /// The CNI error for a failed kernel operation.
-fn attach_error(error: &attach::Error) -> Error {
-    use attach::Error as E;
+fn attach_error(error: &veth::Error) -> Error {
+    use veth::Error as E;
     let code = match error {
-        E::Taken { .. } | E::RouteTaken { .. } | E::NoNamespace(_) | E::OwnNamespace => {
+        E::NameTaken { .. } | E::RouteConflict { .. } | E::NotANamespace(_) | E::HostNamespace => {
             Code::InvalidEnvironment
         }
-        E::TooSmallForIpv6 { .. } | E::Families { .. } | E::Gateway { .. } => Code::InvalidConfig,
-        E::NoBridge(_) => Code::TryAgainLater,
-        E::Foreign { .. } | E::Gone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
+        E::MtuTooSmallForIpv6 { .. } | E::FamilyMismatch { .. } | E::GatewayUnreachable { .. } => {
+            Code::InvalidConfig
+        }
+        E::BridgeNotFound(_) => Code::TryAgainLater,
+        E::NotAVeth { .. } | E::LinkGone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
     };
-    Error::new(code, Chain(error).to_string())
+    Error::new(code, ErrorChain(error).to_string())
 }

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use nix::sys::socket::{Shutdown, shutdown};
 use tracing::{error, warn};
 
@@ -114,7 +114,7 @@ impl PoolState {
                 Err(error) => {
                     drop(workers);
                     if !failing {
-                        warn!(error = %Chain(&error), "cannot accept CNI connections; retrying");
+                        warn!(error = %ErrorChain(&error), "cannot accept CNI connections; retrying");
                     }
                     failing = true;
                     thread::park_timeout(ACCEPT_RETRY);
@@ -128,7 +128,7 @@ impl PoolState {
                 && let Err(error) = self.spawn_worker(&mut workers)
             {
                 // The next worker that finishes a call accepts again.
-                warn!(error = %Chain(&error), "cannot start a worker thread for CNI calls");
+                warn!(error = %ErrorChain(&error), "cannot start a worker thread for CNI calls");
             }
             drop(workers);
             // A panic must not cost the pool a worker.

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::Chain;
+use api::ErrorChain;
 use tracing::{info, warn};
 use wire::socket::{FrameReader, MAX_FRAME, Message, Request};
 
@@ -25,18 +25,20 @@ pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
             Ok(None) => warn!(name, "removing a file that is not a tombstone"),
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(error) => {
-                warn!(name, error = %Chain(&error), "cannot read a tombstone; retrying");
+                warn!(name, error = %ErrorChain(&error), "cannot read a tombstone; retrying");
                 continue;
             }
         }
         match fs::remove_file(&path) {
             Ok(()) => removed = true,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => warn!(name, error = %Chain(&error), "cannot remove an applied tombstone; retrying"),
+            Err(error) => {
+                warn!(name, error = %ErrorChain(&error), "cannot remove an applied tombstone; retrying")
+            }
         }
     }
     if removed && let Err(error) = sync(directory) {
-        warn!(error = %Chain(&error), "cannot sync the tombstone directory");
+        warn!(error = %ErrorChain(&error), "cannot sync the tombstone directory");
     }
 }
 

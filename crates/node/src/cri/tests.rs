@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use api::Chain;
+use api::ErrorChain;
 use axum::{
     Router,
     body::{Body, Bytes},
@@ -166,7 +166,7 @@ async fn the_first_socket_that_is_there_counts_even_if_nobody_listens() {
     drop(UnixListener::bind(&left).unwrap());
     let error = with(&left).sandboxes().await.unwrap_err();
     assert!(matches!(error, Error::Connect { .. }), "{error:?}");
-    assert!(Chain(&error).to_string().contains("refused"), "{}", Chain(&error));
+    assert!(ErrorChain(&error).to_string().contains("refused"), "{}", ErrorChain(&error));
 }
 
 #[tokio::test(start_paused = true)]

@@ -13,20 +13,20 @@ use std::{
 
 use api::digest::digest;
 use nix::fcntl::{Flock, FlockArg};
-use plan::ipam::{Ledger, Record};
+use plan::ipam::{Ledger, LedgerRecord};
 use tracing::warn;
 
 /// The directory in the daemon's directory of state.
 const DIRECTORY: &str = "ipam";
-const NAME: &str = "journal";
+const FILE: &str = "journal";
 const LOCK: &str = "lock";
 /// How long the daemon before this one may take to end.
-const PATIENCE: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(20);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const LOCK_RETRY: Duration = Duration::from_millis(20);
 /// A journal is written anew when it has this many lines more than it needs.
-const SPARE_LINES: usize = 4096;
+const COMPACT_AFTER: usize = 4096;
 /// The digits of a digest.
-const DIGITS: usize = 16;
+const DIGEST_DIGITS: usize = 16;
 
 /// Why something is not on disk.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +60,7 @@ impl Journal {
             sync.map_err(failed("make durable the directory", parent))?;
         }
         let lock = lock(&dir.join(LOCK))?;
-        let path = dir.join(NAME);
+        let path = dir.join(FILE);
         let read = match fs::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             other => Some(other.map_err(failed("read", &path))?),
@@ -68,22 +68,22 @@ impl Journal {
         let mut ledger = Ledger::default();
         // One that was ever written is not empty.
         if read.as_ref().is_none_or(Vec::is_empty) {
-            ledger.apply(&Record::Unsure);
+            ledger.apply(&LedgerRecord::Incomplete);
         }
         if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
             warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
-            doubt(&mut ledger);
+            mark_unverified(&mut ledger);
         }
         // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
-        let (file, length, lines) = write(&dir, &ledger)?;
+        let (file, length, lines) = write_snapshot(&dir, &ledger)?;
         Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
     }
 
     /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.
-    pub fn append(&mut self, records: &[Record], before: &Ledger) -> Result<(), Error> {
-        let path = self.dir.join(NAME);
-        if self.broken || self.lines > SPARE_LINES + 2 * before.size() {
-            (self.file, self.length, self.lines) = write(&self.dir, before)?;
+    pub fn append(&mut self, records: &[LedgerRecord], before: &Ledger) -> Result<(), Error> {
+        let path = self.dir.join(FILE);
+        if self.broken || self.lines > COMPACT_AFTER + 2 * before.record_count() {
+            (self.file, self.length, self.lines) = write_snapshot(&self.dir, before)?;
             self.broken = false;
         }
         let text: Vec<u8> = records.iter().flat_map(line).collect();
@@ -108,20 +108,20 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
 fn lock(path: &Path) -> Result<Flock<File>, Error> {
     let open = || File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
     let mut file = open().map_err(failed("open", path))?;
-    let begun = Instant::now();
+    let started = Instant::now();
     loop {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(lock),
-            Err((back, _)) if begun.elapsed() < PATIENCE => file = back,
+            Err((back, _)) if started.elapsed() < LOCK_TIMEOUT => file = back,
             Err(_) => return Err(Error::Busy(path.to_owned())),
         }
-        std::thread::park_timeout(PAUSE);
+        std::thread::park_timeout(LOCK_RETRY);
     }
 }
 
 /// Writes the whole ledger into a file that takes the place of the old one.
-fn write(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
-    let (path, temporary) = (dir.join(NAME), dir.join("journal.new"));
+fn write_snapshot(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
+    let (path, temporary) = (dir.join(FILE), dir.join("journal.new"));
     let (mut text, mut lines) = (Vec::new(), 0);
     for record in ledger.records() {
         text.extend(line(&record));
@@ -140,7 +140,7 @@ fn write(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
     Ok((file, text.len() as u64, lines))
 }
 
-fn line(record: &Record) -> Vec<u8> {
+fn line(record: &LedgerRecord) -> Vec<u8> {
     // It has no map with keys that are no text, so it is always written.
     let text = serde_json::to_string(record).unwrap_or_default();
     format!("{:016x} {text}\n", digest([text.as_str()])).into_bytes()
@@ -174,11 +174,11 @@ fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
     if bad && (!good || whole) { Damage::Inside } else { damage }
 }
 
-fn parse(line: &[u8]) -> Option<Record> {
+fn parse(line: &[u8]) -> Option<LedgerRecord> {
     let text = str::from_utf8(line).ok()?.strip_suffix('\n')?;
-    let (said, rest) = text.split_at_checked(DIGITS)?;
+    let (expected, rest) = text.split_at_checked(DIGEST_DIGITS)?;
     let rest = rest.strip_prefix(' ')?;
-    if u64::from_str_radix(said, 16).ok()? != digest([rest]) {
+    if u64::from_str_radix(expected, 16).ok()? != digest([rest]) {
         return None;
     }
     serde_json::from_str(rest).ok()
@@ -186,16 +186,16 @@ fn parse(line: &[u8]) -> Option<Record> {
 
 /// A record that is lost may have been a lease of any block, or that the node was started: what is known of an earlier
 /// start is no sign that all sandboxes are gone.
-fn doubt(ledger: &mut Ledger) {
-    let held = ledger.holdings().iter().map(|(block, one)| Record::Doubted {
+fn mark_unverified(ledger: &mut Ledger) {
+    let held = ledger.holdings().iter().map(|(block, one)| LedgerRecord::Unverified {
         block: block.clone(),
         network: one.network.clone(),
         object: one.object.clone().unwrap_or_default(),
     });
-    let start = [Record::Unsure, Record::Booted(String::new())];
-    let records: Vec<Record> = start.into_iter().chain(held).collect();
+    let start = [LedgerRecord::Incomplete, LedgerRecord::Booted(String::new())];
+    let records: Vec<LedgerRecord> = start.into_iter().chain(held).collect();
     for record in &records {
-        if let Record::Doubted { block, network, .. } = record {
+        if let LedgerRecord::Unverified { block, network, .. } = record {
             warn!(network, block = %block.range, "which addresses of this block pods have is not known");
         }
         ledger.apply(record);
@@ -207,23 +207,23 @@ mod tests {
     use std::net::IpAddr;
 
     use ipnet::IpNet;
-    use plan::ipam::{Block, Grant, Lease, Place, Pod, Stage, Told};
+    use plan::ipam::{AddressInfo, AttachmentKey, BlockKey, Grant, Lease, PodRef, Stage};
 
     use super::*;
 
-    fn took(range: &str) -> [Record; 2] {
-        let block = Block { network: "net".to_owned(), range: range.parse().unwrap() };
+    fn acquired(range: &str) -> [LedgerRecord; 2] {
+        let block = BlockKey { network: "net".to_owned(), range: range.parse().unwrap() };
         [
-            Record::Asked { block: block.clone(), network: "blue".to_owned() },
-            Record::Took { block, object: "uid".to_owned() },
+            LedgerRecord::Acquiring { block: block.clone(), network: "blue".to_owned() },
+            LedgerRecord::Acquired { block, object: "uid".to_owned() },
         ]
     }
 
-    fn leased(container: &str, address: &str) -> Record {
+    fn leased(container: &str, address: &str) -> LedgerRecord {
         let address: IpAddr = address.parse().unwrap();
         let lease = Lease {
-            place: Place { container: container.to_owned(), interface: "net1".to_owned() },
-            pod: Pod::default(),
+            key: AttachmentKey { container: container.to_owned(), interface: "net1".to_owned() },
+            pod: PodRef::default(),
             network: "net".to_owned(),
             config: "blue".to_owned(),
             boot: "boot".to_owned(),
@@ -231,12 +231,12 @@ mod tests {
             addresses: vec![address],
         };
         let net = IpNet::new(address, 24).unwrap();
-        Record::Leased(Grant { lease, told: vec![Told { net, gateway: None }] })
+        LedgerRecord::Leased(Grant { lease, infos: vec![AddressInfo { net, gateway: None }] })
     }
 
-    struct Dir(PathBuf);
+    struct JournalDir(PathBuf);
 
-    impl Dir {
+    impl JournalDir {
         fn new(name: &str) -> Self {
             let path = std::env::temp_dir().join(format!("patchbay-journal-{}-{name}", std::process::id()));
             fs::create_dir_all(&path).unwrap();
@@ -248,15 +248,16 @@ mod tests {
         }
     }
 
-    impl Drop for Dir {
+    impl Drop for JournalDir {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
     }
 
-    fn filled(dir: &Dir) -> Ledger {
+    fn filled(dir: &JournalDir) -> Ledger {
         let (mut journal, mut ledger) = Journal::open(&dir.0).unwrap();
-        for records in [took("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]]
+        for records in
+            [acquired("10.0.0.0/28").to_vec(), vec![leased("a", "10.0.0.1"), leased("b", "10.0.0.2")]]
         {
             journal.append(&records, &ledger).unwrap();
             for record in &records {
@@ -268,7 +269,7 @@ mod tests {
 
     #[test]
     fn a_ledger_survives_and_a_journal_has_one_daemon() {
-        let dir = Dir::new("survives");
+        let dir = JournalDir::new("survives");
         let ledger = filled(&dir);
         let (journal, again) = Journal::open(&dir.0).unwrap();
         assert_eq!(again, ledger);
@@ -281,34 +282,34 @@ mod tests {
     }
 
     /// A line as daemons wrote it that did not keep what a pod was told.
-    const OLD: &str = concat!(
+    const WITHOUT_INFOS: &str = concat!(
         r#"{"leased":{"place":{"container":"a","interface":"net1"},"pod":{"namespace":"","name":"","uid":""},"#,
         r#""network":"net","config":"blue","boot":"boot","since":7,"addresses":["10.0.0.1"]}}"#,
     );
 
     #[test]
     fn a_lease_of_an_older_daemon_is_read_and_it_can_read_ours() {
-        let dir = Dir::new("old");
+        let dir = JournalDir::new("old");
         fs::create_dir_all(dir.0.join("ipam")).unwrap();
-        fs::write(dir.file(), format!("{:016x} {OLD}\n", digest([OLD]))).unwrap();
+        fs::write(dir.file(), format!("{:016x} {WITHOUT_INFOS}\n", digest([WITHOUT_INFOS]))).unwrap();
         let (_, ledger) = Journal::open(&dir.0).unwrap();
-        assert!(ledger.is_sure());
-        let Record::Leased(Grant { lease, told }) = leased("a", "10.0.0.1") else { unreachable!() };
-        let place = lease.place.clone();
-        assert_eq!(ledger.grant(&place), Some(Grant { lease: lease.clone(), told: Vec::new() }));
+        assert!(ledger.is_complete());
+        let LedgerRecord::Leased(Grant { lease, infos }) = leased("a", "10.0.0.1") else { unreachable!() };
+        let key = lease.key.clone();
+        assert_eq!(ledger.grant(&key), Some(Grant { lease: lease.clone(), infos: Vec::new() }));
 
         // The older daemon leaves out what it does not know, and finds the rest where it was.
         let new = serde_json::to_value(leased("a", "10.0.0.1")).unwrap();
         assert_eq!(serde_json::from_value::<Lease>(new["leased"].clone()).unwrap(), lease);
-        assert_eq!(new["leased"]["told"], serde_json::to_value(told).unwrap());
+        assert_eq!(new["leased"]["told"], serde_json::to_value(infos).unwrap());
         let mut old = new;
         old["leased"].as_object_mut().unwrap().remove("told");
-        assert_eq!(old, serde_json::from_str::<serde_json::Value>(OLD).unwrap());
+        assert_eq!(old, serde_json::from_str::<serde_json::Value>(WITHOUT_INFOS).unwrap());
     }
 
     #[test]
     fn a_line_that_was_cut_off_anywhere_never_was() {
-        let dir = Dir::new("cut");
+        let dir = JournalDir::new("cut");
         let ledger = filled(&dir);
         let whole = fs::read(dir.file()).unwrap();
         let last = line(&leased("c", "10.0.0.3"));
@@ -322,56 +323,59 @@ mod tests {
 
     #[test]
     fn what_was_lost_is_lost_however_often_the_daemon_is_started() {
-        let dir = Dir::new("unsure");
+        let dir = JournalDir::new("unsure");
         for _ in 0..3 {
-            assert!(!Journal::open(&dir.0).unwrap().1.is_sure());
+            assert!(!Journal::open(&dir.0).unwrap().1.is_complete());
         }
         let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
-        journal.append(&[Record::Sure, Record::Booted("boot".to_owned())], &ledger).unwrap();
+        journal.append(&[LedgerRecord::Complete, LedgerRecord::Booted("boot".to_owned())], &ledger).unwrap();
         drop(journal);
         for _ in 0..2 {
-            assert!(Journal::open(&dir.0).unwrap().1.is_sure());
+            assert!(Journal::open(&dir.0).unwrap().1.is_complete());
         }
         for nothing in [&b""[..], &[0; 300], b"garbage"] {
             fs::write(dir.file(), nothing).unwrap();
-            assert!(!Journal::open(&dir.0).unwrap().1.is_sure(), "{nothing:?}");
+            assert!(!Journal::open(&dir.0).unwrap().1.is_complete(), "{nothing:?}");
         }
     }
 
     #[test]
     fn damage_inside_makes_blocks_doubtful_and_keeps_what_can_be_read() {
-        let dir = Dir::new("damage");
+        let dir = JournalDir::new("damage");
         filled(&dir);
         let mut whole = fs::read(dir.file()).unwrap();
-        let ends: Vec<usize> = (0..whole.len()).filter(|place| whole[*place] == b'\n').collect();
+        let ends: Vec<usize> = (0..whole.len()).filter(|key| whole[*key] == b'\n').collect();
         whole[ends[2] + 30] ^= 1;
         fs::write(dir.file(), whole).unwrap();
         let (_, ledger) = Journal::open(&dir.0).unwrap();
-        assert!(!ledger.is_sure() && !Journal::open(&dir.0).unwrap().1.is_sure());
+        assert!(!ledger.is_complete() && !Journal::open(&dir.0).unwrap().1.is_complete());
         assert_eq!(ledger.leases().len(), 1);
-        assert!(ledger.holdings().values().all(|one| one.stage == Stage::Doubtful), "{ledger:?}");
+        assert!(ledger.holdings().values().all(|one| one.stage == Stage::Unverified), "{ledger:?}");
         assert_eq!(ledger.holdings().len(), 1);
         // Which start of the node it was may be what was lost.
         let mut later = ledger.clone();
-        later.apply(&Record::Booted("boot".to_owned()));
-        assert!(later.holdings().values().all(|one| one.stage == Stage::Doubtful), "{later:?}");
-        later.apply(&Record::Booted("next".to_owned()));
-        assert!(later.holdings().values().all(|one| one.stage == Stage::Asked), "{later:?}");
+        later.apply(&LedgerRecord::Booted("boot".to_owned()));
+        assert!(later.holdings().values().all(|one| one.stage == Stage::Unverified), "{later:?}");
+        later.apply(&LedgerRecord::Booted("next".to_owned()));
+        assert!(later.holdings().values().all(|one| one.stage == Stage::Acquiring), "{later:?}");
     }
 
     #[test]
     fn a_journal_does_not_grow_for_ever() {
-        let dir = Dir::new("grow");
+        let dir = JournalDir::new("grow");
         let (mut journal, ledger) = Journal::open(&dir.0).unwrap();
-        for _ in 0..3 * SPARE_LINES / 100 {
+        for _ in 0..3 * COMPACT_AFTER / 100 {
             journal
                 .append(
-                    &vec![Record::Freed(Place { container: "x".into(), interface: "y".into() }); 100],
+                    &vec![
+                        LedgerRecord::Freed(AttachmentKey { container: "x".into(), interface: "y".into() });
+                        100
+                    ],
                     &ledger,
                 )
                 .unwrap();
         }
-        assert!(fs::metadata(dir.file()).unwrap().len() < 80 * (SPARE_LINES as u64 + 200));
+        assert!(fs::metadata(dir.file()).unwrap().len() < 80 * (COMPACT_AFTER as u64 + 200));
         drop(journal);
         assert_eq!(Journal::open(&dir.0).unwrap().1, ledger);
     }

@@ -10,11 +10,11 @@ use prometheus_client::{
 pub struct Metrics {
     pub addresses: Gauge,
     pub blocks: Gauge,
-    pub taken: Counter,
+    pub acquired: Counter,
     pub borrowed: Counter,
-    pub given_back: Counter,
+    pub released: Counter,
     pub exhausted: Counter,
-    pub swept: Counter,
+    pub collected: Counter,
 }
 
 impl Metrics {
@@ -22,20 +22,16 @@ impl Metrics {
     pub fn register(&self, registry: &mut Registry) {
         registry.register("ipam_interfaces", "Interfaces with addresses", self.addresses.clone());
         registry.register("ipam_blocks", "Address blocks and single addresses held", self.blocks.clone());
-        registry.register("ipam_blocks_taken", "Address blocks taken", self.taken.clone());
+        registry.register("ipam_blocks_taken", "Address blocks taken", self.acquired.clone());
         registry.register(
             "ipam_addresses_borrowed",
             "Single addresses asked of others",
             self.borrowed.clone(),
         );
-        registry.register(
-            "ipam_blocks_given_back",
-            "Blocks and addresses given back",
-            self.given_back.clone(),
-        );
+        registry.register("ipam_blocks_given_back", "Blocks and addresses given back", self.released.clone());
         let help = "Times that a network had no address left";
         registry.register("ipam_exhausted", help, self.exhausted.clone());
         let help = "Interfaces whose addresses were freed because their sandbox was gone";
-        registry.register("ipam_swept", help, self.swept.clone());
+        registry.register("ipam_swept", help, self.collected.clone());
     }
 }

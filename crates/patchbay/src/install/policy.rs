@@ -3,7 +3,7 @@
 //! The API server decides it alone, in process: no controller needs to run. A token says which node its pod runs on,
 //! and that cannot be forged by whoever holds the token. A later capability adds its kinds here.
 
-use api::{GROUP, bridgenetwork::NODE_LABEL_PREFIX};
+use api::{GROUP, bridgenetwork::READY_LABEL_PREFIX};
 use serde_json::{Value, json};
 
 use super::{CONTROLLER, NODE, Options};
@@ -176,7 +176,7 @@ fn event_policy(options: &Options) -> Vec<Value> {
 fn controller_policy(options: &Options) -> Vec<Value> {
     let labels = |node: &str| format!("has({node}.metadata.labels) ? {node}.metadata.labels : {{}}");
     let same = |these: &str, those: &str| {
-        SAME_LABELS.replace("THESE", these).replace("THOSE", those).replace("PREFIX", NODE_LABEL_PREFIX)
+        SAME_LABELS.replace("THESE", these).replace("THOSE", those).replace("PREFIX", READY_LABEL_PREFIX)
     };
     let same = format!("{} && {}", same("labels", "oldLabels"), same("oldLabels", "labels"));
     Policy {
@@ -193,7 +193,7 @@ fn controller_policy(options: &Options) -> Vec<Value> {
         validations: json!([{
             "expression": format!("{NOTHING_ELSE} && {same}"),
             "reason": "Forbidden",
-            "message": format!("The controller may only change labels of a Node that begin with {NODE_LABEL_PREFIX}."),
+            "message": format!("The controller may only change labels of a Node that begin with {READY_LABEL_PREFIX}."),
         }]),
     }
     .objects()

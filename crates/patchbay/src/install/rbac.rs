@@ -5,7 +5,7 @@
 
 use api::{
     GROUP,
-    attachment::{ATTACHMENT_GROUP, ATTACHMENT_PLURAL},
+    nad::{NAD_GROUP, NAD_PLURAL},
     names,
 };
 use serde_json::{Value, json};
@@ -72,7 +72,7 @@ fn controller_in_its_namespace() -> Value {
         {
             "apiGroups": ["coordination.k8s.io"],
             "resources": ["leases"],
-            "resourceNames": [names::LEASE],
+            "resourceNames": [names::LEASE_NAME],
             "verbs": ["get", "update"],
         },
         // The webhook's certificates. Deleted only to make anew what somebody made immutable or of another type.
@@ -80,7 +80,7 @@ fn controller_in_its_namespace() -> Value {
         {
             "apiGroups": [""],
             "resources": ["secrets"],
-            "resourceNames": [names::SECRET],
+            "resourceNames": [names::WEBHOOK_CERT_SECRET],
             "verbs": ["get", "list", "watch", "update", "delete"],
         },
     ])
@@ -99,8 +99,8 @@ fn controller_in_the_cluster() -> Value {
         {"apiGroups": [GROUP], "resources": ["ipblocks"], "verbs": ["list", "watch", "delete"]},
         // The attachments that a network keeps.
         {
-            "apiGroups": [ATTACHMENT_GROUP],
-            "resources": [ATTACHMENT_PLURAL],
+            "apiGroups": [NAD_GROUP],
+            "resources": [NAD_PLURAL],
             "verbs": ["list", "watch", "create", "patch", "delete"],
         },
         // Where attachments can be, and who uses them.
@@ -121,7 +121,7 @@ fn controller_in_the_cluster() -> Value {
             "apiGroups": ["apiextensions.k8s.io"],
             "resources": ["customresourcedefinitions"],
             "resourceNames": [
-                format!("{ATTACHMENT_PLURAL}.{ATTACHMENT_GROUP}"),
+                format!("{NAD_PLURAL}.{NAD_GROUP}"),
                 "virtualmachineinstances.kubevirt.io",
                 "virtualmachines.kubevirt.io",
             ],
@@ -131,7 +131,7 @@ fn controller_in_the_cluster() -> Value {
         {
             "apiGroups": ["admissionregistration.k8s.io"],
             "resources": ["validatingwebhookconfigurations"],
-            "resourceNames": [names::CONFIGURATION],
+            "resourceNames": [names::WEBHOOK_CONFIGURATION],
             "verbs": ["get", "list", "watch", "patch"],
         },
     ])

@@ -2,7 +2,7 @@
 
 use api::{
     GROUP, VERSION, names,
-    selection::{DEFAULT_NETWORK, NETWORKS},
+    selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
 };
 use serde_json::{Value, json};
 
@@ -13,7 +13,7 @@ pub fn service(options: &Options) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": super::namespaced(options, names::SERVICE, "controller"),
+        "metadata": super::namespaced(options, names::WEBHOOK_SERVICE, "controller"),
         "spec": {
             "selector": super::selector("controller"),
             "ports": [{
@@ -34,7 +34,7 @@ pub fn configuration(options: &Options) -> Value {
     json!({
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
-        "metadata": super::cluster(names::CONFIGURATION, "controller"),
+        "metadata": super::cluster(names::WEBHOOK_CONFIGURATION, "controller"),
         "webhooks": webhooks,
     })
 }
@@ -96,7 +96,7 @@ fn users(options: &Options) -> Vec<Value> {
     let annotated = |at: &str| {
         let annotations = format!("{at}.annotations");
         format!(
-            "has({annotations}) && ('{NETWORKS}' in {annotations} || '{DEFAULT_NETWORK}' in {annotations})"
+            "has({annotations}) && ('{NETWORKS_ANNOTATION}' in {annotations} || '{DEFAULT_NETWORK_ANNOTATION}' in {annotations})"
         )
     };
     let template = |at: &str| format!("has({at}.metadata) && {}", annotated(&format!("{at}.metadata")));
@@ -158,7 +158,7 @@ fn not_ours(options: &Options) -> Value {
 
 fn client_config(options: &Options, path: &str) -> Value {
     json!({"service": {
-        "name": names::SERVICE,
+        "name": names::WEBHOOK_SERVICE,
         "namespace": options.namespace,
         "path": path,
         "port": 443,

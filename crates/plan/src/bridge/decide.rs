@@ -1,4 +1,4 @@
-//! The plan itself: who takes part, in which order, and what is said about it.
+//! The decision about each network of the node: its steps, their order, and its status.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,273 +8,300 @@ use api::{
 };
 
 use super::{
-    Action, Made, Network, Plan, Record, Settled, Step, View, Wish,
-    keep::{Shape, keep},
-    mark, overlay, reason,
-    seen::Seen,
-    uplink,
+    Action, BridgeInput, BridgePlan, BridgeStep, Desired, LinkKind, LinkRecord, LocalNetwork, Settled,
+    drift::{DesiredLink, link_drift},
+    index::LinkIndex,
+    overlay, ownership_mac, reason, uplink,
 };
 use crate::{
     clash::{self, Claim, Clash},
-    nodenetwork::{Admin, Link},
+    nodenetwork::{AdminState, Link},
 };
 
-/// Why a network does not work.
+/// Why a network is not ready.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problem {
+pub struct NetworkProblem {
     reason: String,
     message: String,
 }
 
-impl Problem {
+impl NetworkProblem {
     pub fn new(reason: &str, message: impl Into<String>) -> Self {
         Self { reason: reason.to_owned(), message: message.into() }
     }
 }
 
-/// What was decided about one network.
+/// The decision about one network.
 #[derive(Default)]
-struct Draft {
+struct NetworkDecision {
     actions: Vec<Action>,
-    problem: Option<Problem>,
+    problem: Option<NetworkProblem>,
+    /// The message of a network that is ready.
     note: Option<String>,
-    /// Whether all of it is right although the problem says that it should not be there.
-    works: bool,
+    /// Whether pods can use the network once no actions are left. A network that is in use can be ready although it has
+    /// a problem.
+    ready: bool,
 }
 
-/// What to do about all bridge networks of a node, and what to say about them.
+/// Plans the next steps for all bridge networks of a node, and their status.
 ///
-/// The view must know every BridgeNetwork: what is of a network that is not in it is removed.
-pub fn plan(view: &View<'_>) -> Plan {
-    let seen = Seen::new(view);
-    let networks: BTreeMap<&str, &Network> =
-        view.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
-    let clashes = clash::losers(&claims(view));
-    let (uids, left_out) = chosen(&seen, &networks);
-    let mut plan = Plan { left_out, ..Plan::default() };
+/// The input must contain every BridgeNetwork of the cluster: the plan removes the links of all others.
+pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
+    let links = LinkIndex::new(input);
+    let networks: BTreeMap<&str, &LocalNetwork> =
+        input.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
+    let clashes = clash::losers(&claims(input));
+    let (uids, omitted) = selected(&links, &networks);
+    let mut plan = BridgePlan { omitted, ..BridgePlan::default() };
     for uid in uids {
-        one(&seen, uid, networks.get(uid).copied(), clashes.get(uid), &mut plan);
+        plan_network(&links, uid, networks.get(uid).copied(), clashes.get(uid), &mut plan);
     }
     plan
 }
 
-fn claims(view: &View<'_>) -> Vec<Claim> {
-    let wanted = view.networks.iter().filter(|network| network.wish == Wish::Have);
+fn claims(input: &BridgeInput<'_>) -> Vec<Claim> {
+    let wanted = input.networks.iter().filter(|network| network.desired == Desired::Present);
     wanted.map(Claim::of).collect()
 }
 
-/// The networks to decide about, and the names of those for which there is no room: the youngest of which this node
-/// has nothing.
-fn chosen<'a>(
-    seen: &Seen<'a>,
-    networks: &BTreeMap<&'a str, &'a Network>,
+/// The networks to plan, and the names of those beyond [`MAX_NETWORKS`]: the youngest that have neither a link nor a
+/// record on this node.
+fn selected<'a>(
+    links: &LinkIndex<'a>,
+    networks: &BTreeMap<&'a str, &'a LocalNetwork>,
 ) -> (BTreeSet<&'a str>, Vec<String>) {
-    let records = seen.view.records.keys().map(String::as_str);
-    let mut chosen: BTreeSet<&str> = seen.networks().chain(records).collect();
-    let mut rest: Vec<&Network> = networks
+    let records = links.input.records.keys().map(String::as_str);
+    let mut selected: BTreeSet<&str> = links.networks().chain(records).collect();
+    let mut rest: Vec<&LocalNetwork> = networks
         .values()
         .copied()
-        .filter(|network| network.wish == Wish::Have && !chosen.contains(network.uid.as_str()))
+        .filter(|network| network.desired == Desired::Present && !selected.contains(network.uid.as_str()))
         .collect();
     rest.sort_by_key(|network| (network.created, &network.name));
-    let room = MAX_NETWORKS.saturating_sub(chosen.len()).min(rest.len());
-    let left_out = rest.split_off(room);
-    chosen.extend(rest.into_iter().map(|network| network.uid.as_str()));
-    (chosen, left_out.into_iter().map(|network| network.name.clone()).collect())
+    let free = MAX_NETWORKS.saturating_sub(selected.len()).min(rest.len());
+    let omitted = rest.split_off(free);
+    selected.extend(rest.into_iter().map(|network| network.uid.as_str()));
+    (selected, omitted.into_iter().map(|network| network.name.clone()).collect())
 }
 
-fn one<'a>(
-    seen: &Seen<'a>,
+fn plan_network<'a>(
+    links: &LinkIndex<'a>,
     uid: &'a str,
-    network: Option<&'a Network>,
+    network: Option<&'a LocalNetwork>,
     clash: Option<&Clash>,
-    plan: &mut Plan,
+    plan: &mut BridgePlan,
 ) {
-    let wanted = network.filter(|network| network.wish == Wish::Have && clash.is_none());
-    let mut draft = match wanted {
-        Some(network) => take_part(seen, network),
-        None => leave(seen, uid, network, clash),
+    let wanted = network.filter(|network| network.desired == Desired::Present && clash.is_none());
+    let mut decision = match wanted {
+        Some(network) => ensure_present(links, network),
+        None => ensure_absent(links, uid, network, clash),
     };
-    let pending = !draft.actions.is_empty();
-    let settled = wanted.map(|network| settled(seen, network));
-    if wanted.is_some() && pending && !seen.view.listed.contains(uid) {
-        draft.actions.clear();
-        draft.problem = Some(Problem::new(
+    let pending = !decision.actions.is_empty();
+    let settled = wanted.map(|network| settled(links, network));
+    if wanted.is_some() && pending && !links.input.listed.contains(uid) {
+        decision.actions.clear();
+        decision.problem = Some(NetworkProblem::new(
             reason::LISTING,
-            "waits until the API server has this network in the NodeNetwork of this node",
+            "waiting until the NodeNetwork of this node lists the network at the API server",
         ));
     }
-    let repair = settled.is_some() && seen.view.settled.get(uid) == settled.as_ref();
-    let step = |action| Step { network: uid.to_owned(), action, repair };
-    plan.steps.extend(draft.actions.into_iter().map(step));
+    let repair = settled.is_some() && links.input.settled.get(uid) == settled.as_ref();
+    let step = |action| BridgeStep { network: uid.to_owned(), action, repair };
+    plan.steps.extend(decision.actions.into_iter().map(step));
 
-    let failure = seen.view.failures.get(uid).filter(|_| pending);
-    let failure = failure.map(|failure| Problem::new(&failure.reason, failure.message.clone()));
-    let applying = || Problem::new(reason::APPLYING, "the links of this network are being changed");
-    let works = draft.works && !pending;
-    let problem = failure.or(draft.problem).or_else(|| pending.then(applying));
+    let failure = links.input.failures.get(uid).filter(|_| pending);
+    let failure = failure.map(|failure| NetworkProblem::new(&failure.reason, failure.message.clone()));
+    let applying =
+        || NetworkProblem::new(reason::APPLYING, "the daemon is changing the links of this network");
+    let ready = decision.ready && !pending;
+    let problem = failure.or(decision.problem).or_else(|| pending.then(applying));
     if problem.is_none()
         && let Some(settled) = settled
     {
         plan.settled.insert(uid.to_owned(), settled);
     }
     if plan.networks.len() < MAX_NETWORKS {
-        plan.networks.push(report(seen, uid, network, works, problem, draft.note));
+        plan.networks.push(report(links, uid, network, ready, problem, decision.note));
     }
 }
 
-/// Makes and keeps the links of a network.
-fn take_part(seen: &Seen<'_>, network: &Network) -> Draft {
+/// Creates the links of a network and repairs their drift.
+fn ensure_present(links: &LinkIndex<'_>, network: &LocalNetwork) -> NetworkDecision {
     let uid = network.uid.as_str();
     let Some(mtu) = network.mtu else {
-        let message = "waits until the controller has decided the MTU of this network";
-        return Draft { problem: Some(Problem::new(reason::WAITING, message)), ..Draft::default() };
+        let message = "waiting for the controller to set the MTU of this network";
+        return NetworkDecision {
+            problem: Some(NetworkProblem::new(reason::WAITING, message)),
+            ..NetworkDecision::default()
+        };
     };
-    if let Some(problem) = foreign_bridge(seen, network) {
-        return Draft { problem: Some(problem), ..Draft::default() };
+    if let Some(problem) = foreign_bridge(links, network) {
+        return NetworkDecision { problem: Some(problem), ..NetworkDecision::default() };
     }
-    let bridge = seen.one(uid, Made::Bridge, network.bridge.as_str());
-    let uplink = uplink::draft(seen, network, mtu, bridge);
-    let mut actions = uplink.back;
-    let record = record(seen, network, uplink.found);
+    let bridge = links.owned_link(uid, LinkKind::Bridge, network.bridge.as_str());
+    let uplink = uplink::decide(links, network, mtu, bridge);
+    let mut actions = uplink.release;
+    let record = record(links, network, uplink.original);
     let node_uid = record.node_uid.clone();
-    if seen.view.records.get(uid) != Some(&record) {
-        actions.push(Action::Record(record));
+    if links.input.records.get(uid) != Some(&record) {
+        actions.push(Action::WriteRecord(record));
     }
     let Some(bridge) = bridge else {
-        let mac = mark(uid, &node_uid, Made::Bridge);
+        let mac = ownership_mac(uid, &node_uid, LinkKind::Bridge);
         actions.push(Action::CreateBridge { name: network.bridge.clone(), mac, mtu });
-        return Draft { actions, problem: uplink.problem, ..Draft::default() };
+        return NetworkDecision { actions, problem: uplink.problem, ..NetworkDecision::default() };
     };
-    let shape =
-        Shape { uid, node_uid: &node_uid, made: Made::Bridge, name: &network.bridge, mtu, master: None };
-    actions.extend(keep(bridge, &shape));
-    actions.extend(pods_back(seen, uid, bridge));
-    let overlay = overlay::draft(seen, network, &node_uid, mtu, bridge);
+    let desired = DesiredLink {
+        uid,
+        node_uid: &node_uid,
+        kind: LinkKind::Bridge,
+        name: &network.bridge,
+        mtu,
+        master: None,
+    };
+    actions.extend(link_drift(bridge, &desired));
+    actions.extend(reattach_pods(links, uid, bridge));
+    let overlay = overlay::decide(links, network, &node_uid, mtu, bridge);
     actions.extend(overlay.actions);
-    actions.extend(uplink.take);
+    actions.extend(uplink.attach);
     let problem = overlay.problem.or(uplink.problem);
-    Draft { works: problem.is_none(), actions, problem, note: overlay.note }
+    NetworkDecision { ready: problem.is_none(), actions, problem, note: overlay.note }
 }
 
-fn foreign_bridge(seen: &Seen<'_>, network: &Network) -> Option<Problem> {
-    let link = seen.named(network.bridge.as_str())?;
-    if seen.owner(link) == Some((network.uid.as_str(), Made::Bridge)) {
+fn foreign_bridge(links: &LinkIndex<'_>, network: &LocalNetwork) -> Option<NetworkProblem> {
+    let link = links.by_name(network.bridge.as_str())?;
+    if links.owner(link) == Some((network.uid.as_str(), LinkKind::Bridge)) {
         return None;
     }
     let message = format!(
-        "this node has a link {} that is not of this network; rename or remove it, or make a network with another \
+        "link {} exists and does not belong to this network; rename or delete it, or create a network with another \
          spec.bridge",
         link.name
     );
-    Some(Problem::new(reason::FOREIGN_LINK, message))
+    Some(NetworkProblem::new(reason::FOREIGN_LINK, message))
 }
 
-/// What the record should say.
-fn record(seen: &Seen<'_>, network: &Network, uplink: Option<super::Found>) -> Record {
-    let view = seen.view;
-    // Links that are there keep the marks that they have, also when the Node was deleted and made anew.
-    let old = view.records.get(&network.uid).filter(|record| record.boot == view.boot);
-    Record {
+/// The desired record.
+fn record(links: &LinkIndex<'_>, network: &LocalNetwork, uplink: Option<super::OriginalLink>) -> LinkRecord {
+    let input = links.input;
+    // Existing links keep their ownership MACs when the Node object is recreated with another UID.
+    let old = input.records.get(&network.uid).filter(|record| record.boot == input.boot);
+    LinkRecord {
         uid: network.uid.clone(),
         name: network.name.clone(),
-        boot: view.boot.to_owned(),
+        boot: input.boot.to_owned(),
         bridge: network.bridge.clone(),
         vxlan: network.vxlan.clone(),
-        node_uid: old.map_or(&view.facts.uid, |record| &record.node_uid).clone(),
+        node_uid: old.map_or(&input.node.uid, |record| &record.node_uid).clone(),
         uplink,
     }
 }
 
-/// The host's ends of pods that are not ports of their bridge: it was deleted, or somebody moved them.
-fn pods_back(seen: &Seen<'_>, uid: &str, bridge: &Link) -> Vec<Action> {
+/// Makes the host ends of pods ports of their bridge again, after the bridge or their master was changed.
+fn reattach_pods(links: &LinkIndex<'_>, uid: &str, bridge: &Link) -> Vec<Action> {
     let mut actions = Vec::new();
-    for pod in seen.pods_of(uid) {
+    for pod in links.pod_links(uid) {
         if pod.master != Some(bridge.index) {
-            actions.push(Action::Join { link: pod.index, bridge: bridge.index });
+            actions.push(Action::SetMaster { link: pod.index, bridge: bridge.index });
         }
-        if pod.admin == Admin::Down {
-            actions.push(Action::SetAdmin { link: pod.index, admin: Admin::Up });
+        if pod.admin == AdminState::Down {
+            actions.push(Action::SetAdmin { link: pod.index, admin: AdminState::Up });
         }
     }
     actions
 }
 
-/// Removes what was made for a network, unless pods are on it.
-fn leave(seen: &Seen<'_>, uid: &str, network: Option<&Network>, clash: Option<&Clash>) -> Draft {
-    let links = seen.made(uid);
-    let bridges = links.iter().filter(|(made, _)| *made == Made::Bridge).map(|(_, link)| *link);
-    let pods: usize = bridges.clone().map(|bridge| seen.pods_on(bridge).count()).sum();
+/// Removes the links and the record of a network, unless pods are attached to it.
+fn ensure_absent(
+    links: &LinkIndex<'_>,
+    uid: &str,
+    network: Option<&LocalNetwork>,
+    clash: Option<&Clash>,
+) -> NetworkDecision {
+    let owned = links.owned_links(uid);
+    let bridges = owned.iter().filter(|(kind, _)| *kind == LinkKind::Bridge).map(|(_, link)| *link);
+    let pods: usize = bridges.clone().map(|bridge| links.pod_ports(bridge).count()).sum();
     if pods > 0 {
-        return in_use(seen, network, clash, pods);
+        return in_use(links, network, clash, pods);
     }
-    let of = |wanted: Made| links.iter().filter(move |(made, _)| *made == wanted);
-    let delete = |(_, link): &(Made, &Link)| Action::Delete { link: link.index };
-    let mut actions: Vec<Action> = of(Made::Vxlan).map(delete).collect();
-    if let Some(found) = uplink::recorded(seen, uid) {
-        let bridge =
-            bridges.clone().find(|bridge| seen.ports(bridge).iter().any(|port| port.index == found.index));
-        actions.extend(uplink::back(seen, uid, found, bridge));
+    let of = |wanted: LinkKind| owned.iter().filter(move |(kind, _)| *kind == wanted);
+    let delete = |(_, link): &(LinkKind, &Link)| Action::Delete { link: link.index };
+    let mut actions: Vec<Action> = of(LinkKind::Vxlan).map(delete).collect();
+    if let Some(original) = uplink::recorded(links, uid) {
+        let bridge = bridges
+            .clone()
+            .find(|bridge| links.ports(bridge).iter().any(|port| port.index == original.index));
+        actions.extend(uplink::restore(links, uid, original, bridge));
     }
-    actions.extend(of(Made::Bridge).map(delete));
-    if seen.view.records.contains_key(uid) {
-        actions.push(Action::Forget);
+    actions.extend(of(LinkKind::Bridge).map(delete));
+    if links.input.records.contains_key(uid) {
+        actions.push(Action::RemoveRecord);
     }
     let problem = match clash {
-        Some(clash) => Problem::new(reason::CONFLICT, clash.to_string()),
-        None => Problem::new(reason::LEAVING, "the links of this network are being removed"),
+        Some(clash) => NetworkProblem::new(reason::CONFLICT, clash.to_string()),
+        None => NetworkProblem::new(reason::TERMINATING, "the daemon is removing the links of this network"),
     };
-    Draft { actions, problem: Some(problem), ..Draft::default() }
+    NetworkDecision { actions, problem: Some(problem), ..NetworkDecision::default() }
 }
 
-/// A network that should go and cannot, because pods are on it. Their links are kept as they should be, but nothing is
-/// made for it any more.
-fn in_use(seen: &Seen<'_>, network: Option<&Network>, clash: Option<&Clash>, pods: usize) -> Draft {
+/// Keeps a network that is to be removed while pods are attached to it. Drift of its links is repaired, but no link is
+/// created for it.
+fn in_use(
+    links: &LinkIndex<'_>,
+    network: Option<&LocalNetwork>,
+    clash: Option<&Clash>,
+    pods: usize,
+) -> NetworkDecision {
     let pods = if pods == 1 { "1 pod is".to_owned() } else { format!("{pods} pods are") };
     if let Some(clash) = clash {
-        let message =
-            format!("{clash}; {pods} still on the bridge of this one, which stays until they are gone");
-        return Draft { problem: Some(Problem::new(reason::CONFLICT, message)), ..Draft::default() };
+        let message = format!(
+            "{clash}; {pods} still attached to the bridge of this network, which is removed when they exit"
+        );
+        return NetworkDecision {
+            problem: Some(NetworkProblem::new(reason::CONFLICT, message)),
+            ..NetworkDecision::default()
+        };
     }
-    let message = format!("{pods} still on the bridge; the network goes from this node when they are gone");
-    let problem = Some(Problem::new(reason::IN_USE, message));
-    let kept = network.map(|network| take_part(seen, network)).unwrap_or_default();
-    let makes = |action: &Action| {
-        matches!(action, Action::Record(_) | Action::CreateBridge { .. } | Action::CreateVxlan { .. })
+    let message = format!("{pods} still attached to the bridge; it is removed from this node when they exit");
+    let problem = Some(NetworkProblem::new(reason::IN_USE, message));
+    let repaired = network.map(|network| ensure_present(links, network)).unwrap_or_default();
+    let creates = |action: &Action| {
+        matches!(action, Action::WriteRecord(_) | Action::CreateBridge { .. } | Action::CreateVxlan { .. })
     };
-    if kept.actions.iter().any(makes) {
-        return Draft { problem, ..Draft::default() };
+    if repaired.actions.iter().any(creates) {
+        return NetworkDecision { problem, ..NetworkDecision::default() };
     }
-    Draft { problem, ..kept }
+    NetworkDecision { problem, ..repaired }
 }
 
-/// What is wanted of a network, to compare with later.
-fn settled(seen: &Seen<'_>, network: &Network) -> Settled {
+/// The desired state of a network, for comparison with later plans.
+fn settled(links: &LinkIndex<'_>, network: &LocalNetwork) -> Settled {
     Settled {
         bridge: network.bridge.clone(),
         vxlan: network.vxlan.clone(),
         mtu: network.mtu,
         uplink: network.uplink.clone(),
         overlay: network.overlay,
-        local: seen.view.vtep.map(|vtep| vtep.address),
-        floods: overlay::wanted_floods(seen, network),
+        local: links.input.vtep.map(|vtep| vtep.address),
+        floods: overlay::desired_floods(links, network),
     }
 }
 
 fn report(
-    seen: &Seen<'_>,
+    links: &LinkIndex<'_>,
     uid: &str,
-    network: Option<&Network>,
-    works: bool,
-    problem: Option<Problem>,
+    network: Option<&LocalNetwork>,
+    ready: bool,
+    problem: Option<NetworkProblem>,
     note: Option<String>,
 ) -> NetworkOnNode {
-    let record = seen.view.records.get(uid);
+    let record = links.input.records.get(uid);
     let name = network.map(|network| network.name.as_str()).or(record.map(|record| record.name.as_str()));
     let wanted = network.map(|network| &network.bridge).or(record.map(|record| &record.bridge));
     let wanted = wanted.map_or("", api::IfName::as_str);
-    let bridge = seen.one(uid, Made::Bridge, wanted);
-    let shown = [wanted, bridge.map_or("", |link| &link.name), uid].into_iter().find(|name| !name.is_empty());
+    let bridge = links.owned_link(uid, LinkKind::Bridge, wanted);
+    let bridge_name =
+        [wanted, bridge.map_or("", |link| &link.name), uid].into_iter().find(|name| !name.is_empty());
     let number = |mtu: u32| i32::try_from(mtu).unwrap_or(i32::MAX);
     let old_mtu = |pod: &&Link| network.and_then(|network| network.mtu).is_some_and(|mtu| pod.mtu < mtu);
     let (reason, message) = match problem {
@@ -285,30 +312,30 @@ fn report(
         uid: uid.to_owned(),
         name: name.unwrap_or(uid).to_owned(),
         observed_generation: network.map_or(0, |network| network.generation),
-        ready: works,
+        ready,
         reason,
         message: message.chars().take(MAX_MESSAGE).collect(),
-        bridge: shown.unwrap_or_default().chars().take(api::IfName::MAX).collect(),
+        bridge: bridge_name.unwrap_or_default().chars().take(api::IfName::MAX).collect(),
         mac: bridge.and_then(|link| link.mac),
         mtu: bridge.map(|link| number(link.mtu)),
-        ports: bridge.map(|bridge| ports(seen, uid, network, bridge)).unwrap_or_default(),
+        ports: bridge.map(|bridge| ports(links, uid, network, bridge)).unwrap_or_default(),
         pods_with_old_mtu: bridge.map_or(0, |bridge| {
-            i32::try_from(seen.pods_on(bridge).filter(old_mtu).count()).unwrap_or(i32::MAX)
+            i32::try_from(links.pod_ports(bridge).filter(old_mtu).count()).unwrap_or(i32::MAX)
         }),
     }
 }
 
-/// The ports that connect a bridge with other nodes.
-fn ports(seen: &Seen<'_>, uid: &str, network: Option<&Network>, bridge: &Link) -> Vec<String> {
-    let recorded = uplink::recorded(seen, uid).map(|found| found.index);
+/// The ports that connect a bridge to other nodes.
+fn ports(links: &LinkIndex<'_>, uid: &str, network: Option<&LocalNetwork>, bridge: &Link) -> Vec<String> {
+    let recorded = uplink::recorded(links, uid).map(|original| original.index);
     let wanted = network.and_then(|network| network.uplink.as_ref());
     let connects = |port: &&&Link| {
-        seen.owner(port) == Some((uid, Made::Vxlan))
+        links.owner(port) == Some((uid, LinkKind::Vxlan))
             || recorded == Some(port.index)
             || wanted.is_some_and(|name| name.as_str() == port.name)
     };
     let mut names: Vec<String> =
-        seen.ports(bridge).iter().filter(connects).map(|port| port.name.clone()).collect();
+        links.ports(bridge).iter().filter(connects).map(|port| port.name.clone()).collect();
     names.sort();
     names.truncate(8);
     names

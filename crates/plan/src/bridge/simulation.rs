@@ -1,4 +1,4 @@
-//! A kernel of plain values, to see where plans lead from any state.
+//! A simulated kernel: applies plans and checks that they converge from any state.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,14 +10,15 @@ use jiff::Timestamp;
 use proptest::prelude::*;
 
 use super::{
-    Action, Made, Network, Overlay, Peer, Plan, Record, Settled, View, Wish, alias, mark, plan, pod_port,
+    Action, BridgeInput, BridgePlan, Desired, LinkKind, LinkRecord, LocalNetwork, Overlay, Peer, Settled,
+    is_pod_port, ownership_alias, ownership_mac, plan,
 };
-use crate::nodenetwork::{Address, Admin, Facts, Flood, Link, Observed, Oper, Vxlan};
+use crate::nodenetwork::{Address, AdminState, FloodEntry, KernelState, Link, NodeInfo, OperState, Vxlan};
 
-/// A plan that is not empty after this many passes never will be.
+/// A plan that still has steps after this many passes does not converge.
 const PASSES: usize = 8;
-/// Links that come later have numbers from here on.
-const OURS: u32 = 100;
+/// The first index of links that the simulation creates.
+const FIRST_CREATED: u32 = 100;
 
 pub fn link(index: u32, name: &str, kind: &str) -> Link {
     Link {
@@ -26,15 +27,15 @@ pub fn link(index: u32, name: &str, kind: &str) -> Link {
         kind: Some(kind.to_owned()).filter(|kind| !kind.is_empty()),
         mac: Some(Mac::from([2, 0, 0, 0, 1, u8::try_from(index % 256).unwrap()])),
         mtu: 1500,
-        admin: Admin::Up,
-        oper: Oper::Up,
+        admin: AdminState::Up,
+        oper: OperState::Up,
         loopback: false,
         master: None,
         lower: None,
         alias: String::new(),
         addresses: Vec::new(),
-        ipv6_off: Some(false),
-        ipv4_deaf: Some(false),
+        ipv6_disabled: Some(false),
+        ipv4_isolated: Some(false),
         vxlan: None,
     }
 }
@@ -43,8 +44,8 @@ pub fn name(text: &str) -> IfName {
     text.parse().unwrap()
 }
 
-pub fn network(label: &str) -> Network {
-    Network {
+pub fn network(label: &str) -> LocalNetwork {
+    LocalNetwork {
         name: label.to_owned(),
         uid: format!("uid-{label}"),
         generation: 1,
@@ -54,38 +55,38 @@ pub fn network(label: &str) -> Network {
         mtu: Some(1400),
         uplink: None,
         overlay: None,
-        wish: Wish::Have,
+        desired: Desired::Present,
     }
 }
 
-/// A node: its kernel, its disk, and what it knows of the cluster.
+/// A simulated node: its kernel, its records, and its view of the cluster.
 #[derive(Debug, Clone)]
-pub struct Node {
-    pub observed: Observed,
-    pub records: BTreeMap<String, Record>,
+pub struct SimNode {
+    pub observed: KernelState,
+    pub records: BTreeMap<String, LinkRecord>,
     pub settled: BTreeMap<String, Settled>,
-    pub networks: Vec<Network>,
+    pub networks: Vec<LocalNetwork>,
     pub peers: Vec<Peer>,
     pub vtep: Option<Vtep>,
-    pub facts: Facts,
+    pub node: NodeInfo,
     pub boot: String,
-    /// The networks that are not listed yet.
+    /// The networks that the NodeNetwork does not list yet.
     pub unlisted: BTreeSet<String>,
-    pub failures: BTreeMap<String, super::Failure>,
+    pub failures: BTreeMap<String, super::ApplyFailure>,
     pub api_links: BTreeSet<u32>,
     pub next: u32,
 }
 
-impl Node {
-    /// A node with these links besides the loopback and the one that has its address.
+impl SimNode {
+    /// A node with the loopback interface, `eth0` with the node's address, and these links.
     pub fn new(links: &[Link]) -> Self {
         let address = |net: &str| Address { net: net.parse().unwrap(), temporary: false };
         let lo = Link { loopback: true, addresses: vec![address("127.0.0.1/8")], ..link(1, "lo", "") };
         let eth0 = Link { addresses: vec![address("10.0.0.1/24")], ..link(2, "eth0", "") };
         let links: Vec<Link> = [lo, eth0].iter().chain(links).cloned().collect();
         Self {
-            next: OURS,
-            observed: Observed { links, default_routes: vec![2], ..Observed::default() },
+            next: FIRST_CREATED,
+            observed: KernelState { links, default_routes: vec![2], ..KernelState::default() },
             records: BTreeMap::new(),
             settled: BTreeMap::new(),
             networks: Vec::new(),
@@ -95,7 +96,7 @@ impl Node {
                 interface: "eth0".to_owned(),
                 mtu: 1500,
             }),
-            facts: Facts {
+            node: NodeInfo {
                 name: "node-1".to_owned(),
                 uid: "node-uid".to_owned(),
                 internal_ips: vec!["10.0.0.1".parse().unwrap()],
@@ -107,16 +108,16 @@ impl Node {
         }
     }
 
-    pub fn with(mut self, networks: &[Network]) -> Self {
+    pub fn with(mut self, networks: &[LocalNetwork]) -> Self {
         self.networks = networks.to_vec();
         self
     }
 
-    pub fn plan(&self) -> Plan {
+    pub fn plan(&self) -> BridgePlan {
         let all = self.networks.iter().map(|network| network.uid.clone());
         let listed = all.filter(|uid| !self.unlisted.contains(uid)).collect();
-        plan(&View {
-            facts: &self.facts,
+        plan(&BridgeInput {
+            node: &self.node,
             boot: &self.boot,
             vtep: self.vtep.as_ref(),
             networks: &self.networks,
@@ -139,7 +140,11 @@ impl Node {
     }
 
     fn at(&mut self, index: u32) -> &mut Link {
-        self.observed.links.iter_mut().find(|link| link.index == index).expect("steps name links that exist")
+        self.observed
+            .links
+            .iter_mut()
+            .find(|link| link.index == index)
+            .expect("steps refer to existing links")
     }
 
     pub fn add(&mut self, mut link: Link) -> u32 {
@@ -171,21 +176,30 @@ impl Node {
 
     pub fn apply(&mut self, network: &str, action: &Action) {
         match action.clone() {
-            Action::Record(record) => _ = self.records.insert(network.to_owned(), record),
-            Action::Forget => _ = self.records.remove(network).expect("what is forgotten was known"),
+            Action::WriteRecord(record) => _ = self.records.insert(network.to_owned(), record),
+            Action::RemoveRecord => {
+                _ = self.records.remove(network).expect("only existing records are removed")
+            }
             Action::CreateBridge { name, mac, mtu } => {
-                let ipv6_off = (mtu > 1280).then_some(false);
-                let made = link(0, name.as_str(), "bridge");
-                self.add(Link { mac: Some(mac), mtu: mtu - 1, admin: Admin::Down, ipv6_off, ..made });
+                let ipv6_disabled = (mtu > 1280).then_some(false);
+                let base = link(0, name.as_str(), "bridge");
+                self.add(Link {
+                    mac: Some(mac),
+                    mtu: mtu - 1,
+                    admin: AdminState::Down,
+                    ipv6_disabled,
+                    ..base
+                });
             }
             Action::CreateVxlan { name, mac, mtu, overlay: Overlay { vni, port }, local, bridge } => {
                 let vxlan = Some(Vxlan { vni, port, local: Some(local) });
                 let same =
                     |link: &&Link| link.vxlan.is_some_and(|other| (other.vni, other.port) == (vni, port));
                 assert_eq!(self.observed.links.iter().find(same), None);
-                let ipv6_off = (mtu >= 1280).then_some(false);
-                let made = Link { master: Some(bridge), ipv6_off, vxlan, ..link(0, name.as_str(), "vxlan") };
-                self.add(Link { mac: Some(mac), mtu, admin: Admin::Down, ..made });
+                let ipv6_disabled = (mtu >= 1280).then_some(false);
+                let base =
+                    Link { master: Some(bridge), ipv6_disabled, vxlan, ..link(0, name.as_str(), "vxlan") };
+                self.add(Link { mac: Some(mac), mtu, admin: AdminState::Down, ..base });
             }
             Action::Delete { link } => self.delete(link),
             Action::Rename { link, name } => {
@@ -197,32 +211,32 @@ impl Node {
             Action::SetMtu { link, mtu } => {
                 let link = self.at(link);
                 link.mtu = mtu;
-                link.ipv6_off = if mtu < 1280 { None } else { link.ipv6_off.or(Some(false)) };
+                link.ipv6_disabled = if mtu < 1280 { None } else { link.ipv6_disabled.or(Some(false)) };
             }
             Action::SetAdmin { link, admin } => self.at(link).admin = admin,
             Action::DisableIpv6 { name } => {
                 let link = self.get(&name);
-                link.ipv6_off = Some(true);
+                link.ipv6_disabled = Some(true);
                 link.addresses.retain(|address| address.net.addr().is_ipv4());
             }
-            Action::DeafenIpv4 { name } => self.get(&name).ipv4_deaf = Some(true),
+            Action::IsolateIpv4 { name } => self.get(&name).ipv4_isolated = Some(true),
             Action::RemoveAddress { link, address } => {
                 self.at(link).addresses.retain(|own| own.net != address);
             }
-            Action::Join { link, bridge } => {
+            Action::SetMaster { link, bridge } => {
                 assert_eq!(self.at(bridge).kind.as_deref(), Some("bridge"));
                 self.at(link).master = Some(bridge);
             }
-            Action::Part { link } => self.at(link).master = None,
-            Action::AddFlood { vxlan, to } => self.observed.floods.push(Flood { link: vxlan, to }),
+            Action::ClearMaster { link } => self.at(link).master = None,
+            Action::AddFlood { vxlan, to } => self.observed.floods.push(FloodEntry { link: vxlan, to }),
             Action::RemoveFlood { vxlan, to } => {
-                self.observed.floods.retain(|flood| *flood != Flood { link: vxlan, to });
+                self.observed.floods.retain(|flood| *flood != FloodEntry { link: vxlan, to });
             }
         }
     }
 
-    /// One pass that dies after so many steps.
-    fn pass(&mut self, steps: usize) -> Plan {
+    /// One pass that crashes after this many steps.
+    fn pass(&mut self, steps: usize) -> BridgePlan {
         let plan = self.plan();
         self.settled.clone_from(&plan.settled);
         for step in plan.steps.iter().take(steps) {
@@ -231,28 +245,28 @@ impl Node {
         plan
     }
 
-    /// Plans and applies until nothing is left to do.
-    pub fn settle(&mut self) -> Plan {
-        let mut last = Plan::default();
+    /// Plans and applies until no steps are left.
+    pub fn settle(&mut self) -> BridgePlan {
+        let mut last = BridgePlan::default();
         for _ in 0..PASSES {
             last = self.pass(usize::MAX);
             if last.steps.is_empty() {
                 return last;
             }
         }
-        panic!("no end after {PASSES} passes: {:#?}", last.steps);
+        panic!("no convergence after {PASSES} passes: {:#?}", last.steps);
     }
 }
 
 /// The link that a step changes.
 fn touched(action: &Action) -> Option<u32> {
     match action {
-        Action::Record(_)
-        | Action::Forget
+        Action::WriteRecord(_)
+        | Action::RemoveRecord
         | Action::CreateBridge { .. }
         | Action::CreateVxlan { .. }
         | Action::DisableIpv6 { .. }
-        | Action::DeafenIpv4 { .. } => None,
+        | Action::IsolateIpv4 { .. } => None,
         Action::Delete { link }
         | Action::Rename { link, .. }
         | Action::SetAlias { link, .. }
@@ -260,50 +274,50 @@ fn touched(action: &Action) -> Option<u32> {
         | Action::SetMtu { link, .. }
         | Action::SetAdmin { link, .. }
         | Action::RemoveAddress { link, .. }
-        | Action::Join { link, .. }
-        | Action::Part { link } => Some(*link),
+        | Action::SetMaster { link, .. }
+        | Action::ClearMaster { link } => Some(*link),
         Action::AddFlood { vxlan, .. } | Action::RemoveFlood { vxlan, .. } => Some(*vxlan),
     }
 }
 
-/// What happens to a node between two passes; the numbers choose what exactly.
+/// An event between two passes; the numbers select the variation.
 #[derive(Debug, Clone, Copy)]
-enum Event {
-    /// Networks come, change and go.
-    Network(u8, u8),
-    /// Somebody changes a link of ours by hand.
+enum NodeEvent {
+    /// A network is created, changed or deleted.
+    LocalNetwork(u8, u8),
+    /// Another program changes a link.
     Drift(u8, u8),
-    /// The daemon dies after so many steps.
+    /// The daemon crashes after this many steps.
     Crash(u8),
     Pass,
     Pod(u8),
-    PodGone(u8),
+    PodDeleted(u8),
     Peers(u8),
     Reboot,
-    NewNode,
+    NodeRecreated,
 }
 
-fn events() -> impl Strategy<Value = Vec<Event>> {
+fn events() -> impl Strategy<Value = Vec<NodeEvent>> {
     let event = prop_oneof![
-        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| Event::Network(which, how)),
-        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| Event::Drift(which, how)),
-        4 => (0..6_u8).prop_map(Event::Crash),
-        4 => Just(Event::Pass),
-        1 => any::<u8>().prop_map(Event::Pod),
-        1 => any::<u8>().prop_map(Event::PodGone),
-        1 => any::<u8>().prop_map(Event::Peers),
-        1 => Just(Event::Reboot),
-        1 => Just(Event::NewNode),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| NodeEvent::LocalNetwork(which, how)),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| NodeEvent::Drift(which, how)),
+        4 => (0..6_u8).prop_map(NodeEvent::Crash),
+        4 => Just(NodeEvent::Pass),
+        1 => any::<u8>().prop_map(NodeEvent::Pod),
+        1 => any::<u8>().prop_map(NodeEvent::PodDeleted),
+        1 => any::<u8>().prop_map(NodeEvent::Peers),
+        1 => Just(NodeEvent::Reboot),
+        1 => Just(NodeEvent::NodeRecreated),
     ];
     proptest::collection::vec(event, 0..30)
 }
 
-/// Links of others, some of which are in the way.
-fn strangers(which: u8) -> Vec<Link> {
+/// Links that Patchbay does not own, some with names or VNIs that the networks need.
+fn foreign_links(which: u8) -> Vec<Link> {
     let has = |bit: u8| which & (1 << bit) != 0;
     let address = Address { net: "192.0.2.1/24".parse().unwrap(), temporary: false };
     let mut links = vec![
-        Link { admin: Admin::Down, mtu: 1300, ..link(10, "eth1", "") },
+        Link { admin: AdminState::Down, mtu: 1300, ..link(10, "eth1", "") },
         Link { mtu: 9000, ..link(11, "eth2", "") },
         Link { addresses: vec![address], ..link(12, "eth3", "") },
         Link { alias: "patchbay/bridge/uid-n0".to_owned(), ..link(13, "eth4", "") },
@@ -325,20 +339,20 @@ fn strangers(which: u8) -> Vec<Link> {
     links
 }
 
-struct World {
-    node: Node,
-    strangers: Vec<Link>,
+struct BridgeSim {
+    node: SimNode,
+    foreign_links: Vec<Link>,
     pods: u32,
 }
 
-impl World {
+impl BridgeSim {
     fn new(which: u8) -> Self {
-        let strangers = strangers(which);
-        Self { node: Node::new(&strangers), strangers, pods: 0 }
+        let foreign_links = foreign_links(which);
+        Self { node: SimNode::new(&foreign_links), foreign_links, pods: 0 }
     }
 
-    /// Applies a pass up to a step, and checks that no step is about a link that is none of our business.
-    fn pass(&mut self, steps: usize) -> Plan {
+    /// Applies the first steps of a pass, and checks that no step changes a foreign link other than an uplink.
+    fn pass(&mut self, steps: usize) -> BridgePlan {
         let plan = self.node.plan();
         self.node.settled.clone_from(&plan.settled);
         for step in plan.steps.iter().take(steps) {
@@ -348,10 +362,10 @@ impl World {
                         step.action,
                         Action::SetMtu { .. }
                             | Action::SetAdmin { .. }
-                            | Action::Join { .. }
-                            | Action::Part { .. }
+                            | Action::SetMaster { .. }
+                            | Action::ClearMaster { .. }
                     );
-                let foreign = index <= 2 || self.strangers.iter().any(|link| link.index == index);
+                let foreign = index <= 2 || self.foreign_links.iter().any(|link| link.index == index);
                 assert!(uplink || !foreign, "{step:?}");
             }
             self.node.apply(&step.network, &step.action);
@@ -368,30 +382,30 @@ impl World {
             }
             steps = plan.steps;
         }
-        panic!("no end: {steps:#?}\n{:#?}", self.node);
+        panic!("no convergence: {steps:#?}\n{:#?}", self.node);
     }
 
-    fn happen(&mut self, event: Event) {
+    fn handle(&mut self, event: NodeEvent) {
         match event {
-            Event::Network(which, how) => self.edit(which % 4, how),
-            Event::Drift(which, how) => self.drift(which, how),
-            Event::Crash(steps) => _ = self.pass(usize::from(steps)),
-            Event::Pass => _ = self.pass(usize::MAX),
-            Event::Pod(which) => {
+            NodeEvent::LocalNetwork(which, how) => self.edit(which % 4, how),
+            NodeEvent::Drift(which, how) => self.drift(which, how),
+            NodeEvent::Crash(steps) => _ = self.pass(usize::from(steps)),
+            NodeEvent::Pass => _ = self.pass(usize::MAX),
+            NodeEvent::Pod(which) => {
                 let label = format!("n{}", which % 4);
                 let bridge = self.node.find(&format!("br-{label}"));
-                if bridge.is_some_and(|bridge| bridge.index >= OURS) {
+                if bridge.is_some_and(|bridge| bridge.index >= FIRST_CREATED) {
                     self.pods += 1;
                     self.node.pod(&label, self.pods);
                 }
             }
-            Event::PodGone(which) => {
+            NodeEvent::PodDeleted(which) => {
                 let ports: Vec<u32> = self.pods();
                 if let Some(&index) = ports.get(usize::from(which) % ports.len().max(1)) {
                     self.node.delete(index);
                 }
             }
-            Event::Peers(which) => {
+            NodeEvent::Peers(which) => {
                 self.node.peers = (0..4_u8)
                     .filter(|n| which & (1 << n) != 0)
                     .map(|n| Peer {
@@ -404,19 +418,19 @@ impl World {
                     })
                     .collect();
             }
-            Event::Reboot => {
-                let fresh = Node::new(&self.strangers);
+            NodeEvent::Reboot => {
+                let fresh = SimNode::new(&self.foreign_links);
                 self.node.observed = fresh.observed;
                 self.node.boot += "+";
                 self.node.settled.clear();
             }
-            Event::NewNode => self.node.facts.uid += "+",
+            NodeEvent::NodeRecreated => self.node.node.uid += "+",
         }
     }
 
     fn pods(&self) -> Vec<u32> {
         let links = self.node.observed.links.iter();
-        links.filter(|link| pod_port(&link.name)).map(|link| link.index).collect()
+        links.filter(|link| is_pod_port(&link.name)).map(|link| link.index).collect()
     }
 
     fn edit(&mut self, which: u8, how: u8) {
@@ -424,22 +438,22 @@ impl World {
         let uid = format!("uid-{label}");
         let networks = &mut self.node.networks;
         let Some(at) = networks.iter().position(|network| network.uid == uid) else {
-            let mut made = network(&label);
-            made.created = Timestamp::from_second(i64::from(how % 3)).unwrap();
-            made.mtu = Some([1400, 1280, 1450, 576][usize::from(how / 4) % 4]);
-            made.uplink = [None, Some(name("eth1")), Some(name("eth2")), Some(name("eth3"))]
+            let mut new = network(&label);
+            new.created = Timestamp::from_second(i64::from(how % 3)).unwrap();
+            new.mtu = Some([1400, 1280, 1450, 576][usize::from(how / 4) % 4]);
+            new.uplink = [None, Some(name("eth1")), Some(name("eth2")), Some(name("eth3"))]
                 [usize::from(how) % 4]
                 .clone();
-            if made.uplink.is_none() {
-                made.overlay = Some(Overlay { vni: u32::from(1 + which % 3), port: 4789 });
+            if new.uplink.is_none() {
+                new.overlay = Some(Overlay { vni: u32::from(1 + which % 3), port: 4789 });
             }
-            networks.push(made);
+            networks.push(new);
             return;
         };
         match how % 6 {
             0 => _ = networks.remove(at),
-            1 => networks[at].wish = Wish::Leave,
-            2 => networks[at].wish = Wish::Have,
+            1 => networks[at].desired = Desired::Absent,
+            2 => networks[at].desired = Desired::Present,
             3 => networks[at].mtu = Some([1400, 1280, 1450, 576, 1000][usize::from(how / 6) % 5]),
             4 if networks[at].overlay.is_none() => {
                 networks[at].uplink =
@@ -454,34 +468,36 @@ impl World {
     }
 
     fn drift(&mut self, which: u8, how: u8) {
-        // Also an uplink, while it is a port of ours.
-        let mine = |link: &&Link| link.index >= OURS || link.master.is_some();
-        let mine: Vec<u32> = self.node.observed.links.iter().filter(mine).map(|link| link.index).collect();
-        let Some(&index) = mine.get(usize::from(which) % mine.len().max(1)) else { return };
-        let pod = pod_port(&self.node.at(index).name);
+        // Includes an uplink while it is a port of a bridge.
+        let changeable = |link: &&Link| link.index >= FIRST_CREATED || link.master.is_some();
+        let indexes: Vec<u32> =
+            self.node.observed.links.iter().filter(changeable).map(|link| link.index).collect();
+        let Some(&index) = indexes.get(usize::from(which) % indexes.len().max(1)) else { return };
+        let pod = is_pod_port(&self.node.at(index).name);
         let foreign = self.node.find("virbr9").unwrap().index;
         let link = self.node.at(index);
-        let made = !pod && index >= OURS && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
+        let owned =
+            !pod && index >= FIRST_CREATED && (link.alias.starts_with("patchbay/") || how.is_multiple_of(2));
         match how % 10 {
-            0 if index >= OURS => self.node.delete(index),
+            0 if index >= FIRST_CREATED => self.node.delete(index),
             1 => link.mtu = 1401,
-            2 => link.admin = Admin::Down,
+            2 => link.admin = AdminState::Down,
             3 => link.master = None,
             4 if pod || link.kind.as_deref() == Some("vxlan") => link.master = Some(foreign),
-            5 if made => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
-            6 if made && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
-                link.alias = "by hand".to_owned();
+            5 if owned => link.mac = Some(Mac::from([2, 9, 9, 9, 9, 9])),
+            6 if owned && link.mac.is_some_and(|mac| mac.octets()[1] != 9) => {
+                link.alias = "edited".to_owned();
             }
-            7 if made => {
+            7 if owned => {
                 link.addresses.push(Address { net: "10.7.0.1/24".parse().unwrap(), temporary: false });
             }
-            8 if made => {
-                link.ipv6_off = link.ipv6_off.map(|_| false);
-                link.ipv4_deaf = Some(false);
-                link.name = format!("hand{index}");
+            8 if owned => {
+                link.ipv6_disabled = link.ipv6_disabled.map(|_| false);
+                link.ipv4_isolated = Some(false);
+                link.name = format!("edited{index}");
             }
             9 if link.kind.as_deref() == Some("vxlan") => {
-                self.node.observed.floods.push(Flood { link: index, to: "10.0.0.99".parse().unwrap() });
+                self.node.observed.floods.push(FloodEntry { link: index, to: "10.0.0.99".parse().unwrap() });
             }
             _ => {}
         }
@@ -490,49 +506,50 @@ impl World {
 
 proptest! {
     #[test]
-    fn every_sequence_settles_and_leaves_no_trace_in_the_end(which in 0..16_u8, events in events()) {
-        let mut world = World::new(which);
+    fn every_sequence_of_events_converges_and_removal_leaves_no_trace(which in 0..16_u8, events in events()) {
+        let mut sim = BridgeSim::new(which);
         for event in events {
-            world.happen(event);
+            sim.handle(event);
         }
-        world.settle();
-        prop_assert_eq!(world.node.plan().steps, vec![]);
-        // A network that is right is said to be, and one that is said to be is right.
-        for report in world.node.plan().networks {
-            let bridge = world.node.find(&report.bridge).filter(|bridge| bridge.index >= OURS);
-            prop_assert!(!report.ready || bridge.is_some_and(|bridge| bridge.admin == Admin::Up), "{:?}", report);
+        sim.settle();
+        prop_assert_eq!(sim.node.plan().steps, vec![]);
+        // A network is reported as ready only if its bridge is up.
+        for report in sim.node.plan().networks {
+            let bridge = sim.node.find(&report.bridge).filter(|bridge| bridge.index >= FIRST_CREATED);
+            prop_assert!(!report.ready || bridge.is_some_and(|bridge| bridge.admin == AdminState::Up), "{:?}", report);
         }
 
-        for index in world.pods() {
-            world.node.delete(index);
+        for index in sim.pods() {
+            sim.node.delete(index);
         }
-        for network in &mut world.node.networks {
-            network.wish = Wish::Leave;
+        for network in &mut sim.node.networks {
+            network.desired = Desired::Absent;
         }
-        world.settle();
-        let before = Node::new(&world.strangers).observed;
-        prop_assert_eq!(&world.node.observed, &before);
-        prop_assert!(world.node.records.is_empty());
-        prop_assert_eq!(world.node.plan().networks, vec![]);
+        sim.settle();
+        let before = SimNode::new(&sim.foreign_links).observed;
+        prop_assert_eq!(&sim.node.observed, &before);
+        prop_assert!(sim.node.records.is_empty());
+        prop_assert_eq!(sim.node.plan().networks, vec![]);
     }
 }
 
 #[test]
-fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
-    let up = Network { uplink: Some(name("eth1")), ..network("up") };
-    let over = Network { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network("over") };
-    let eth1 = || Link { admin: Admin::Down, mtu: 1300, ..link(10, "eth1", "") };
+fn converges_after_a_crash_at_any_step_of_creation_and_removal() {
+    let up = LocalNetwork { uplink: Some(name("eth1")), ..network("up") };
+    let over = LocalNetwork { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network("over") };
+    let eth1 = || Link { admin: AdminState::Down, mtu: 1300, ..link(10, "eth1", "") };
     let peers = vec![Peer {
         node: "peer".to_owned(),
         vtep: Some("10.0.0.2".parse().unwrap()),
         networks: [over.uid.clone()].into(),
     }];
-    let mut whole = Node { peers: peers.clone(), ..Node::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
+    let mut whole =
+        SimNode { peers: peers.clone(), ..SimNode::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
     assert!(whole.settle().networks.iter().all(|report| report.ready));
     for first in 0..16 {
         for second in 0..16 {
             let mut node =
-                Node { peers: peers.clone(), ..Node::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
+                SimNode { peers: peers.clone(), ..SimNode::new(&[eth1()]).with(&[up.clone(), over.clone()]) };
             node.pass(first);
             node.pass(second);
             node.settle();
@@ -540,25 +557,30 @@ fn a_crash_after_any_step_of_making_and_of_removing_is_healed() {
             assert!(node.plan().networks.iter().all(|report| report.ready));
 
             for network in &mut node.networks {
-                network.wish = Wish::Leave;
+                network.desired = Desired::Absent;
             }
             node.pass(first);
             node.pass(second);
             node.settle();
-            assert_eq!(node.observed, Node::new(&[eth1()]).observed);
+            assert_eq!(node.observed, SimNode::new(&[eth1()]).observed);
             assert_eq!(node.records, BTreeMap::new());
         }
     }
 }
 
 #[test]
-fn leftovers_that_only_an_alias_or_an_old_mark_tells_of_are_removed() {
-    let mut node = Node::new(&[]);
+fn leftovers_are_recognized_by_alias_or_ownership_mac_and_removed() {
+    let mut node = SimNode::new(&[]);
     let before = node.observed.clone();
-    let bridge = node.add(Link { alias: alias("gone", Made::Bridge), ..link(0, "br-gone", "bridge") });
-    node.add(Link { master: Some(bridge), alias: alias("gone", Made::Vxlan), ..link(0, "vx-gone", "vxlan") });
-    node.networks = vec![Network { wish: Wish::Leave, ..network("left") }];
-    let mac = Some(mark("uid-left", "node-uid", Made::Bridge));
+    let bridge = node
+        .add(Link { alias: ownership_alias("deleted", LinkKind::Bridge), ..link(0, "br-deleted", "bridge") });
+    node.add(Link {
+        master: Some(bridge),
+        alias: ownership_alias("deleted", LinkKind::Vxlan),
+        ..link(0, "vx-deleted", "vxlan")
+    });
+    node.networks = vec![LocalNetwork { desired: Desired::Absent, ..network("left") }];
+    let mac = Some(ownership_mac("uid-left", "node-uid", LinkKind::Bridge));
     node.add(Link { mac, ..link(0, "br-left", "bridge") });
     node.settle();
     assert_eq!(node.observed, before);

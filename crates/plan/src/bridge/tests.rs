@@ -4,17 +4,17 @@ use api::{Mac, NetworkOnNode, nodenetwork::MAX_MESSAGE, nodenetwork::MAX_NETWORK
 use jiff::Timestamp;
 
 use super::{
-    simulation::{Node, link, name, network},
+    simulation::{SimNode, link, name, network},
     *,
 };
-use crate::nodenetwork::{Address, Flood, Link, Vxlan};
+use crate::nodenetwork::{Address, FloodEntry, Link, Vxlan};
 
-fn overlay(label: &str) -> Network {
-    Network { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network(label) }
+fn overlay(label: &str) -> LocalNetwork {
+    LocalNetwork { overlay: Some(Overlay { vni: 7, port: 4789 }), ..network(label) }
 }
 
-fn uplink(label: &str, link: &str) -> Network {
-    Network { uplink: Some(name(link)), ..network(label) }
+fn uplink(label: &str, link: &str) -> LocalNetwork {
+    LocalNetwork { uplink: Some(name(link)), ..network(label) }
 }
 
 fn address(net: &str) -> Address {
@@ -27,53 +27,53 @@ fn peer(node: &str, vtep: &str, networks: &[&str]) -> Peer {
 }
 
 fn eth1() -> Link {
-    Link { admin: Admin::Down, mtu: 1300, ..link(10, "eth1", "") }
+    Link { admin: AdminState::Down, mtu: 1300, ..link(10, "eth1", "") }
 }
 
-/// A node on which these networks have settled.
-fn settled(links: &[Link], networks: &[Network]) -> Node {
-    let mut node = Node::new(links).with(networks);
+/// A node on which these networks are applied.
+fn settled(links: &[Link], networks: &[LocalNetwork]) -> SimNode {
+    let mut node = SimNode::new(links).with(networks);
     node.settle();
     node
 }
 
-fn actions(node: &Node) -> Vec<Action> {
+fn actions(node: &SimNode) -> Vec<Action> {
     node.plan().steps.into_iter().map(|step| step.action).collect()
 }
 
-fn report(node: &Node, label: &str) -> NetworkOnNode {
+fn report(node: &SimNode, label: &str) -> NetworkOnNode {
     let found = node.plan().networks.into_iter().find(|report| report.name == label);
-    found.unwrap_or_else(|| panic!("nothing is said about {label}"))
+    found.unwrap_or_else(|| panic!("the plan does not report {label}"))
 }
 
-fn told(node: &Node, label: &str) -> (bool, String, String) {
+fn condition(node: &SimNode, label: &str) -> (bool, String, String) {
     let NetworkOnNode { ready, reason, message, .. } = report(node, label);
     (ready, reason, message)
 }
 
-fn refusal(reason: &str, message: &str) -> (bool, String, String) {
+fn not_ready(reason: &str, message: &str) -> (bool, String, String) {
     (false, reason.to_owned(), message.to_owned())
 }
 
 #[test]
-fn a_mark_is_a_local_unicast_address_of_network_node_and_sort() {
-    let mut marks = BTreeSet::new();
+fn an_ownership_mac_is_local_unicast_and_unique_per_network_node_and_kind() {
+    let mut macs = BTreeSet::new();
     for network in ["a", "b"] {
         for node in ["a", "b"] {
-            for made in Made::ALL {
-                let mark = mark(network, node, made);
-                assert_eq!(mark.octets()[0] & 0x03, 0x02);
-                marks.insert(mark);
+            for kind in LinkKind::ALL {
+                let mac = ownership_mac(network, node, kind);
+                assert_eq!(mac.octets()[0] & 0x03, 0x02);
+                macs.insert(mac);
             }
         }
     }
-    assert_eq!(marks.len(), 8);
-    // Links that were made yesterday are known by it.
-    assert_eq!(mark("uid-blue", "node-uid", Made::Bridge).to_string(), "b2:9b:26:fd:67:79");
+    assert_eq!(macs.len(), 8);
+    // Links of earlier versions must still be recognized.
+    assert_eq!(ownership_mac("uid-blue", "node-uid", LinkKind::Bridge).to_string(), "b2:9b:26:fd:67:79");
 }
 
 #[test]
-fn ports_of_pods_are_known_by_their_names() {
+fn pod_ports_are_recognized_by_name() {
     for (name, wanted) in [
         ("veth0123456789a", true),
         ("vethabcdefabcde", true),
@@ -84,27 +84,27 @@ fn ports_of_pods_are_known_by_their_names() {
         ("eth1", false),
         ("", false),
     ] {
-        assert_eq!(pod_port(name), wanted, "{name:?}");
+        assert_eq!(is_pod_port(name), wanted, "{name:?}");
     }
 }
 
 #[test]
-fn aliases_that_anybody_could_have_written_name_no_network() {
+fn malformed_aliases_name_no_network() {
     for alias in
         ["", "patchbay/bridge/", "patchbay/bridge/a/b", "patchbay/bridge/a b", "patchbay/vxlan/x", "bridge/x"]
     {
-        assert_eq!(made_for(alias, Made::Bridge), None, "{alias:?}");
+        assert_eq!(alias_owner(alias, LinkKind::Bridge), None, "{alias:?}");
     }
-    assert_eq!(made_for(&"patchbay/bridge/x".repeat(9), Made::Bridge), None);
-    assert_eq!(made_for(&alias("uid-1", Made::Bridge), Made::Bridge), Some("uid-1"));
-    assert_eq!(pod_network(&attachment::alias("uid-1", "nad", "c", "net1")), Some("uid-1"));
-    assert_eq!(pod_network("pod/uid-1"), None);
+    assert_eq!(alias_owner(&"patchbay/bridge/x".repeat(9), LinkKind::Bridge), None);
+    assert_eq!(alias_owner(&ownership_alias("uid-1", LinkKind::Bridge), LinkKind::Bridge), Some("uid-1"));
+    assert_eq!(pod_alias_network(&attachment::alias("uid-1", "nad", "c", "net1")), Some("uid-1"));
+    assert_eq!(pod_alias_network("pod/uid-1"), None);
 }
 
 #[test]
-fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
-    let mut node = Node::new(&[]).with(&[network("blue")]);
-    let record = Record {
+fn the_record_is_written_before_the_bridge_and_the_link_is_set_up_last() {
+    let mut node = SimNode::new(&[]).with(&[network("blue")]);
+    let record = LinkRecord {
         uid: "uid-blue".to_owned(),
         name: "blue".to_owned(),
         boot: "boot-1".to_owned(),
@@ -113,10 +113,10 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
         node_uid: "node-uid".to_owned(),
         uplink: None,
     };
-    let mac = mark("uid-blue", "node-uid", Made::Bridge);
-    let first = [Action::Record(record), Action::CreateBridge { name: name("br-blue"), mac, mtu: 1400 }];
+    let mac = ownership_mac("uid-blue", "node-uid", LinkKind::Bridge);
+    let first = [Action::WriteRecord(record), Action::CreateBridge { name: name("br-blue"), mac, mtu: 1400 }];
     assert_eq!(actions(&node), first);
-    assert_eq!(told(&node, "blue").1, reason::APPLYING);
+    assert_eq!(condition(&node, "blue").1, reason::APPLYING);
     for action in &first {
         node.apply("uid-blue", action);
     }
@@ -126,8 +126,8 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
             Action::SetAlias { link: 100, alias: "patchbay/bridge/uid-blue".to_owned() },
             Action::SetMtu { link: 100, mtu: 1400 },
             Action::DisableIpv6 { name: "br-blue".to_owned() },
-            Action::DeafenIpv4 { name: "br-blue".to_owned() },
-            Action::SetAdmin { link: 100, admin: Admin::Up },
+            Action::IsolateIpv4 { name: "br-blue".to_owned() },
+            Action::SetAdmin { link: 100, admin: AdminState::Up },
         ]
     );
     node.settle();
@@ -150,32 +150,32 @@ fn the_record_comes_before_the_bridge_and_the_link_is_set_up_last() {
 }
 
 #[test]
-fn nothing_is_made_before_the_mtu_is_decided_and_the_network_is_listed() {
-    let mut node = Node::new(&[]).with(&[Network { mtu: None, ..network("blue") }]);
+fn no_link_is_created_before_the_mtu_is_set_and_the_network_is_listed() {
+    let mut node = SimNode::new(&[]).with(&[LocalNetwork { mtu: None, ..network("blue") }]);
     assert_eq!(actions(&node), []);
-    assert_eq!(told(&node, "blue").1, reason::WAITING);
+    assert_eq!(condition(&node, "blue").1, reason::WAITING);
     node.networks[0].mtu = Some(1400);
     node.unlisted.insert("uid-blue".to_owned());
     assert_eq!(actions(&node), []);
-    assert_eq!(told(&node, "blue").1, reason::LISTING);
+    assert_eq!(condition(&node, "blue").1, reason::LISTING);
     node.unlisted.clear();
     assert_eq!(actions(&node).len(), 2);
     node.settle();
-    // A NodeNetwork that somebody deleted takes nothing away.
+    // A deleted NodeNetwork does not make an applied network unready.
     node.unlisted.insert("uid-blue".to_owned());
     assert!(report(&node, "blue").ready);
 }
 
 #[test]
-fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
-    type Drift = (&'static str, fn(&mut Node), fn(u32, u32) -> Action);
+fn all_drift_is_repaired_in_place_and_counted_as_a_repair() {
+    type Drift = (&'static str, fn(&mut SimNode), fn(u32, u32) -> Action);
     let peers = vec![peer("two", "10.0.0.2", &["blue"])];
-    let node = Node { peers, ..Node::new(&[]).with(&[overlay("blue")]) };
+    let node = SimNode { peers, ..SimNode::new(&[]).with(&[overlay("blue")]) };
     let drifts: [Drift; 11] = [
         (
             "mac",
             |node| node.get("br-blue").mac = None,
-            |br, _| Action::SetMac { link: br, mac: mark("uid-blue", "node-uid", Made::Bridge) },
+            |br, _| Action::SetMac { link: br, mac: ownership_mac("uid-blue", "node-uid", LinkKind::Bridge) },
         ),
         (
             "alias",
@@ -185,10 +185,14 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
         ("mtu", |node| node.get("br-blue").mtu = 1500, |br, _| Action::SetMtu { link: br, mtu: 1400 }),
         (
             "admin",
-            |node| node.get("vx-blue").admin = Admin::Down,
-            |_, vx| Action::SetAdmin { link: vx, admin: Admin::Up },
+            |node| node.get("vx-blue").admin = AdminState::Down,
+            |_, vx| Action::SetAdmin { link: vx, admin: AdminState::Up },
         ),
-        ("port", |node| node.get("vx-blue").master = None, |br, vx| Action::Join { link: vx, bridge: br }),
+        (
+            "port",
+            |node| node.get("vx-blue").master = None,
+            |br, vx| Action::SetMaster { link: vx, bridge: br },
+        ),
         (
             "address",
             |node| node.get("br-blue").addresses = vec![address("10.7.0.1/24")],
@@ -196,29 +200,29 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
         ),
         (
             "ipv6",
-            |node| node.get("br-blue").ipv6_off = Some(false),
+            |node| node.get("br-blue").ipv6_disabled = Some(false),
             |_, _| Action::DisableIpv6 { name: "br-blue".to_owned() },
         ),
         (
             "ipv4",
-            |node| node.get("vx-blue").ipv4_deaf = Some(false),
-            |_, _| Action::DeafenIpv4 { name: "vx-blue".to_owned() },
+            |node| node.get("vx-blue").ipv4_isolated = Some(false),
+            |_, _| Action::IsolateIpv4 { name: "vx-blue".to_owned() },
         ),
         (
             "name",
-            |node| node.get("br-blue").name = "br-hand".to_owned(),
+            |node| node.get("br-blue").name = "br-edited".to_owned(),
             |br, _| Action::Rename { link: br, name: name("br-blue") },
         ),
         (
-            "flood entry gone",
+            "missing flood entry",
             |node| node.observed.floods.clear(),
             |_, vx| Action::AddFlood { vxlan: vx, to: "10.0.0.2".parse().unwrap() },
         ),
         (
-            "flood entry more",
+            "extra flood entry",
             |node| {
                 let link = node.get("vx-blue").index;
-                node.observed.floods.push(Flood { link, to: "10.0.0.9".parse().unwrap() });
+                node.observed.floods.push(FloodEntry { link, to: "10.0.0.9".parse().unwrap() });
             },
             |_, vx| Action::RemoveFlood { vxlan: vx, to: "10.0.0.9".parse().unwrap() },
         ),
@@ -228,16 +232,16 @@ fn every_change_by_hand_is_put_right_in_place_and_counts_as_a_repair() {
         node.settle();
         let (br, vx) = (node.get("br-blue").index, node.get("vx-blue").index);
         drift(&mut node);
-        let step = Step { network: "uid-blue".to_owned(), action: wanted(br, vx), repair: true };
+        let step = BridgeStep { network: "uid-blue".to_owned(), action: wanted(br, vx), repair: true };
         assert_eq!(node.plan().steps, [step], "{what}");
-        assert_eq!(told(&node, "blue").1, reason::APPLYING, "{what}");
+        assert_eq!(condition(&node, "blue").1, reason::APPLYING, "{what}");
         node.settle();
         assert!(report(&node, "blue").ready, "{what}");
     }
 }
 
 #[test]
-fn a_bridge_that_was_deleted_is_made_again_and_the_pods_are_joined_again() {
+fn a_deleted_bridge_is_recreated_and_its_pods_are_reattached() {
     let mut node = settled(&[], &[network("blue")]);
     let pod = node.pod("blue", 1);
     assert_eq!(actions(&node), []);
@@ -245,7 +249,7 @@ fn a_bridge_that_was_deleted_is_made_again_and_the_pods_are_joined_again() {
     node.delete(old);
     let steps = node.plan().steps;
     assert!(
-        matches!(&steps[..], [Step { action: Action::CreateBridge { .. }, repair: true, .. }]),
+        matches!(&steps[..], [BridgeStep { action: Action::CreateBridge { .. }, repair: true, .. }]),
         "{steps:?}"
     );
     node.settle();
@@ -254,20 +258,20 @@ fn a_bridge_that_was_deleted_is_made_again_and_the_pods_are_joined_again() {
 
     let other = node.add(link(0, "br-other", "bridge"));
     let port = node.get("veth00000000001");
-    (port.master, port.admin) = (Some(other), Admin::Down);
+    (port.master, port.admin) = (Some(other), AdminState::Down);
     assert_eq!(
         actions(&node),
-        [Action::Join { link: pod, bridge }, Action::SetAdmin { link: pod, admin: Admin::Up }]
+        [Action::SetMaster { link: pod, bridge }, Action::SetAdmin { link: pod, admin: AdminState::Up }]
     );
     assert!(node.plan().steps.iter().all(|step| step.repair));
 }
 
 #[test]
-fn what_the_user_changes_is_no_repair() {
+fn a_change_of_the_spec_is_not_a_repair() {
     let mut node = settled(&[eth1()], &[network("blue")]);
     node.networks[0].mtu = Some(1450);
     let bridge = node.get("br-blue").index;
-    let step = |action| Step { network: "uid-blue".to_owned(), action, repair: false };
+    let step = |action| BridgeStep { network: "uid-blue".to_owned(), action, repair: false };
     assert_eq!(node.plan().steps, [step(Action::SetMtu { link: bridge, mtu: 1450 })]);
     node.settle();
     node.peers = vec![peer("two", "10.0.0.2", &["blue"])];
@@ -276,9 +280,9 @@ fn what_the_user_changes_is_no_repair() {
 }
 
 #[test]
-fn an_mtu_that_brings_ipv6_back_switches_it_off_again() {
-    let mut node = settled(&[], &[Network { mtu: Some(576), ..network("blue") }]);
-    assert_eq!(node.get("br-blue").ipv6_off, None);
+fn ipv6_is_disabled_again_when_a_larger_mtu_restores_it() {
+    let mut node = settled(&[], &[LocalNetwork { mtu: Some(576), ..network("blue") }]);
+    assert_eq!(node.get("br-blue").ipv6_disabled, None);
     assert!(report(&node, "blue").ready);
     node.networks[0].mtu = Some(1500);
     let link = node.get("br-blue").index;
@@ -289,31 +293,31 @@ fn an_mtu_that_brings_ipv6_back_switches_it_off_again() {
 }
 
 #[test]
-fn the_loser_of_a_clash_gives_back_what_it_has_unless_pods_are_on_it() {
+fn a_conflicting_network_is_removed_unless_pods_are_attached() {
     let later = Timestamp::from_second(5).unwrap();
-    let young = Network { created: later, bridge: name("br-red"), ..overlay("young") };
+    let young = LocalNetwork { created: later, bridge: name("br-red"), ..overlay("young") };
     let mut node = settled(&[], std::slice::from_ref(&young));
     node.networks.push(overlay("red"));
     let sentence = "bridge br-red belongs to BridgeNetwork red, which is older";
-    assert_eq!(told(&node, "young"), refusal(reason::CONFLICT, sentence));
-    assert_eq!(told(&node, "red").1, reason::FOREIGN_LINK);
+    assert_eq!(condition(&node, "young"), not_ready(reason::CONFLICT, sentence));
+    assert_eq!(condition(&node, "red").1, reason::FOREIGN_LINK);
 
     let bridge = node.get("br-red").index;
     let port = Link { master: Some(bridge), ..link(0, "veth00000000001", "veth") };
     let pod = node.add(port);
     assert_eq!(actions(&node), []);
-    let told_in_use = told(&node, "young");
-    assert_eq!(told_in_use.1, reason::CONFLICT);
-    assert!(told_in_use.2.starts_with(sentence) && told_in_use.2.contains("1 pod is"), "{}", told_in_use.2);
+    let in_use = condition(&node, "young");
+    assert_eq!(in_use.1, reason::CONFLICT);
+    assert!(in_use.2.starts_with(sentence) && in_use.2.contains("1 pod is"), "{}", in_use.2);
     node.delete(pod);
     node.settle();
     assert!(report(&node, "red").ready);
-    assert_eq!(told(&node, "young"), refusal(reason::CONFLICT, sentence));
+    assert_eq!(condition(&node, "young"), not_ready(reason::CONFLICT, sentence));
     assert_eq!(node.records.keys().collect::<Vec<_>>(), ["uid-red"]);
 }
 
 #[test]
-fn a_link_of_somebody_else_is_named_and_not_touched() {
+fn a_foreign_link_is_reported_and_not_changed() {
     let vxlan = Some(Vxlan { vni: 7, port: 4789, local: None });
     for (foreign, wanted) in [
         (link(10, "br-blue", "bridge"), "link br-blue"),
@@ -325,9 +329,9 @@ fn a_link_of_somebody_else_is_named_and_not_touched() {
         (link(10, "vx-blue", "vxlan"), "link vx-blue"),
         (Link { vxlan, ..link(10, "flannel.1", "vxlan") }, "VXLAN device flannel.1"),
     ] {
-        // What a network that is gone left is removed; here it still exists.
-        let other = Network { wish: Wish::Have, mtu: None, ..network("other") };
-        let mut node = Node::new(std::slice::from_ref(&foreign)).with(&[overlay("blue"), other]);
+        // Leftover links of deleted networks are removed; here the network still exists.
+        let other = LocalNetwork { desired: Desired::Present, mtu: None, ..network("other") };
+        let mut node = SimNode::new(std::slice::from_ref(&foreign)).with(&[overlay("blue"), other]);
         let plan = node.settle();
         let blue = plan.networks.iter().find(|report| report.name == "blue").unwrap();
         assert_eq!((blue.ready, blue.reason.as_str()), (false, reason::FOREIGN_LINK), "{}", foreign.name);
@@ -338,10 +342,10 @@ fn a_link_of_somebody_else_is_named_and_not_touched() {
 }
 
 #[test]
-fn an_overlay_needs_an_address_and_room_for_its_header() {
-    let mut node = Node { vtep: None, ..Node::new(&[]).with(&[overlay("blue")]) };
+fn an_overlay_needs_a_vtep_and_an_mtu_that_fits_the_vxlan_header() {
+    let mut node = SimNode { vtep: None, ..SimNode::new(&[]).with(&[overlay("blue")]) };
     node.settle();
-    assert_eq!(told(&node, "blue").1, reason::NO_VTEP);
+    assert_eq!(condition(&node, "blue").1, reason::NO_VTEP);
     for (address, mtu, fits) in [
         ("10.0.0.1", 1450, true),
         ("10.0.0.1", 1449, false),
@@ -351,21 +355,21 @@ fn an_overlay_needs_an_address_and_room_for_its_header() {
         node.vtep = Some(Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu });
         let mut node = node.clone();
         node.settle();
-        let (ready, reason, _) = told(&node, "blue");
+        let (ready, reason, _) = condition(&node, "blue");
         assert_eq!(reason, if fits { reason::READY } else { reason::MTU_TOO_LARGE }, "{address} {mtu}");
         assert_eq!((ready, node.find("vx-blue").is_some()), (fits, fits));
     }
 }
 
 #[test]
-fn frames_go_to_the_peers_that_list_the_network_and_have_an_address_of_the_same_family() {
-    let mut node = Node::new(&[]).with(&[overlay("blue")]);
+fn the_flood_list_has_the_peers_of_the_network_with_the_same_address_family() {
+    let mut node = SimNode::new(&[]).with(&[overlay("blue")]);
     node.peers = vec![
         peer("two", "10.0.0.2", &["blue"]),
         peer("same", "10.0.0.2", &["blue"]),
         peer("myself", "10.0.0.1", &["blue"]),
         peer("elsewhere", "10.0.0.3", &["red"]),
-        peer("silent", "", &["blue"]),
+        peer("no-vtep", "", &["blue"]),
         peer("six", "fd00::6", &["blue"]),
     ];
     let plan = node.settle();
@@ -377,12 +381,13 @@ fn frames_go_to_the_peers_that_list_the_network_and_have_an_address_of_the_same_
 }
 
 #[test]
-fn what_a_vxlan_device_cannot_change_makes_it_anew_and_never_the_bridge() {
-    for change in
-        [(|node| node.networks[0].overlay = Some(Overlay { vni: 7, port: 4790 })) as fn(&mut Node), |node| {
+fn immutable_vxlan_settings_recreate_the_device_and_never_the_bridge() {
+    for change in [
+        (|node| node.networks[0].overlay = Some(Overlay { vni: 7, port: 4790 })) as fn(&mut SimNode),
+        |node| {
             node.vtep.as_mut().unwrap().address = "10.0.0.5".parse().unwrap();
-        }]
-    {
+        },
+    ] {
         let mut node = settled(&[], &[overlay("blue")]);
         let (bridge, vxlan) = (node.get("br-blue").index, node.get("vx-blue").index);
         change(&mut node);
@@ -398,14 +403,14 @@ fn what_a_vxlan_device_cannot_change_makes_it_anew_and_never_the_bridge() {
 }
 
 #[test]
-fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same() {
-    let on_top = Link { lower: Some(10), ..link(11, "eth1.5", "vlan") };
+fn an_uplink_that_the_node_uses_is_refused_and_the_bridge_is_still_created() {
+    let upper = Link { lower: Some(10), ..link(11, "eth1.5", "vlan") };
     let master = link(11, "bond0", "bond");
     let cases: [(Vec<Link>, &str); 12] = [
         (vec![Link { loopback: true, ..eth1() }], "it is the loopback"),
         (vec![link(10, "eth1", "bridge")], "it is a bridge"),
         (vec![eth1()], "default route"),
-        (vec![Link { addresses: vec![address("10.0.0.1/32")], ..eth1() }], "the address of the node"),
+        (vec![Link { addresses: vec![address("10.0.0.1/32")], ..eth1() }], "an InternalIP of the node"),
         (vec![eth1()], "API server"),
         (
             vec![Link { addresses: vec![address("192.0.2.5/24")], ..eth1() }],
@@ -414,44 +419,44 @@ fn an_uplink_that_the_node_needs_is_refused_and_the_bridge_is_made_all_the_same(
         (vec![Link { addresses: vec![address("fd00::5/64")], ..eth1() }], "it has the address fd00::5/64"),
         (vec![Link { master: Some(11), ..eth1() }, master], "it is a port of bond0"),
         (vec![Link { master: Some(99), ..eth1() }], "it is a port of link 99"),
-        (vec![eth1(), on_top], "link eth1.5 lies on it"),
-        (vec![Link { alias: "patchbay/x".to_owned(), ..eth1() }], "belongs to a network of Patchbay"),
+        (vec![eth1(), upper], "link eth1.5 is stacked on it"),
+        (vec![Link { alias: "patchbay/x".to_owned(), ..eth1() }], "Patchbay owns it"),
         (
             vec![
                 Link { lower: Some(11), ..link(10, "eth1", "veth") },
                 Link { lower: Some(10), ..link(11, "eth1.6", "macvlan") },
             ],
-            "link eth1.6 lies on it",
+            "link eth1.6 is stacked on it",
         ),
     ];
     for (links, why) in cases {
-        let mut node = Node::new(&links).with(&[uplink("blue", "eth1")]);
+        let mut node = SimNode::new(&links).with(&[uplink("blue", "eth1")]);
         match why {
             "default route" => node.observed.default_routes.push(10),
             "API server" => _ = node.api_links.insert(10),
             _ => {}
         }
         node.settle();
-        let (ready, reason, message) = told(&node, "blue");
+        let (ready, reason, message) = condition(&node, "blue");
         assert_eq!((ready, reason.as_str()), (false, reason::UPLINK_REFUSED), "{why}");
         assert!(message.contains(why), "{why}: {message}");
         assert_eq!(node.find("eth1"), links.iter().find(|link| link.name == "eth1"), "{why}");
-        assert_eq!(node.find("br-blue").unwrap().admin, Admin::Up, "{why}");
+        assert_eq!(node.find("br-blue").unwrap().admin, AdminState::Up, "{why}");
         assert_eq!(node.records["uid-blue"].uplink, None, "{why}");
     }
-    let mut node = Node::new(&[]).with(&[uplink("blue", "eth1")]);
+    let mut node = SimNode::new(&[]).with(&[uplink("blue", "eth1")]);
     node.settle();
-    assert_eq!(told(&node, "blue").1, reason::UPLINK_MISSING);
+    assert_eq!(condition(&node, "blue").1, reason::UPLINK_MISSING);
 }
 
 #[test]
-fn link_local_addresses_and_the_other_end_of_a_pair_are_no_reason_to_refuse() {
+fn an_uplink_may_have_link_local_addresses_and_a_veth_peer() {
     let eth1 = Link {
         lower: Some(11),
         addresses: vec![address("fe80::1/64"), address("169.254.3.4/16")],
         ..link(10, "eth1", "veth")
     };
-    let mut node = Node::new(&[eth1, Link { lower: Some(10), ..link(11, "peer", "veth") }])
+    let mut node = SimNode::new(&[eth1, Link { lower: Some(10), ..link(11, "peer", "veth") }])
         .with(&[uplink("blue", "eth1")]);
     node.settle();
     assert!(report(&node, "blue").ready);
@@ -459,123 +464,126 @@ fn link_local_addresses_and_the_other_end_of_a_pair_are_no_reason_to_refuse() {
 }
 
 #[test]
-fn an_uplink_is_recorded_before_it_is_touched_and_goes_back_as_it_was() {
+fn an_uplink_is_recorded_before_it_changes_and_restored_afterwards() {
     let mut node = settled(&[eth1()], &[network("blue")]);
     node.networks[0].uplink = Some(name("eth1"));
     let bridge = node.get("br-blue").index;
-    let [Action::Record(record), rest @ ..] = &actions(&node)[..] else { panic!("{:?}", actions(&node)) };
-    let found = Found { name: "eth1".to_owned(), index: 10, admin: Admin::Down, mtu: 1300 };
-    assert_eq!(record.uplink, Some(found));
+    let [Action::WriteRecord(record), rest @ ..] = &actions(&node)[..] else {
+        panic!("{:?}", actions(&node))
+    };
+    let original = OriginalLink { name: "eth1".to_owned(), index: 10, admin: AdminState::Down, mtu: 1300 };
+    assert_eq!(record.uplink, Some(original));
     assert_eq!(
         rest,
         [
-            Action::Join { link: 10, bridge },
+            Action::SetMaster { link: 10, bridge },
             Action::SetMtu { link: 10, mtu: 1400 },
-            Action::SetAdmin { link: 10, admin: Admin::Up },
+            Action::SetAdmin { link: 10, admin: AdminState::Up },
         ]
     );
     node.settle();
-    // An address that it gets later is no reason to let it go.
+    // An address added later does not detach it.
     node.get("eth1").addresses = vec![address("192.0.2.5/24")];
     assert!(report(&node, "blue").ready);
     node.get("eth1").addresses.clear();
 
     node.networks[0].uplink = None;
-    let back = actions(&node);
+    let restored = actions(&node);
     assert_eq!(
-        back[..3],
+        restored[..3],
         [
             Action::SetMtu { link: 10, mtu: 1300 },
-            Action::SetAdmin { link: 10, admin: Admin::Down },
-            Action::Part { link: 10 },
+            Action::SetAdmin { link: 10, admin: AdminState::Down },
+            Action::ClearMaster { link: 10 },
         ]
     );
-    assert!(matches!(&back[3..], [Action::Record(Record { uplink: None, .. })]), "{back:?}");
+    assert!(matches!(&restored[3..], [Action::WriteRecord(LinkRecord { uplink: None, .. })]), "{restored:?}");
     node.settle();
     assert_eq!(node.find("eth1"), Some(&eth1()));
 }
 
 #[test]
-fn an_uplink_of_an_earlier_boot_or_of_another_index_is_not_given_back() {
-    for forget in
-        [(|node| node.boot = "boot-2".to_owned()) as fn(&mut Node), |node| node.get("eth1").index = 50]
+fn an_uplink_of_an_earlier_boot_or_with_another_index_is_not_restored() {
+    for invalidate in
+        [(|node| node.boot = "boot-2".to_owned()) as fn(&mut SimNode), |node| node.get("eth1").index = 50]
     {
         let mut node = settled(&[eth1()], &[uplink("blue", "eth1")]);
-        let taken = node.get("eth1");
-        taken.master = None;
-        forget(&mut node);
+        let uplink = node.get("eth1");
+        uplink.master = None;
+        invalidate(&mut node);
         let bridge = node.get("br-blue").index;
         node.delete(bridge);
         node.networks.clear();
-        assert_eq!(actions(&node), [Action::Forget]);
+        assert_eq!(actions(&node), [Action::RemoveRecord]);
     }
 }
 
 #[test]
-fn an_uplink_goes_from_one_network_to_the_next_as_it_was() {
+fn an_uplink_is_restored_before_another_network_attaches_it() {
     let mut node = settled(&[eth1()], &[uplink("red", "eth1")]);
-    node.networks[0].wish = Wish::Leave;
+    node.networks[0].desired = Desired::Absent;
     node.networks.push(uplink("blue", "eth1"));
     let bridge = node.get("br-red").index;
-    // Also if somebody deleted the bridge meanwhile, and it looks free.
+    // Also if the bridge was deleted meanwhile, so that the uplink seems free.
     node.delete(bridge);
-    assert!(told(&node, "blue").2.contains("red"), "{}", told(&node, "blue").2);
+    assert!(condition(&node, "blue").2.contains("red"), "{}", condition(&node, "blue").2);
     node.settle();
     assert!(report(&node, "blue").ready);
-    let found = node.records["uid-blue"].uplink.clone().unwrap();
-    assert_eq!((found.admin, found.mtu), (Admin::Down, 1300));
+    let original = node.records["uid-blue"].uplink.clone().unwrap();
+    assert_eq!((original.admin, original.mtu), (AdminState::Down, 1300));
 }
 
 #[test]
-fn a_network_leaves_in_order_and_not_while_pods_are_on_it() {
+fn a_network_is_removed_in_order_and_not_while_pods_are_attached() {
     let peers = vec![peer("two", "10.0.0.2", &["over"])];
-    let mut node = Node { peers, ..Node::new(&[eth1()]).with(&[overlay("over"), uplink("up", "eth1")]) };
+    let mut node =
+        SimNode { peers, ..SimNode::new(&[eth1()]).with(&[overlay("over"), uplink("up", "eth1")]) };
     node.settle();
     let pods = [node.pod("over", 1), node.pod("over", 2), node.pod("up", 3)];
-    for gone in [false, true] {
+    for deleted in [false, true] {
         let mut node = node.clone();
-        if gone {
+        if deleted {
             node.networks.clear();
         } else {
             for network in &mut node.networks {
-                network.wish = Wish::Leave;
+                network.desired = Desired::Absent;
             }
         }
         assert_eq!(actions(&node), []);
-        let (ready, reason, message) = told(&node, "over");
-        assert_eq!((ready, reason.as_str()), (!gone, reason::IN_USE));
-        assert!(message.starts_with("2 pods are still on the bridge"), "{message}");
-        // What is known how it should be is kept so.
-        node.get("br-over").admin = Admin::Down;
-        assert_eq!(actions(&node).len(), usize::from(!gone));
+        let (ready, reason, message) = condition(&node, "over");
+        assert_eq!((ready, reason.as_str()), (!deleted, reason::IN_USE));
+        assert!(message.starts_with("2 pods are still attached to the bridge"), "{message}");
+        // Drift of a network that still exists is repaired.
+        node.get("br-over").admin = AdminState::Down;
+        assert_eq!(actions(&node).len(), usize::from(!deleted));
 
         let (over, up, vxlan) =
             (node.get("br-over").index, node.get("br-up").index, node.get("vx-over").index);
         for pod in pods {
             node.delete(pod);
         }
-        assert_eq!(told(&node, "over").1, reason::LEAVING);
+        assert_eq!(condition(&node, "over").1, reason::TERMINATING);
         assert_eq!(
             actions(&node),
             [
                 Action::Delete { link: vxlan },
                 Action::Delete { link: over },
-                Action::Forget,
+                Action::RemoveRecord,
                 Action::SetMtu { link: 10, mtu: 1300 },
-                Action::SetAdmin { link: 10, admin: Admin::Down },
-                Action::Part { link: 10 },
+                Action::SetAdmin { link: 10, admin: AdminState::Down },
+                Action::ClearMaster { link: 10 },
                 Action::Delete { link: up },
-                Action::Forget,
+                Action::RemoveRecord,
             ]
         );
         node.settle();
         assert_eq!(node.plan().networks, []);
-        assert_eq!(node.observed, Node::new(&[eth1()]).observed);
+        assert_eq!(node.observed, SimNode::new(&[eth1()]).observed);
     }
 }
 
 #[test]
-fn pods_that_have_a_smaller_mtu_than_the_network_are_counted() {
+fn pods_with_a_smaller_mtu_than_the_network_are_counted() {
     let mut node = settled(&[], &[network("blue")]);
     node.pod("blue", 1);
     node.pod("blue", 2);
@@ -587,37 +595,38 @@ fn pods_that_have_a_smaller_mtu_than_the_network_are_counted() {
 }
 
 #[test]
-fn a_failure_is_told_until_the_network_is_right() {
-    let mut node = Node::new(&[]).with(&[network("blue")]);
+fn a_failure_is_reported_until_the_network_is_applied() {
+    let mut node = SimNode::new(&[]).with(&[network("blue")]);
     let message = "x".repeat(2 * MAX_MESSAGE);
-    node.failures.insert("uid-blue".to_owned(), Failure { reason: reason::PORT_IN_USE.to_owned(), message });
-    let (ready, reason, message) = told(&node, "blue");
+    node.failures
+        .insert("uid-blue".to_owned(), ApplyFailure { reason: reason::PORT_IN_USE.to_owned(), message });
+    let (ready, reason, message) = condition(&node, "blue");
     assert_eq!((ready, reason.as_str(), message.len()), (false, reason::PORT_IN_USE, MAX_MESSAGE));
     node.settle();
-    assert_eq!(told(&node, "blue"), (true, reason::READY.to_owned(), String::new()));
+    assert_eq!(condition(&node, "blue"), (true, reason::READY.to_owned(), String::new()));
 }
 
 #[test]
-fn a_link_keeps_its_mark_when_the_node_is_made_anew_and_gets_one_when_the_record_is_lost() {
+fn a_link_keeps_its_mac_when_the_node_is_recreated_and_changes_it_when_the_record_is_lost() {
     let mut node = settled(&[], &[network("blue")]);
-    node.facts.uid = "another".to_owned();
+    node.node.uid = "another".to_owned();
     assert_eq!(actions(&node), []);
     node.records.clear();
     let link = node.get("br-blue").index;
-    let mac: Mac = mark("uid-blue", "another", Made::Bridge);
+    let mac: Mac = ownership_mac("uid-blue", "another", LinkKind::Bridge);
     assert_eq!(actions(&node)[1..], [Action::SetMac { link, mac }]);
 }
 
 #[test]
-fn the_youngest_networks_are_left_out_when_there_are_too_many() {
-    let all: Vec<Network> = (0..=MAX_NETWORKS)
-        .map(|n| Network {
+fn the_youngest_networks_beyond_the_limit_are_omitted() {
+    let all: Vec<LocalNetwork> = (0..=MAX_NETWORKS)
+        .map(|n| LocalNetwork {
             created: Timestamp::from_second(i64::try_from(MAX_NETWORKS - n).unwrap()).unwrap(),
             ..network(&format!("n{n}"))
         })
         .collect();
-    let mut node = Node::new(&[]).with(&all);
+    let mut node = SimNode::new(&[]).with(&all);
     let plan = node.settle();
-    assert_eq!((plan.networks.len(), plan.left_out), (MAX_NETWORKS, vec!["n0".to_owned()]));
+    assert_eq!((plan.networks.len(), plan.omitted), (MAX_NETWORKS, vec!["n0".to_owned()]));
     assert!(plan.networks.iter().all(|report| report.ready));
 }

@@ -1,137 +1,156 @@
-//! The uplink: a link of the node that becomes a port, if the node does not need it, and goes back as it was.
+//! The uplink: a link of the node that becomes a port of the bridge, unless the node itself uses it, and that is restored
+//! when the network no longer needs it.
 
 use std::net::IpAddr;
 
-use super::{Action, Found, Network, Record, decide::Problem, pod_port, reason, seen::Seen};
-use crate::nodenetwork::{Admin, Link};
+use super::{
+    Action, LinkRecord, LocalNetwork, OriginalLink, decide::NetworkProblem, index::LinkIndex, is_pod_port,
+    reason,
+};
+use crate::nodenetwork::{AdminState, Link};
 
-/// What to do about the uplink of one network.
+/// The decision about the uplink of one network.
 #[derive(Default)]
-pub struct Draft {
-    /// Gives back what is not wanted any more.
-    pub back: Vec<Action>,
-    /// What the record has to say before anything is touched.
-    pub found: Option<Found>,
-    /// Makes it a port.
-    pub take: Vec<Action>,
-    pub problem: Option<Problem>,
+pub struct UplinkDecision {
+    /// Restores a recorded uplink that is no longer desired.
+    pub release: Vec<Action>,
+    /// The uplink for the record, which is written before the link changes.
+    pub original: Option<OriginalLink>,
+    /// Makes the link a port.
+    pub attach: Vec<Action>,
+    pub problem: Option<NetworkProblem>,
 }
 
-/// Compares the wanted uplink with the recorded one. Nothing is taken while there is no bridge.
-pub fn draft(seen: &Seen<'_>, network: &Network, mtu: u32, bridge: Option<&Link>) -> Draft {
+/// Compares the desired uplink with the recorded one. Attaches nothing while the bridge does not exist.
+pub fn decide(
+    links: &LinkIndex<'_>,
+    network: &LocalNetwork,
+    mtu: u32,
+    bridge: Option<&Link>,
+) -> UplinkDecision {
     let uid = network.uid.as_str();
-    let recorded = recorded(seen, uid);
-    let link = network.uplink.as_ref().and_then(|name| seen.named(name.as_str()));
-    let mut draft = Draft::default();
-    if let Some(found) = recorded
-        && link.is_none_or(|link| link.index != found.index)
+    let recorded = recorded(links, uid);
+    let link = network.uplink.as_ref().and_then(|name| links.by_name(name.as_str()));
+    let mut decision = UplinkDecision::default();
+    if let Some(original) = recorded
+        && link.is_none_or(|link| link.index != original.index)
     {
-        draft.back = back(seen, uid, found, bridge);
+        decision.release = restore(links, uid, original, bridge);
     }
     let Some(name) = &network.uplink else {
-        return draft;
+        return decision;
     };
     let Some(link) = link else {
-        draft.problem = Some(Problem::new(
+        decision.problem = Some(NetworkProblem::new(
             reason::UPLINK_MISSING,
             format!(
-                "this node has no link {name}; connect it, name another in spec.uplink, or leave the node out with \
+                "this node has no link {name}; connect it, set spec.uplink to another link, or exclude the node with \
                  spec.nodeSelector"
             ),
         ));
-        return draft;
+        return decision;
     };
-    let known = recorded.filter(|found| found.index == link.index);
+    let recorded_link = recorded.filter(|original| original.index == link.index);
     let port = bridge.is_some_and(|bridge| link.master == Some(bridge.index));
-    if !port && let Some(why) = refused(seen, uid, link) {
-        draft.problem = Some(Problem::new(
+    if !port && let Some(why) = refused(links, uid, link) {
+        decision.problem = Some(NetworkProblem::new(
             reason::UPLINK_REFUSED,
-            format!("link {name} cannot be the uplink: {why}; name another in spec.uplink, or free this one"),
+            format!(
+                "link {name} cannot be the uplink: {why}; set spec.uplink to another link, or free this one"
+            ),
         ));
-        draft.found = known.cloned();
-        return draft;
+        decision.original = recorded_link.cloned();
+        return decision;
     }
-    draft.found = Some(known.cloned().unwrap_or_else(|| Found {
+    decision.original = Some(recorded_link.cloned().unwrap_or_else(|| OriginalLink {
         name: link.name.clone(),
         index: link.index,
         admin: link.admin,
         mtu: link.mtu,
     }));
     if let Some(bridge) = bridge {
-        draft.take = take(link, bridge, mtu);
+        decision.attach = attach(link, bridge, mtu);
     }
-    draft
+    decision
 }
 
-/// A port first, then changed: so whatever was changed is a port, and is known by that when it is given back.
-fn take(link: &Link, bridge: &Link, mtu: u32) -> Vec<Action> {
+/// Sets the master first: a changed uplink is then always a port, by which the restore recognizes it.
+fn attach(link: &Link, bridge: &Link, mtu: u32) -> Vec<Action> {
     let mut actions = Vec::new();
     if link.master != Some(bridge.index) {
-        actions.push(Action::Join { link: link.index, bridge: bridge.index });
+        actions.push(Action::SetMaster { link: link.index, bridge: bridge.index });
     }
     if link.mtu < mtu {
         actions.push(Action::SetMtu { link: link.index, mtu });
     }
-    if link.admin == Admin::Down {
-        actions.push(Action::SetAdmin { link: link.index, admin: Admin::Up });
+    if link.admin == AdminState::Down {
+        actions.push(Action::SetAdmin { link: link.index, admin: AdminState::Up });
     }
     actions
 }
 
-/// The uplink that the record speaks of. What it says of an earlier boot says nothing about the links of this one.
-pub fn recorded<'a>(seen: &Seen<'a>, uid: &str) -> Option<&'a Found> {
-    let record: &Record = seen.view.records.get(uid)?;
-    record.uplink.as_ref().filter(|_| record.boot == seen.view.boot)
+/// The recorded uplink. A record of an earlier boot does not count: link indexes change with each boot.
+pub fn recorded<'a>(links: &LinkIndex<'a>, uid: &str) -> Option<&'a OriginalLink> {
+    let record: &LinkRecord = links.input.records.get(uid)?;
+    record.uplink.as_ref().filter(|_| record.boot == links.input.boot)
 }
 
-/// Makes an uplink what it was. One that somebody has taken for something else since is left alone.
-pub fn back(seen: &Seen<'_>, uid: &str, found: &Found, bridge: Option<&Link>) -> Vec<Action> {
-    let Some(link) = seen.link(found.index) else {
+/// Restores an uplink. One that is neither a port of the bridge nor free is in use elsewhere and is left alone.
+pub fn restore(
+    links: &LinkIndex<'_>,
+    uid: &str,
+    original: &OriginalLink,
+    bridge: Option<&Link>,
+) -> Vec<Action> {
+    let Some(link) = links.link(original.index) else {
         return Vec::new();
     };
     let port = bridge.is_some_and(|bridge| link.master == Some(bridge.index));
-    if !port && refused(seen, uid, link).is_some() {
+    if !port && refused(links, uid, link).is_some() {
         return Vec::new();
     }
     let mut actions = Vec::new();
-    if link.mtu != found.mtu {
-        actions.push(Action::SetMtu { link: link.index, mtu: found.mtu });
+    if link.mtu != original.mtu {
+        actions.push(Action::SetMtu { link: link.index, mtu: original.mtu });
     }
-    if link.admin != found.admin {
-        actions.push(Action::SetAdmin { link: link.index, admin: found.admin });
+    if link.admin != original.admin {
+        actions.push(Action::SetAdmin { link: link.index, admin: original.admin });
     }
     if port {
-        actions.push(Action::Part { link: link.index });
+        actions.push(Action::ClearMaster { link: link.index });
     }
     actions
 }
 
-/// Why the node needs a link, or why it cannot be a port.
-fn refused(seen: &Seen<'_>, uid: &str, link: &Link) -> Option<String> {
-    let view = seen.view;
+/// Why a link cannot be the uplink: the node uses it, or it cannot be a port.
+fn refused(links: &LinkIndex<'_>, uid: &str, link: &Link) -> Option<String> {
+    let input = links.input;
     let named =
-        |index: u32| seen.link(index).map_or_else(|| format!("link {index}"), |link| link.name.clone());
+        |index: u32| links.link(index).map_or_else(|| format!("link {index}"), |link| link.name.clone());
     let has = |address: &IpAddr| link.addresses.iter().any(|own| own.net.addr() == *address);
     if link.loopback {
-        return Some("it is the loopback".to_owned());
+        return Some("it is the loopback interface".to_owned());
     }
-    if seen.owner(link).is_some() || pod_port(&link.name) || link.alias.starts_with(api::LINK_ALIAS) {
-        return Some("it belongs to a network of Patchbay".to_owned());
+    if links.owner(link).is_some()
+        || is_pod_port(&link.name)
+        || link.alias.starts_with(api::LINK_ALIAS_PREFIX)
+    {
+        return Some("Patchbay owns it".to_owned());
     }
-    if let Some(record) = seen.uplink_of_another(uid, link) {
-        return Some(format!("BridgeNetwork {} has not given it back yet", record.name));
+    if let Some(record) = links.other_networks_uplink(uid, link) {
+        return Some(format!("BridgeNetwork {} has not released it yet", record.name));
     }
     if link.kind.as_deref() == Some("bridge") {
-        return Some("it is a bridge, and a bridge is no port of another".to_owned());
+        return Some("it is a bridge, and a bridge cannot be a port of another bridge".to_owned());
     }
-    if view.observed.default_routes.contains(&link.index) {
+    if input.observed.default_routes.contains(&link.index) {
         return Some("it carries the default route of the node".to_owned());
     }
-    if let Some(address) = view.facts.internal_ips.iter().find(|address| has(address)) {
-        return Some(format!("it has {address}, the address of the node"));
+    if let Some(address) = input.node.internal_ips.iter().find(|address| has(address)) {
+        return Some(format!("it has {address}, an InternalIP of the node"));
     }
-    if view.api_links.contains(&link.index) {
-        return Some("the connection to the API server goes over it".to_owned());
+    if input.api_links.contains(&link.index) {
+        return Some("it carries the connection to the API server".to_owned());
     }
     if let Some(own) = link.addresses.iter().find(|own| !link_local(own.net.addr())) {
         return Some(format!("it has the address {}", own.net));
@@ -139,7 +158,7 @@ fn refused(seen: &Seen<'_>, uid: &str, link: &Link) -> Option<String> {
     if let Some(master) = link.master {
         return Some(format!("it is a port of {}", named(master)));
     }
-    seen.on_top(link).next().map(|other| format!("link {} lies on it", other.name))
+    links.upper_links(link).next().map(|other| format!("link {} is stacked on it", other.name))
 }
 
 fn link_local(address: IpAddr) -> bool {

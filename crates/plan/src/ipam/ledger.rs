@@ -1,6 +1,6 @@
 //! The ledger of one node: the blocks that it holds, and who has which address.
 //!
-//! It changes by [`Record`]s only, so a journal of them is all that has to be kept. A record that does not fit changes
+//! It changes by [`LedgerRecord`]s only, so a journal of them is all that has to be kept. A record that does not fit changes
 //! nothing: whatever a disk may bring back, there is a ledger.
 
 use std::{
@@ -13,20 +13,20 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ask, Family, Lack, Refusal, Space,
-    ask::{again, check},
+    AddressRequest, AllocationError, BlockGrid, Family, Shortage,
+    request::{repeat, validate},
 };
 use crate::bridge::Uid;
 
 /// A range of a network.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Block {
+pub struct BlockKey {
     /// The UID of the network.
     pub network: Uid,
     pub range: IpNet,
 }
 
-impl Block {
+impl BlockKey {
     /// Whether it is one address, which may be a part of somebody else's block.
     pub fn is_single(&self) -> bool {
         self.range.prefix_len() == self.range.max_prefix_len()
@@ -35,14 +35,14 @@ impl Block {
 
 /// An interface of a sandbox.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Place {
+pub struct AttachmentKey {
     pub container: String,
     pub interface: String,
 }
 
 /// Whose sandbox it is.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pod {
+pub struct PodRef {
     pub namespace: String,
     pub name: String,
     pub uid: String,
@@ -51,8 +51,9 @@ pub struct Pod {
 /// Addresses of an interface.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lease {
-    pub place: Place,
-    pub pod: Pod,
+    #[serde(rename = "place")]
+    pub key: AttachmentKey,
+    pub pod: PodRef,
     /// The UID of the network.
     pub network: Uid,
     /// The name of the configuration that asked.
@@ -66,7 +67,7 @@ pub struct Lease {
 
 /// What a pod is told about one of its addresses, for as long as it has it: whatever becomes of the subnet meanwhile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Told {
+pub struct AddressInfo {
     /// The address with the length of its subnet.
     pub net: IpNet,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -79,14 +80,14 @@ pub struct Grant {
     #[serde(flatten)]
     pub lease: Lease,
     /// Nothing in journals of the time before it was kept.
-    #[serde(default)]
-    pub told: Vec<Told>,
+    #[serde(rename = "told", default)]
+    pub infos: Vec<AddressInfo>,
 }
 
 impl Grant {
     /// What was told about an address.
-    pub fn told(&self, address: IpAddr) -> Option<Told> {
-        self.told.iter().find(|told| told.net.addr() == address).copied()
+    pub fn info(&self, address: IpAddr) -> Option<AddressInfo> {
+        self.infos.iter().find(|info| info.net.addr() == address).copied()
     }
 }
 
@@ -94,15 +95,18 @@ impl Grant {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Stage {
     /// It is being made: perhaps it is there, perhaps it will never be.
-    Asked,
+    #[serde(rename = "Asked")]
+    Acquiring,
     /// Addresses are handed out of it.
     Open,
     /// It is being given back.
-    Closing,
+    #[serde(rename = "Closing")]
+    Releasing,
     /// It is not there any more, or not as it was.
     Lost,
     /// It is this node's, and it is not known which of its addresses are in use.
-    Doubtful,
+    #[serde(rename = "Doubtful")]
+    Unverified,
 }
 
 /// A block that this node holds.
@@ -122,54 +126,60 @@ pub struct Holding {
 /// What happened.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Record {
+pub enum LedgerRecord {
     /// The object of a block is about to be created.
-    Asked {
-        block: Block,
+    #[serde(rename = "asked")]
+    Acquiring {
+        block: BlockKey,
         network: String,
     },
     /// The block is held, and this is its object.
-    Took {
-        block: Block,
+    #[serde(rename = "took")]
+    Acquired {
+        block: BlockKey,
         object: Uid,
     },
     /// The same, but nobody knows which of its addresses are in use.
-    Doubted {
-        block: Block,
+    #[serde(rename = "doubted")]
+    Unverified {
+        block: BlockKey,
         network: String,
         object: Uid,
     },
-    Closing {
-        block: Block,
+    #[serde(rename = "closing")]
+    Releasing {
+        block: BlockKey,
     },
     Lost {
-        block: Block,
+        block: BlockKey,
     },
     /// It is held no more.
     Dropped {
-        block: Block,
+        block: BlockKey,
     },
     Lent {
-        block: Block,
+        block: BlockKey,
         address: IpAddr,
         object: Uid,
     },
     Returned {
-        block: Block,
+        block: BlockKey,
         address: IpAddr,
     },
     Leased(Grant),
-    Freed(Place),
+    Freed(AttachmentKey),
     /// The node was started. What sandboxes had before is free, known or not.
     Booted(String),
-    /// Something that happened before may not be known: the journal was lost, or is damaged. Holds until [`Self::Sure`],
+    /// Something that happened before may not be known: the journal was lost, or is damaged. Holds until [`Self::Complete`],
     /// however often the daemon is started meanwhile.
-    Unsure,
+    #[serde(rename = "unsure")]
+    Incomplete,
     /// All blocks of this node are known again, if only as doubtful.
-    Sure,
+    #[serde(rename = "sure")]
+    Complete,
     /// A holding as it stood when the journal was written anew.
     Holding {
-        block: Block,
+        block: BlockKey,
         holding: Holding,
     },
 }
@@ -180,17 +190,17 @@ pub struct Ledger {
     /// The boot of the node that was last seen; empty if none was.
     boot: String,
     /// Whether this node may hold blocks that are not known here.
-    unsure: bool,
-    holdings: BTreeMap<Block, Holding>,
-    leases: BTreeMap<Place, Lease>,
+    incomplete: bool,
+    holdings: BTreeMap<BlockKey, Holding>,
+    leases: BTreeMap<AttachmentKey, Lease>,
     /// What those who have addresses were told about them, as far as that is known.
-    told: BTreeMap<Place, Vec<Told>>,
+    infos: BTreeMap<AttachmentKey, Vec<AddressInfo>>,
     /// Who has an address, by the network's UID.
-    owners: BTreeMap<Uid, BTreeMap<IpAddr, Place>>,
+    owners: BTreeMap<Uid, BTreeMap<IpAddr, AttachmentKey>>,
 }
 
 impl Ledger {
-    pub fn holdings(&self) -> &BTreeMap<Block, Holding> {
+    pub fn holdings(&self) -> &BTreeMap<BlockKey, Holding> {
         &self.holdings
     }
 
@@ -200,118 +210,129 @@ impl Ledger {
     }
 
     /// Whether all blocks of this node are known here: nothing was ever handed out of another one.
-    pub fn is_sure(&self) -> bool {
-        !self.unsure
+    pub fn is_complete(&self) -> bool {
+        !self.incomplete
     }
 
-    pub fn leases(&self) -> &BTreeMap<Place, Lease> {
+    pub fn leases(&self) -> &BTreeMap<AttachmentKey, Lease> {
         &self.leases
     }
 
     /// What an interface has, and was told about it.
-    pub fn grant(&self, place: &Place) -> Option<Grant> {
-        let lease = self.leases.get(place)?.clone();
-        Some(Grant { lease, told: self.told.get(place).cloned().unwrap_or_default() })
+    pub fn grant(&self, key: &AttachmentKey) -> Option<Grant> {
+        let lease = self.leases.get(key)?.clone();
+        Some(Grant { lease, infos: self.infos.get(key).cloned().unwrap_or_default() })
     }
 
     /// The addresses of a block that pods of this node have.
-    pub fn used(&self, block: &Block) -> impl Iterator<Item = (IpAddr, &Place)> {
+    pub fn used(&self, block: &BlockKey) -> impl Iterator<Item = (IpAddr, &AttachmentKey)> {
         let owners = self.owners.get(&block.network).into_iter();
         let range = block.range.network()..=block.range.broadcast();
-        owners.flat_map(move |owners| owners.range(range.clone())).map(|(address, place)| (*address, place))
+        owners.flat_map(move |owners| owners.range(range.clone())).map(|(address, key)| (*address, key))
     }
 
     /// Whether nobody has anything of a block.
-    pub fn is_empty(&self, block: &Block) -> bool {
-        self.used(block).next().is_none() && self.holdings.get(block).is_none_or(|one| one.lent.is_empty())
+    pub fn is_empty(&self, block: &BlockKey) -> bool {
+        self.used(block).next().is_none()
+            && self.holdings.get(block).is_none_or(|holding| holding.lent.is_empty())
     }
 
     /// What becomes of a block that is asked for in vain. One that was asked for again while a pod has of it keeps its
     /// object: as long as it is there, no other node gets the address.
-    pub fn given_up(&self, block: &Block) -> Record {
+    pub fn abandon(&self, block: &BlockKey) -> LedgerRecord {
         let block = block.clone();
-        if self.is_empty(&block) { Record::Closing { block } } else { Record::Lost { block } }
+        if self.is_empty(&block) { LedgerRecord::Releasing { block } } else { LedgerRecord::Lost { block } }
     }
 
     /// The holding that an address is in: a single one before the block around it.
-    pub fn holding_of(&self, network: &str, address: IpAddr) -> Option<(&Block, &Holding)> {
-        let mut all = self.of_network(network).filter(|(block, _)| block.range.contains(&address));
+    pub fn holding_of(&self, network: &str, address: IpAddr) -> Option<(&BlockKey, &Holding)> {
+        let mut all = self.holdings_of(network).filter(|(block, _)| block.range.contains(&address));
         let first = all.next()?;
         Some(all.fold(
             first,
-            |best, one| {
-                if one.0.range.prefix_len() > best.0.range.prefix_len() { one } else { best }
+            |best, next| {
+                if next.0.range.prefix_len() > best.0.range.prefix_len() { next } else { best }
             },
         ))
     }
 
     /// The holdings of a network.
-    pub fn of_network(&self, network: &str) -> impl Iterator<Item = (&Block, &Holding)> {
-        let first = Block { network: network.to_owned(), range: IpNet::default() };
+    pub fn holdings_of(&self, network: &str) -> impl Iterator<Item = (&BlockKey, &Holding)> {
+        let first = BlockKey { network: network.to_owned(), range: IpNet::default() };
         let network = network.to_owned();
         self.holdings.range(first..).take_while(move |(block, _)| block.network == network)
     }
 
     /// How many addresses of a block can be handed out now.
-    pub fn free(&self, block: &Block, space: &Space) -> usize {
-        let Some(holding) = self.holdings.get(block).filter(|one| one.stage == Stage::Open) else { return 0 };
-        let all = usize::try_from(space.addresses_in(block.range)).unwrap_or(usize::MAX);
-        let used = self.used(block).filter(|(address, _)| space.contains(*address)).count();
-        let lent = holding.lent.keys().filter(|address| space.contains(**address)).count();
+    pub fn free_count(&self, block: &BlockKey, grid: &BlockGrid) -> usize {
+        let Some(holding) = self.holdings.get(block).filter(|holding| holding.stage == Stage::Open) else {
+            return 0;
+        };
+        let all = usize::try_from(grid.addresses_in(block.range)).unwrap_or(usize::MAX);
+        let used = self.used(block).filter(|(address, _)| grid.contains(*address)).count();
+        let lent = holding.lent.keys().filter(|address| grid.contains(**address)).count();
         all.saturating_sub(used).saturating_sub(lent)
     }
 
     /// The lease that a pod gets. Asked again for the same interface it is the same, and the same is told.
-    pub fn offer(&self, ask: Ask<'_>) -> Result<Grant, Lack> {
-        let Ask { mut lease, spaces, seen, requested } = ask;
-        if let Some(before) = self.grant(&lease.place).filter(|one| one.lease.is_same(&lease)) {
-            return again(before, spaces, requested).map_err(Lack::Refused);
+    pub fn offer(&self, request: AddressRequest<'_>) -> Result<Grant, Shortage> {
+        let AddressRequest { mut lease, grids, confirmed, requested } = request;
+        if let Some(before) = self.grant(&lease.key).filter(|grant| grant.lease.is_same_attachment(&lease)) {
+            return repeat(before, grids, requested).map_err(Shortage::Rejected);
         }
-        check(requested, spaces).map_err(Lack::Refused)?;
-        let (mut told, mut lacking) = (Vec::new(), Vec::new());
-        for space in spaces {
-            let family = space.family();
+        validate(requested, grids).map_err(Shortage::Rejected)?;
+        let (mut infos, mut missing) = (Vec::new(), Vec::new());
+        for grid in grids {
+            let family = grid.family();
             let found = match requested.iter().map(IpNet::addr).find(|address| Family::of(*address) == family)
             {
-                Some(address) => Some(self.requested(&lease, address, seen)?),
-                None => self.any(&lease.network, space, seen),
+                Some(address) => Some(self.offer_requested(&lease, address, confirmed)?),
+                None => self.offer_any(&lease.network, grid, confirmed),
             };
             match found {
                 Some(address) => {
                     lease.addresses.push(address);
-                    told.push(space.told(address));
+                    infos.push(grid.address_info(address));
                 }
-                None => lacking.push(family),
+                None => missing.push(family),
             }
         }
-        if lacking.is_empty() { Ok(Grant { lease, told }) } else { Err(Lack::Families(lacking)) }
+        if missing.is_empty() { Ok(Grant { lease, infos }) } else { Err(Shortage::Families(missing)) }
     }
 
-    fn requested(
+    fn offer_requested(
         &self,
         lease: &Lease,
         address: IpAddr,
-        seen: &BTreeMap<String, Uid>,
-    ) -> Result<IpAddr, Lack> {
+        confirmed: &BTreeMap<String, Uid>,
+    ) -> Result<IpAddr, Shortage> {
         let owner = self.owners.get(&lease.network).and_then(|owners| owners.get(&address));
-        if let Some(owner) = owner.filter(|owner| **owner != lease.place) {
+        if let Some(owner) = owner.filter(|owner| **owner != lease.key) {
             let pod = self.leases.get(owner).map(|lease| lease.pod.clone()).unwrap_or_default();
-            return Err(Lack::Refused(Refusal::Used { address, pod }));
+            return Err(Shortage::Rejected(AllocationError::InUse { address, pod }));
         }
         match self.holding_of(&lease.network, address) {
             Some((_, holding)) if holding.lent.contains_key(&address) => {
-                Err(Lack::Refused(Refusal::Lent(address)))
+                Err(Shortage::Rejected(AllocationError::Lent(address)))
             }
-            Some((block, holding)) if holding.serves(block, seen) => Ok(address),
-            _ => Err(Lack::Address(address)),
+            Some((block, holding)) if holding.serves(block, confirmed) => Ok(address),
+            _ => Err(Shortage::Address(address)),
         }
     }
 
     /// Borrowed ones first: they are of no use otherwise. Then the block with the fewest left, so that others become empty.
-    fn any(&self, network: &str, space: &Space, seen: &BTreeMap<String, Uid>) -> Option<IpAddr> {
-        let ours = |block: &Block| Family::of(block.range.addr()) == space.family();
-        let open = self.of_network(network).filter(|(block, one)| one.serves(block, seen) && ours(block));
-        let mut open: Vec<_> = open.map(|(block, one)| (self.free(block, space), block, one)).collect();
+    fn offer_any(
+        &self,
+        network: &str,
+        grid: &BlockGrid,
+        confirmed: &BTreeMap<String, Uid>,
+    ) -> Option<IpAddr> {
+        let ours = |block: &BlockKey| Family::of(block.range.addr()) == grid.family();
+        let open = self
+            .holdings_of(network)
+            .filter(|(block, holding)| holding.serves(block, confirmed) && ours(block));
+        let mut open: Vec<_> =
+            open.map(|(block, holding)| (self.free_count(block, grid), block, holding)).collect();
         open.retain(|(free, ..)| *free > 0);
         let (_, block, holding) =
             open.into_iter().min_by_key(|(free, block, _)| (!block.is_single(), *free))?;
@@ -319,65 +340,72 @@ impl Ledger {
         let taken = |address: IpAddr| {
             holding.lent.contains_key(&address) || owners.is_some_and(|owners| owners.contains_key(&address))
         };
-        space.free_in(block.range, holding.next, taken)
+        grid.free_in(block.range, holding.next, taken)
     }
 
     /// The leases of sandboxes that an earlier boot of the node had.
-    pub fn of_other_boots(&self, boot: &str) -> Vec<Place> {
+    pub fn leases_of_other_boots(&self, boot: &str) -> Vec<AttachmentKey> {
         let other = |lease: &&Lease| !same_boot(&lease.boot, boot);
-        self.leases.values().filter(other).map(|lease| lease.place.clone()).collect()
+        self.leases.values().filter(other).map(|lease| lease.key.clone()).collect()
     }
 
     /// The leases of sandboxes that are not there, but for young ones: a sandbox is listed a little after it has its
     /// addresses.
-    pub fn left_over(&self, live: &BTreeSet<String>, before: i64) -> Vec<Place> {
-        let dead = |lease: &&Lease| lease.since < before && !live.contains(&lease.place.container);
-        self.leases.values().filter(dead).map(|lease| lease.place.clone()).collect()
+    pub fn leases_without_sandbox(&self, live: &BTreeSet<String>, before: i64) -> Vec<AttachmentKey> {
+        let dead = |lease: &&Lease| lease.since < before && !live.contains(&lease.key.container);
+        self.leases.values().filter(dead).map(|lease| lease.key.clone()).collect()
     }
 
     /// The leases of a configuration of a network, but for these places.
-    pub fn not_among(&self, network: &str, config: &str, valid: &BTreeSet<Place>) -> Vec<Place> {
-        let of_it = |lease: &Lease| lease.config == config && lease.network == network;
-        let other = |lease: &&Lease| of_it(lease) && !valid.contains(&lease.place);
-        self.leases.values().filter(other).map(|lease| lease.place.clone()).collect()
+    pub fn leases_outside(
+        &self,
+        network: &str,
+        config: &str,
+        valid: &BTreeSet<AttachmentKey>,
+    ) -> Vec<AttachmentKey> {
+        let of_config = |lease: &Lease| lease.config == config && lease.network == network;
+        let other = |lease: &&Lease| of_config(lease) && !valid.contains(&lease.key);
+        self.leases.values().filter(other).map(|lease| lease.key.clone()).collect()
     }
 
-    pub fn apply(&mut self, record: &Record) {
+    pub fn apply(&mut self, record: &LedgerRecord) {
         match record {
-            Record::Asked { block, network } => self.set(block, network, Stage::Asked, None),
-            Record::Took { block, object } => {
+            LedgerRecord::Acquiring { block, network } => {
+                self.set_holding(block, network, Stage::Acquiring, None)
+            }
+            LedgerRecord::Acquired { block, object } => {
                 if let Some(holding) = self.holdings.get_mut(block) {
                     (holding.stage, holding.object) = (Stage::Open, Some(object.clone()));
                 }
             }
-            Record::Doubted { block, network, object } => {
-                self.set(block, network, Stage::Doubtful, Some(object.clone()));
+            LedgerRecord::Unverified { block, network, object } => {
+                self.set_holding(block, network, Stage::Unverified, Some(object.clone()));
             }
-            Record::Closing { block } => self.stage(block, Stage::Closing),
-            Record::Lost { block } => self.stage(block, Stage::Lost),
-            Record::Dropped { block } => _ = self.holdings.remove(block),
-            Record::Lent { block, address, object } => {
+            LedgerRecord::Releasing { block } => self.set_stage(block, Stage::Releasing),
+            LedgerRecord::Lost { block } => self.set_stage(block, Stage::Lost),
+            LedgerRecord::Dropped { block } => _ = self.holdings.remove(block),
+            LedgerRecord::Lent { block, address, object } => {
                 if let Some(holding) = self.holdings.get_mut(block) {
                     holding.lent.insert(*address, object.clone());
                 }
             }
-            Record::Returned { block, address } => {
+            LedgerRecord::Returned { block, address } => {
                 if let Some(holding) = self.holdings.get_mut(block) {
                     holding.lent.remove(address);
                 }
             }
-            Record::Leased(grant) => self.lease(grant),
-            Record::Freed(place) => self.free_place(place),
-            Record::Booted(boot) => self.booted(boot),
-            Record::Unsure => self.unsure = true,
-            Record::Sure => self.unsure = false,
-            Record::Holding { block, holding } => {
+            LedgerRecord::Leased(grant) => self.apply_lease(grant),
+            LedgerRecord::Freed(key) => self.apply_free(key),
+            LedgerRecord::Booted(boot) => self.apply_boot(boot),
+            LedgerRecord::Incomplete => self.incomplete = true,
+            LedgerRecord::Complete => self.incomplete = false,
+            LedgerRecord::Holding { block, holding } => {
                 self.holdings.insert(block.clone(), holding.clone());
             }
         }
     }
 
-    fn set(&mut self, block: &Block, network: &str, stage: Stage, object: Option<Uid>) {
+    fn set_holding(&mut self, block: &BlockKey, network: &str, stage: Stage, object: Option<Uid>) {
         let holding =
             Holding { network: network.to_owned(), stage, object, next: None, lent: BTreeMap::new() };
         // What was lent stays lent, whatever becomes of the object.
@@ -387,46 +415,46 @@ impl Ledger {
 
     /// Nobody can have anything that is not known: all who could are gone. What is doubtful is as good as just asked for;
     /// a borrowed address may never have been lent.
-    fn booted(&mut self, boot: &str) {
+    fn apply_boot(&mut self, boot: &str) {
         if !same_boot(&self.boot, boot) {
-            let doubtful = self.holdings.values_mut().filter(|one| one.stage == Stage::Doubtful);
-            doubtful.for_each(|one| one.stage = Stage::Asked);
+            let unverified = self.holdings.values_mut().filter(|holding| holding.stage == Stage::Unverified);
+            unverified.for_each(|holding| holding.stage = Stage::Acquiring);
         }
         boot.clone_into(&mut self.boot);
     }
 
-    fn stage(&mut self, block: &Block, stage: Stage) {
+    fn set_stage(&mut self, block: &BlockKey, stage: Stage) {
         if let Some(holding) = self.holdings.get_mut(block) {
             holding.stage = stage;
         }
     }
 
-    fn lease(&mut self, grant: &Grant) {
-        let Grant { lease, told } = grant;
+    fn apply_lease(&mut self, grant: &Grant) {
+        let Grant { lease, infos } = grant;
         // One interface, one lease: what it had before is gone.
-        self.free_place(&lease.place);
+        self.apply_free(&lease.key);
         let owners = self.owners.entry(lease.network.clone()).or_default();
         for address in &lease.addresses {
-            owners.insert(*address, lease.place.clone());
+            owners.insert(*address, lease.key.clone());
         }
         for address in &lease.addresses {
             let block = self.holding_of(&lease.network, *address).map(|(block, _)| block.clone());
             if let Some(holding) = block.and_then(|block| self.holdings.get_mut(&block)) {
-                holding.next = Some(following(*address));
+                holding.next = Some(next_address(*address));
             }
         }
-        self.leases.insert(lease.place.clone(), lease.clone());
-        if !told.is_empty() {
-            self.told.insert(lease.place.clone(), told.clone());
+        self.leases.insert(lease.key.clone(), lease.clone());
+        if !infos.is_empty() {
+            self.infos.insert(lease.key.clone(), infos.clone());
         }
     }
 
-    fn free_place(&mut self, place: &Place) {
-        self.told.remove(place);
-        let Some(lease) = self.leases.remove(place) else { return };
+    fn apply_free(&mut self, key: &AttachmentKey) {
+        self.infos.remove(key);
+        let Some(lease) = self.leases.remove(key) else { return };
         let Some(owners) = self.owners.get_mut(&lease.network) else { return };
         for address in &lease.addresses {
-            if owners.get(address) == Some(place) {
+            if owners.get(address) == Some(key) {
                 owners.remove(address);
             }
         }
@@ -436,48 +464,48 @@ impl Ledger {
     }
 
     /// How many records it takes to make this ledger.
-    pub fn size(&self) -> usize {
+    pub fn record_count(&self) -> usize {
         self.holdings.len() + self.leases.len()
     }
 
     /// Records that make this ledger out of an empty one.
-    pub fn records(&self) -> impl Iterator<Item = Record> {
+    pub fn records(&self) -> impl Iterator<Item = LedgerRecord> {
         // Leases first: each of them moves the place where the next search begins.
-        let boot = (!self.boot.is_empty()).then(|| Record::Booted(self.boot.clone()));
-        let leases = self.leases.keys().filter_map(|place| self.grant(place)).map(Record::Leased);
-        let holding = |(block, holding): (&Block, &Holding)| Record::Holding {
+        let boot = (!self.boot.is_empty()).then(|| LedgerRecord::Booted(self.boot.clone()));
+        let leases = self.leases.keys().filter_map(|key| self.grant(key)).map(LedgerRecord::Leased);
+        let holding = |(block, holding): (&BlockKey, &Holding)| LedgerRecord::Holding {
             block: block.clone(),
             holding: holding.clone(),
         };
-        let unsure = self.unsure.then_some(Record::Unsure);
-        boot.into_iter().chain(unsure).chain(leases).chain(self.holdings.iter().map(holding))
+        let incomplete = self.incomplete.then_some(LedgerRecord::Incomplete);
+        boot.into_iter().chain(incomplete).chain(leases).chain(self.holdings.iter().map(holding))
     }
 }
 
 impl Lease {
     /// Whether two are of one sandbox, interface and network.
-    fn is_same(&self, other: &Self) -> bool {
+    fn is_same_attachment(&self, other: &Self) -> bool {
         let same_pod = self.pod.uid.is_empty() || other.pod.uid.is_empty() || self.pod.uid == other.pod.uid;
         let same_boot = same_boot(&self.boot, &other.boot);
-        self.place == other.place && self.network == other.network && same_boot && same_pod
+        self.key == other.key && self.network == other.network && same_boot && same_pod
     }
 }
 
 impl Holding {
     /// Whether addresses are handed out of it: the API server must be known to have just this object.
-    fn serves(&self, block: &Block, seen: &BTreeMap<String, Uid>) -> bool {
-        let there = || seen.get(&ipblock::name(&self.network, block.range));
-        self.stage == Stage::Open && self.object.is_some() && there() == self.object.as_ref()
+    fn serves(&self, block: &BlockKey, confirmed: &BTreeMap<String, Uid>) -> bool {
+        let observed = || confirmed.get(&ipblock::name(&self.network, block.range));
+        self.stage == Stage::Open && self.object.is_some() && observed() == self.object.as_ref()
     }
 }
 
 /// A boot that nobody knows is not another one.
-fn same_boot(one: &str, other: &str) -> bool {
-    one == other || one.is_empty() || other.is_empty()
+fn same_boot(boot: &str, other: &str) -> bool {
+    boot == other || boot.is_empty() || other.is_empty()
 }
 
 /// The address after this one, around the end.
-pub fn following(address: IpAddr) -> IpAddr {
+pub fn next_address(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(four) => IpAddr::V4(four.to_bits().wrapping_add(1).into()),
         IpAddr::V6(six) => IpAddr::V6(six.to_bits().wrapping_add(1).into()),

@@ -6,15 +6,15 @@ use std::{
 
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipam::{BlockLength, Ipam},
-    ipblock::{self, Holder, Lent},
+    ipam::{BlockLength, IpamSpec},
+    ipblock::{self, LentAddress, NodeRef},
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
 
 use super::*;
 
-mod ask;
+mod request;
 
 fn net(text: &str) -> IpNet {
     text.parse().unwrap()
@@ -24,26 +24,26 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> Ipam {
-    Ipam {
+fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> IpamSpec {
+    IpamSpec {
         subnets: subnets.iter().map(|text| net(text)).collect(),
         exclude: exclude.iter().map(|text| net(text)).collect(),
         gateways: gateways.iter().map(|text| ip(text)).collect(),
-        ..Ipam::default()
+        ..IpamSpec::default()
     }
 }
 
-fn space(ipam: &Ipam) -> Space {
+fn grid(ipam: &IpamSpec) -> BlockGrid {
     let family = Family::of(ipam.subnets[0].addr());
-    Space::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
+    BlockGrid::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
 }
 
 /// Every address that can be handed out, in order.
-fn all(space: &Space) -> Vec<IpAddr> {
+fn all(grid: &BlockGrid) -> Vec<IpAddr> {
     let mut found = BTreeSet::new();
-    for place in 0..space.blocks() {
-        let block = space.block(place).unwrap();
-        while let Some(one) = space.free_in(block, None, |one| found.contains(&one)) {
+    for place in 0..grid.blocks() {
+        let block = grid.block(place).unwrap();
+        while let Some(one) = grid.free_in(block, None, |one| found.contains(&one)) {
             found.insert(one);
         }
     }
@@ -70,7 +70,7 @@ fn the_length_of_blocks_follows_from_the_largest_subnet_unless_it_is_said() {
         assert_eq!(Family::V4.block_length(&ipam), four, "{subnets:?}");
         assert_eq!(Family::V6.block_length(&ipam), six, "{subnets:?}");
     }
-    let said = Ipam {
+    let said = IpamSpec {
         block_length: Some(BlockLength { ipv4: Some(29), ipv6: Some(118) }),
         ..ipam(&["10.0.0.0/24", "fd00::/120"], &[], &[])
     };
@@ -91,130 +91,130 @@ fn first_and_last_addresses_gateways_and_excluded_ones_are_given_to_nobody() {
         (&["fd00::/127"], &[], &[], &["fd00::", "fd00::1"]),
         (&["fd00::9/128"], &["fd00::8/128"], &[], &["fd00::9"]),
     ] {
-        let space = space(&ipam(subnets, exclude, gateways));
+        let grid = grid(&ipam(subnets, exclude, gateways));
         let wanted: Vec<IpAddr> = wanted.iter().map(|text| ip(text)).collect();
-        assert_eq!(all(&space), wanted, "{subnets:?} {exclude:?}");
-        assert_eq!(space.addresses(), wanted.len() as u128);
-        assert!(wanted.iter().all(|one| space.contains(*one)));
+        assert_eq!(all(&grid), wanted, "{subnets:?} {exclude:?}");
+        assert_eq!(grid.addresses(), wanted.len() as u128);
+        assert!(wanted.iter().all(|one| grid.contains(*one)));
     }
 }
 
 #[test]
 fn huge_subnets_are_not_walked_through() {
-    let one = space(&ipam(&["fd00::/48"], &["fd00::/64"], &["fd00:0:0:1::1"]));
+    let one = grid(&ipam(&["fd00::/48"], &["fd00::/64"], &["fd00:0:0:1::1"]));
     assert_eq!(one.addresses(), (1 << 80) - (1 << 64) - 1);
     assert_eq!(one.blocks(), (1 << 72) - (1 << 56));
     assert_eq!(one.block(0), Some(net("fd00:0:0:1::/120")));
     assert_eq!(one.block(1 << 56), Some(net("fd00:0:0:2::/120")));
     let taken = |block: IpNet| block == net("fd00:0:0:1::/120");
     assert_eq!(one.free_block(one.blocks() * 7, taken), Some(net("fd00:0:0:1::100/120")));
-    assert_eq!(space(&ipam(&["::/0"], &[], &[])).addresses(), u128::MAX);
-    assert_eq!(space(&ipam(&["0.0.0.0/0"], &[], &[])).addresses(), (1 << 32) - 2);
+    assert_eq!(grid(&ipam(&["::/0"], &[], &[])).addresses(), u128::MAX);
+    assert_eq!(grid(&ipam(&["0.0.0.0/0"], &[], &[])).addresses(), (1 << 32) - 2);
 }
 
 #[test]
 fn a_search_goes_on_where_the_last_one_ended_and_around_the_end() {
-    let space = space(&ipam(&["10.0.0.0/28"], &[], &[]));
+    let grid = grid(&ipam(&["10.0.0.0/28"], &[], &[]));
     let block = net("10.0.0.4/30");
-    assert_eq!(space.free_in(block, Some(ip("10.0.0.6")), |_| false), Some(ip("10.0.0.6")));
-    assert_eq!(space.free_in(block, Some(ip("10.0.0.9")), |_| false), Some(ip("10.0.0.7")));
+    assert_eq!(grid.free_in(block, Some(ip("10.0.0.6")), |_| false), Some(ip("10.0.0.6")));
+    assert_eq!(grid.free_in(block, Some(ip("10.0.0.9")), |_| false), Some(ip("10.0.0.7")));
     let taken = |one: IpAddr| one >= ip("10.0.0.6");
-    assert_eq!(space.free_in(block, Some(ip("10.0.0.6")), taken), Some(ip("10.0.0.4")));
-    assert_eq!(space.free_in(block, None, |_| true), None);
-    assert_eq!(space.free_in(net("10.9.0.0/30"), None, |_| false), None);
-    let spans: Vec<_> = space.free_spans(net("10.0.0.0/28"), |one| one == ip("10.0.0.3")).collect();
+    assert_eq!(grid.free_in(block, Some(ip("10.0.0.6")), taken), Some(ip("10.0.0.4")));
+    assert_eq!(grid.free_in(block, None, |_| true), None);
+    assert_eq!(grid.free_in(net("10.9.0.0/30"), None, |_| false), None);
+    let spans: Vec<_> = grid.free_spans(net("10.0.0.0/28"), |one| one == ip("10.0.0.3")).collect();
     assert_eq!(spans, [(ip("10.0.0.1"), ip("10.0.0.2")), (ip("10.0.0.4"), ip("10.0.0.14"))]);
 }
 
 /// A node with one network, and what it may do.
 struct Node {
     ledger: Ledger,
-    rules: BTreeMap<String, Arc<Rules>>,
-    objects: BTreeMap<String, Object>,
-    lenders: BTreeMap<Block, Option<Object>>,
-    wants: Wants,
-    full: BTreeSet<(String, Family)>,
-    idle: BTreeSet<Block>,
-    told: BTreeSet<Block>,
+    pools: BTreeMap<String, Arc<Pool>>,
+    objects: BTreeMap<String, ObservedIpBlock>,
+    lenders: BTreeMap<BlockKey, Option<ObservedIpBlock>>,
+    pending: PendingRequests,
+    exhausted: BTreeSet<(String, Family)>,
+    idle: BTreeSet<BlockKey>,
+    reported: BTreeSet<BlockKey>,
 }
 
-fn me() -> Holder {
-    Holder { node: "a".to_owned(), uid: "uid-a".to_owned() }
+fn me() -> NodeRef {
+    NodeRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
 }
 
-fn other() -> Holder {
-    Holder { node: "b".to_owned(), uid: "uid-b".to_owned() }
+fn other() -> NodeRef {
+    NodeRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
 }
 
-fn block(range: &str) -> Block {
-    Block { network: "net".to_owned(), range: net(range) }
+fn block(range: &str) -> BlockKey {
+    BlockKey { network: "net".to_owned(), range: net(range) }
 }
 
-fn place(container: &str) -> Place {
-    Place { container: container.to_owned(), interface: "net1".to_owned() }
+fn key(container: &str) -> AttachmentKey {
+    AttachmentKey { container: container.to_owned(), interface: "net1".to_owned() }
 }
 
 impl Node {
     fn new(subnets: &[&str]) -> Self {
         let ipam = ipam(subnets, &[], &[]);
-        let rules = Rules::new("blue", &ipam, |family| family.block_length(&ipam), true);
+        let pools = Pool::new("blue", &ipam, |family| family.block_length(&ipam), true);
         Self {
             ledger: Ledger::default(),
-            rules: BTreeMap::from([("net".to_owned(), Arc::new(rules))]),
+            pools: BTreeMap::from([("net".to_owned(), Arc::new(pools))]),
             objects: BTreeMap::new(),
             lenders: BTreeMap::new(),
-            wants: Wants::default(),
-            full: BTreeSet::new(),
+            pending: PendingRequests::default(),
+            exhausted: BTreeSet::new(),
             idle: BTreeSet::new(),
-            told: BTreeSet::new(),
+            reported: BTreeSet::new(),
         }
     }
 
     /// The blocks that the API server is known to have.
-    fn seen(&self) -> BTreeMap<String, String> {
+    fn confirmed(&self) -> BTreeMap<String, String> {
         let ours = self.objects.iter().filter(|(_, one)| one.spec.holder == me());
         ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect()
     }
 
-    fn keep(&self) -> Vec<Step> {
+    fn plan(&self) -> Vec<BlockStep> {
         let me = me();
-        keep(
+        blocks::plan(
             &self.ledger,
-            View {
-                me: &me,
-                networks: &self.rules,
+            BlockPlanInput {
+                holder: &me,
+                networks: &self.pools,
                 objects: &self.objects,
                 lenders: &self.lenders,
-                wants: &self.wants,
-                full: &self.full,
+                pending: &self.pending,
+                exhausted: &self.exhausted,
                 idle: &self.idle,
-                told: &self.told,
+                reported: &self.reported,
                 returned: &BTreeSet::new(),
             },
         )
     }
 
-    fn note(&mut self, record: Record) {
+    fn record(&mut self, record: LedgerRecord) {
         self.ledger.apply(&record);
     }
 
     /// Keeps what is to be kept until nothing is, and says what else is to be done.
-    fn settle(&mut self) -> Vec<Step> {
+    fn settle(&mut self) -> Vec<BlockStep> {
         for _ in 0..10 {
-            let steps = self.keep();
-            if !steps.iter().any(|step| matches!(step, Step::Note(_))) {
+            let steps = self.plan();
+            if !steps.iter().any(|step| matches!(step, BlockStep::Record(_))) {
                 return steps;
             }
             for step in steps {
-                if let Step::Note(record) = step {
-                    self.note(record);
+                if let BlockStep::Record(record) = step {
+                    self.record(record);
                 }
             }
         }
-        panic!("no end: {:?}", self.keep());
+        panic!("no end: {:?}", self.plan());
     }
 
-    fn object(&mut self, range: &str, uid: &str, holder: Holder, lender: Option<Holder>) {
+    fn object(&mut self, range: &str, uid: &str, holder: NodeRef, lender: Option<NodeRef>) {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -222,21 +222,21 @@ impl Node {
             holder,
             lender,
         };
-        let object = Object { uid: uid.to_owned(), spec, status: IPBlockStatus::default() };
+        let object = ObservedIpBlock { uid: uid.to_owned(), spec, status: IPBlockStatus::default() };
         self.objects.insert(ipblock::name("blue", net(range)), object);
     }
 
-    fn take(&mut self, range: &str) {
-        self.note(Record::Asked { block: block(range), network: "blue".to_owned() });
+    fn acquire(&mut self, range: &str) {
+        self.record(LedgerRecord::Acquiring { block: block(range), network: "blue".to_owned() });
         self.object(range, range, me(), None);
         self.settle();
         assert_eq!(self.ledger.holdings()[&block(range)].stage, Stage::Open);
     }
 
-    fn ask(&self, container: &str, requested: &[&str]) -> Result<Grant, Lack> {
+    fn ask(&self, container: &str, requested: &[&str]) -> Result<Grant, Shortage> {
         let lease = Lease {
-            place: place(container),
-            pod: Pod { namespace: "ns".to_owned(), name: container.to_owned(), uid: container.to_owned() },
+            key: key(container),
+            pod: PodRef { namespace: "ns".to_owned(), name: container.to_owned(), uid: container.to_owned() },
             network: "net".to_owned(),
             config: "blue".to_owned(),
             boot: "boot".to_owned(),
@@ -245,18 +245,18 @@ impl Node {
         };
         let asked = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
         let requested: Vec<IpNet> = requested.iter().map(asked).collect();
-        let seen = self.seen();
-        self.ledger.offer(Ask {
+        let confirmed = self.confirmed();
+        self.ledger.offer(AddressRequest {
             lease,
-            spaces: &self.rules["net"].spaces,
-            seen: &seen,
+            grids: &self.pools["net"].grids,
+            confirmed: &confirmed,
             requested: &requested,
         })
     }
 
     fn lease(&mut self, container: &str) -> Vec<IpAddr> {
         let grant = self.ask(container, &[]).unwrap();
-        self.note(Record::Leased(grant.clone()));
+        self.record(LedgerRecord::Leased(grant.clone()));
         grant.lease.addresses
     }
 }
@@ -264,15 +264,15 @@ impl Node {
 #[test]
 fn an_interface_gets_one_address_of_each_family_and_the_same_again() {
     let mut node = Node::new(&["10.0.0.0/24", "fd00::/64"]);
-    assert_eq!(node.ask("p", &[]), Err(Lack::Families(vec![Family::V4, Family::V6])));
-    node.take("10.0.0.0/28");
-    assert_eq!(node.ask("p", &[]), Err(Lack::Families(vec![Family::V6])));
-    node.take("fd00::/120");
+    assert_eq!(node.ask("p", &[]), Err(Shortage::Families(vec![Family::V4, Family::V6])));
+    node.acquire("10.0.0.0/28");
+    assert_eq!(node.ask("p", &[]), Err(Shortage::Families(vec![Family::V6])));
+    node.acquire("fd00::/120");
     assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
     assert_eq!(node.lease("p"), [ip("10.0.0.1"), ip("fd00::1")]);
     assert_eq!(node.lease("q"), [ip("10.0.0.2"), ip("fd00::2")]);
     // What was freed is not the next to be given.
-    node.note(Record::Freed(place("q")));
+    node.record(LedgerRecord::Freed(key("q")));
     assert_eq!(node.lease("r"), [ip("10.0.0.3"), ip("fd00::3")]);
     assert_eq!(node.ledger.used(&block("10.0.0.0/28")).count(), 2);
 }
@@ -280,49 +280,52 @@ fn an_interface_gets_one_address_of_each_family_and_the_same_again() {
 #[test]
 fn a_sandbox_of_another_pod_or_another_boot_is_another() {
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.take("10.0.0.0/28");
+    node.acquire("10.0.0.0/28");
     let first = node.ask("p", &[]).unwrap();
-    node.note(Record::Leased(first.clone()));
+    node.record(LedgerRecord::Leased(first.clone()));
     let first = first.lease;
     let mut again = first.clone();
     again.pod.uid = "another".to_owned();
     again.addresses.clear();
     let ask = |lease: Lease| {
-        let seen = node.seen();
-        let spaces = &node.rules["net"].spaces;
-        node.ledger.offer(Ask { lease, spaces, seen: &seen, requested: &[] }).unwrap().lease
+        let confirmed = node.confirmed();
+        let grids = &node.pools["net"].grids;
+        node.ledger
+            .offer(AddressRequest { lease, grids, confirmed: &confirmed, requested: &[] })
+            .unwrap()
+            .lease
     };
     assert_ne!(ask(again.clone()).addresses, first.addresses);
     again.pod.uid.clone_from(&first.pod.uid);
     assert_eq!(ask(again.clone()).addresses, first.addresses);
     again.boot = "next".to_owned();
     assert_ne!(ask(again).addresses, first.addresses);
-    assert_eq!(node.ledger.of_other_boots("next"), [place("p")]);
-    assert_eq!(node.ledger.of_other_boots("boot"), []);
+    assert_eq!(node.ledger.leases_of_other_boots("next"), [key("p")]);
+    assert_eq!(node.ledger.leases_of_other_boots("boot"), []);
 }
 
 #[test]
 fn the_next_block_is_taken_before_the_last_one_is_full_and_not_without_need() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     assert_eq!(node.settle(), []);
-    node.wants.any.insert(("net".to_owned(), Family::V4), 1);
-    let take = |missing| Step::Take { network: "net".to_owned(), family: Family::V4, missing };
+    node.pending.any.insert(("net".to_owned(), Family::V4), 1);
+    let take = |missing| BlockStep::Acquire { network: "net".to_owned(), family: Family::V4, missing };
     assert_eq!(node.settle(), [take(1)]);
     // While one is coming, no other is taken.
-    node.note(Record::Asked { block: block("10.0.0.0/28"), network: "blue".to_owned() });
+    node.record(LedgerRecord::Acquiring { block: block("10.0.0.0/28"), network: "blue".to_owned() });
     node.object("10.0.0.0/28", "o", me(), None);
-    node.told.insert(block("10.0.0.0/28"));
+    node.reported.insert(block("10.0.0.0/28"));
     assert_eq!(node.settle(), []);
-    node.wants.any.clear();
+    node.pending.any.clear();
     for pod in 0..11 {
         node.lease(&pod.to_string());
     }
     assert_eq!(node.settle(), [], "four are left of fifteen");
     node.lease("11");
     assert_eq!(node.settle(), [take(1)]);
-    node.full.insert(("net".to_owned(), Family::V4));
+    node.exhausted.insert(("net".to_owned(), Family::V4));
     assert_eq!(node.settle(), [], "nothing is borrowed before it is needed");
-    node.rules.clear();
+    node.pools.clear();
     assert_eq!(node.settle(), [], "a network that is gone takes nothing");
 }
 
@@ -330,20 +333,20 @@ fn the_next_block_is_taken_before_the_last_one_is_full_and_not_without_need() {
 fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     for range in ["10.0.0.0/28", "10.0.0.16/28", "10.0.0.32/28"] {
-        node.take(range);
-        node.told.insert(block(range));
+        node.acquire(range);
+        node.reported.insert(block(range));
     }
     node.lease("p");
-    node.idle = node.told.clone();
-    let delete = |range: &str| Step::Delete { block: block(range), object: range.to_owned() };
+    node.idle = node.reported.clone();
+    let delete = |range: &str| BlockStep::Delete { block: block(range), object: range.to_owned() };
     assert_eq!(node.settle(), [delete("10.0.0.16/28"), delete("10.0.0.32/28")]);
     for range in ["10.0.0.16/28", "10.0.0.32/28"] {
-        node.note(Record::Dropped { block: block(range) });
+        node.record(LedgerRecord::Dropped { block: block(range) });
         node.objects.remove(&ipblock::name("blue", net(range)));
     }
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Open);
     assert_eq!(node.settle(), []);
-    node.note(Record::Freed(place("p")));
+    node.record(LedgerRecord::Freed(key("p")));
     assert_eq!(node.settle(), [delete("10.0.0.0/28")]);
     assert!(node.ask("q", &[]).is_err(), "nothing is given out of a block that is being given back");
 }
@@ -351,44 +354,47 @@ fn empty_blocks_are_given_back_after_a_while_and_one_in_use_never() {
 #[test]
 fn an_address_is_lent_once_and_comes_back_when_its_block_goes() {
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.take("10.0.0.0/28");
+    node.acquire("10.0.0.0/28");
     let used = node.lease("p")[0];
     node.object("10.0.0.5/32", "five", other(), Some(me()));
     node.object("10.0.0.1/32", "one", other(), Some(me()));
     assert_eq!(used, ip("10.0.0.1"));
     let steps = node.settle();
-    let [Step::Tell { status, .. }] = &steps[..] else { panic!("{steps:?}") };
-    assert_eq!(status.lent, [Lent { address: ip("10.0.0.5"), block: "five".to_owned() }]);
+    let [BlockStep::UpdateStatus { status, .. }] = &steps[..] else { panic!("{steps:?}") };
+    assert_eq!(status.lent, [LentAddress { address: ip("10.0.0.5"), block: "five".to_owned() }]);
     assert_eq!(status.refused, ["one"]);
     assert_eq!((status.used, status.free), (1, 13));
     assert_eq!(status.spare, ["10.0.0.2-10.0.0.4", "10.0.0.6-10.0.0.15"]);
-    assert_eq!(node.ask("q", &["10.0.0.5"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.5")))));
+    assert_eq!(node.ask("q", &["10.0.0.5"]), Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.5")))));
     node.idle.insert(block("10.0.0.0/28"));
-    node.note(Record::Freed(place("p")));
+    node.record(LedgerRecord::Freed(key("p")));
     node.objects.remove("blue.10.0.0.1-32");
-    assert!(matches!(node.settle()[..], [Step::Tell { .. }]), "a block with lent addresses stays");
+    assert!(
+        matches!(node.settle()[..], [BlockStep::UpdateStatus { .. }]),
+        "a block with lent addresses stays"
+    );
     // That it is not seen any more is not enough.
     node.objects.remove("blue.10.0.0.5-32");
     let steps = node.settle();
     assert!(
-        matches!(&steps[..], [Step::FindLent { object, .. }, Step::Tell { .. }] if object == "five"),
+        matches!(&steps[..], [BlockStep::LookupLent { object, .. }, BlockStep::UpdateStatus { .. }] if object == "five"),
         "{steps:?}"
     );
-    node.note(Record::Returned { block: block("10.0.0.0/28"), address: ip("10.0.0.5") });
-    assert!(matches!(node.settle()[..], [Step::Delete { .. }]));
+    node.record(LedgerRecord::Returned { block: block("10.0.0.0/28"), address: ip("10.0.0.5") });
+    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]));
     assert!(node.ledger.holdings()[&block("10.0.0.0/28")].lent.is_empty());
 }
 
 #[test]
 fn all_who_ask_a_holder_are_answered_with_one_word() {
     let mut node = Node::new(&["10.0.0.0/22"]);
-    node.take("10.0.0.0/26");
+    node.acquire("10.0.0.0/26");
     for number in 1..=40 {
         let range = format!("10.0.0.{number}/32");
         node.object(&range, &range, other(), Some(me()));
     }
     let steps = node.settle();
-    let [Step::Tell { status, .. }] = &steps[..] else { panic!("{steps:?}") };
+    let [BlockStep::UpdateStatus { status, .. }] = &steps[..] else { panic!("{steps:?}") };
     assert_eq!((status.lent.len(), status.refused.len()), (40, 0));
 }
 
@@ -396,11 +402,11 @@ fn all_who_ask_a_holder_are_answered_with_one_word() {
 fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     let single = block("10.0.0.5/32");
-    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
     node.object("10.0.0.5/32", "five", me(), Some(other()));
     assert_eq!(node.settle(), []);
     assert!(node.ask("p", &[]).is_err());
-    let around = |holder: Holder, status: IPBlockStatus| {
+    let enclosing = |holder: NodeRef, status: IPBlockStatus| {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -408,18 +414,18 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
             holder,
             lender: None,
         };
-        Some(Object { uid: "around".to_owned(), spec, status })
+        Some(ObservedIpBlock { uid: "around".to_owned(), spec, status })
     };
     let lent = |uid: &str| IPBlockStatus {
-        lent: vec![Lent { address: ip("10.0.0.5"), block: uid.to_owned() }],
+        lent: vec![LentAddress { address: ip("10.0.0.5"), block: uid.to_owned() }],
         ..IPBlockStatus::default()
     };
-    node.lenders.insert(single.clone(), around(other(), lent("an earlier one")));
+    node.lenders.insert(single.clone(), enclosing(other(), lent("an earlier one")));
     assert_eq!(node.settle(), []);
     for no in [
         None,
-        around(me(), lent("five")),
-        around(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
+        enclosing(me(), lent("five")),
+        enclosing(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
     ] {
         let mut refused = Node {
             ledger: node.ledger.clone(),
@@ -427,9 +433,9 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
             ..Node::new(&["10.0.0.0/24"])
         };
         refused.lenders.insert(single.clone(), no);
-        assert!(matches!(refused.settle()[..], [Step::Delete { .. }]));
+        assert!(matches!(refused.settle()[..], [BlockStep::Delete { .. }]));
     }
-    node.lenders.insert(single, around(other(), lent("five")));
+    node.lenders.insert(single, enclosing(other(), lent("five")));
     node.settle();
     assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.5")]);
 }
@@ -437,55 +443,55 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
 #[test]
 fn a_borrowed_address_that_nobody_needs_goes_back_though_no_other_is_left() {
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.take("10.0.0.0/28");
+    node.acquire("10.0.0.0/28");
     for pod in 0..15 {
         node.lease(&pod.to_string());
     }
     let single = block("10.0.0.21/32");
-    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
-    node.note(Record::Took { block: single.clone(), object: "one".to_owned() });
+    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
+    node.record(LedgerRecord::Acquired { block: single.clone(), object: "one".to_owned() });
     node.object("10.0.0.21/32", "one", me(), Some(other()));
-    node.full.insert(("net".to_owned(), Family::V4));
-    node.told.extend([block("10.0.0.0/28"), single.clone()]);
+    node.exhausted.insert(("net".to_owned(), Family::V4));
+    node.reported.extend([block("10.0.0.0/28"), single.clone()]);
     node.idle.insert(single.clone());
-    node.wants.any.insert(("net".to_owned(), Family::V4), 1);
+    node.pending.any.insert(("net".to_owned(), Family::V4), 1);
     assert_eq!(node.settle(), [], "somebody waits for it");
-    node.wants = Wants::default();
-    assert_eq!(node.settle(), [Step::Delete { block: single, object: "one".to_owned() }]);
+    node.pending = PendingRequests::default();
+    assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "one".to_owned() }]);
 }
 
 #[test]
 fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.note(Record::Unsure);
+    node.record(LedgerRecord::Incomplete);
     node.object("10.0.0.0/28", "o", me(), None);
-    node.told.insert(block("10.0.0.0/28"));
+    node.reported.insert(block("10.0.0.0/28"));
     node.settle();
-    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Unverified);
     assert!(node.ask("p", &[]).is_err());
     // All that it held is known now: what comes later is of a request that was given up.
-    assert!(node.ledger.is_sure());
+    assert!(node.ledger.is_complete());
     // What it had lent stays lent.
-    let lent = Lent { address: ip("10.0.0.9"), block: "nine".to_owned() };
+    let lent = LentAddress { address: ip("10.0.0.9"), block: "nine".to_owned() };
     node.objects.values_mut().for_each(|one| one.status.lent = vec![lent.clone()]);
     node.settle();
     assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].lent[&ip("10.0.0.9")], "nine");
     // After the node was started anew, nobody can have anything of it but what is lent.
-    node.note(Record::Booted("one".to_owned()));
-    node.note(Record::Booted("two".to_owned()));
+    node.record(LedgerRecord::Booted("one".to_owned()));
+    node.record(LedgerRecord::Booted("two".to_owned()));
     node.settle();
-    assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Lack::Refused(Refusal::Lent(ip("10.0.0.9")))));
+    assert_eq!(node.ask("p", &["10.0.0.9"]), Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.9")))));
     assert_eq!(node.ask("p", &[]).unwrap().lease.addresses, [ip("10.0.0.1")]);
     let mut node = Node::new(&["10.0.0.0/24"]);
     node.object("10.0.0.0/28", "o", me(), None);
-    assert!(matches!(node.settle()[..], [Step::Delete { .. }]), "nothing was ever handed out of it");
+    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]), "nothing was ever handed out of it");
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.take("10.0.0.0/28");
+    node.acquire("10.0.0.0/28");
     node.lease("p");
     node.objects.clear();
     assert!(node.ask("q", &[]).is_err(), "it may be somebody else's by now");
-    assert_eq!(node.settle(), [Step::Find(block("10.0.0.0/28"))]);
-    node.note(Record::Lost { block: block("10.0.0.0/28") });
+    assert_eq!(node.settle(), [BlockStep::Lookup(block("10.0.0.0/28"))]);
+    node.record(LedgerRecord::Lost { block: block("10.0.0.0/28") });
     assert!(node.ask("q", &[]).is_err());
     assert_eq!(node.lease("p"), [ip("10.0.0.1")], "who has one keeps it");
     node.object("10.0.0.0/28", "new", me(), None);
@@ -497,24 +503,24 @@ fn a_block_that_nobody_knows_of_or_that_is_gone_gives_nothing() {
 fn an_address_that_was_asked_for_again_is_not_given_back_while_a_pod_has_it() {
     let mut node = Node::new(&["10.0.0.0/24"]);
     let single = block("10.0.0.21/32");
-    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
-    node.note(Record::Took { block: single.clone(), object: "one".to_owned() });
+    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
+    node.record(LedgerRecord::Acquired { block: single.clone(), object: "one".to_owned() });
     node.object("10.0.0.21/32", "one", me(), Some(other()));
     assert_eq!(node.lease("p"), [ip("10.0.0.21")]);
     // Somebody deleted its object; the lender still knows it as lent for that one, and refuses the new one.
-    node.note(Record::Lost { block: single.clone() });
-    node.note(Record::Asked { block: single.clone(), network: "blue".to_owned() });
+    node.record(LedgerRecord::Lost { block: single.clone() });
+    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
     node.object("10.0.0.21/32", "two", me(), Some(other()));
     node.object("10.0.0.16/28", "theirs", other(), None);
-    let mut around = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
-    around.status.refused = vec!["two".to_owned()];
-    node.lenders.insert(single.clone(), Some(around));
+    let mut enclosing = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
+    enclosing.status.refused = vec!["two".to_owned()];
+    node.lenders.insert(single.clone(), Some(enclosing));
     let steps = node.settle();
-    assert!(!steps.iter().any(|step| matches!(step, Step::Delete { .. })), "{steps:?}");
+    assert!(!steps.iter().any(|step| matches!(step, BlockStep::Delete { .. })), "{steps:?}");
     assert_eq!(node.ledger.holdings()[&single].stage, Stage::Lost);
     // Once the pod is gone, so is the object.
-    node.note(Record::Freed(place("p")));
-    assert_eq!(node.settle(), [Step::Delete { block: single, object: "two".to_owned() }]);
+    node.record(LedgerRecord::Freed(key("p")));
+    assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "two".to_owned() }]);
 }
 
 #[test]
@@ -522,18 +528,18 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
     let single = block("10.0.0.21/32");
     for lent in [true, false] {
         let mut node = Node::new(&["10.0.0.0/24"]);
-        node.note(Record::Booted("one".to_owned()));
-        node.note(Record::Unsure);
+        node.record(LedgerRecord::Booted("one".to_owned()));
+        node.record(LedgerRecord::Incomplete);
         node.object("10.0.0.21/32", "one", me(), Some(other()));
         node.settle();
-        assert_eq!(node.ledger.holdings()[&single].stage, Stage::Doubtful);
-        node.note(Record::Booted("two".to_owned()));
+        assert_eq!(node.ledger.holdings()[&single].stage, Stage::Unverified);
+        node.record(LedgerRecord::Booted("two".to_owned()));
         node.object("10.0.0.16/28", "theirs", other(), None);
-        let mut around = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
+        let mut enclosing = node.objects.remove(&ipblock::name("blue", net("10.0.0.16/28"))).unwrap();
         if lent {
-            around.status.lent = vec![Lent { address: ip("10.0.0.21"), block: "one".to_owned() }];
+            enclosing.status.lent = vec![LentAddress { address: ip("10.0.0.21"), block: "one".to_owned() }];
         }
-        node.lenders.insert(single.clone(), Some(around));
+        node.lenders.insert(single.clone(), Some(enclosing));
         node.settle();
         assert_eq!(node.ask("p", &[]).is_ok(), lent);
     }
@@ -542,22 +548,22 @@ fn a_borrowed_address_of_a_lost_journal_is_used_after_a_start_only_if_it_was_len
 #[test]
 fn a_doubtful_block_is_kept_though_its_network_says_nothing_of_addresses() {
     let mut node = Node::new(&["10.0.0.0/24"]);
-    node.note(Record::Unsure);
+    node.record(LedgerRecord::Incomplete);
     node.object("10.0.0.0/28", "o", me(), None);
-    node.told.insert(block("10.0.0.0/28"));
+    node.reported.insert(block("10.0.0.0/28"));
     node.settle();
-    node.rules.clear();
+    node.pools.clear();
     node.settle();
-    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Doubtful);
+    assert_eq!(node.ledger.holdings()[&block("10.0.0.0/28")].stage, Stage::Unverified);
     // All who could have anything of it are gone.
     node.idle.insert(block("10.0.0.0/28"));
-    assert!(matches!(node.settle()[..], [Step::Delete { .. }]));
+    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]));
 }
 
 #[test]
 fn of_a_block_that_gives_nothing_nothing_is_free() {
     let node = Node::new(&["10.0.0.0/27"]);
-    let space = node.rules["net"].space(Family::V4).unwrap();
+    let grid = node.pools["net"].grid(Family::V4).unwrap();
     let spec = |range: &str, lender| IPBlockSpec {
         network: "blue".to_owned(),
         network_uid: "net".to_owned(),
@@ -565,13 +571,13 @@ fn of_a_block_that_gives_nothing_nothing_is_free() {
         holder: me(),
         lender,
     };
-    let lent = vec![Lent { address: ip("10.0.0.1"), block: "one".to_owned() }];
-    let around = IPBlockStatus { used: 1, lent, ..IPBlockStatus::default() };
+    let lent = vec![LentAddress { address: ip("10.0.0.1"), block: "one".to_owned() }];
+    let enclosing = IPBlockStatus { used: 1, lent, ..IPBlockStatus::default() };
     let single = IPBlockStatus { used: 1, ..IPBlockStatus::default() };
     let free = |closed| {
         let (whole, one) = (spec("10.0.0.0/30", None), spec("10.0.0.1/32", Some(other())));
-        let around = IPBlockStatus { closed, ..around.clone() };
-        let status = network_status(Family::V4, Some(space), 30, [(&whole, &around), (&one, &single)]);
+        let enclosing = IPBlockStatus { closed, ..enclosing.clone() };
+        let status = network_status(Family::V4, Some(grid), 30, [(&whole, &enclosing), (&one, &single)]);
         (status.used, status.free)
     };
     // The first and the last address of the subnet are nobody's.
@@ -581,14 +587,15 @@ fn of_a_block_that_gives_nothing_nothing_is_free() {
 #[test]
 fn a_subnet_that_was_taken_away_gives_nothing_new_and_says_who_has_some() {
     let mut node = Node::new(&["10.0.0.0/24", "10.1.0.0/24"]);
-    node.take("10.1.0.0/28");
+    node.acquire("10.1.0.0/28");
     node.lease("p");
-    node.rules = Node::new(&["10.0.0.0/24"]).rules;
+    node.pools = Node::new(&["10.0.0.0/24"]).pools;
     assert!(node.ask("q", &[]).is_err());
     assert_eq!(node.lease("p"), [ip("10.1.0.1")]);
     let steps = node.settle();
-    let told =
-        steps.iter().find_map(|step| if let Step::Tell { status, .. } = step { Some(status) } else { None });
+    let told = steps
+        .iter()
+        .find_map(|step| if let BlockStep::UpdateStatus { status, .. } = step { Some(status) } else { None });
     assert_eq!(told.unwrap().draining, ["ns/p 10.1.0.1"]);
 }
 
@@ -598,11 +605,12 @@ fn candidates_are_free_addresses_of_others_and_differ_by_seed() {
     node.object("10.0.0.0/30", "theirs", other(), None);
     node.object("10.0.0.4/30", "mine", me(), None);
     node.object("10.0.0.2/32", "single", other(), Some(me()));
-    let space = node.rules["net"].space(Family::V4).unwrap().clone();
-    let objects: Vec<Object> = node.objects.values().cloned().collect();
+    let grid = node.pools["net"].grid(Family::V4).unwrap().clone();
+    let objects: Vec<ObservedIpBlock> = node.objects.values().cloned().collect();
     let pick = |refused: &[&str], seed| {
         let refused = refused.iter().map(|text| ip(text)).collect();
-        candidate(&objects, &space, &me(), &refused, &BTreeSet::new(), seed).map(|(address, _)| address)
+        lending_candidate(&objects, &grid, &me(), &refused, &BTreeSet::new(), seed)
+            .map(|(address, _)| address)
     };
     let found: BTreeSet<_> = (0..20).filter_map(|seed| pick(&[], seed)).collect();
     assert_eq!(found, BTreeSet::from([ip("10.0.0.1"), ip("10.0.0.3")]));
@@ -615,8 +623,8 @@ proptest! {
     fn a_ledger_never_gives_an_address_twice_and_is_what_its_records_say(steps in prop::collection::vec((0..6_u8, 0..24_u8), 1..300)) {
         let mut node = Node::new(&["10.0.0.0/26"]);
         let mut records = Vec::new();
-        let mut note = |node: &mut Node, record: Record| {
-            node.note(record.clone());
+        let mut note = |node: &mut Node, record: LedgerRecord| {
+            node.record(record.clone());
             records.push(record);
         };
         for (what, which) in steps {
@@ -624,22 +632,22 @@ proptest! {
             let holding = node.ledger.holdings().get(&block(&range)).map(|one| one.stage);
             match what {
                 0 if holding.is_none() => {
-                    note(&mut node, Record::Asked { block: block(&range), network: "blue".to_owned() });
-                    note(&mut node, Record::Took { block: block(&range), object: range.clone() });
+                    note(&mut node, LedgerRecord::Acquiring { block: block(&range), network: "blue".to_owned() });
+                    note(&mut node, LedgerRecord::Acquired { block: block(&range), object: range.clone() });
                     node.object(&range, &range, me(), None);
                 }
                 1 if holding.is_some() && node.ledger.is_empty(&block(&range)) => {
-                    note(&mut node, Record::Dropped { block: block(&range) });
+                    note(&mut node, LedgerRecord::Dropped { block: block(&range) });
                 }
-                2 => note(&mut node, Record::Freed(place(&which.to_string()))),
+                2 => note(&mut node, LedgerRecord::Freed(key(&which.to_string()))),
                 _ => {
                     let held: BTreeSet<IpAddr> = node.ledger.leases().values().flat_map(|lease| lease.addresses.clone()).collect();
-                    let known = node.ledger.leases().contains_key(&place(&which.to_string()));
+                    let known = node.ledger.leases().contains_key(&key(&which.to_string()));
                     if let Ok(grant) = node.ask(&which.to_string(), &[]) {
                         let address = grant.lease.addresses[0];
                         prop_assert!(known || !held.contains(&address));
                         prop_assert!(node.ledger.holding_of("net", address).is_some());
-                        note(&mut node, Record::Leased(grant));
+                        note(&mut node, LedgerRecord::Leased(grant));
                     }
                 }
             }

@@ -5,13 +5,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::ipam::{FamilyStatus, IpamStatus};
+use api::ipam::{IpFamilyStatus, IpamStatus};
 
 use super::{
     Scene, World,
     status::{Said, list},
 };
-use crate::ipam::{self, Family, Object, Space};
+use crate::ipam::{self, BlockGrid, Family, ObservedIpBlock};
 
 /// How long a Node has been gone before its blocks are free. Its daemon hands out nothing new after five minutes without
 /// the API server.
@@ -26,7 +26,7 @@ pub const CONDITIONS: [&str; 2] = [EXHAUSTED, DRAINING];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
     pub version: String,
-    pub object: Object,
+    pub object: ObservedIpBlock,
 }
 
 /// An IPBlock to delete, if it still is as it was seen.
@@ -87,14 +87,14 @@ pub fn discarded(world: &World) -> Vec<Discard> {
             (network.uid.as_str(), undone)
         })
         .collect();
-    let gone = |holder: &api::ipblock::Holder| world.lost.contains(&holder.uid);
+    let gone = |holder: &api::ipblock::NodeRef| world.lost.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(world) {
         if live.get(uid).is_none_or(|undone| *undone) {
             all.extend(blocks.iter().map(|(name, block)| discard(name, block, None)));
             continue;
         }
-        let objects: Vec<&Object> = blocks.iter().map(|(_, block)| &block.object).collect();
+        let objects: Vec<&ObservedIpBlock> = blocks.iter().map(|(_, block)| &block.object).collect();
         let abandoned: BTreeSet<&str> =
             ipam::abandoned(objects, gone).into_iter().map(|object| object.uid.as_str()).collect();
         let left = blocks.iter().filter(|(_, block)| abandoned.contains(block.object.uid.as_str()));
@@ -113,7 +113,7 @@ pub fn status(scene: &Scene<'_>) -> Option<IpamStatus> {
     (new != IpamStatus::default()).then_some(new)
 }
 
-fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Option<FamilyStatus> {
+fn family(scene: &Scene<'_>, family: Family, old: Option<IpFamilyStatus>) -> Option<IpFamilyStatus> {
     let Ok(spec) = &scene.network.spec else { return old };
     let said = spec.ipam.as_ref();
     // A status can be lost; blocks that are there have the length all the same.
@@ -123,8 +123,8 @@ fn family(scene: &Scene<'_>, family: Family, old: Option<FamilyStatus>) -> Optio
     let length =
         old.map(|old| old.block_length).or_else(|| there.min()).or_else(|| family.block_length(said?))?;
     let blocks = scene.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
-    let space = said.and_then(|said| Space::new(said, family, length));
-    Some(ipam::network_status(family, space.as_ref(), length, blocks))
+    let grid = said.and_then(|said| BlockGrid::new(said, family, length));
+    Some(ipam::network_status(family, grid.as_ref(), length, blocks))
 }
 
 /// What is wrong with the addresses of a network that has any.
@@ -136,7 +136,7 @@ pub fn said(scene: &Scene<'_>, status: Option<&IpamStatus>) -> Vec<Said> {
         subnets.iter().any(|net| Family::of(net.addr()) == family)
     };
     let full =
-        |one: &Option<FamilyStatus>, family| one.as_ref().is_some_and(|one| one.free == 0 && has(family));
+        |one: &Option<IpFamilyStatus>, family| one.as_ref().is_some_and(|one| one.free == 0 && has(family));
     let mut which = Vec::new();
     which.extend(full(&status.ipv4, Family::V4).then_some("IPv4"));
     which.extend(full(&status.ipv6, Family::V6).then_some("IPv6"));

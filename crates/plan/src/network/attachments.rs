@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
-    attachment::{config, is_config, place, same_config},
     digest::digest,
-    selection::Reference,
+    nad::{config_equals, is_plugin_config, origin_digest, plugin_config},
+    selection::NadRef,
 };
 
 use super::{Attachment, Event, Namespace, Network, Scene, Step, World, status};
@@ -14,10 +14,10 @@ use super::{Attachment, Event, Namespace, Network, Scene, Step, World, status};
 #[derive(Debug, Default)]
 pub struct Attachments<'a> {
     /// By the UID in their mark.
-    marked: BTreeMap<&'a str, Vec<&'a Reference>>,
+    marked: BTreeMap<&'a str, Vec<&'a NadRef>>,
     /// By the name of the network that their config joins pods to.
-    joining: BTreeMap<&'a str, Vec<&'a Reference>>,
-    all: Option<&'a BTreeMap<Reference, Attachment>>,
+    joining: BTreeMap<&'a str, Vec<&'a NadRef>>,
+    all: Option<&'a BTreeMap<NadRef, Attachment>>,
 }
 
 /// What keeping the attachments of a network takes, and what stands in the way.
@@ -27,13 +27,13 @@ pub struct Kept {
     /// Namespaces that are not there, or about to go.
     pub missing: Vec<String>,
     /// Attachments that others made.
-    pub foreign: Vec<Reference>,
+    pub foreign: Vec<NadRef>,
     /// Attachments outside the list that somebody still uses.
-    pub used: Vec<Reference>,
+    pub used: Vec<NadRef>,
     /// Attachments that somebody else is deleting.
-    pub going: Vec<Reference>,
+    pub going: Vec<NadRef>,
     /// Attachments that the API server does not let be written, and what it says.
-    pub refused: Vec<(Reference, String)>,
+    pub refused: Vec<(NadRef, String)>,
     /// The cluster does not know the kind.
     pub unknown: bool,
     pub events: Vec<Event>,
@@ -54,28 +54,28 @@ impl<'a> Attachments<'a> {
     }
 
     /// What users of the network name.
-    pub fn of(&self, world: &World, network: &Network) -> BTreeSet<Reference> {
+    pub fn of(&self, world: &World, network: &Network) -> BTreeSet<NadRef> {
         let marked = self.marked.get(network.uid.as_str()).into_iter().flatten();
         let joining = self.joining.get(network.name.as_str()).into_iter().flatten();
-        let mut all: BTreeSet<Reference> = marked.chain(joining).map(|it| (*it).clone()).collect();
+        let mut all: BTreeSet<NadRef> = marked.chain(joining).map(|it| (*it).clone()).collect();
         all.extend(withdrawn(world, network).cloned());
         // Whoever names one that is not there yet waits for it.
         let Ok(spec) = &network.spec else { return all };
         let name = spec.attachment_name(&network.name);
-        let expected = spec.namespaces().iter().map(|namespace| Reference::new(namespace, name));
-        let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
+        let expected = spec.namespaces().iter().map(|namespace| NadRef::new(namespace, name));
+        let there = |at: &NadRef| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
         all.extend(expected.filter(|at| !there(at)));
         all
     }
 
     /// Those that bear the mark of the network.
-    pub fn marked(&self, network: &Network) -> Vec<(Reference, Attachment)> {
+    pub fn marked(&self, network: &Network) -> Vec<(NadRef, Attachment)> {
         let references = self.marked.get(network.uid.as_str()).into_iter().flatten();
         references.filter_map(|at| Some(((*at).clone(), self.all?.get(at)?.clone()))).collect()
     }
 
     /// Those that a network made which is no more, and that nobody names. What somebody has changed since is theirs.
-    pub fn orphans(&self, world: &World) -> Vec<(Reference, Attachment)> {
+    pub fn orphans(&self, world: &World) -> Vec<(NadRef, Attachment)> {
         let live: BTreeSet<&str> = world.networks.values().map(|network| network.uid.as_str()).collect();
         let left = self.marked.iter().filter(|(uid, _)| !live.contains(*uid)).flat_map(|(_, at)| at);
         let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
@@ -92,8 +92,8 @@ impl<'a> Attachments<'a> {
         let mut kept = Kept::default();
         let Ok(spec) = &scene.network.spec else { return kept };
         let name = spec.attachment_name(&scene.network.name);
-        let wanted: BTreeSet<Reference> =
-            spec.namespaces().iter().map(|namespace| Reference::new(namespace, name)).collect();
+        let wanted: BTreeSet<NadRef> =
+            spec.namespaces().iter().map(|namespace| NadRef::new(namespace, name)).collect();
         let Some(all) = self.all else {
             kept.unknown = !wanted.is_empty();
             return kept;
@@ -123,7 +123,7 @@ impl<'a> Attachments<'a> {
 
     /// Somebody may have begun to use an attachment just before it was taken off: then it is made again, and stays until
     /// they go.
-    fn bring_back(scene: &Scene<'_>, wanted: &BTreeSet<Reference>, mtu: Option<i32>, kept: &mut Kept) {
+    fn bring_back(scene: &Scene<'_>, wanted: &BTreeSet<NadRef>, mtu: Option<i32>, kept: &mut Kept) {
         let mut unsure = BTreeSet::new();
         for at in withdrawn(scene.world, scene.network).filter(|at| !wanted.contains(at)) {
             if scene.world.users.summary([at], 1).count == 0 {
@@ -144,7 +144,7 @@ impl<'a> Attachments<'a> {
 
 /// Whom one attachment concerns, there or not. Says the same as [`Attachments::of`].
 pub struct Concern<'a> {
-    at: &'a Reference,
+    at: &'a NadRef,
     there: bool,
     /// The UID of the network that keeps it, or kept it.
     keeper: Option<&'a str>,
@@ -153,7 +153,7 @@ pub struct Concern<'a> {
 }
 
 impl<'a> Concern<'a> {
-    pub fn new(world: &'a World, at: &'a Reference) -> Self {
+    pub fn new(world: &'a World, at: &'a NadRef) -> Self {
         let found = world.attachments.as_ref().and_then(|all| all.get(at));
         let keeper = match found {
             Some(one) => one.made_by(at).or_else(|| unsigned(world, at, one)),
@@ -173,25 +173,25 @@ impl<'a> Concern<'a> {
 }
 
 /// What was taken away of a network, and nobody knows yet whether that was right.
-fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'a Reference> {
-    let there = |at: &Reference| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
+fn withdrawn<'a>(world: &'a World, network: &Network) -> impl Iterator<Item = &'a NadRef> {
+    let there = |at: &NadRef| world.attachments.as_ref().is_some_and(|all| all.contains_key(at));
     let ours = world.withdrawn.iter().filter(|(_, it)| it.network == network.uid);
     ours.map(|(at, _)| at).filter(move |at| !there(at))
 }
 
 /// Whether it says what we wrote when we made it just here, and nothing else.
-fn untouched(at: &Reference, one: &Attachment) -> bool {
+fn untouched(at: &NadRef, one: &Attachment) -> bool {
     let (Some(network), Some(config)) = (&one.network, &one.config) else { return false };
-    one.made_by(at).is_some() && is_config(config, &at.name, network)
+    one.made_by(at).is_some() && is_plugin_config(config, &at.name, network)
 }
 
 /// The UID of the network that wants an attachment just here, if a part of the mark was taken off it and the rest still
 /// says that it is the network's. One that was made elsewhere is a copy.
-fn unsigned<'a>(world: &'a World, at: &Reference, one: &Attachment) -> Option<&'a str> {
+fn unsigned<'a>(world: &'a World, at: &NadRef, one: &Attachment) -> Option<&'a str> {
     let network = world.networks.get(one.network.as_ref()?)?;
     let left = match (&one.network_uid, &one.place) {
         (Some(uid), None) => *uid == network.uid,
-        (None, Some(said)) => *said == place(&network.uid, at),
+        (None, Some(said)) => *said == origin_digest(&network.uid, at),
         (None, None) => one.joins == one.network,
         (Some(_), Some(_)) => false,
     };
@@ -203,10 +203,10 @@ fn unsigned<'a>(world: &'a World, at: &Reference, one: &Attachment) -> Option<&'
     wanted.then_some(&network.uid)
 }
 
-fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
+fn keep_one(scene: &Scene<'_>, at: &NadRef, found: Option<&Attachment>, mtu: i32, kept: &mut Kept) {
     let network = scene.network;
     let addresses = network.spec.as_ref().is_ok_and(|spec| spec.ipam.is_some());
-    let config = config(&at.name, &network.name, mtu, addresses);
+    let config = plugin_config(&at.name, &network.name, mtu, addresses);
     // It was seen in place, just as it should be: then somebody else took it away or changed it.
     let seen = scene.world.in_place.get(at);
     let repair = seen == Some(&digest([network.uid.as_str(), &config.to_string()]));
@@ -223,7 +223,7 @@ fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: 
         kept.foreign.push(at.clone());
     } else if found.deleting {
         kept.going.push(at.clone());
-    } else if !same_config(found.config.as_deref(), &config)
+    } else if !config_equals(found.config.as_deref(), &config)
         || found.network.as_ref() != Some(&network.name)
         || made_by.is_none()
     {
@@ -235,7 +235,7 @@ fn keep_one(scene: &Scene<'_>, at: &Reference, found: Option<&Attachment>, mtu: 
     }
 }
 
-fn mended(at: &Reference, what: &str) -> Event {
+fn mended(at: &NadRef, what: &str) -> Event {
     let note = format!(
         "NetworkAttachmentDefinition {at} {what}: change the BridgeNetwork, which it is made from, or delete that"
     );

@@ -4,8 +4,8 @@ use std::{collections::BTreeSet, fmt::Write as _};
 
 use api::{
     BridgeNetworkStatus, Condition, ConditionStatus, NetworkOnNode,
-    bridgenetwork::{MAX_CONDITIONS, MAX_NAMED, Nodes, NotReady, Users},
-    ipam::{FamilyStatus, IpamStatus},
+    bridgenetwork::{MAX_CONDITIONS, MAX_STATUS_ENTRIES, NetworkUsers, NodeCounts, NotReadyNode},
+    ipam::{IpFamilyStatus, IpamStatus},
     nodenetwork::MAX_MESSAGE,
 };
 
@@ -87,7 +87,7 @@ pub fn write(scene: &Scene<'_>, fit: &Fit, kept: &Kept, turn: &mut Turn) {
         mtu: fit.mtu,
         nodes: Some(nodes),
         not_ready,
-        users: Some(Users {
+        users: Some(NetworkUsers {
             count: i32::try_from(scene.users.count).unwrap_or(i32::MAX),
             first: scene.users.first.iter().map(ToString::to_string).collect(),
         }),
@@ -130,9 +130,9 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
 
 /// What nodes wait for, without the counts.
 fn lengths(ipam: &IpamStatus) -> IpamStatus {
-    let length = |family: &Option<FamilyStatus>| {
+    let length = |family: &Option<IpFamilyStatus>| {
         let block_length = family.as_ref()?.block_length;
-        Some(FamilyStatus { block_length, ..FamilyStatus::default() })
+        Some(IpFamilyStatus { block_length, ..IpFamilyStatus::default() })
     };
     IpamStatus { ipv4: length(&ipam.ipv4), ipv6: length(&ipam.ipv6) }
 }
@@ -174,10 +174,10 @@ fn told(scene: &Scene<'_>, said: &Said) -> Option<Event> {
     })
 }
 
-fn nodes(scene: &Scene<'_>) -> (Nodes, Vec<NotReady>) {
+fn nodes(scene: &Scene<'_>) -> (NodeCounts, Vec<NotReadyNode>) {
     let names = scene.selected.map(|selected| &selected.nodes);
     let desired = names.map_or(0, BTreeSet::len);
-    let not_ready: Vec<NotReady> = names
+    let not_ready: Vec<NotReadyNode> = names
         .into_iter()
         .flatten()
         .filter_map(|name| Some((*name, trouble(scene, name)?)))
@@ -186,12 +186,12 @@ fn nodes(scene: &Scene<'_>) -> (Nodes, Vec<NotReady>) {
     let ready = desired - not_ready.len();
     let number = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
     let summary = format!("{ready}/{desired}");
-    let nodes = Nodes { desired: number(desired), ready: number(ready), summary };
-    (nodes, not_ready.into_iter().take(MAX_NAMED).collect())
+    let nodes = NodeCounts { desired: number(desired), ready: number(ready), summary };
+    (nodes, not_ready.into_iter().take(MAX_STATUS_ENTRIES).collect())
 }
 
-fn entry((node, (reason, message)): (&str, (String, String))) -> NotReady {
-    NotReady { node: node.to_owned(), reason, message: cut(&message) }
+fn entry((node, (reason, message)): (&str, (String, String))) -> NotReadyNode {
+    NotReadyNode { node: node.to_owned(), reason, message: cut(&message) }
 }
 
 /// Why the network does not work on a node, if it does not.
@@ -220,7 +220,7 @@ fn trouble(scene: &Scene<'_>, name: &str) -> Option<(String, String)> {
     None
 }
 
-fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[NotReady]) -> Said {
+fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &NodeCounts, not_ready: &[NotReadyNode]) -> Said {
     let no = |reason, message| Said { kind: READY, holds: false, reason, message };
     if scene.network.deleting.is_some() {
         return going(scene, kept);
@@ -272,8 +272,8 @@ fn ready(scene: &Scene<'_>, fit: &Fit, kept: &Kept, nodes: &Nodes, not_ready: &[
 }
 
 /// On how many nodes it works, and why not on the first of the others.
-fn out_of_order(nodes: &Nodes, not_ready: &[NotReady]) -> Option<String> {
-    let NotReady { node, reason, message } = not_ready.first()?;
+fn out_of_order(nodes: &NodeCounts, not_ready: &[NotReadyNode]) -> Option<String> {
+    let NotReadyNode { node, reason, message } = not_ready.first()?;
     let rest = match usize::try_from(nodes.desired - nodes.ready).unwrap_or(0) {
         0 | 1 => String::new(),
         count => format!(", and so it is on {} more", count - 1),

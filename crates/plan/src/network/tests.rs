@@ -6,7 +6,7 @@ mod status;
 
 use api::{
     ConditionStatus,
-    bridgenetwork::{MAX_CONDITIONS, NODE_LABEL_PREFIX, NotReady, Overlay},
+    bridgenetwork::{MAX_CONDITIONS, NotReadyNode, Overlay, READY_LABEL_PREFIX},
 };
 use proptest::prelude::*;
 
@@ -140,14 +140,14 @@ fn apply(world: &mut World, plan: &Plan) -> Vec<String> {
 
 fn step_on(world: &mut World, turn: &Turn, step: &Step) -> String {
     let attachments = world.attachments.as_mut();
-    let made = |at: &Reference, config: &String| Attachment {
+    let made = |at: &NadRef, config: &String| Attachment {
         uid: "nad".to_owned(),
         version: "1".to_owned(),
         deleting: false,
         network: Some(turn.name.clone()),
         network_uid: Some(turn.uid.clone()),
-        place: Some(place(&turn.uid, at)),
-        joins: api::attachment::network_of(config),
+        place: Some(origin_digest(&turn.uid, at)),
+        joins: api::nad::network_of(config),
         config: Some(config.clone()),
     };
     let finalizers = |world: &mut World, all: &Vec<String>| {
@@ -240,13 +240,13 @@ proptest! {
                 4 => _ = world.users.delete(Kind::Pod, "ns", node),
                 5 | 6 if world.networks.contains_key(name) => list(&mut world, node, name, event == 5),
                 7 => world.reports.get_mut(node).unwrap().networks.clear(),
-                8 => _ = world.attachments.as_mut().unwrap().remove(&Reference::new("ns", name)),
+                8 => _ = world.attachments.as_mut().unwrap().remove(&NadRef::new("ns", name)),
                 _ => {}
             }
             settle_down(&mut world, at(now * 2));
             prop_assert_eq!(plan(&world, at(now * 2)), Plan { look: plan(&world, at(now * 2)).look, ..Plan::default() });
             for network in world.networks.values().filter(|network| network.finalizers.iter().any(|it| it == FINALIZER_USERS)) {
-                let here = Reference::new("ns", network.name.as_str());
+                let here = NadRef::new("ns", network.name.as_str());
                 let used = world.users.summary([&here], 1).count > 0;
                 prop_assert!(!used || world.attachments.as_ref().unwrap().contains_key(&here), "a pod is stranded");
             }

@@ -9,15 +9,15 @@ fn link(index: u32, name: &str) -> Link {
         kind: None,
         mac: Some(Mac::from([2, 0, 0, 0, 0, 1])),
         mtu: 1500,
-        admin: Admin::Up,
-        oper: Oper::Up,
+        admin: AdminState::Up,
+        oper: OperState::Up,
         loopback: false,
         master: None,
         lower: None,
         alias: String::new(),
         addresses: Vec::new(),
-        ipv6_off: None,
-        ipv4_deaf: None,
+        ipv6_disabled: None,
+        ipv4_isolated: None,
         vxlan: None,
     }
 }
@@ -26,28 +26,28 @@ fn address(net: &str) -> Address {
     Address { net: net.parse().unwrap(), temporary: false }
 }
 
-fn facts(ips: &[&str]) -> Facts {
+fn node(ips: &[&str]) -> NodeInfo {
     let internal_ips = ips.iter().map(|ip| ip.parse().unwrap()).collect();
-    Facts { name: "node-1".to_owned(), uid: "uid-1".to_owned(), internal_ips }
+    NodeInfo { name: "node-1".to_owned(), uid: "uid-1".to_owned(), internal_ips }
 }
 
-fn ignored() -> Patterns {
-    IGNORED.parse().unwrap()
+fn ignored() -> IfNamePatterns {
+    DEFAULT_IGNORED.parse().unwrap()
 }
 
 fn noon() -> Timestamp {
     "2026-01-01T12:00:00Z".parse().unwrap()
 }
 
-fn observed(links: &[Link]) -> Observed {
-    Observed { links: links.to_vec(), ..Observed::default() }
+fn observed(links: &[Link]) -> KernelState {
+    KernelState { links: links.to_vec(), ..KernelState::default() }
 }
 
-fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
+fn plan_status(observed: &KernelState, node: &NodeInfo) -> NodeNetworkStatus {
     let ignored = ignored();
-    let picture = Picture {
+    let input = PublishInput {
         observed,
-        facts,
+        node,
         ignored: &ignored,
         server: None,
         written: None,
@@ -55,7 +55,7 @@ fn plan_status(observed: &Observed, facts: &Facts) -> NodeNetworkStatus {
         networks: &[],
         netfilter: Netfilter::Off,
     };
-    status(&picture, noon())
+    status(&input, noon())
 }
 
 fn names(status: &NodeNetworkStatus) -> Vec<&str> {
@@ -67,17 +67,18 @@ fn condition<'a>(status: &'a NodeNetworkStatus, r#type: &str) -> &'a Condition {
 }
 
 #[test]
-fn a_link_is_shown_with_all_that_is_known_of_it() {
+fn a_link_is_listed_with_all_its_properties() {
     let mut eth0 = link(2, "eth0");
     eth0.master = Some(5);
     eth0.addresses = vec![address("fd00::2/64"), address("10.0.0.2/24"), address("10.0.0.2/24")];
     let mut bridge = link(5, "br0");
     bridge.kind = Some("bridge".to_owned());
-    bridge.oper = Oper::Down;
+    bridge.oper = OperState::Down;
     bridge.mac = None;
-    let seen = Observed { links: vec![eth0, bridge], default_routes: vec![2, 2], ..Observed::default() };
+    let state =
+        KernelState { links: vec![eth0, bridge], default_routes: vec![2, 2], ..KernelState::default() };
 
-    let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+    let status = plan_status(&state, &node(&["10.0.0.2"]));
 
     let vtep = Vtep { address: "10.0.0.2".parse().unwrap(), interface: "eth0".to_owned(), mtu: 1500 };
     assert_eq!(status.vtep, Some(vtep));
@@ -113,33 +114,33 @@ fn a_link_is_shown_with_all_that_is_known_of_it() {
 }
 
 #[test]
-fn links_of_pods_and_of_other_network_software_are_left_out() {
-    let left_out = "veth1a2b cali123 lxc_health eni4f1c9d0a1b2 azv1234 12ab34cd56ef_h 3f5a2b1c9d8e7f6 tap0 vnet3 \
+fn links_of_pods_and_of_other_network_software_are_omitted() {
+    let omitted = "veth1a2b cali123 lxc_health eni4f1c9d0a1b2 azv1234 12ab34cd56ef_h 3f5a2b1c9d8e7f6 tap0 vnet3 \
         virbr0 virbr0-nic cni0 cilium_host cilium_vxlan flannel.1 tunl0 vxlan.calico wireguard.cali vxlan-v6.calico \
         genev_sys_6081 vxlan_sys_4789 ovn-k8s-mp0 ovs-system br-int antrea-gw0 kube-ipvs0 kube-bridge nodelocaldns \
         docker0 br-0123456789ab podman1 ifb0 sit0 ip6tnl0 gre0 gretap0 erspan0 ip_vti0 ip6_vti0 ip6gre0 teql0 lo";
-    let kept = "bond0 bond0.100 br-blue br-ex dummy0 enp3s0f1np1 ens1f0v3 eth0 ib0 mgmt-bo mgmt-br team0 vlan100 \
+    let listed = "bond0 bond0.100 br-blue br-ex dummy0 enp3s0f1np1 ens1f0v3 eth0 ib0 mgmt-bo mgmt-br team0 vlan100 \
         wg0 wlan0";
-    let all = left_out.split_whitespace().chain(kept.split_whitespace());
+    let all = omitted.split_whitespace().chain(listed.split_whitespace());
     let links: Vec<Link> = (1..).zip(all).map(|(index, name)| link(index, name)).collect();
-    assert_eq!(names(&plan_status(&observed(&links), &facts(&[]))).join(" "), kept);
+    assert_eq!(names(&plan_status(&observed(&links), &node(&[]))).join(" "), listed);
 }
 
 #[test]
-fn links_that_patchbay_made_are_no_candidates() {
+fn links_owned_by_patchbay_are_omitted() {
     let mut ours = link(1, "br-blue");
     ours.alias = "patchbay/bridge/uid".to_owned();
     let mut foreign = link(2, "br-red");
     foreign.alias = "not patchbay/bridge/uid".to_owned();
-    assert_eq!(names(&plan_status(&observed(&[ours, foreign]), &facts(&[]))), ["br-red"]);
+    assert_eq!(names(&plan_status(&observed(&[ours, foreign]), &node(&[]))), ["br-red"]);
 }
 
 #[test]
-fn the_loopback_is_never_listed_even_if_it_is_renamed_or_claims_to_be_ours() {
+fn the_loopback_is_never_listed_even_if_it_is_renamed_or_has_our_alias() {
     let mut lo = link(1, "eth7");
     lo.loopback = true;
     lo.alias = "patchbay/x".to_owned();
-    assert_eq!(names(&plan_status(&observed(&[lo]), &facts(&[]))), Vec::<&str>::new());
+    assert_eq!(names(&plan_status(&observed(&[lo]), &node(&[]))), Vec::<&str>::new());
 }
 
 #[test]
@@ -149,44 +150,44 @@ fn the_vtep_is_the_first_internal_ip_that_is_on_a_link() {
     let mut cni0 = link(3, "cni0");
     cni0.addresses = vec![address("fd00::2/64")];
     cni0.mtu = 9000;
-    let seen = observed(&[eth0, cni0]);
+    let state = observed(&[eth0, cni0]);
 
-    let vtep = |ips: &[&str]| plan_status(&seen, &facts(ips)).vtep.map(|vtep| (vtep.interface, vtep.mtu));
+    let vtep = |ips: &[&str]| plan_status(&state, &node(ips)).vtep.map(|vtep| (vtep.interface, vtep.mtu));
     assert_eq!(vtep(&["10.9.9.9", "fd00::2", "10.0.0.2"]), Some(("cni0".to_owned(), 9000)));
     assert_eq!(vtep(&["10.0.0.2", "fd00::2"]), Some(("eth0".to_owned(), 1500)));
     assert_eq!(vtep(&["10.0.0.3"]), None);
 }
 
 #[test]
-fn an_address_on_two_links_belongs_to_the_one_that_is_listed() {
+fn the_vtep_of_an_address_on_two_links_is_the_listed_link() {
     let mut links = [link(1, "lo"), link(2, "kube-ipvs0"), link(3, "eth0")];
     links[0].loopback = true;
     for link in &mut links {
         link.addresses = vec![address("10.0.0.2/32")];
     }
-    assert_eq!(plan_status(&observed(&links), &facts(&["10.0.0.2"])).vtep.unwrap().interface, "eth0");
+    assert_eq!(plan_status(&observed(&links), &node(&["10.0.0.2"])).vtep.unwrap().interface, "eth0");
     assert_eq!(
-        plan_status(&observed(&links[..2]), &facts(&["10.0.0.2"])).vtep.unwrap().interface,
+        plan_status(&observed(&links[..2]), &node(&["10.0.0.2"])).vtep.unwrap().interface,
         "kube-ipvs0"
     );
-    assert_eq!(plan_status(&observed(&links[..1]), &facts(&["10.0.0.2"])).vtep.unwrap().interface, "lo");
+    assert_eq!(plan_status(&observed(&links[..1]), &node(&["10.0.0.2"])).vtep.unwrap().interface, "lo");
 }
 
 #[test]
-fn a_node_without_a_vtep_says_what_to_do() {
-    let seen = observed(&[link(1, "eth0")]);
-    let status = plan_status(&seen, &facts(&["10.0.0.2", "fd00::2"]));
+fn the_condition_of_a_node_without_a_vtep_names_the_remedy() {
+    let state = observed(&[link(1, "eth0")]);
+    let status = plan_status(&state, &node(&["10.0.0.2", "fd00::2"]));
     let found = condition(&status, "VtepFound");
     assert_eq!((found.status, found.reason.as_str()), (ConditionStatus::False, "AddressNotOnAnyLink"));
     assert!(found.message.contains("10.0.0.2 or fd00::2") && found.message.contains("--node-ip"));
 
-    let status = plan_status(&seen, &facts(&[]));
+    let status = plan_status(&state, &node(&[]));
     assert_eq!(condition(&status, "VtepFound").reason, "NoInternalIP");
     assert_eq!(condition(&status, "Ready").status, ConditionStatus::True);
 }
 
 #[test]
-fn link_local_and_temporary_addresses_are_not_shown() {
+fn link_local_and_temporary_addresses_are_not_listed() {
     let mut eth0 = link(1, "eth0");
     eth0.addresses = vec![
         address("fe80::1/64"),
@@ -194,45 +195,45 @@ fn link_local_and_temporary_addresses_are_not_shown() {
         address("2001:db8::1/64"),
         address("169.254.1.1/16"),
     ];
-    let status = plan_status(&observed(&[eth0]), &facts(&[]));
-    let wanted: Vec<IpNet> =
+    let status = plan_status(&observed(&[eth0]), &node(&[]));
+    let desired: Vec<IpNet> =
         ["169.254.1.1/16", "2001:db8::1/64"].iter().map(|net| net.parse().unwrap()).collect();
-    assert_eq!(status.interfaces[0].addresses, wanted);
+    assert_eq!(status.interfaces[0].addresses, desired);
 }
 
 #[test]
-fn every_state_has_its_word() {
-    for (admin, oper, wanted) in [
-        (Admin::Up, Oper::Up, LinkState::Up),
-        (Admin::Up, Oper::Down, LinkState::NoCarrier),
-        (Admin::Up, Oper::LowerLayerDown, LinkState::LowerLayerDown),
-        (Admin::Up, Oper::Dormant, LinkState::Dormant),
-        (Admin::Up, Oper::Testing, LinkState::Testing),
-        (Admin::Up, Oper::Unknown, LinkState::Unknown),
-        (Admin::Up, Oper::NotPresent, LinkState::NotPresent),
-        (Admin::Down, Oper::Down, LinkState::Down),
-        (Admin::Down, Oper::LowerLayerDown, LinkState::Down),
-        (Admin::Down, Oper::Up, LinkState::Down),
+fn admin_and_operational_state_map_to_one_link_state() {
+    for (admin, oper, desired) in [
+        (AdminState::Up, OperState::Up, LinkState::Up),
+        (AdminState::Up, OperState::Down, LinkState::NoCarrier),
+        (AdminState::Up, OperState::LowerLayerDown, LinkState::LowerLayerDown),
+        (AdminState::Up, OperState::Dormant, LinkState::Dormant),
+        (AdminState::Up, OperState::Testing, LinkState::Testing),
+        (AdminState::Up, OperState::Unknown, LinkState::Unknown),
+        (AdminState::Up, OperState::NotPresent, LinkState::NotPresent),
+        (AdminState::Down, OperState::Down, LinkState::Down),
+        (AdminState::Down, OperState::LowerLayerDown, LinkState::Down),
+        (AdminState::Down, OperState::Up, LinkState::Down),
     ] {
-        assert_eq!(state(admin, oper), wanted, "{admin:?} {oper:?}");
+        assert_eq!(state(admin, oper), desired, "{admin:?} {oper:?}");
     }
 }
 
 #[test]
-fn two_links_of_one_name_or_a_master_that_is_gone_break_nothing() {
+fn duplicate_names_and_missing_masters_are_tolerated() {
     let mut port = link(3, "eth1");
     port.master = Some(99);
-    let status = plan_status(&observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]), &facts(&[]));
+    let status = plan_status(&observed(&[link(2, "eth0"), link(1, "eth0"), port, link(4, "")]), &node(&[]));
     assert_eq!(names(&status), ["eth0", "eth1"]);
     assert_eq!(status.interfaces[1].master, None);
 }
 
 #[test]
-fn too_many_links_are_cut_but_not_those_that_the_node_needs() {
+fn links_beyond_the_limit_are_omitted_except_those_that_the_node_needs() {
     let mut links: Vec<Link> = (1..=600).map(|index| link(index, &format!("eth{index:03}"))).collect();
     links[598].addresses = vec![address("10.0.0.2/24")];
-    let seen = Observed { links, default_routes: vec![600], ..Observed::default() };
-    let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+    let state = KernelState { links, default_routes: vec![600], ..KernelState::default() };
+    let status = plan_status(&state, &node(&["10.0.0.2"]));
 
     let shown = names(&status);
     assert_eq!(shown.len(), MAX_INTERFACES);
@@ -249,53 +250,53 @@ fn addresses_of(link: u32, count: u32) -> Vec<Address> {
 }
 
 #[test]
-fn too_many_addresses_of_a_link_are_cut_and_it_is_said_so() {
+fn addresses_beyond_the_limit_are_omitted_and_reported() {
     let mut eth0 = link(1, "eth0");
     eth0.addresses = addresses_of(1, 70);
-    let status = plan_status(&observed(&[eth0]), &facts(&[]));
+    let status = plan_status(&observed(&[eth0]), &node(&[]));
     assert_eq!(status.interfaces[0].addresses.len(), MAX_ADDRESSES);
     let ready = condition(&status, "Ready");
     assert_eq!((ready.status, ready.reason.as_str()), (ConditionStatus::False, "TooManyAddresses"));
     assert!(ready.message.starts_with("6 addresses are not listed"), "{}", ready.message);
 }
 
-/// The API server stores 1.5 MiB, with what it adds for each field.
+/// The API server stores at most 1.5 MiB per object, including the managed fields.
 #[test]
-fn the_largest_status_is_far_smaller_than_what_the_api_server_stores() {
-    // Names that are all escaped are four times as long, and their backslashes are escaped once more.
+fn the_largest_status_is_far_below_the_size_limit_of_the_api_server() {
+    // Fully escaped names are four times as long, and JSON escapes their backslashes again.
     let odd = |index: u32| format!("{}\\x{:02x}\\x{:02x}", "\\x01".repeat(13), index >> 8, index & 0xff);
     let links: Vec<Link> = (1..=600)
         .map(|index| {
             let mut link = link(0x1000 + index, &odd(index));
             link.kind = Some("\\x01".repeat(15));
             link.mtu = u32::MAX;
-            link.oper = Oper::LowerLayerDown;
+            link.oper = OperState::LowerLayerDown;
             link.master = Some(0x1001);
             link.addresses = addresses_of(0x1000 + index, 100);
             link
         })
         .collect();
     let default_routes = links.iter().map(|link| link.index).collect();
-    let seen = Observed { links, default_routes, ..Observed::default() };
-    let status = plan_status(&seen, &facts(&[]));
+    let state = KernelState { links, default_routes, ..KernelState::default() };
+    let status = plan_status(&state, &node(&[]));
 
     assert_eq!(status.interfaces.len(), MAX_INTERFACES);
     let addresses: usize = status.interfaces.iter().map(|interface| interface.addresses.len()).sum();
-    assert_eq!(addresses, MAX_ALL_ADDRESSES);
+    assert_eq!(addresses, MAX_TOTAL_ADDRESSES);
     assert_eq!(condition(&status, "Ready").reason, "TooManyLinks");
-    // For each link the server notes the name and up to eight fields.
-    let noted: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
-    let size = serde_json::to_string(&status).unwrap().len() + noted;
+    // The managed fields contain the name and up to eight fields of each link.
+    let managed: usize = status.interfaces.iter().map(|interface| 2 * interface.name.len() + 150).sum();
+    let size = serde_json::to_string(&status).unwrap().len() + managed;
     assert!(size < 512 * 1024, "{size}");
 }
 
 #[test]
-fn a_condition_keeps_its_time_until_its_status_changes() {
-    let seen = observed(&[link(1, "eth0")]);
-    let (facts, ignored) = (facts(&[]), ignored());
-    let mut picture = Picture {
-        observed: &seen,
-        facts: &facts,
+fn a_condition_keeps_its_transition_time_until_its_status_changes() {
+    let state = observed(&[link(1, "eth0")]);
+    let (node, ignored) = (node(&[]), ignored());
+    let mut input = PublishInput {
+        observed: &state,
+        node: &node,
         ignored: &ignored,
         server: None,
         written: None,
@@ -303,47 +304,44 @@ fn a_condition_keeps_its_time_until_its_status_changes() {
         networks: &[],
         netfilter: Netfilter::Off,
     };
-    let first = status(&picture, noon());
-    let record = Record { owners: vec![], status: Some(first.clone()) };
-    picture.server = Some(&record);
+    let first = status(&input, noon());
+    let record = PublishedState { owners: vec![], status: Some(first.clone()) };
+    input.server = Some(&record);
     let later: Timestamp = "2026-01-01T13:00:00.5Z".parse().unwrap();
-    assert_eq!(status(&picture, later), first);
+    assert_eq!(status(&input, later), first);
 
     let mut flipped = record.clone();
     flipped.status.as_mut().unwrap().conditions[0].status = ConditionStatus::Unknown;
-    picture.server = Some(&flipped);
-    assert_eq!(
-        status(&picture, later).conditions[0].last_transition_time.to_string(),
-        "2026-01-01T13:00:00Z"
-    );
+    input.server = Some(&flipped);
+    assert_eq!(status(&input, later).conditions[0].last_transition_time.to_string(), "2026-01-01T13:00:00Z");
 }
 
 #[test]
-fn one_look_waits_for_the_burst_and_a_storm_costs_three_looks_a_second() {
+fn observations_are_debounced_and_limited_to_three_per_second() {
     let start = Instant::now();
     let ms = |n| start + Duration::from_millis(n);
-    assert_eq!(look(ms(0), None), ms(100));
-    assert_eq!(look(ms(5000), Some(ms(0))), ms(5100));
-    assert_eq!(look(ms(10), Some(ms(0))), ms(350));
+    assert_eq!(next_observation(ms(0), None), ms(100));
+    assert_eq!(next_observation(ms(5000), Some(ms(0))), ms(5100));
+    assert_eq!(next_observation(ms(10), Some(ms(0))), ms(350));
 }
 
-/// A desk with everything written and in order.
-struct Desk {
-    observed: Observed,
-    facts: Facts,
-    ignored: Patterns,
-    server: Option<Record>,
-    written: Option<Written>,
+/// The inputs of [`publish`], initially with everything written.
+struct Publisher {
+    observed: KernelState,
+    node: NodeInfo,
+    ignored: IfNamePatterns,
+    server: Option<PublishedState>,
+    written: Option<LastWrite>,
     last_write: Option<Instant>,
     networks: Vec<NetworkOnNode>,
     netfilter: Netfilter,
 }
 
-impl Desk {
+impl Publisher {
     fn new() -> Self {
-        let mut desk = Self {
+        let mut publisher = Self {
             observed: observed(&[link(1, "eth0")]),
-            facts: facts(&["10.0.0.2"]),
+            node: node(&["10.0.0.2"]),
             ignored: ignored(),
             server: None,
             written: None,
@@ -351,14 +349,14 @@ impl Desk {
             networks: Vec::new(),
             netfilter: Netfilter::Off,
         };
-        desk.write();
-        desk
+        publisher.write();
+        publisher
     }
 
-    fn picture(&self) -> Picture<'_> {
-        Picture {
+    fn input(&self) -> PublishInput<'_> {
+        PublishInput {
             observed: &self.observed,
-            facts: &self.facts,
+            node: &self.node,
             ignored: &self.ignored,
             server: self.server.as_ref(),
             written: self.written.as_ref(),
@@ -368,42 +366,45 @@ impl Desk {
         }
     }
 
-    fn wanted(&self) -> NodeNetworkStatus {
-        status(&self.picture(), noon())
+    fn desired(&self) -> NodeNetworkStatus {
+        status(&self.input(), noon())
     }
 
     fn write(&mut self) {
-        let wanted = self.wanted();
-        let got = Record { owners: vec![Owner::of(&self.facts)], status: Some(wanted.clone()) };
-        self.server = Some(got.clone());
-        self.written = Some(Written { uid: self.facts.uid.clone(), wanted, got });
+        let desired = self.desired();
+        let accepted = PublishedState { owners: vec![Owner::of(&self.node)], status: Some(desired.clone()) };
+        self.server = Some(accepted.clone());
+        self.written = Some(LastWrite { uid: self.node.uid.clone(), desired, accepted });
     }
 
-    fn publish(&self, now: Instant) -> Publish {
-        publish(&self.picture(), &self.wanted(), now)
+    fn publish(&self, now: Instant) -> PublishDecision {
+        publish(&self.input(), &self.desired(), now)
     }
 }
 
-const BOTH: Publish = Publish::Now(Writes { object: true, status: true });
-const STATUS: Publish = Publish::Now(Writes { object: false, status: true });
-const OBJECT: Publish = Publish::Now(Writes { object: true, status: false });
+const BOTH: PublishDecision = PublishDecision::Now(WriteParts { object: true, status: true });
+const STATUS: PublishDecision = PublishDecision::Now(WriteParts { object: false, status: true });
+const OBJECT: PublishDecision = PublishDecision::Now(WriteParts { object: true, status: false });
 
 #[test]
-fn nothing_is_written_when_nothing_changed() {
-    assert_eq!(Desk::new().publish(Instant::now()), Publish::Nothing);
+fn nothing_is_written_without_a_change() {
+    assert_eq!(Publisher::new().publish(Instant::now()), PublishDecision::Nothing);
 }
 
 #[test]
-fn a_new_nic_is_written_at_once_and_the_next_one_a_second_later() {
-    let mut desk = Desk::new();
+fn a_new_nic_is_written_immediately_and_the_next_one_a_second_later() {
+    let mut publisher = Publisher::new();
     let now = Instant::now();
-    desk.observed.links.push(link(2, "eth1"));
-    assert_eq!(desk.publish(now), STATUS);
-    desk.write();
-    desk.last_write = Some(now);
-    desk.observed.links.push(link(3, "eth2"));
-    assert_eq!(desk.publish(now + Duration::from_millis(999)), Publish::At(now + BETWEEN_WRITES));
-    assert_eq!(desk.publish(now + BETWEEN_WRITES), STATUS);
+    publisher.observed.links.push(link(2, "eth1"));
+    assert_eq!(publisher.publish(now), STATUS);
+    publisher.write();
+    publisher.last_write = Some(now);
+    publisher.observed.links.push(link(3, "eth2"));
+    assert_eq!(
+        publisher.publish(now + Duration::from_millis(999)),
+        PublishDecision::At(now + MIN_WRITE_INTERVAL)
+    );
+    assert_eq!(publisher.publish(now + MIN_WRITE_INTERVAL), STATUS);
 }
 
 fn network(ready: bool) -> NetworkOnNode {
@@ -423,88 +424,88 @@ fn network(ready: bool) -> NetworkOnNode {
 }
 
 #[test]
-fn a_network_does_not_wait_for_the_second_to_pass() {
-    let mut desk = Desk::new();
+fn a_network_change_is_written_within_a_tenth_of_a_second() {
+    let mut publisher = Publisher::new();
     let now = Instant::now();
-    desk.last_write = Some(now);
-    desk.networks = vec![network(false)];
-    let soon = now + BETWEEN_NETWORK_WRITES;
-    assert_eq!(desk.publish(now), Publish::At(soon));
-    assert_eq!(desk.publish(soon), STATUS);
-    desk.write();
-    assert_eq!(desk.publish(soon), Publish::Nothing);
-    desk.observed.links.push(link(2, "eth1"));
-    assert_eq!(desk.publish(soon), Publish::At(now + BETWEEN_WRITES));
-    desk.networks = vec![network(true)];
-    assert_eq!(desk.publish(soon), STATUS);
+    publisher.last_write = Some(now);
+    publisher.networks = vec![network(false)];
+    let soon = now + MIN_NETWORK_WRITE_INTERVAL;
+    assert_eq!(publisher.publish(now), PublishDecision::At(soon));
+    assert_eq!(publisher.publish(soon), STATUS);
+    publisher.write();
+    assert_eq!(publisher.publish(soon), PublishDecision::Nothing);
+    publisher.observed.links.push(link(2, "eth1"));
+    assert_eq!(publisher.publish(soon), PublishDecision::At(now + MIN_WRITE_INTERVAL));
+    publisher.networks = vec![network(true)];
+    assert_eq!(publisher.publish(soon), STATUS);
 }
 
 #[test]
-fn bridge_netfilter_is_spoken_of_only_where_there_are_bridges() {
-    let mut desk = Desk::new();
-    desk.netfilter = Netfilter::On;
-    assert!(desk.wanted().conditions.iter().all(|condition| condition.r#type != "BridgeNetfilterOff"));
-    desk.networks = vec![network(true)];
-    let wanted = desk.wanted();
-    let warning = condition(&wanted, "BridgeNetfilterOff");
+fn bridge_netfilter_is_reported_only_on_nodes_with_bridge_networks() {
+    let mut publisher = Publisher::new();
+    publisher.netfilter = Netfilter::On;
+    assert!(publisher.desired().conditions.iter().all(|condition| condition.r#type != "BridgeNetfilterOff"));
+    publisher.networks = vec![network(true)];
+    let desired = publisher.desired();
+    let warning = condition(&desired, "BridgeNetfilterOff");
     assert_eq!((warning.status, warning.reason.as_str()), (ConditionStatus::False, "CallsIptables"));
-    desk.netfilter = Netfilter::Off;
-    assert_eq!(condition(&desk.wanted(), "BridgeNetfilterOff").status, ConditionStatus::True);
+    publisher.netfilter = Netfilter::Off;
+    assert_eq!(condition(&publisher.desired(), "BridgeNetfilterOff").status, ConditionStatus::True);
 }
 
 #[test]
-fn a_missing_object_is_made_and_a_foreign_edit_undone() {
+fn a_missing_object_is_created_and_a_foreign_edit_reverted() {
     let now = Instant::now();
-    let mut desk = Desk::new();
-    desk.server = None;
-    assert_eq!(desk.publish(now), BOTH);
+    let mut publisher = Publisher::new();
+    publisher.server = None;
+    assert_eq!(publisher.publish(now), BOTH);
 
-    let mut desk = Desk::new();
-    desk.server.as_mut().unwrap().status = None;
-    assert_eq!(desk.publish(now), STATUS);
+    let mut publisher = Publisher::new();
+    publisher.server.as_mut().unwrap().status = None;
+    assert_eq!(publisher.publish(now), STATUS);
 
-    let mut desk = Desk::new();
-    desk.server.as_mut().unwrap().status.as_mut().unwrap().interfaces.clear();
-    assert_eq!(desk.publish(now), STATUS);
+    let mut publisher = Publisher::new();
+    publisher.server.as_mut().unwrap().status.as_mut().unwrap().interfaces.clear();
+    assert_eq!(publisher.publish(now), STATUS);
 
-    let mut desk = Desk::new();
-    desk.server.as_mut().unwrap().owners.clear();
-    assert_eq!(desk.publish(now), OBJECT);
+    let mut publisher = Publisher::new();
+    publisher.server.as_mut().unwrap().owners.clear();
+    assert_eq!(publisher.publish(now), OBJECT);
 }
 
 #[test]
-fn an_owner_that_somebody_added_or_changed_is_undone() {
-    let mut owners = [Owner::of(&facts(&[])), Owner::of(&facts(&[])), Owner::of(&facts(&[]))];
+fn a_foreign_owner_reference_is_reverted() {
+    let mut owners = [Owner::of(&node(&[])), Owner::of(&node(&[])), Owner::of(&node(&[]))];
     owners[0].kind = "Pod".to_owned();
     owners[1].uid = "uid-0".to_owned();
     owners[2].blocks_deletion = true;
     for owner in owners {
-        let mut desk = Desk::new();
-        desk.server.as_mut().unwrap().owners.push(owner.clone());
-        assert_eq!(desk.publish(Instant::now()), OBJECT, "{owner:?} beside ours");
-        desk.server.as_mut().unwrap().owners.remove(0);
-        assert_eq!(desk.publish(Instant::now()), OBJECT, "{owner:?} alone");
+        let mut publisher = Publisher::new();
+        publisher.server.as_mut().unwrap().owners.push(owner.clone());
+        assert_eq!(publisher.publish(Instant::now()), OBJECT, "{owner:?} beside ours");
+        publisher.server.as_mut().unwrap().owners.remove(0);
+        assert_eq!(publisher.publish(Instant::now()), OBJECT, "{owner:?} alone");
     }
 }
 
 #[test]
-fn a_node_that_was_made_anew_becomes_the_owner() {
-    let mut desk = Desk::new();
-    desk.facts.uid = "uid-2".to_owned();
-    assert_eq!(desk.publish(Instant::now()), OBJECT);
+fn a_recreated_node_becomes_the_owner() {
+    let mut publisher = Publisher::new();
+    publisher.node.uid = "uid-2".to_owned();
+    assert_eq!(publisher.publish(Instant::now()), OBJECT);
 }
 
 #[test]
-fn a_server_that_changes_what_we_write_is_not_written_to_again_and_again() {
-    let mut desk = Desk::new();
-    for record in [desk.server.as_mut().unwrap(), &mut desk.written.as_mut().unwrap().got] {
+fn no_write_loop_with_a_server_that_changes_the_written_status() {
+    let mut publisher = Publisher::new();
+    for record in [publisher.server.as_mut().unwrap(), &mut publisher.written.as_mut().unwrap().accepted] {
         record.status.as_mut().unwrap().conditions.clear();
     }
     let much_later: Timestamp = "2026-01-01T15:00:00Z".parse().unwrap();
-    let wanted = status(&desk.picture(), much_later);
-    assert_eq!(publish(&desk.picture(), &wanted, Instant::now()), Publish::Nothing);
-    desk.observed.links.push(link(2, "eth1"));
-    assert_eq!(desk.publish(Instant::now()), STATUS);
+    let desired = status(&publisher.input(), much_later);
+    assert_eq!(publish(&publisher.input(), &desired, Instant::now()), PublishDecision::Nothing);
+    publisher.observed.links.push(link(2, "eth1"));
+    assert_eq!(publisher.publish(Instant::now()), STATUS);
 }
 
 prop_compose! {
@@ -526,63 +527,63 @@ prop_compose! {
         alias in prop_oneof!["", "patchbay/x", "\\PC*"],
         addresses in proptest::collection::vec(any_address(), 0..5),
     ) -> Link {
-        let admin = if up { Admin::Up } else { Admin::Down };
-        let oper = if up { Oper::Up } else { Oper::Down };
+        let admin = if up { AdminState::Up } else { AdminState::Down };
+        let oper = if up { OperState::Up } else { OperState::Down };
         Link { name, kind, mac: None, mtu, admin, oper, loopback, master, alias, addresses, ..link(index, "") }
     }
 }
 
 prop_compose! {
-    // The kernel never shows two links of one index.
+    // Link indexes are unique.
     fn any_observed()(
         links in proptest::collection::btree_map(1u32..40, any_link(), 0..20),
         default_routes in proptest::collection::vec(1u32..40, 0..5),
-    ) -> Observed {
+    ) -> KernelState {
         let links = links.into_iter().map(|(index, link)| Link { index, ..link }).collect();
-        Observed { links, default_routes, ..Observed::default() }
+        KernelState { links, default_routes, ..KernelState::default() }
     }
 }
 
-fn shuffled(seen: &Observed, seed: &[usize]) -> Observed {
+fn shuffled(state: &KernelState, seed: &[usize]) -> KernelState {
     fn shuffle<T>(list: &mut [T], seed: &[usize]) {
         for (at, swap) in (0..list.len()).zip(seed.iter().cycle()) {
             list.swap(at, swap % list.len());
         }
     }
-    let mut seen = seen.clone();
-    shuffle(&mut seen.links, seed);
-    shuffle(&mut seen.default_routes, seed);
-    seen.links.iter_mut().for_each(|link| shuffle(&mut link.addresses, seed));
-    seen
+    let mut state = state.clone();
+    shuffle(&mut state.links, seed);
+    shuffle(&mut state.default_routes, seed);
+    state.links.iter_mut().for_each(|link| shuffle(&mut link.addresses, seed));
+    state
 }
 
 proptest! {
     #[test]
-    fn the_order_in_which_the_kernel_tells_never_matters(
-        seen in any_observed(),
+    fn the_status_does_not_depend_on_the_order_of_the_dump(
+        state in any_observed(),
         seed in proptest::collection::vec(any::<usize>(), 1..20),
     ) {
-        let facts = facts(&["10.0.0.2", "2001:db8::1"]);
-        prop_assert_eq!(plan_status(&seen, &facts), plan_status(&shuffled(&seen, &seed), &facts));
+        let node = node(&["10.0.0.2", "2001:db8::1"]);
+        prop_assert_eq!(plan_status(&state, &node), plan_status(&shuffled(&state, &seed), &node));
     }
 
     #[test]
-    fn what_is_published_keeps_the_limits_of_the_schema(seen in any_observed()) {
-        let status = plan_status(&seen, &facts(&["10.0.0.2"]));
+    fn the_status_respects_the_limits_of_the_schema(state in any_observed()) {
+        let status = plan_status(&state, &node(&["10.0.0.2"]));
         let shown = names(&status);
         prop_assert!(shown.windows(2).all(|pair| pair[0] < pair[1]));
-        prop_assert!(shown.iter().all(|name| (1..=MAX_NAME).contains(&name.chars().count())));
+        prop_assert!(shown.iter().all(|name| (1..=MAX_INTERFACE_NAME).contains(&name.chars().count())));
         for interface in &status.interfaces {
-            prop_assert!((1..=MAX_NAME).contains(&interface.kind.chars().count()));
+            prop_assert!((1..=MAX_INTERFACE_NAME).contains(&interface.kind.chars().count()));
             prop_assert!(interface.mtu >= 0);
         }
     }
 
     #[test]
-    fn after_a_write_there_is_nothing_to_write(seen in any_observed()) {
-        let mut desk = Desk::new();
-        desk.observed = seen;
-        desk.write();
-        prop_assert_eq!(desk.publish(Instant::now()), Publish::Nothing);
+    fn nothing_is_left_to_write_after_a_write(state in any_observed()) {
+        let mut publisher = Publisher::new();
+        publisher.observed = state;
+        publisher.write();
+        prop_assert_eq!(publisher.publish(Instant::now()), PublishDecision::Nothing);
     }
 }

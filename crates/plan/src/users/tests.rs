@@ -15,11 +15,11 @@ fn annotated(name: &str, networks: &str) -> Facts {
     Facts { networks: Some(networks.to_owned()), ..facts(name) }
 }
 
-fn blue() -> Reference {
-    Reference::new("home", "blue")
+fn blue() -> NadRef {
+    NadRef::new("home", "blue")
 }
 
-fn told(index: &Index, attachments: &[Reference]) -> (usize, Vec<String>) {
+fn told(index: &Index, attachments: &[NadRef]) -> (usize, Vec<String>) {
     let summary = index.summary(attachments, 10);
     (summary.count, summary.first.iter().map(User::to_string).collect())
 }
@@ -85,7 +85,7 @@ fn a_user_is_known_by_every_form_of_reference() {
     }
     let mut index = Index::default();
     index.apply(Kind::Pod, &Facts { namespace: "other".to_owned(), ..default("blue") });
-    assert_eq!(index.summary(&[Reference::new("kube-system", "blue")], 1).count, 1);
+    assert_eq!(index.summary(&[NadRef::new("kube-system", "blue")], 1).count, 1);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn the_finished_and_what_an_indexed_owner_controls_do_not_count_but_live_pods_do
 #[test]
 fn users_are_counted_once_and_named_in_order() {
     let mut index = Index::default();
-    let both = [blue(), Reference::new("home", "red")];
+    let both = [blue(), NadRef::new("home", "red")];
     for name in ["b", "a"] {
         index.apply(Kind::Pod, &annotated(name, "blue,red"));
     }
@@ -163,7 +163,7 @@ fn a_decision_among_60_000_objects_takes_less_than_a_millisecond() {
     for number in 0..50_000 {
         index.apply(Kind::Pod, &annotated(&format!("pod-{number}"), &format!("net-{},net-x", number % 100)));
     }
-    let attachments = [Reference::new("home", "net-7"), Reference::new("home", "net-none")];
+    let attachments = [NadRef::new("home", "net-7"), NadRef::new("home", "net-none")];
     // The best of several: what is measured is the index, not this machine's other work.
     let best = (0..20).map(|_| {
         let begun = Instant::now();
@@ -171,7 +171,7 @@ fn a_decision_among_60_000_objects_takes_less_than_a_millisecond() {
         begun.elapsed()
     });
     assert!(best.min().unwrap() < Duration::from_millis(1));
-    let all = Reference::new("home", "net-x");
+    let all = NadRef::new("home", "net-x");
     let best = (0..20).map(|_| {
         let begun = Instant::now();
         assert_eq!(index.summary([&all], 10).count, 50_000);
@@ -192,7 +192,7 @@ fn hostile_objects_take_a_bounded_room() {
         };
         index.apply(Kind::Deployment, &hostile);
     }
-    assert_eq!((index.len(), index.attachments.len()), (100, 100 * selection::MAX_REFERENCES));
+    assert_eq!((index.len(), index.attachments.len()), (100, 100 * selection::MAX_NAD_REFS));
     for object in 0..100 {
         index.delete(Kind::Deployment, "home", &format!("x{object}"));
     }
@@ -215,8 +215,8 @@ proptest! {
                 let uses = |all: &BTreeSet<u8>| asked.iter().any(|net| all.contains(net));
                 let users = model.iter().filter(|(_, all)| uses(all)).map(|(name, _)| format!("Pod home/{name}"));
                 let users: Vec<String> = users.collect();
-                let asked: Vec<Reference> =
-                    asked.iter().map(|net| Reference::new("home", format!("net-{net}"))).collect();
+                let asked: Vec<NadRef> =
+                    asked.iter().map(|net| NadRef::new("home", format!("net-{net}"))).collect();
                 prop_assert_eq!(told(&index, &asked), (users.len(), users));
             }
         }

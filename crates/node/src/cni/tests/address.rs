@@ -2,8 +2,8 @@
 
 use std::io::Write as _;
 
-use api::ipam::Ipam as Spec;
-use plan::ipam::Rules;
+use api::ipam::IpamSpec as Spec;
+use plan::ipam::Pool;
 
 use super::*;
 
@@ -13,10 +13,10 @@ fn spec(text: Value) -> Spec {
 
 impl TestHost {
     /// The network says this about addresses.
-    fn say(&self, ipam: &Spec) {
-        let rules = Rules::new("blue", ipam, |family| family.block_length(ipam), true);
+    fn set_ipam(&self, ipam: &Spec) {
+        let pool = Pool::new("blue", ipam, |family| family.block_length(ipam), true);
         self.networks.send_modify(|networks| {
-            Arc::make_mut(networks).by_name.get_mut("blue").unwrap().ipam = Some(Arc::new(rules));
+            Arc::make_mut(networks).by_name.get_mut("blue").unwrap().ipam = Some(Arc::new(pool));
         });
     }
 }
@@ -50,7 +50,7 @@ fn ours() -> Value {
 #[test]
 fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
     on_server("addresses", async |world| {
-        world.say(&spec(dual()));
+        world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
@@ -84,15 +84,15 @@ fn a_pod_that_joins_has_addresses_and_routes_and_gives_them_back() {
         for _ in 0..2 {
             world.done("DEL", "c1", &pod, ours()).await;
         }
-        assert_eq!(world.ipam.grant(&place("c1")), None);
-        assert!(world.ipam.grant(&place("c2")).is_some());
+        assert_eq!(world.ipam.grant(&key("c1")), None);
+        assert!(world.ipam.grant(&key("c2")).is_some());
     });
 }
 
 #[test]
 fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_gone() {
     on_server("drained", async |world| {
-        world.say(&spec(dual()));
+        world.set_ipam(&spec(dual()));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
@@ -102,7 +102,7 @@ fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_g
         for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
             let mut now = dual();
             (now["subnets"], now["gateways"]) = (subnets, json!([]));
-            world.say(&spec(now));
+            world.set_ipam(&spec(now));
             assert_eq!(world.done("ADD", "c1", &pod, ours()).await, made);
             assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
             let mut check = ours();
@@ -117,14 +117,14 @@ fn an_add_that_is_repeated_and_a_check_agree_with_the_first_when_the_subnet_is_g
     });
 }
 
-fn place(id: &str) -> plan::ipam::Place {
-    plan::ipam::Place { container: id.to_owned(), interface: "net1".to_owned() }
+fn key(id: &str) -> plan::ipam::AttachmentKey {
+    plan::ipam::AttachmentKey { container: id.to_owned(), interface: "net1".to_owned() }
 }
 
 #[test]
 fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
     on_server("delegated", async |world| {
-        world.say(&spec(dual()));
+        world.set_ipam(&spec(dual()));
         // The bridge need not be here.
         world.set("red", NetworkState::NotSelected);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
@@ -138,7 +138,7 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
             let said = if number < 2 { &made["ip4"]["ip"] } else { &made["ips"][0]["address"] };
             assert_eq!(said, &json!(four), "{made}");
             assert!(made.get("interfaces").is_none());
-            let lease = world.ipam.grant(&place(&id)).unwrap().lease;
+            let lease = world.ipam.grant(&key(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
         let (_, made) = world.call(&delegated("ADD", "c6", json!({})), None).await;
@@ -148,18 +148,18 @@ fn any_plugin_gets_its_addresses_in_the_words_of_its_version() {
         assert_eq!(world.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
         assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
-        let left = (0..7).filter(|number| world.ipam.grant(&place(&format!("c{number}"))).is_some());
+        let left = (0..7).filter(|number| world.ipam.grant(&key(&format!("c{number}"))).is_some());
         assert_eq!(left.collect::<Vec<_>>(), [3]);
         assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
         assert_eq!(world.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
-        assert_eq!(world.ipam.grant(&place("c3")), None);
+        assert_eq!(world.ipam.grant(&key("c3")), None);
     });
 }
 
 #[test]
 fn an_address_that_somebody_asks_for_is_honoured_or_refused_with_a_reason() {
     on_server("requested", async |world| {
-        world.say(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
+        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         let asked = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
         let add = |id: &str, changes: Value| delegated("ADD", id, changes);
@@ -210,7 +210,7 @@ fn ways(asked: &str, id: &str) -> Vec<Request> {
 #[test]
 fn an_address_of_another_length_than_its_subnet_is_refused_however_it_is_asked_for() {
     on_server("length", async |world| {
-        world.say(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
@@ -242,16 +242,16 @@ fn who_cannot_have_an_address_is_told_why() {
         let why = async |changes: Value, id: &str| world.refused("ADD", id, &pod, changes).await;
         let (code, msg) = why(ours(), "c1").await;
         assert!(code == 11 && msg.contains("set spec.ipam"), "{msg}");
-        world.say(&spec(dual()));
+        world.set_ipam(&spec(dual()));
         let (code, msg) = why(ours(), "c1").await;
         assert!(code == 11 && msg.contains("has not yet read its address blocks"), "{msg}");
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         world.ipam.hold("uid-blue", "fd01::/120");
         world.done("ADD", "c1", &pod, ours()).await;
-        world.ipam.lose(Duration::from_secs(100));
+        world.ipam.lose_contact(Duration::from_secs(100));
         let second = Namespace::new();
         world.done("ADD", "c2", &second, ours()).await;
-        world.ipam.lose(Duration::from_secs(300));
+        world.ipam.lose_contact(Duration::from_secs(300));
         let third = Namespace::new();
         let (code, msg) = world.refused("ADD", "c3", &third, ours()).await;
         assert!(code == 11 && msg.contains("no new address"), "{msg}");
@@ -259,8 +259,8 @@ fn who_cannot_have_an_address_is_told_why() {
         // Who has one keeps it, and can give it back.
         world.done("ADD", "c1", &pod, ours()).await;
         world.done("DEL", "c1", &pod, ours()).await;
-        assert_eq!(world.ipam.grant(&place("c1")), None);
-        assert_eq!((third.links(), world.ipam.grant(&place("c3"))), (1, None));
+        assert_eq!(world.ipam.grant(&key("c1")), None);
+        assert_eq!((third.links(), world.ipam.grant(&key("c3"))), (1, None));
     });
 }
 
@@ -296,27 +296,27 @@ fn ended(world: &TestHost) -> usize {
 #[test]
 fn a_plugin_that_has_gone_while_it_waited_takes_no_address() {
     on_server("hung-up", async |world| {
-        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
         // The API server is heard of, and there is nothing to give.
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
         for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
             let before = ended(world);
             let client = ask(world, &add, &pod);
-            until("the pod waits", || world.ipam.is_wanted()).await;
+            until("the pod waits", || world.ipam.has_waiters()).await;
             drop(client);
             until("the call ends", || ended(world) > before).await;
-            assert!(!world.ipam.is_wanted());
+            assert!(!world.ipam.has_waiters());
         }
 
         // One that goes at the last moment, and one that goes while it waits for the other.
         let first = ask(world, &request("ADD", "c1", ours()), &pod);
-        until("the pod waits", || world.ipam.is_wanted()).await;
+        until("the pod waits", || world.ipam.has_waiters()).await;
         drop(ask(world, &request("ADD", "c1", json!({})), &pod));
         drop(first);
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         until("all calls end", || ended(world) == 4).await;
-        assert_eq!((world.ipam.grant(&place("c1")), pod.links()), (None, 1));
+        assert_eq!((world.ipam.grant(&key("c1")), pod.links()), (None, 1));
 
         let made = world.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(made["ips"][0]["address"], "10.1.0.1/24");
@@ -328,15 +328,15 @@ fn a_plugin_that_says_no_more_and_listens_is_answered() {
     use std::net::Shutdown;
 
     on_server("half-closed", async |world| {
-        world.say(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
         world.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
         let client = ask(world, &delegated("ADD", "c1", json!({})), &pod);
         (&client).write_all(b"and more").unwrap();
         client.shutdown(Shutdown::Write).unwrap();
-        until("the pod waits", || world.ipam.is_wanted()).await;
+        until("the pod waits", || world.ipam.has_waiters()).await;
         world.ipam.hold("uid-blue", "10.1.0.0/28");
         until("the call ends", || ended(world) == 1).await;
-        assert!(world.ipam.grant(&place("c1")).is_some());
+        assert!(world.ipam.grant(&key("c1")).is_some());
     });
 }

@@ -2,12 +2,12 @@
 
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipblock::{self, Holder, Lent},
+    ipblock::{self, LentAddress, NodeRef},
 };
 
 use super::*;
 use crate::{
-    ipam::Object,
+    ipam::ObservedIpBlock,
     network::{Block, Discard, GONE},
 };
 
@@ -22,13 +22,13 @@ fn hold(world: &mut World, range: &str, node: &str, status: IPBlockStatus) {
         network: "blue".to_owned(),
         network_uid: "uid-blue".to_owned(),
         cidr,
-        holder: Holder {
+        holder: NodeRef {
             node: node.to_owned(),
             uid: world.nodes.get(node).map_or("gone".to_owned(), |node| node.uid.clone()),
         },
         lender: None,
     };
-    let object = Object { uid: format!("uid-{range}"), spec, status };
+    let object = ObservedIpBlock { uid: format!("uid-{range}"), spec, status };
     world.blocks.insert(ipblock::name("blue", cidr), Block { version: "1".to_owned(), object });
 }
 
@@ -49,7 +49,7 @@ fn the_length_of_blocks_is_fixed_once_and_addresses_are_counted() {
     let (four, six) = (ipam.ipv4.unwrap(), ipam.ipv6.unwrap());
     assert_eq!((four.block_length, four.addresses, four.used, four.free, four.blocks), (28, 254, 0, 254, 0));
     assert_eq!((six.block_length, six.addresses), (120, i64::MAX));
-    let config = world.attachments.as_ref().unwrap()[&Reference::new("ns", "blue")].config.clone().unwrap();
+    let config = world.attachments.as_ref().unwrap()[&NadRef::new("ns", "blue")].config.clone().unwrap();
     assert!(config.contains("patchbay-ipam"), "{config}");
     // A larger subnet changes no block.
     world.networks.get_mut("blue").unwrap().spec = with_addresses(r#"["10.0.0.0/16"]"#).spec;
@@ -95,7 +95,7 @@ fn blocks_of_a_node_are_free_when_its_node_has_been_gone_for_ten_minutes() {
     settle_down(&mut world, at(0));
     hold(&mut world, "10.0.0.0/28", "a", used(3));
     hold(&mut world, "10.0.0.16/28", "lost", used(3));
-    let lent = Lent { address: "10.0.0.33".parse().unwrap(), block: "uid-10.0.0.33/32".to_owned() };
+    let lent = LentAddress { address: "10.0.0.33".parse().unwrap(), block: "uid-10.0.0.33/32".to_owned() };
     hold(&mut world, "10.0.0.32/28", "lost", IPBlockStatus { lent: vec![lent], ..used(0) });
     hold(&mut world, "10.0.0.33/32", "b", used(1));
     let first = Instant::now();

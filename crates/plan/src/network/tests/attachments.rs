@@ -6,7 +6,7 @@ use super::*;
 fn an_attachment_is_put_right_and_one_of_others_is_left_alone() {
     let mut world = world([network("blue")]);
     settle_down(&mut world, at(0));
-    let here = Reference::new("ns", "blue");
+    let here = NadRef::new("ns", "blue");
     let change = |world: &mut World, change: fn(&mut Attachment)| {
         change(world.attachments.as_mut().unwrap().get_mut(&here).unwrap());
         plan(world, at(1)).turns.into_iter().flat_map(|turn| turn.steps).collect::<Vec<_>>()
@@ -104,7 +104,7 @@ fn a_refusal_is_told_for_as_long_as_it_stands_in_the_way() {
     for node in ["a", "b"] {
         list(&mut world, node, "blue", true);
     }
-    let refused = BTreeMap::from([(Reference::new("ns", "blue"), "quota ".repeat(1000))]);
+    let refused = BTreeMap::from([(NadRef::new("ns", "blue"), "quota ".repeat(1000))]);
     world.refused.insert("uid-blue".to_owned(), refused);
     let turn = plan(&world, at(0)).turns.remove(0);
     assert!(matches!(turn.steps[..], [Step::Create { .. }]), "it is tried again");
@@ -137,7 +137,7 @@ fn an_attachment_outside_the_list_goes_once_nobody_uses_it() {
 
 #[test]
 fn an_attachment_that_was_taken_off_the_list_comes_back_for_a_user_that_slipped_in() {
-    let here = Reference::new("ns", "blue");
+    let here = NadRef::new("ns", "blue");
     let unlisted = || {
         let mut world = world([network("blue")]);
         settle_down(&mut world, at(0));
@@ -178,11 +178,11 @@ fn a_copy_of_an_attachment_is_somebody_elses() {
     let mut world = world([network("blue")]);
     world.namespaces.insert("other".to_owned(), Namespace::Active);
     settle_down(&mut world, at(0));
-    let [here, there] = ["ns", "other"].map(|namespace| Reference::new(namespace, "blue"));
+    let [here, there] = ["ns", "other"].map(|namespace| NadRef::new(namespace, "blue"));
     let all = world.attachments.as_mut().unwrap();
     let copy = Attachment { uid: "copy".to_owned(), ..all[&here].clone() };
     all.insert(there.clone(), copy.clone());
-    all.insert(Reference::new("ns", "second"), copy.clone());
+    all.insert(NadRef::new("ns", "second"), copy.clone());
     assert_eq!(settle_down(&mut world, at(1)), [""; 0], "it is not deleted");
     let text = r#"{"attachment": {"namespaces": ["ns", "other"]}}"#;
     world.networks.get_mut("blue").unwrap().spec = Ok(spec(text));
@@ -194,7 +194,8 @@ fn a_copy_of_an_attachment_is_somebody_elses() {
     assert!(world.networks.is_empty(), "nor does it hold up a deletion");
     assert_eq!(world.attachments.as_ref().unwrap().len(), 2);
     // Nor is it swept; nor is one of ours that somebody has written something else into.
-    let theirs = Attachment { place: Some(place("uid-blue", &here)), config: None, joins: None, ..copy };
+    let theirs =
+        Attachment { place: Some(origin_digest("uid-blue", &here)), config: None, joins: None, ..copy };
     world.attachments.as_mut().unwrap().insert(here, theirs);
     assert_eq!(plan(&world, at(9)).orphans, []);
 }
@@ -206,12 +207,12 @@ fn whose_an_attachment_is_can_be_asked_from_either_side() {
     world.namespaces.insert("other".to_owned(), Namespace::Active);
     settle_down(&mut world, at(0));
     let [here, other, bare, by_hand, copy, gone] = [
-        Reference::new("ns", "blue"),
-        Reference::new("other", "blue"),
-        Reference::new("bare", "blue"),
-        Reference::new("ns", "hand"),
-        Reference::new("ns", "copy"),
-        Reference::new("gone", "blue"),
+        NadRef::new("ns", "blue"),
+        NadRef::new("other", "blue"),
+        NadRef::new("bare", "blue"),
+        NadRef::new("ns", "hand"),
+        NadRef::new("ns", "copy"),
+        NadRef::new("gone", "blue"),
     ];
     let all = world.attachments.as_mut().unwrap();
     let good = all[&here].clone();
@@ -221,7 +222,7 @@ fn whose_an_attachment_is_can_be_asked_from_either_side() {
     let withdrawn = Withdrawn { network: "uid-red".to_owned(), uid: "x".to_owned() };
     world.withdrawn.insert(gone.clone(), withdrawn);
     let mut met = 0;
-    let rest = [Reference::new("ns", "red"), Reference::new("ns", "none")];
+    let rest = [NadRef::new("ns", "red"), NadRef::new("ns", "none")];
     for at in [here, other, bare, by_hand, copy, gone].iter().chain(&rest) {
         let whose: Vec<&str> = networks_of(&world, at).map(|network| network.name.as_str()).collect();
         let of = world.networks.values().filter(|network| attachments_of(&world, network).contains(at));
@@ -245,7 +246,7 @@ fn users_of_attachments_that_others_wrote_for_the_network_count() {
         config: None,
         joins: Some("blue".to_owned()),
     };
-    world.attachments.as_mut().unwrap().insert(Reference::new("ns", "hand"), by_hand);
+    world.attachments.as_mut().unwrap().insert(NadRef::new("ns", "hand"), by_hand);
     uses(&mut world, "pod", "hand");
     let turn = plan(&world, at(1)).turns.remove(0);
     assert_eq!(turn.status.unwrap().users.unwrap().first, ["Pod ns/pod"]);

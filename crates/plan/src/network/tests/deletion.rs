@@ -28,7 +28,7 @@ fn a_network_goes_in_order() {
         told(&world, "blue", "Ready").2
     );
     world.reports.get_mut("b").unwrap().networks.clear();
-    let label = format!("label b {NODE_LABEL_PREFIX}blue None");
+    let label = format!("label b {READY_LABEL_PREFIX}blue None");
     assert_eq!(settle_down(&mut world, at(12)), ["finish".to_owned(), label]);
     assert!(world.networks.is_empty());
 }
@@ -111,7 +111,7 @@ fn what_a_network_left_that_is_no_more_is_swept_once_nobody_names_it() {
         |one| one.network = None,
         |one| one.place = Some("elsewhere".to_owned()),
     ];
-    let here = Reference::new("ns", "blue");
+    let here = NadRef::new("ns", "blue");
     let good = world.attachments.as_ref().unwrap()[&here].clone();
     for edit in edits {
         let mut edited = good.clone();

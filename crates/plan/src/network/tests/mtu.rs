@@ -114,6 +114,6 @@ fn a_used_network_is_never_lowered_and_always_raised() {
     world.users.delete(Kind::Pod, "ns", "pod");
     settle_down(&mut world, at(2));
     assert_eq!(world.networks["blue"].status.mtu, Some(1300));
-    let config = world.attachments.as_ref().unwrap()[&Reference::new("ns", "blue")].config.clone().unwrap();
+    let config = world.attachments.as_ref().unwrap()[&NadRef::new("ns", "blue")].config.clone().unwrap();
     assert!(config.contains("\"mtu\":1300"), "{config}");
 }

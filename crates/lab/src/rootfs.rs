@@ -1,5 +1,5 @@
-//! The file system of a machine: the programs of this machine read-only, and directories of its own for everything
-//! that a host writes. It looks like a host, and what is done in it stays in it.
+//! The root file system of a machine: the host's `/usr` read-only, and its own directories for everything that a
+//! node writes. Changes inside a machine do not reach the host.
 
 use std::{
     fs, io,
@@ -15,28 +15,28 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::Group;
+use crate::cgroup::Cgroup;
 
-/// What a machine's file system is made of.
+/// The parts of a machine's root file system.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Root {
-    /// An empty directory to build it on.
-    pub at: PathBuf,
-    /// What survives a reboot: `/etc`, `/opt`, `/root` and `/var`.
+pub struct RootFs {
+    /// An empty directory of the host on which to build it.
+    pub mount_point: PathBuf,
+    /// The directory of `/etc`, `/opt`, `/root` and `/var`, which survive a reboot.
     pub disk: PathBuf,
-    /// Directories of this machine that it can read, and where.
+    /// Directories of the host that are mounted read-only, and where.
     pub read_only: Vec<(PathBuf, PathBuf)>,
-    /// Names in `/usr/local/bin`, and what they point to.
+    /// Symbolic links in `/usr/local/bin`: name and target.
     pub programs: Vec<(String, PathBuf)>,
-    /// The cgroup below which the machine can write, without leading slash.
-    pub group: String,
-    /// Set by a power cycle.
+    /// The machine's cgroup, which it may write, without leading slash.
+    pub cgroup: String,
+    /// New for every power cycle.
     pub boot_id: String,
 }
 
-/// Kernel settings that a kubelet insists on and that are not per namespace: a machine sees them as set, and the real
-/// ones stay as they are.
-const SEEN_AS: &[(&str, &str)] = &[
+/// Sysctls that the kubelet requires and that are not namespaced: files mounted over them show these values, the host's
+/// real values do not change.
+const MASKED_SYSCTLS: &[(&str, &str)] = &[
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),
     ("kernel/panic", "10"),
@@ -45,94 +45,95 @@ const SEEN_AS: &[(&str, &str)] = &[
     ("kernel/keys/root_maxbytes", "25000000"),
 ];
 
-impl Root {
-    /// Builds the file system and makes it the calling process's own. Called once, by the first process of a new
-    /// mount and pid namespace.
+impl RootFs {
+    /// Builds the file system and switches the calling process to it. Called once, by the init of a new mount and pid
+    /// namespace.
     pub fn enter(&self) -> Result<()> {
         mount_flags(Path::new("/"), MsFlags::MS_REC | MsFlags::MS_PRIVATE)?;
-        fs::create_dir_all(&self.at).with_context(|| format!("make {}", self.at.display()))?;
-        mount_new("tmpfs", &self.at, Some("mode=0755,size=1g"))?;
-        self.system()?;
-        self.own_directories()?;
-        self.kernel_directories()?;
+        fs::create_dir_all(&self.mount_point)
+            .with_context(|| format!("create {}", self.mount_point.display()))?;
+        mount_new("tmpfs", &self.mount_point, Some("mode=0755,size=1g"))?;
+        self.mount_usr()?;
+        self.mount_disk()?;
+        self.mount_kernel_file_systems()?;
         for (source, target) in &self.read_only {
-            bind(source, &self.inside(target), Write::No)?;
+            bind(source, &self.inside(target), Access::ReadOnly)?;
         }
         let bin = self.inside(Path::new("/usr/local/bin"));
         mount_new("tmpfs", &bin, Some("mode=0755,size=1m"))?;
         for (name, target) in &self.programs {
             symlink(target, bin.join(name)).with_context(|| format!("link {name}"))?;
         }
-        self.switch()?;
-        self.settings()
+        self.pivot()?;
+        self.set_sysctls()
     }
 
     fn inside(&self, path: &Path) -> PathBuf {
-        self.at.join(path.strip_prefix("/").unwrap_or(path))
+        self.mount_point.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// `/usr` and its old names.
-    fn system(&self) -> Result<()> {
+    /// Mounts `/usr`, and `/bin`, `/lib` and the like as on the host.
+    fn mount_usr(&self) -> Result<()> {
         for name in ["usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32"] {
             let source = Path::new("/").join(name);
-            let target = self.at.join(name);
+            let target = self.mount_point.join(name);
             match fs::symlink_metadata(&source) {
                 Ok(meta) if meta.is_symlink() => {
                     let to = fs::read_link(&source)?;
                     symlink(&to, &target).with_context(|| format!("link {}", target.display()))?;
                 }
-                Ok(_) => bind(&source, &target, Write::No)?,
+                Ok(_) => bind(&source, &target, Access::ReadOnly)?,
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                Err(e) => return Err(e).with_context(|| format!("look at {}", source.display())),
+                Err(e) => return Err(e).with_context(|| format!("stat {}", source.display())),
             }
         }
         Ok(())
     }
 
-    fn own_directories(&self) -> Result<()> {
+    fn mount_disk(&self) -> Result<()> {
         for name in ["etc", "opt", "root", "var"] {
             let source = self.disk.join(name);
-            fs::create_dir_all(&source).with_context(|| format!("make {}", source.display()))?;
-            bind(&source, &self.at.join(name), Write::Yes)?;
+            fs::create_dir_all(&source).with_context(|| format!("create {}", source.display()))?;
+            bind(&source, &self.mount_point.join(name), Access::ReadWrite)?;
         }
         for name in ["tmp", "run", "run/lab", "run/lock", "mnt", "home"] {
-            let dir = self.at.join(name);
-            fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+            let dir = self.mount_point.join(name);
+            fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         }
         for (name, target) in [("run", "/run"), ("lock", "/run/lock")] {
-            match symlink(target, self.at.join("var").join(name)) {
+            match symlink(target, self.mount_point.join("var").join(name)) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e).context("link /var/run"),
                 _ => {}
             }
         }
         for name in ["var/tmp", "var/lib", "var/log", "var/cache"] {
-            let dir = self.at.join(name);
-            fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
+            let dir = self.mount_point.join(name);
+            fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         }
         Ok(())
     }
 
-    fn kernel_directories(&self) -> Result<()> {
-        self.devices()?;
-        // A fresh sysfs shows the NICs of this network namespace only; it hides the cgroup mounts, so they come back.
-        mount_new("sysfs", &self.at.join("sys"), None)?;
-        self.control_groups()?;
-        mount_new("proc", &self.at.join("proc"), None)
+    fn mount_kernel_file_systems(&self) -> Result<()> {
+        self.mount_dev()?;
+        // A fresh sysfs shows only the NICs of this network namespace. It hides the cgroup mounts, so bind them again.
+        mount_new("sysfs", &self.mount_point.join("sys"), None)?;
+        self.mount_cgroups()?;
+        mount_new("proc", &self.mount_point.join("proc"), None)
     }
 
-    /// Devices of its own: the real `/dev` is one for the whole kernel, and removing a file there removes it for all.
-    fn devices(&self) -> Result<()> {
-        let dev = self.at.join("dev");
+    /// Creates a private `/dev`: a file that a node removes from the host's `/dev` would be removed for the host, too.
+    fn mount_dev(&self) -> Result<()> {
+        let dev = self.mount_point.join("dev");
         mount_new("tmpfs", &dev, Some("mode=0755,size=1m"))?;
         for dir in ["net", "pts", "shm", "mqueue"] {
-            fs::create_dir_all(dev.join(dir)).with_context(|| format!("make /dev/{dir}"))?;
+            fs::create_dir_all(dev.join(dir)).with_context(|| format!("create /dev/{dir}"))?;
         }
         for name in ["null", "zero", "full", "random", "urandom", "tty", "kmsg", "fuse", "net/tun"] {
             let Ok(meta) = fs::metadata(Path::new("/dev").join(name)) else { continue };
             let mode = Mode::from_bits_truncate(meta.mode());
             mknod(&dev.join(name), SFlag::S_IFCHR, mode, meta.rdev())
-                .with_context(|| format!("make /dev/{name}"))?;
-            // Not masked, unlike mknod's.
+                .with_context(|| format!("create /dev/{name}"))?;
+            // mknod applies the umask, chmod does not.
             fs::set_permissions(dev.join(name), fs::Permissions::from_mode(meta.mode() & 0o7777))?;
         }
         for (name, target) in [
@@ -149,30 +150,30 @@ impl Root {
         mount_new("tmpfs", &dev.join("shm"), None)
     }
 
-    /// All groups to read, its own to write.
-    fn control_groups(&self) -> Result<()> {
-        bind(Path::new("/sys/fs/cgroup"), &self.at.join("sys/fs/cgroup"), Write::Yes)?;
-        for (hierarchy, own) in Group::at(&self.group).directories()? {
-            bind(&own, &self.inside(&own), Write::Yes)?;
-            read_only(&self.inside(&hierarchy))?;
+    /// Mounts all cgroups read-only and the machine's own read-write.
+    fn mount_cgroups(&self) -> Result<()> {
+        bind(Path::new("/sys/fs/cgroup"), &self.mount_point.join("sys/fs/cgroup"), Access::ReadWrite)?;
+        for (hierarchy, own) in Cgroup::at(&self.cgroup).directories()? {
+            bind(&own, &self.inside(&own), Access::ReadWrite)?;
+            remount_read_only(&self.inside(&hierarchy))?;
         }
         Ok(())
     }
 
-    fn switch(&self) -> Result<()> {
-        std::env::set_current_dir(&self.at).context("enter the new root")?;
+    fn pivot(&self) -> Result<()> {
+        std::env::set_current_dir(&self.mount_point).context("enter the new root")?;
         pivot_root(".", ".").context("switch to the new root")?;
-        umount2(".", MntFlags::MNT_DETACH).context("let go of the old root")?;
+        umount2(".", MntFlags::MNT_DETACH).context("unmount the old root")?;
         std::env::set_current_dir("/").context("enter /")?;
-        // The kubelet and pods with mount propagation need it, as on any host with systemd.
+        // The kubelet and pods with mount propagation need a shared root; systemd makes it shared on real hosts.
         mount_flags(Path::new("/"), MsFlags::MS_REC | MsFlags::MS_SHARED)
     }
 
-    fn settings(&self) -> Result<()> {
+    fn set_sysctls(&self) -> Result<()> {
         let boot_id = format!("{}\n", self.boot_id);
-        let mut seen = vec![("kernel/random/boot_id", boot_id.as_str())];
-        seen.extend(SEEN_AS);
-        for (name, value) in seen {
+        let mut masked = vec![("kernel/random/boot_id", boot_id.as_str())];
+        masked.extend(MASKED_SYSCTLS);
+        for (name, value) in masked {
             let target = Path::new("/proc/sys").join(name);
             if !target.exists() {
                 continue;
@@ -180,7 +181,7 @@ impl Root {
             let file = Path::new("/run/lab").join(name.replace('/', "."));
             fs::write(&file, value).with_context(|| format!("write {}", file.display()))?;
             mount(Some(&file), &target, None::<&str>, MsFlags::MS_BIND, None::<&str>)
-                .with_context(|| format!("show {} as {value}", target.display()))?;
+                .with_context(|| format!("mask {} with {value}", target.display()))?;
         }
         for (name, value) in [
             ("net/ipv4/ip_forward", "1"),
@@ -195,32 +196,32 @@ impl Root {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Write {
-    Yes,
-    No,
+enum Access {
+    ReadWrite,
+    ReadOnly,
 }
 
-fn bind(source: &Path, target: &Path, write: Write) -> Result<()> {
-    fs::create_dir_all(target).with_context(|| format!("make {}", target.display()))?;
+fn bind(source: &Path, target: &Path, access: Access) -> Result<()> {
+    fs::create_dir_all(target).with_context(|| format!("create {}", target.display()))?;
     let flags = MsFlags::MS_BIND | MsFlags::MS_REC;
     mount(Some(source), target, None::<&str>, flags, None::<&str>)
         .with_context(|| format!("bind {} to {}", source.display(), target.display()))?;
     mount_flags(target, MsFlags::MS_REC | MsFlags::MS_PRIVATE)?;
-    match write {
-        Write::Yes => Ok(()),
-        Write::No => read_only(target),
+    match access {
+        Access::ReadWrite => Ok(()),
+        Access::ReadOnly => remount_read_only(target),
     }
 }
 
-/// This mount alone; what is mounted below it keeps its own mode.
-fn read_only(target: &Path) -> Result<()> {
+/// Remounts this mount read-only, without the mounts below it.
+fn remount_read_only(target: &Path) -> Result<()> {
     let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
     mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
         .with_context(|| format!("make {} read-only", target.display()))
 }
 
 fn mount_new(kind: &str, target: &Path, options: Option<&str>) -> Result<()> {
-    fs::create_dir_all(target).with_context(|| format!("make {}", target.display()))?;
+    fs::create_dir_all(target).with_context(|| format!("create {}", target.display()))?;
     mount(Some(kind), target, Some(kind), MsFlags::empty(), options)
         .with_context(|| format!("mount {kind} on {}", target.display()))
 }

@@ -8,12 +8,12 @@ use std::{error::Error, fmt, iter};
 ///
 /// ```
 /// let cause = std::io::Error::other("no route");
-/// assert_eq!(api::Chain(&cause).to_string(), "no route");
+/// assert_eq!(api::ErrorChain(&cause).to_string(), "no route");
 /// ```
 #[derive(Debug, Clone, Copy)]
-pub struct Chain<'a>(pub &'a (dyn Error + 'static));
+pub struct ErrorChain<'a>(pub &'a (dyn Error + 'static));
 
-impl fmt::Display for Chain<'_> {
+impl fmt::Display for ErrorChain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut text = self.0.to_string();
         let causes = iter::successors(self.0.source(), |&error| error.source());
@@ -39,7 +39,7 @@ mod tests {
 
     fn chain(texts: &[&'static str]) -> String {
         let layers = texts.iter().rev().fold(None, |source, text| Some(Box::new(Layer { text, source })));
-        Chain(&*layers.unwrap()).to_string()
+        ErrorChain(&*layers.unwrap()).to_string()
     }
 
     #[test]

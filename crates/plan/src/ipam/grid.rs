@@ -2,10 +2,10 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use api::ipam::Ipam;
+use api::ipam::IpamSpec;
 use ipnet::IpNet;
 
-use super::Told;
+use super::AddressInfo;
 
 /// A family of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,7 +41,7 @@ impl Family {
 
     /// The length of blocks that fits these subnets: a few blocks in a small one, enough addresses in each of a large one
     /// that nodes seldom ask.
-    pub fn block_length(self, ipam: &Ipam) -> Option<u8> {
+    pub fn block_length(self, ipam: &IpamSpec) -> Option<u8> {
         let subnets = ipam.subnets.iter().filter(|net| Self::of(net.addr()) == self);
         let largest = subnets.map(IpNet::prefix_len).min()?;
         let asked = ipam.block_length.and_then(|length| match self {
@@ -69,7 +69,7 @@ type Span = (u128, u128);
 
 /// What can be handed out, of one family. However large the subnets are, it is as small as what was written about them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Space {
+pub struct BlockGrid {
     family: Family,
     length: u8,
     /// In order, and apart from each other.
@@ -80,9 +80,9 @@ pub struct Space {
     gateway: Option<IpAddr>,
 }
 
-impl Space {
+impl BlockGrid {
     /// The part of this family; none if the network has no subnet of it.
-    pub fn new(ipam: &Ipam, family: Family, length: u8) -> Option<Self> {
+    pub fn new(ipam: &IpamSpec, family: Family, length: u8) -> Option<Self> {
         let ours = |address: IpAddr| Family::of(address) == family;
         let subnets: Vec<IpNet> =
             ipam.subnets.iter().filter(|net| ours(net.addr())).map(IpNet::trunc).collect();
@@ -108,10 +108,10 @@ impl Space {
     }
 
     /// What a pod is told about an address: the length of its subnet, and the gateway. One whose subnet is gone stands alone.
-    pub fn told(&self, address: IpAddr) -> Told {
+    pub fn address_info(&self, address: IpAddr) -> AddressInfo {
         let length = self.subnet_of(address).map_or(self.family.bits(), |net| net.prefix_len());
         let net = IpNet::new(address, length).unwrap_or_else(|_| address.into());
-        Told { net, gateway: self.gateway }
+        AddressInfo { net, gateway: self.gateway }
     }
 
     /// Whether a pod can have this address.
@@ -214,15 +214,15 @@ impl Space {
     }
 
     /// The block of this number, counted from the first that holds any address.
-    pub fn block(&self, mut place: u128) -> Option<IpNet> {
+    pub fn block(&self, mut key: u128) -> Option<IpNet> {
         for &(first, last) in &self.cells {
             let size = last - first;
-            if place <= size {
+            if key <= size {
                 let shift = self.family.bits() - self.length;
-                let address = self.family.address((first + place).checked_shl(shift.into()).unwrap_or(0));
+                let address = self.family.address((first + key).checked_shl(shift.into()).unwrap_or(0));
                 return IpNet::new(address, self.length).ok();
             }
-            place -= size + 1;
+            key -= size + 1;
         }
         None
     }
@@ -236,8 +236,8 @@ impl Space {
     pub fn free_block(&self, from: u128, taken: impl Fn(IpNet) -> bool) -> Option<IpNet> {
         let count = self.blocks();
         let start = if count == 0 { return None } else { from % count };
-        let places = (start..count).chain(0..start);
-        places.map_while(|place| self.block(place)).find(|block| !taken(*block))
+        let positions = (start..count).chain(0..start);
+        positions.map_while(|key| self.block(key)).find(|block| !taken(*block))
     }
 }
 

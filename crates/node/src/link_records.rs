@@ -1,4 +1,4 @@
-//! What is kept on disk about each network, so that a link is given back as it was found.
+//! Link records on disk, one file per network, from which uplinks are restored to their original state.
 
 use std::{
     collections::BTreeMap,
@@ -9,22 +9,22 @@ use std::{
 
 use api::IfName;
 use plan::{
-    bridge::{Found, Record, Uid},
-    nodenetwork::Admin,
+    bridge::{LinkRecord, OriginalLink, Uid},
+    nodenetwork::AdminState,
 };
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// Records on disk, one file each.
-pub struct Records {
+/// The link records in the state directory.
+pub struct LinkRecords {
     dir: PathBuf,
-    all: BTreeMap<Uid, Record>,
+    all: BTreeMap<Uid, LinkRecord>,
 }
 
-/// Why a record could not be kept.
+/// Why the records could not be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("make the directory {path}")]
+    #[error("create the directory {path}")]
     Directory { path: PathBuf, source: io::Error },
     #[error("read the records in {path}")]
     Read { path: PathBuf, source: io::Error },
@@ -34,8 +34,8 @@ pub enum Error {
     Remove { path: PathBuf, source: io::Error },
 }
 
-impl Records {
-    /// Reads what earlier runs wrote. A file that cannot be read is left alone and told about.
+impl LinkRecords {
+    /// Reads all records. Malformed files are logged and left in place.
     pub fn open(state_dir: &Path) -> Result<Self, Error> {
         let dir = state_dir.join("networks");
         fs::create_dir_all(&dir).map_err(|source| Error::Directory { path: dir.clone(), source })?;
@@ -46,29 +46,29 @@ impl Records {
             if path.extension().is_none_or(|extension| extension != "json") {
                 continue;
             }
-            let read = fs::read(&path).map_err(failed)?;
-            match serde_json::from_slice::<Stored>(&read) {
+            let bytes = fs::read(&path).map_err(failed)?;
+            match serde_json::from_slice::<StoredRecord>(&bytes) {
                 Ok(stored) => {
-                    let record = Record::from(stored);
+                    let record = LinkRecord::from(stored);
                     all.insert(record.uid.clone(), record);
                 }
-                Err(error) => warn!(path = %path.display(), %error, "a record is unreadable and is ignored"),
+                Err(error) => warn!(path = %path.display(), %error, "ignoring malformed link record"),
             }
         }
         Ok(Self { dir, all })
     }
 
-    pub fn all(&self) -> &BTreeMap<Uid, Record> {
+    pub fn all(&self) -> &BTreeMap<Uid, LinkRecord> {
         &self.all
     }
 
-    /// Once this returns, the record survives a power cut.
-    pub fn put(&mut self, record: Record) -> Result<(), Error> {
+    /// Writes a record durably: it survives a power failure once this returns.
+    pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
         let path = self.path(&record.uid);
         let write = || {
             let temporary = path.with_extension("tmp");
             let mut file = File::create(&temporary)?;
-            file.write_all(&serde_json::to_vec(&Stored::from(&record))?)?;
+            file.write_all(&serde_json::to_vec(&StoredRecord::from(&record))?)?;
             file.sync_all()?;
             fs::rename(&temporary, &path)?;
             File::open(&self.dir)?.sync_all()
@@ -78,7 +78,7 @@ impl Records {
         Ok(())
     }
 
-    /// Once this returns, the record is gone for good.
+    /// Removes a record durably.
     pub fn remove(&mut self, uid: &str) -> Result<(), Error> {
         let path = self.path(uid);
         let remove = || match fs::remove_file(&path) {
@@ -90,7 +90,7 @@ impl Records {
         Ok(())
     }
 
-    /// A UID is letters, digits and dashes; whatever else it may be goes by its digest.
+    /// UIDs consist of letters, digits and dashes; anything else is replaced by its digest.
     fn path(&self, uid: &str) -> PathBuf {
         let plain = (1..=63).contains(&uid.len())
             && uid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
@@ -99,9 +99,10 @@ impl Records {
     }
 }
 
+/// The format on disk. Its field names must not change: later versions read the records of earlier ones.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-struct Stored {
+struct StoredRecord {
     uid: String,
     name: String,
     boot: String,
@@ -120,29 +121,29 @@ struct StoredLink {
     mtu: u32,
 }
 
-impl From<&Record> for Stored {
-    fn from(record: &Record) -> Self {
-        let Record { uid, name, boot, bridge, vxlan, node_uid, uplink } = record.clone();
-        let link = |found: Found| StoredLink {
-            name: found.name,
-            index: found.index,
-            up: found.admin == Admin::Up,
-            mtu: found.mtu,
+impl From<&LinkRecord> for StoredRecord {
+    fn from(record: &LinkRecord) -> Self {
+        let LinkRecord { uid, name, boot, bridge, vxlan, node_uid, uplink } = record.clone();
+        let link = |original: OriginalLink| StoredLink {
+            name: original.name,
+            index: original.index,
+            up: original.admin == AdminState::Up,
+            mtu: original.mtu,
         };
         Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(link) }
     }
 }
 
-impl From<Stored> for Record {
-    fn from(stored: Stored) -> Self {
-        let Stored { uid, name, boot, bridge, vxlan, node_uid, uplink } = stored;
-        let found = |link: StoredLink| Found {
+impl From<StoredRecord> for LinkRecord {
+    fn from(stored: StoredRecord) -> Self {
+        let StoredRecord { uid, name, boot, bridge, vxlan, node_uid, uplink } = stored;
+        let original = |link: StoredLink| OriginalLink {
             name: link.name,
             index: link.index,
-            admin: if link.up { Admin::Up } else { Admin::Down },
+            admin: if link.up { AdminState::Up } else { AdminState::Down },
             mtu: link.mtu,
         };
-        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(found) }
+        Self { uid, name, boot, bridge, vxlan, node_uid, uplink: uplink.map(original) }
     }
 }
 
@@ -150,34 +151,57 @@ impl From<Stored> for Record {
 mod tests {
     use super::*;
 
-    fn record(uid: &str) -> Record {
-        Record {
+    fn record(uid: &str) -> LinkRecord {
+        LinkRecord {
             uid: uid.to_owned(),
             name: "blue".to_owned(),
             boot: "boot".to_owned(),
             bridge: "br-blue".parse().unwrap(),
             vxlan: "vx-blue".parse().unwrap(),
             node_uid: "node".to_owned(),
-            uplink: Some(Found { name: "eth1".to_owned(), index: 3, admin: Admin::Down, mtu: 9000 }),
+            uplink: Some(OriginalLink {
+                name: "eth1".to_owned(),
+                index: 3,
+                admin: AdminState::Down,
+                mtu: 9000,
+            }),
         }
     }
 
     #[test]
-    fn records_survive_a_restart_and_hostile_names_stay_in_the_directory() {
+    fn records_survive_a_restart_and_malicious_uids_stay_in_the_directory() {
         let state = std::env::temp_dir().join(format!("patchbay-records-{}", std::process::id()));
-        let mut records = Records::open(&state).unwrap();
+        let mut records = LinkRecords::open(&state).unwrap();
         for uid in ["0-a", "../../etc/x", ""] {
             records.put(record(uid)).unwrap();
         }
         fs::write(state.join("networks/junk.json"), b"{").unwrap();
-        let mut again = Records::open(&state).unwrap();
+        let mut again = LinkRecords::open(&state).unwrap();
         assert_eq!(again.all(), records.all());
         assert_eq!(again.all().len(), 3);
         assert_eq!(fs::read_dir(state.join("networks")).unwrap().count(), 4);
-        for uid in ["0-a", "../../etc/x", "", "never there"] {
+        for uid in ["0-a", "../../etc/x", "", "never written"] {
             again.remove(uid).unwrap();
         }
-        assert!(Records::open(&state).unwrap().all().is_empty());
+        assert!(LinkRecords::open(&state).unwrap().all().is_empty());
         fs::remove_dir_all(state).unwrap();
+    }
+
+    /// Recorded from commit 6841d7b.
+    #[test]
+    fn the_format_on_disk_is_that_of_earlier_versions() {
+        let bytes = concat!(
+            r#"{"uid":"0-a","name":"blue","boot":"boot","bridge":"br-blue","vxlan":"vx-blue","nodeUid":"node","#,
+            r#""uplink":{"name":"eth1","index":3,"up":false,"mtu":9000}}"#
+        );
+        assert_eq!(serde_json::to_string(&StoredRecord::from(&record("0-a"))).unwrap(), bytes);
+        let parsed: StoredRecord = serde_json::from_str(bytes).unwrap();
+        assert_eq!(LinkRecord::from(parsed), record("0-a"));
+
+        let without = bytes.split(r#","uplink""#).next().unwrap().to_owned() + "}";
+        let parsed: StoredRecord = serde_json::from_str(&without).unwrap();
+        let parsed = LinkRecord::from(parsed);
+        assert_eq!(parsed.uplink, None);
+        assert_eq!(serde_json::to_string(&StoredRecord::from(&parsed)).unwrap(), without);
     }
 }

@@ -1,39 +1,39 @@
-//! The NodeNetwork in the API server: reading what stands there, and writing what should.
+//! The NodeNetwork object of this node at the API server: parsing it and writing it.
 
 use std::time::Duration;
 
-use api::{NODE_MANAGER, NodeNetwork, NodeNetworkStatus};
+use api::{NODE_FIELD_MANAGER, NodeNetwork, NodeNetworkStatus};
 use k8s_openapi::{api::core::v1::Node, apimachinery::pkg::apis::meta::v1::OwnerReference};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{ApiResource, DynamicObject, Patch, PatchParams},
     core::Status,
 };
-use plan::nodenetwork::{Facts, Owner, Record, Writes};
+use plan::nodenetwork::{NodeInfo, Owner, PublishedState, WriteParts};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::metrics::{Metrics, ResultLabel, WriteKind, WriteLabels};
 
-/// How long the API server may take for one write.
-const LIMIT: Duration = Duration::from_secs(10);
+/// Bounds one write.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a write did not go through.
+/// Why a write failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("write NodeNetwork {name}: the API server gave no answer within {} s", LIMIT.as_secs())]
+    #[error("write NodeNetwork {name}: the API server did not respond within {} s", WRITE_TIMEOUT.as_secs())]
     Deadline { name: String },
     #[error("write NodeNetwork {name}")]
     Write { name: String, source: Box<kube::Error> },
 }
 
 impl Error {
-    /// Whether the object is not there.
+    /// Whether the object does not exist.
     pub fn is_missing(&self) -> bool {
         self.status().is_some_and(Status::is_not_found)
     }
 
-    /// Whether somebody else was quicker: look again.
+    /// Whether another client changed the object first: read it again.
     pub fn is_conflict(&self) -> bool {
         self.status().is_some_and(Status::is_conflict)
     }
@@ -49,37 +49,41 @@ impl Error {
     }
 }
 
-/// An object as the API server has it.
+/// The NodeNetwork at the API server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Known {
+pub struct ServerObject {
     uid: Option<String>,
     version: Option<String>,
-    pub record: Record,
+    pub state: PublishedState,
 }
 
-impl Known {
-    /// Reads any object, also one that somebody edited into something that is no NodeNetwork.
+impl ServerObject {
+    /// Parses any object, also one with an invalid status.
     pub fn read(object: &DynamicObject) -> Self {
         let status = object.data.get("status").and_then(|status| serde_json::from_value(status.clone()).ok());
         let owners = object.owner_references().iter().map(owner).collect();
-        Self { uid: object.uid(), version: object.resource_version(), record: Record { owners, status } }
+        Self {
+            uid: object.uid(),
+            version: object.resource_version(),
+            state: PublishedState { owners, status },
+        }
     }
 
-    /// The later of two states: the answer to a write overtakes the watch.
-    pub fn latest(known: Option<Self>, seen: Self) -> Self {
+    /// The later of two states: the response to a write may arrive before the watch event.
+    pub fn latest(known: Option<Self>, received: Self) -> Self {
         match known {
-            Some(known) if known.is_newer_than(&seen) => known,
-            _ => seen,
+            Some(known) if known.is_newer_than(&received) => known,
+            _ => received,
         }
     }
 
     /// Whether `other` is an earlier state of this object.
     fn is_newer_than(&self, other: &Self) -> bool {
-        let number = |known: &Self| known.version.as_ref().and_then(|version| version.parse::<u64>().ok());
+        let number = |object: &Self| object.version.as_ref().and_then(|version| version.parse::<u64>().ok());
         self.uid == other.uid && number(self).zip(number(other)).is_some_and(|(own, other)| own > other)
     }
 
-    /// Whether both are the same object in the sense of its UID.
+    /// Whether both have the same UID.
     pub fn is_same_object(&self, other: &Self) -> bool {
         self.uid == other.uid
     }
@@ -96,10 +100,10 @@ fn owner(reference: &OwnerReference) -> Owner {
     }
 }
 
-/// What the Node says that matters here.
-pub fn facts(node: &Node) -> Facts {
+/// The fields of a Node that `plan` needs.
+pub fn node_info(node: &Node) -> NodeInfo {
     let addresses = node.status.iter().flat_map(|status| status.addresses.iter().flatten());
-    Facts {
+    NodeInfo {
         name: node.name_any(),
         uid: node.uid().unwrap_or_default(),
         internal_ips: addresses
@@ -109,15 +113,15 @@ pub fn facts(node: &Node) -> Facts {
     }
 }
 
-/// The NodeNetwork of one node. Untyped, because what stands there may be anything.
-pub struct Object {
+/// Writes the NodeNetwork of one node. Untyped, because the stored status may be invalid.
+pub struct NodeNetworkClient {
     api: Api<DynamicObject>,
     kind: ApiResource,
     name: String,
     metrics: Metrics,
 }
 
-impl Object {
+impl NodeNetworkClient {
     pub fn new(client: Client, name: String, metrics: Metrics) -> Self {
         let kind = ApiResource::erase::<NodeNetwork>(&());
         Self { api: Api::all_with(client, &kind), kind, name, metrics }
@@ -127,46 +131,47 @@ impl Object {
         &self.api
     }
 
-    /// Writes the parts that are asked for, and returns what the API server made of them.
+    /// Writes these parts, and returns the resulting object.
     pub async fn write(
         &self,
-        facts: &Facts,
-        wanted: &NodeNetworkStatus,
-        writes: Writes,
-    ) -> Result<Option<Known>, Error> {
-        let apply = PatchParams::apply(NODE_MANAGER).force();
-        let mut known = None;
-        if writes.object {
-            let wanted = Owner::of(facts);
-            let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&wanted)]}), None);
+        node_info: &NodeInfo,
+        desired: &NodeNetworkStatus,
+        parts: WriteParts,
+    ) -> Result<Option<ServerObject>, Error> {
+        let apply = PatchParams::apply(NODE_FIELD_MANAGER).force();
+        let mut written = None;
+        if parts.object {
+            let desired = Owner::of(node_info);
+            let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&desired)]}), None);
             let patch = Patch::Apply(body);
-            let now = self.call(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
-            // An apply leaves alone the owners that another manager added.
-            let foreign = now.record.owners != [wanted.clone()];
-            known = Some(if foreign { self.disown(&now, &wanted).await? } else { now });
+            let object = self.call(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
+            // An apply does not remove owner references that other field managers added.
+            let foreign = object.state.owners != [desired.clone()];
+            written = Some(if foreign { self.replace_owners(&object, &desired).await? } else { object });
         }
-        if writes.status {
-            let body = self.body(json!({"name": self.name}), Some(wanted));
+        if parts.status {
+            let body = self.body(json!({"name": self.name}), Some(desired));
             let patch = Patch::Apply(body);
-            let now = self.call(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
-            // An apply leaves alone what another manager put into the status; all of it is ours.
-            let foreign = now.record.status.as_ref() != Some(wanted);
-            known = Some(if foreign { self.repair(wanted).await? } else { now });
+            let object =
+                self.call(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
+            // An apply does not remove status fields of other field managers; the whole status is ours.
+            let foreign = object.state.status.as_ref() != Some(desired);
+            written = Some(if foreign { self.replace_status(desired).await? } else { object });
         }
-        Ok(known)
+        Ok(written)
     }
 
-    /// Makes `wanted` the only owner of the object as it was seen.
-    async fn disown(&self, seen: &Known, wanted: &Owner) -> Result<Known, Error> {
-        let metadata = json!({"resourceVersion": seen.version, "ownerReferences": [reference(wanted)]});
+    /// Makes `desired` the only owner, unless the object changed meanwhile.
+    async fn replace_owners(&self, current: &ServerObject, desired: &Owner) -> Result<ServerObject, Error> {
+        let metadata = json!({"resourceVersion": current.version, "ownerReferences": [reference(desired)]});
         let patch = Patch::Merge(json!({"metadata": metadata}));
         self.call(WriteKind::Owners, self.api.patch(&self.name, &update(), &patch)).await
     }
 
-    /// Sets the status to exactly what is wanted. After an apply this only removes, so it owns no field of its own that
-    /// a later apply could not take away again.
-    async fn repair(&self, wanted: &NodeNetworkStatus) -> Result<Known, Error> {
-        let NodeNetworkStatus { vtep, interfaces, networks, conditions } = wanted;
+    /// Replaces the whole status. After an apply this only removes fields, so it owns no field that a later apply could
+    /// not remove.
+    async fn replace_status(&self, desired: &NodeNetworkStatus) -> Result<ServerObject, Error> {
+        let NodeNetworkStatus { vtep, interfaces, networks, conditions } = desired;
         let status =
             json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
@@ -186,10 +191,10 @@ impl Object {
         &self,
         part: WriteKind,
         call: impl Future<Output = kube::Result<DynamicObject>>,
-    ) -> Result<Known, Error> {
+    ) -> Result<ServerObject, Error> {
         let name = || self.name.clone();
-        let result = match timeout(LIMIT, call).await {
-            Ok(Ok(object)) => Ok(Known::read(&object)),
+        let result = match timeout(WRITE_TIMEOUT, call).await {
+            Ok(Ok(object)) => Ok(ServerObject::read(&object)),
             Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
             Err(_) => Err(Error::Deadline { name: name() }),
         };
@@ -199,7 +204,7 @@ impl Object {
 }
 
 fn update() -> PatchParams {
-    PatchParams { field_manager: Some(NODE_MANAGER.to_owned()), ..PatchParams::default() }
+    PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() }
 }
 
 fn reference(owner: &Owner) -> Value {
@@ -219,12 +224,12 @@ mod tests {
 
     use super::*;
 
-    fn object(value: Value) -> Known {
-        Known::read(&serde_json::from_value(value).unwrap())
+    fn object(value: Value) -> ServerObject {
+        ServerObject::read(&serde_json::from_value(value).unwrap())
     }
 
     #[test]
-    fn the_facts_of_a_node_are_its_uid_and_its_internal_ips_in_order() {
+    fn node_info_has_the_uid_and_the_internal_ips_in_order() {
         let node: Node = serde_json::from_value(json!({
             "metadata": {"name": "a", "uid": "u"},
             "status": {"addresses": [
@@ -236,65 +241,64 @@ mod tests {
         }))
         .unwrap();
         let internal_ips = vec!["fd00::1".parse().unwrap(), "10.0.0.1".parse().unwrap()];
-        assert_eq!(facts(&node), Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips });
+        assert_eq!(node_info(&node), NodeInfo { name: "a".to_owned(), uid: "u".to_owned(), internal_ips });
     }
 
-    fn node_facts() -> Facts {
-        Facts { name: "a".to_owned(), uid: "u".to_owned(), internal_ips: Vec::new() }
+    fn test_node() -> NodeInfo {
+        NodeInfo { name: "a".to_owned(), uid: "u".to_owned(), internal_ips: Vec::new() }
     }
 
     #[test]
-    fn a_status_that_is_no_status_is_none_and_every_owner_is_seen() {
-        let known = object(json!({
+    fn an_invalid_status_is_none_and_all_owners_are_parsed() {
+        let server = object(json!({
             "metadata": {"name": "a", "ownerReferences": [
                 {"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "u"},
                 {"apiVersion": "v1", "kind": "Pod", "name": "a", "uid": "p", "controller": true},
             ]},
             "status": {"vtep": {"address": "nonsense"}},
         }));
-        let ours = Owner::of(&node_facts());
+        let ours = Owner::of(&test_node());
         let pod = Owner { kind: "Pod".to_owned(), uid: "p".to_owned(), controller: true, ..ours.clone() };
-        assert_eq!(known.record, Record { owners: vec![ours, pod], status: None });
+        assert_eq!(server.state, PublishedState { owners: vec![ours, pod], status: None });
     }
 
     /// The type and body of each request.
-    type Asked = Arc<Mutex<Vec<(String, Value)>>>;
+    type SentRequests = Arc<Mutex<Vec<(String, Value)>>>;
 
-    /// A server that gives these answers, and keeps what it was asked.
-    fn server(answers: Vec<Value>) -> (Client, Asked) {
-        let asked = Asked::default();
-        let kept = Arc::clone(&asked);
-        let answers = Arc::new(Mutex::new(answers.into_iter()));
+    /// A server that sends these responses and records the requests.
+    fn server(responses: Vec<Value>) -> (Client, SentRequests) {
+        let requests = SentRequests::default();
+        let recorded = Arc::clone(&requests);
+        let responses = Arc::new(Mutex::new(responses.into_iter()));
         let service = tower::service_fn(move |request: Request<Body>| {
-            let (kept, answers) = (Arc::clone(&kept), Arc::clone(&answers));
+            let (recorded, responses) = (Arc::clone(&recorded), Arc::clone(&responses));
             async move {
                 let kind = request.headers()["content-type"].to_str().unwrap().to_owned();
                 let body = request.into_body().collect_bytes().await.unwrap();
-                kept.lock().unwrap().push((kind, serde_json::from_slice(&body).unwrap()));
-                let answer = answers.lock().unwrap().next().unwrap();
-                Ok::<_, Infallible>(Response::new(Body::from(answer.to_string().into_bytes())))
+                recorded.lock().unwrap().push((kind, serde_json::from_slice(&body).unwrap()));
+                let response = responses.lock().unwrap().next().unwrap();
+                Ok::<_, Infallible>(Response::new(Body::from(response.to_string().into_bytes())))
             }
         });
-        (Client::new(service, "default"), asked)
+        (Client::new(service, "default"), requests)
     }
 
     #[tokio::test]
-    async fn an_owner_that_somebody_else_added_is_taken_away() {
+    async fn a_foreign_owner_reference_is_removed() {
         let ours = json!({"apiVersion": "v1", "kind": "Node", "name": "a", "uid": "u"});
         let foreign = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "b", "uid": "v"});
-        let answer = |version: &str, owners: &[&Value]| {
+        let response = |version: &str, owners: &[&Value]| {
             json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {
                 "name": "a", "uid": "n", "resourceVersion": version, "ownerReferences": owners}})
         };
-        let (client, asked) = server(vec![answer("7", &[&foreign, &ours]), answer("8", &[&ours])]);
-        let object = Object::new(client, "a".to_owned(), Metrics::default());
-        let writes = Writes { object: true, status: false };
-        let known =
-            object.write(&node_facts(), &NodeNetworkStatus::default(), writes).await.unwrap().unwrap();
+        let (client, requests) = server(vec![response("7", &[&foreign, &ours]), response("8", &[&ours])]);
+        let client = NodeNetworkClient::new(client, "a".to_owned(), Metrics::default());
+        let parts = WriteParts { object: true, status: false };
+        let server = client.write(&test_node(), &NodeNetworkStatus::default(), parts).await.unwrap().unwrap();
 
-        assert_eq!(known.record.owners, [Owner::of(&node_facts())]);
-        let asked = asked.lock().unwrap().clone();
-        let [(apply, _), (merge, patch)] = &asked[..] else { panic!("{asked:?}") };
+        assert_eq!(server.state.owners, [Owner::of(&test_node())]);
+        let requests = requests.lock().unwrap().clone();
+        let [(apply, _), (merge, patch)] = &requests[..] else { panic!("{requests:?}") };
         assert_eq!(apply, "application/apply-patch+yaml");
         assert_eq!(merge, "application/merge-patch+json");
         assert_eq!(*patch, json!({"metadata": {"resourceVersion": "7", "ownerReferences": [ours]}}));
@@ -304,15 +308,15 @@ mod tests {
     fn an_earlier_state_never_replaces_a_later_one_of_the_same_object() {
         let at =
             |uid: &str, version: &str| object(json!({"metadata": {"uid": uid, "resourceVersion": version}}));
-        for (known, seen, latest) in [
+        for (known, received, latest) in [
             (("u", "10"), ("u", "9"), ("u", "10")),
             (("u", "9"), ("u", "10"), ("u", "10")),
             (("u", "10"), ("v", "9"), ("v", "9")),
             (("u", "what"), ("u", "9"), ("u", "9")),
         ] {
             let latest = at(latest.0, latest.1);
-            assert_eq!(Known::latest(Some(at(known.0, known.1)), at(seen.0, seen.1)), latest);
+            assert_eq!(ServerObject::latest(Some(at(known.0, known.1)), at(received.0, received.1)), latest);
         }
-        assert_eq!(Known::latest(None, at("u", "1")), at("u", "1"));
+        assert_eq!(ServerObject::latest(None, at("u", "1")), at("u", "1"));
     }
 }

@@ -3,12 +3,12 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::{bridgenetwork::BRIDGE_PLUGIN, digest::digest, ipam::IPAM_PLUGIN, selection::Reference};
+use crate::{bridgenetwork::BRIDGE_PLUGIN, digest::digest, ipam::IPAM_PLUGIN, selection::NadRef};
 
 /// The API group of the kind.
-pub const ATTACHMENT_GROUP: &str = "k8s.cni.cncf.io";
+pub const NAD_GROUP: &str = "k8s.cni.cncf.io";
 /// Its name in addresses.
-pub const ATTACHMENT_PLURAL: &str = "network-attachment-definitions";
+pub const NAD_PLURAL: &str = "network-attachment-definitions";
 
 /// What an attachment says, as far as it is read here.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +32,7 @@ pub struct NetworkAttachmentDefinitionSpec {
 }
 
 /// The config of an attachment to a network of ours.
-pub fn config(attachment: &str, network: &str, mtu: i32, addresses: bool) -> Value {
+pub fn plugin_config(attachment: &str, network: &str, mtu: i32, addresses: bool) -> Value {
     let mut config = json!({
         "cniVersion": "1.0.0",
         "name": attachment,
@@ -49,20 +49,22 @@ pub fn config(attachment: &str, network: &str, mtu: i32, addresses: bool) -> Val
 }
 
 /// What the mark of an attachment says about where it was made for a network.
-pub fn place(network_uid: &str, at: &Reference) -> String {
+pub fn origin_digest(network_uid: &str, at: &NadRef) -> String {
     format!("{:016x}", digest([network_uid, &at.namespace, &at.name]))
 }
 
 /// Whether this text says the same as the config, however it is written.
-pub fn same_config(text: Option<&str>, config: &Value) -> bool {
+pub fn config_equals(text: Option<&str>, config: &Value) -> bool {
     text.and_then(|text| serde_json::from_str::<Value>(text).ok()).as_ref() == Some(config)
 }
 
 /// Whether this text is the config of an attachment to this network as it is written here, whatever its MTU.
-pub fn is_config(text: &str, attachment: &str, network: &str) -> bool {
+pub fn is_plugin_config(text: &str, attachment: &str, network: &str) -> bool {
     let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
     let mtu = value["mtu"].as_i64().and_then(|mtu| i32::try_from(mtu).ok());
-    mtu.is_some_and(|mtu| [true, false].iter().any(|ipam| value == config(attachment, network, mtu, *ipam)))
+    mtu.is_some_and(|mtu| {
+        [true, false].iter().any(|ipam| value == plugin_config(attachment, network, mtu, *ipam))
+    })
 }
 
 /// The network of ours that a config joins pods to, whoever wrote it: a single plugin or a list of them.
@@ -83,7 +85,7 @@ mod tests {
 
     #[test]
     fn the_network_is_read_out_of_any_config() {
-        let ours = config("nad", "blue", 1450, true).to_string();
+        let ours = plugin_config("nad", "blue", 1450, true).to_string();
         for (text, wanted) in [
             (ours.as_str(), Some("blue")),
             (r#"{"type": "bridge", "network": "blue"}"#, None),
@@ -111,21 +113,23 @@ mod tests {
 
     #[test]
     fn a_config_is_compared_by_what_it_says() {
-        let ours = config("nad", "blue", 1450, false);
-        let addresses = config("nad", "blue", 1450, true);
-        assert!(!same_config(Some(&ours.to_string()), &addresses));
-        assert!(is_config(&addresses.to_string(), "nad", "blue"));
+        let ours = plugin_config("nad", "blue", 1450, false);
+        let addresses = plugin_config("nad", "blue", 1450, true);
+        assert!(!config_equals(Some(&ours.to_string()), &addresses));
+        assert!(is_plugin_config(&addresses.to_string(), "nad", "blue"));
         let spread = serde_json::to_string_pretty(&ours).unwrap();
-        assert!(same_config(Some(&spread), &ours) && same_config(Some(&ours.to_string()), &ours));
-        assert!(!same_config(Some(&spread), &config("nad", "blue", 1400, false)));
-        assert!(!same_config(Some("junk"), &ours) && !same_config(None, &ours));
-        assert!(is_config(&spread, "nad", "blue") && is_config(&ours.to_string(), "nad", "blue"));
-        assert!(!is_config(&spread, "nad", "red") && !is_config(&spread, "copy", "blue"));
+        assert!(config_equals(Some(&spread), &ours) && config_equals(Some(&ours.to_string()), &ours));
+        assert!(!config_equals(Some(&spread), &plugin_config("nad", "blue", 1400, false)));
+        assert!(!config_equals(Some("junk"), &ours) && !config_equals(None, &ours));
+        assert!(
+            is_plugin_config(&spread, "nad", "blue") && is_plugin_config(&ours.to_string(), "nad", "blue")
+        );
+        assert!(!is_plugin_config(&spread, "nad", "red") && !is_plugin_config(&spread, "copy", "blue"));
         for (key, value) in [("mtu", json!("1450")), ("ipam", json!({})), ("type", json!("bridge"))] {
             let mut edited = ours.clone();
             edited[key] = value;
-            assert!(!is_config(&edited.to_string(), "nad", "blue"), "{edited}");
+            assert!(!is_plugin_config(&edited.to_string(), "nad", "blue"), "{edited}");
         }
-        assert!(!is_config("junk", "nad", "blue") && !is_config("7", "nad", "blue"));
+        assert!(!is_plugin_config("junk", "nad", "blue") && !is_plugin_config("7", "nad", "blue"));
     }
 }

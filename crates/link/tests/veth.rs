@@ -12,7 +12,7 @@ use std::{
 };
 
 use api::Mac;
-use link::attach::{self, Attach, Error, Made};
+use link::veth::{self, AttachOutcome, Error, VethConfig};
 use sandbox::{Namespace, name, wanted};
 
 #[test]
@@ -21,8 +21,8 @@ fn a_pair_is_made_with_all_it_should_have() {
     // A link of the host that has the name of the pod's is nobody's business.
     host.run("ip link add net1 type bridge");
     wanted(&pod, bridge, "vetha", |pair| {
-        assert_eq!(host.within(|| attach::attach(&pair)).unwrap(), Made::New);
-        assert_eq!(host.within(|| attach::inspect(&pair)).unwrap(), []);
+        assert_eq!(host.within(|| veth::attach(&pair)).unwrap(), AttachOutcome::Created);
+        assert_eq!(host.within(|| veth::check(&pair)).unwrap(), []);
     });
     let outside = host.says("ip -d link show vetha");
     for part in ["master br0", "mtu 1400", ",UP", "alias pod/uid/container/net1"] {
@@ -41,9 +41,9 @@ fn a_pair_is_made_with_all_it_should_have() {
 fn a_pair_too_small_for_ipv6_is_made_all_the_same() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
     wanted(&pod, bridge, "vetha", |pair| {
-        let pair = Attach { mtu: 576, ..pair };
-        assert_eq!(host.within(|| attach::attach(&pair)).unwrap(), Made::New);
-        assert_eq!(host.within(|| attach::inspect(&pair)).unwrap(), []);
+        let pair = VethConfig { mtu: 576, ..pair };
+        assert_eq!(host.within(|| veth::attach(&pair)).unwrap(), AttachOutcome::Created);
+        assert_eq!(host.within(|| veth::check(&pair)).unwrap(), []);
     });
 }
 
@@ -52,8 +52,8 @@ fn two_pods_reach_each_other_over_the_bridge() {
     let ((host, bridge), one, other) = (Namespace::with_bridge(), Namespace::new(), Namespace::new());
     for (pod, end, mac, address) in [(&one, "vetha", 1, "10.9.0.1/24"), (&other, "vethb", 2, "10.9.0.2/24")] {
         wanted(pod, bridge, end, |pair| {
-            let pair = Attach { mac: Mac::from([2, 0, 0, 0, 0, mac]), ..pair };
-            host.within(|| attach::attach(&pair)).unwrap();
+            let pair = VethConfig { mac: Mac::from([2, 0, 0, 0, 0, mac]), ..pair };
+            host.within(|| veth::attach(&pair)).unwrap();
         });
         pod.run(&format!("ip address add {address} dev net1"));
     }
@@ -69,19 +69,19 @@ fn two_pods_reach_each_other_over_the_bridge() {
 fn a_repeated_call_finds_what_the_first_one_made() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
     wanted(&pod, bridge, "vetha", |pair| {
-        host.within(|| attach::attach(&pair)).unwrap();
+        host.within(|| veth::attach(&pair)).unwrap();
         let before = host.says("ip link show vetha");
-        assert_eq!(host.within(|| attach::attach(&pair)).unwrap(), Made::Before);
+        assert_eq!(host.within(|| veth::attach(&pair)).unwrap(), AttachOutcome::Unchanged);
         assert_eq!(host.says("ip link show vetha"), before);
-        let other = Attach { mac: Mac::from([2, 0, 0, 0, 0, 9]), ..pair };
-        assert_eq!(host.within(|| attach::attach(&other)).unwrap(), Made::New);
-        assert_eq!(host.within(|| attach::inspect(&other)).unwrap(), []);
+        let other = VethConfig { mac: Mac::from([2, 0, 0, 0, 0, 9]), ..pair };
+        assert_eq!(host.within(|| veth::attach(&other)).unwrap(), AttachOutcome::Created);
+        assert_eq!(host.within(|| veth::check(&other)).unwrap(), []);
     });
     // What a call left that was cut off right after the pair was made.
     host.run("ip link set vetha alias pod/uid/container/net1 nomaster down");
     wanted(&pod, bridge, "vetha", |pair| {
-        assert_eq!(host.within(|| attach::attach(&pair)).unwrap(), Made::New);
-        assert_eq!(host.within(|| attach::inspect(&pair)).unwrap(), []);
+        assert_eq!(host.within(|| veth::attach(&pair)).unwrap(), AttachOutcome::Created);
+        assert_eq!(host.within(|| veth::check(&pair)).unwrap(), []);
     });
 }
 
@@ -90,8 +90,8 @@ fn a_pod_that_has_an_interface_of_that_name_is_told_so() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
     pod.run("ip link add net1 type bridge");
     wanted(&pod, bridge, "vetha", |pair| {
-        let error = host.within(|| attach::attach(&pair)).unwrap_err();
-        assert!(matches!(error, Error::Taken { .. }), "{error:?}");
+        let error = host.within(|| veth::attach(&pair)).unwrap_err();
+        assert!(matches!(error, Error::NameTaken { .. }), "{error:?}");
     });
     assert!(!host.ok("ip link show vetha"));
     assert!(pod.says("ip -d link show net1").contains("bridge"));
@@ -102,8 +102,8 @@ fn a_bridge_that_is_gone_leaves_nothing_behind() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
     host.run("ip link del br0");
     wanted(&pod, bridge, "vetha", |pair| {
-        let error = host.within(|| attach::attach(&pair)).unwrap_err();
-        assert!(matches!(error, Error::NoBridge(_)), "{error:?}");
+        let error = host.within(|| veth::attach(&pair)).unwrap_err();
+        assert!(matches!(error, Error::BridgeNotFound(_)), "{error:?}");
     });
     assert!(!host.ok("ip link show vetha") && !pod.ok("ip link show net1"));
 }
@@ -115,7 +115,7 @@ fn what_fails_in_the_middle_is_undone() {
         // There is no such file, but there is IPv6.
         let root = std::env::temp_dir().join(format!("patchbay-attach-{}", std::process::id()));
         fs::create_dir_all(root.join("sys/net/ipv6")).unwrap();
-        let error = host.within(|| attach::attach(&Attach { proc_root: &root, ..pair })).unwrap_err();
+        let error = host.within(|| veth::attach(&VethConfig { proc_root: &root, ..pair })).unwrap_err();
         assert!(matches!(error, Error::Sysctl { .. }), "{error:?}");
         fs::remove_dir_all(root).unwrap();
     });
@@ -126,12 +126,12 @@ fn what_fails_in_the_middle_is_undone() {
 fn a_descriptor_of_anything_else_is_refused() {
     let (host, bridge) = Namespace::with_bridge();
     wanted(&host, bridge, "vetha", |pair| {
-        let error = host.within(|| attach::attach(&pair)).unwrap_err();
-        assert!(matches!(error, Error::OwnNamespace), "{error:?}");
+        let error = host.within(|| veth::attach(&pair)).unwrap_err();
+        assert!(matches!(error, Error::HostNamespace), "{error:?}");
         let file = File::open("/dev/null").unwrap();
-        let pair = Attach { namespace: file.as_fd(), ..pair };
-        let error = host.within(|| attach::attach(&pair)).unwrap_err();
-        assert!(matches!(error, Error::NoNamespace(_)), "{error:?}");
+        let pair = VethConfig { namespace: file.as_fd(), ..pair };
+        let error = host.within(|| veth::attach(&pair)).unwrap_err();
+        assert!(matches!(error, Error::NotANamespace(_)), "{error:?}");
     });
     assert!(!host.ok("ip link show vetha"));
 }
@@ -139,25 +139,25 @@ fn a_descriptor_of_anything_else_is_refused() {
 #[test]
 fn a_pair_is_gone_once_and_gone_for_good() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
-    wanted(&pod, bridge, "vetha", |pair| host.within(|| attach::attach(&pair)).unwrap());
-    assert!(host.within(|| attach::detach(&name("vetha"))).unwrap());
+    wanted(&pod, bridge, "vetha", |pair| host.within(|| veth::attach(&pair)).unwrap());
+    assert!(host.within(|| veth::detach(&name("vetha"))).unwrap());
     assert!(!pod.ok("ip link show net1"));
-    assert!(!host.within(|| attach::detach(&name("vetha"))).unwrap());
+    assert!(!host.within(|| veth::detach(&name("vetha"))).unwrap());
     // Somebody else's link is left alone, whatever name.
-    let error = host.within(|| attach::detach(&name("br0"))).unwrap_err();
-    assert!(matches!(error, Error::Foreign { .. }), "{error:?}");
+    let error = host.within(|| veth::detach(&name("br0"))).unwrap_err();
+    assert!(matches!(error, Error::NotAVeth { .. }), "{error:?}");
 }
 
 #[test]
 fn every_difference_is_told() {
     let ((host, bridge), pod) = (Namespace::with_bridge(), Namespace::new());
-    let told = |pair: &Attach<'_>| {
-        let all = host.within(|| attach::inspect(pair)).unwrap();
-        all.iter().map(|one| format!("{} {}", one.link, one.what)).collect::<Vec<_>>()
+    let told = |pair: &VethConfig<'_>| {
+        let all = host.within(|| veth::check(pair)).unwrap();
+        all.iter().map(|one| format!("{} {}", one.link, one.property)).collect::<Vec<_>>()
     };
     wanted(&pod, bridge, "vetha", |pair| {
         assert_eq!(told(&pair), ["vetha kind", "net1 kind"]);
-        host.within(|| attach::attach(&pair)).unwrap();
+        host.within(|| veth::attach(&pair)).unwrap();
         for (ns, command, difference) in [
             (&pod, "ip link set net1 down", "net1 state"),
             (&pod, "ip link set net1 mtu 1300", "net1 mtu"),
@@ -174,15 +174,15 @@ fn every_difference_is_told() {
 #[test]
 fn the_ends_of_a_network_are_found_by_their_alias() {
     let ((host, bridge), one, other) = (Namespace::with_bridge(), Namespace::new(), Namespace::new());
-    wanted(&one, bridge, "vetha", |pair| host.within(|| attach::attach(&pair)).unwrap());
+    wanted(&one, bridge, "vetha", |pair| host.within(|| veth::attach(&pair)).unwrap());
     wanted(&other, bridge, "vethb", |pair| {
         let long = format!("pod/other/{}", "c".repeat(245));
-        host.within(|| attach::attach(&Attach { alias: &long, ..pair })).unwrap();
+        host.within(|| veth::attach(&VethConfig { alias: &long, ..pair })).unwrap();
     });
     host.run("ip link add vethc type bridge");
     host.run("ip link set vethc alias pod/uid/c/net1");
     let names = |alias: &str| {
-        let ends = host.within(|| attach::ends(alias)).unwrap();
+        let ends = host.within(|| veth::host_veths(alias)).unwrap();
         ends.into_iter().map(|end| (end.name, end.master)).collect::<Vec<_>>()
     };
     assert_eq!(names("pod/uid/"), [("vetha".to_owned(), Some(bridge))]);

@@ -1,0 +1,313 @@
+//! The objects of blocks: created, looked for, told about and deleted.
+
+use std::net::IpAddr;
+
+use api::{
+    IPBlock, IPBlockSpec, IPBlockStatus, NODE_FIELD_MANAGER,
+    ipblock::{
+        self, BORROWED_LABEL, HOLDER_ROLE, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX, NodeRef,
+    },
+};
+use kube::{
+    ResourceExt as _,
+    api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions},
+};
+use plan::ipam::{BlockKey, Holding, LedgerRecord, ObservedIpBlock, Pool, Stage};
+use serde_json::json;
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::{
+    BlockController, BlockError, CreateOutcome, LENT_CHECK_INTERVAL, LIST_PAGE, LIST_TTL,
+    MAX_REMEMBERED_UIDS, UNANSWERED_CREATE_TTL, observed, with_timeout,
+};
+use crate::event::EventReason;
+
+impl BlockController {
+    /// Finds out what became of a block that is not seen: it may be of a Node of the same name that was deleted.
+    pub(super) async fn lookup(&mut self, block: BlockKey) -> Result<bool, BlockError> {
+        let Some(holding) = self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).cloned()) else {
+            return Ok(false);
+        };
+        let name = ipblock::name(&holding.network, block.range);
+        let found = with_timeout(self.api.get_opt(&name)).await?;
+        let Some(found) = found else { return self.handle_missing(block, &holding, &name).await };
+        self.unanswered_creates.remove(&block);
+        let ours = found.spec.network_uid == block.network && found.spec.holder.node == self.holder.node;
+        if !ours {
+            if !self.ipam.with_ledger(|ledger| ledger.is_empty(&block)) {
+                self.report_lost(&block, &holding.network, &name);
+            }
+            self.ipam.record(LedgerRecord::Lost { block })?;
+            return Ok(true);
+        }
+        let found = if found.spec.holder.uid == self.holder.uid { found } else { self.adopt(&found).await? };
+        self.insert(found);
+        Ok(true)
+    }
+
+    /// What to do about a block whose object is not there.
+    pub(super) async fn handle_missing(
+        &mut self,
+        block: BlockKey,
+        holding: &Holding,
+        name: &str,
+    ) -> Result<bool, BlockError> {
+        let now = Instant::now();
+        // A create without an answer may still be carried out.
+        if self.unanswered_creates.get(&block).is_some_and(|at| *at + UNANSWERED_CREATE_TTL > now) {
+            return Ok(false);
+        }
+        self.unanswered_creates.remove(&block);
+        if self.ipam.with_ledger(|ledger| ledger.is_empty(&block)) {
+            self.ipam.record(LedgerRecord::Dropped { block })?;
+            return Ok(true);
+        }
+        self.ipam.record(LedgerRecord::Lost { block: block.clone() })?;
+        if !self.pools.get(&block.network).is_some_and(|pool| pool.active) {
+            return Ok(true);
+        }
+        warn!(block = name, "somebody deleted an address block that is in use: it is made again");
+        // A borrowed address is asked for again: its lender may have given it to somebody else.
+        let lender = match self.enclosing_block(&block, &holding.network) {
+            Some(enclosing) => match with_timeout(self.api.get_opt(&enclosing)).await? {
+                Some(enclosing) if enclosing.spec.holder.uid != self.holder.uid => {
+                    Some(enclosing.spec.holder)
+                }
+                _ => return Ok(true),
+            },
+            None => None,
+        };
+        if let CreateOutcome::Exists = self.create_block(&block, &holding.network, lender).await? {
+            self.report_lost(&block, &holding.network, name);
+        }
+        Ok(true)
+    }
+
+    /// Tells that somebody else has a block whose addresses pods of this node have.
+    fn report_lost(&self, block: &BlockKey, network: &str, name: &str) {
+        let note = format!(
+            "IPBlock {name} was deleted while pods of node {} had its addresses, and is somebody else's by now: addresses \
+            may be in use twice; delete these pods",
+            self.holder.node
+        );
+        warn!("{note}");
+        self.events.record(network, &block.network, EventReason::AddressBlockLost, note);
+    }
+
+    /// Whether an address that was lent is back. Its object may bear the mark of an earlier Node of this name only.
+    pub(super) async fn lookup_lent(
+        &mut self,
+        block: BlockKey,
+        address: IpAddr,
+        object: &str,
+    ) -> Result<bool, BlockError> {
+        let key = (block.clone(), address);
+        let now = Instant::now();
+        if self
+            .lent_checked
+            .get(&key)
+            .is_some_and(|at| *at + LENT_CHECK_INTERVAL.min(self.timings.gc_interval) > now)
+        {
+            return Ok(false);
+        }
+        let Some(network) =
+            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
+        else {
+            return Ok(false);
+        };
+        let found = with_timeout(self.api.get_opt(&ipblock::name(&network, address.into()))).await?;
+        if found.as_ref().is_some_and(|found| found.uid().as_deref() == Some(object)) {
+            self.lent_checked.insert(key, now);
+            return Ok(false);
+        }
+        self.lent_checked.remove(&key);
+        // Its object was made anew, perhaps while a pod has the address: it goes from one to the other without a gap.
+        let asks = |found: &IPBlock| {
+            let lender = found.spec.lender.as_ref().map(|lender| &lender.uid);
+            found.spec.network_uid == block.network && lender == Some(&self.holder.uid)
+        };
+        if let Some(object) = found.filter(asks).and_then(|found| found.uid()) {
+            self.ipam.record(LedgerRecord::Lent { block, address, object })?;
+            return Ok(true);
+        }
+        if self.returned.len() > MAX_REMEMBERED_UIDS {
+            self.returned.clear();
+        }
+        self.returned.insert(object.to_owned());
+        self.ipam.record(LedgerRecord::Returned { block, address })?;
+        Ok(true)
+    }
+
+    /// Takes over the blocks of earlier Nodes of this name that a lost journal does not tell of.
+    pub(super) async fn adopt_former_blocks(&mut self) -> Result<(), BlockError> {
+        let mut params = ListParams::default().limit(LIST_PAGE);
+        loop {
+            let page = with_timeout(self.api.list(&params)).await?;
+            let former = |one: &IPBlock| {
+                one.spec.holder.node == self.holder.node && one.spec.holder.uid != self.holder.uid
+            };
+            for block in page.items.iter().filter(|one| former(one)).cloned().collect::<Vec<_>>() {
+                let ours = self.adopt(&block).await?;
+                self.insert(ours);
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params = params.continue_token(&token),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// The Node was deleted and made anew while the machine ran on: its blocks are still its own.
+    pub(super) async fn adopt(&mut self, found: &IPBlock) -> Result<IPBlock, BlockError> {
+        let mut labels = found.metadata.labels.clone().unwrap_or_default();
+        labels.remove(&format!("{NODE_ROLE_LABEL_PREFIX}{}", found.spec.holder.uid));
+        labels.insert(format!("{NODE_ROLE_LABEL_PREFIX}{}", self.holder.uid), HOLDER_ROLE.to_owned());
+        let mut new = found.clone();
+        new.metadata.labels = Some(labels);
+        new.spec.holder.uid.clone_from(&self.holder.uid);
+        info!(block = found.name_any(), "the Node is another one than before: its block is taken over");
+        let params =
+            PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        with_timeout(self.api.replace(&found.name_any(), &params, &new)).await
+    }
+
+    pub(super) async fn delete_block(&mut self, block: BlockKey, object: &str) -> Result<(), BlockError> {
+        let Some(network) =
+            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
+        else {
+            return Ok(());
+        };
+        let name = ipblock::name(&network, block.range);
+        let only = Preconditions { uid: Some(object.to_owned()), resource_version: None };
+        let params = DeleteParams::default().preconditions(only);
+        match with_timeout(self.api.delete(&name, &params)).await {
+            Ok(_) => {}
+            Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {}
+            Err(error) => return Err(error),
+        }
+        info!(block = name, "a block was given back");
+        self.deleted_uids.push_back(object.to_owned());
+        if self.deleted_uids.len() > MAX_REMEMBERED_UIDS {
+            self.deleted_uids.pop_front();
+        }
+        self.ipam.metrics.released.inc();
+        if let Some(objects) = &mut self.objects {
+            objects.remove(&name);
+        }
+        self.ipam.record(LedgerRecord::Dropped { block })?;
+        Ok(())
+    }
+
+    pub(super) async fn update_status(
+        &mut self,
+        block: BlockKey,
+        object: &str,
+        status: IPBlockStatus,
+    ) -> Result<(), BlockError> {
+        let network =
+            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()));
+        let name = ipblock::name(&network.unwrap_or_default(), block.range);
+        let IPBlockStatus { used, free, spare, lent, refused, closed, draining } = &status;
+        let patch = json!({"metadata": {"uid": object}, "status": {
+            "used": used, "free": free, "spare": spare, "lent": lent, "refused": refused, "closed": closed,
+            "draining": draining,
+        }});
+        let params =
+            PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
+        match with_timeout(self.api.patch_status(&name, &params, &Patch::Merge(&patch))).await {
+            Ok(told) => self.insert(told),
+            // It is gone, or another one: the watch tells.
+            Err(BlockError::Api(kube::Error::Api(answer))) if matches!(answer.code, 404 | 409) => {
+                if let Some(objects) = &mut self.objects {
+                    objects.remove(&name);
+                }
+                self.confirm_blocks();
+            }
+            Err(error) => return Err(error),
+        }
+        self.reported.insert(block, Instant::now());
+        Ok(())
+    }
+
+    /// Creates the object of a block. It is in the journal before, so that a crash leaves nothing that nobody knows.
+    pub(super) async fn create_block(
+        &mut self,
+        block: &BlockKey,
+        network: &str,
+        lender: Option<NodeRef>,
+    ) -> Result<CreateOutcome, BlockError> {
+        // What is held is not asked for: the answer would be that somebody has it.
+        let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));
+        if !self.ipam.with_ledger(|ledger| free(ledger.holdings().get(block).map(|one| one.stage))) {
+            return Ok(CreateOutcome::Exists);
+        }
+        self.ipam.record(LedgerRecord::Acquiring { block: block.clone(), network: network.to_owned() })?;
+        let name = ipblock::name(network, block.range);
+        let spec = IPBlockSpec {
+            network: network.to_owned(),
+            network_uid: block.network.clone(),
+            cidr: block.range,
+            holder: self.holder.clone(),
+            lender,
+        };
+        let mut object = IPBlock::new(&name, spec);
+        let labels = object.labels_mut();
+        labels.insert(NETWORK_LABEL.to_owned(), network.to_owned());
+        labels.insert(format!("{NODE_ROLE_LABEL_PREFIX}{}", self.holder.uid), HOLDER_ROLE.to_owned());
+        if let Some(lender) = &object.spec.lender {
+            let label = format!("{NODE_ROLE_LABEL_PREFIX}{}", lender.uid);
+            object.labels_mut().insert(label, LENDER_ROLE.to_owned());
+            object.labels_mut().insert(BORROWED_LABEL.to_owned(), "true".to_owned());
+        }
+        let params =
+            PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        match with_timeout(self.api.create(&params, &object)).await {
+            Ok(made) => {
+                info!(block = name, "a block was taken");
+                self.insert(made);
+                Ok(CreateOutcome::Created)
+            }
+            Err(BlockError::Api(kube::Error::Api(status))) if status.code == 409 => {
+                self.ipam.record(LedgerRecord::Dropped { block: block.clone() })?;
+                Ok(CreateOutcome::Exists)
+            }
+            Err(error) => {
+                // Whether it was made is found out later.
+                if !error.is_rejection() {
+                    self.unanswered_creates.insert(block.clone(), Instant::now());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// The blocks of a network, from the API server itself.
+    pub(super) async fn list_blocks(
+        &mut self,
+        network: &str,
+        pool: &Pool,
+    ) -> Result<Vec<ObservedIpBlock>, BlockError> {
+        let now = Instant::now();
+        if let Some((_, all)) = self.list_cache.get(network).filter(|(at, _)| *at + LIST_TTL > now) {
+            return Ok(all.clone());
+        }
+        // Without what is borrowed, which may be a lot: the blocks around it tell.
+        let params =
+            ListParams::default().labels(&format!("{NETWORK_LABEL}={},!{BORROWED_LABEL}", pool.name));
+        let all = with_timeout(self.api.list(&params)).await?;
+        let all: Vec<ObservedIpBlock> =
+            all.items.into_iter().filter_map(observed).map(|(_, object)| object).collect();
+        // Blocks of a network of this name that is no more take their names too.
+        self.taken_ranges.insert(network.to_owned(), all.iter().map(|object| object.spec.cidr).collect());
+        let count = all.len();
+        let all: Vec<ObservedIpBlock> =
+            all.into_iter().filter(|object| object.spec.network_uid == network).collect();
+        if all.len() < count {
+            self.reused_names.insert(network.to_owned());
+        } else {
+            self.reused_names.remove(network);
+        }
+        Ok(all)
+    }
+}

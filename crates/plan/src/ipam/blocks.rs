@@ -1,0 +1,565 @@
+//! What a node does next about its blocks.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use super::{BlockGrid, BlockKey, Family, Holding, Ledger, LedgerRecord, Stage};
+use crate::bridge::Uid;
+use api::{
+    IPBlockSpec, IPBlockStatus,
+    ipam::{IpFamilyStatus, IpamSpec},
+    ipblock::{self, LentAddress, MAX_DRAINING_PODS, MAX_SPARE_RANGES, MAX_STATUS_ADDRESSES, NodeRef},
+};
+
+/// An IPBlock, as last seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObservedIpBlock {
+    pub uid: Uid,
+    pub spec: IPBlockSpec,
+    pub status: IPBlockStatus,
+}
+
+/// What a network says about addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pool {
+    pub name: String,
+    pub grids: Vec<BlockGrid>,
+    pub routes: Vec<api::ipam::Route>,
+    /// Whether pods can join: not once it is being taken away.
+    pub active: bool,
+}
+
+impl Pool {
+    /// The rules of a network with these lengths of blocks. A family whose length is not known yet is left out.
+    pub fn new(name: &str, ipam: &IpamSpec, lengths: impl Fn(Family) -> Option<u8>, active: bool) -> Self {
+        let grids = Family::ALL.iter().filter_map(|family| BlockGrid::new(ipam, *family, lengths(*family)?));
+        Self { name: name.to_owned(), grids: grids.collect(), routes: ipam.routes.clone(), active }
+    }
+
+    pub fn grid(&self, family: Family) -> Option<&BlockGrid> {
+        self.grids.iter().find(|grid| grid.family() == family)
+    }
+}
+
+/// What pods of this node wait for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PendingRequests {
+    /// Any address of a network, by its UID: how many pods wait.
+    pub any: BTreeMap<(Uid, Family), usize>,
+    /// Just this address.
+    pub addresses: BTreeSet<(Uid, IpAddr)>,
+}
+
+/// All that is known when something has to be decided.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockPlanInput<'a> {
+    pub holder: &'a NodeRef,
+    /// By their UID; one that is missing is gone.
+    pub networks: &'a BTreeMap<Uid, Arc<Pool>>,
+    /// The IPBlocks that this node holds, and those that ask it for an address, by their name.
+    pub objects: &'a BTreeMap<String, ObservedIpBlock>,
+    /// The block around each single address that this node asks for; none if nobody holds it. What is missing has not been
+    /// looked at yet.
+    pub lenders: &'a BTreeMap<BlockKey, Option<ObservedIpBlock>>,
+    pub pending: &'a PendingRequests,
+    /// The networks and families of which no block is left.
+    pub exhausted: &'a BTreeSet<(Uid, Family)>,
+    /// The blocks that have been empty for so long that they can be given back.
+    pub idle: &'a BTreeSet<BlockKey>,
+    /// The blocks whose counts were told a moment ago.
+    pub reported: &'a BTreeSet<BlockKey>,
+    /// The UIDs of objects whose address was lent and is back.
+    pub returned: &'a BTreeSet<Uid>,
+}
+
+/// Something to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BlockStep {
+    /// Keep this for good.
+    Record(LedgerRecord),
+    /// Ask what became of the object of a block that is not seen any more.
+    Lookup(BlockKey),
+    /// Ask whether somebody still has an address that was lent, for an object that is not seen any more.
+    LookupLent { block: BlockKey, address: IpAddr, object: Uid },
+    /// Delete the object of a block, if it is this one.
+    Delete { block: BlockKey, object: Uid },
+    /// Tell how a block is used.
+    UpdateStatus { block: BlockKey, object: Uid, status: IPBlockStatus },
+    /// Take a block, or borrow so many addresses if none is left.
+    Acquire { network: Uid, family: Family, missing: usize },
+    /// Take the block of an address, or borrow it.
+    AcquireAddress { network: Uid, address: IpAddr },
+}
+
+/// What a step asks of the API server. Who is refused one may get another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum RequestKind {
+    Lookup,
+    Delete,
+    UpdateStatus,
+    Acquire,
+}
+
+impl BlockStep {
+    /// The UID of the network that it is for, and what is asked; of a record, nothing.
+    pub fn request_kind(&self) -> Option<(&str, RequestKind)> {
+        match self {
+            Self::Record(_) => None,
+            Self::Lookup(block) | Self::LookupLent { block, .. } => {
+                Some((&block.network, RequestKind::Lookup))
+            }
+            Self::Delete { block, .. } => Some((&block.network, RequestKind::Delete)),
+            Self::UpdateStatus { block, .. } => Some((&block.network, RequestKind::UpdateStatus)),
+            Self::Acquire { network, .. } | Self::AcquireAddress { network, .. } => {
+                Some((network, RequestKind::Acquire))
+            }
+        }
+    }
+}
+
+/// Decides what to do next. Records come first: what follows from them is decided once they are kept.
+pub fn plan(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
+    // What is lent is known before anything of the block around it is handed out.
+    let mut steps = record_unknown_blocks(ledger, input);
+    if steps.is_empty() && !ledger.is_complete() {
+        steps.push(BlockStep::Record(LedgerRecord::Complete));
+    }
+    for (block, holding) in ledger.holdings() {
+        steps.extend(plan_holding(ledger, input, block, holding));
+    }
+    steps.extend(plan_lending(ledger, input));
+    if steps.iter().any(|step| matches!(step, BlockStep::Record(_))) {
+        return steps;
+    }
+    steps.extend(lookup_lent(ledger, input));
+    for (network, pool) in input.networks {
+        steps.extend(release_idle(ledger, input, network, pool));
+        steps.extend(acquire(ledger, input, network, pool));
+    }
+    for (block, holding) in ledger.holdings() {
+        steps.extend(report_status(ledger, input, block, holding));
+    }
+    steps
+}
+
+/// The object of a block, if it is this node's.
+fn object<'a>(input: BlockPlanInput<'a>, block: &BlockKey, holding: &Holding) -> Option<&'a ObservedIpBlock> {
+    let object = input.objects.get(&ipblock::name(&holding.network, block.range))?;
+    let ours = object.spec.network_uid == block.network && object.spec.holder.uid == input.holder.uid;
+    ours.then_some(object)
+}
+
+fn plan_holding(
+    ledger: &Ledger,
+    input: BlockPlanInput<'_>,
+    block: &BlockKey,
+    holding: &Holding,
+) -> Option<BlockStep> {
+    let found = object(input, block, holding);
+    let acquired = |object: &ObservedIpBlock| {
+        BlockStep::Record(LedgerRecord::Acquired { block: block.clone(), object: object.uid.clone() })
+    };
+    match (holding.stage, found) {
+        // Nobody can be asked any more.
+        (Stage::Acquiring, Some(object)) if object.spec.lender.is_some() && !is_in_service(input, block) => {
+            Some(BlockStep::Record(ledger.abandon(block)))
+        }
+        (Stage::Acquiring, Some(object)) => match lending_answer(input, block, object) {
+            LendingAnswer::Granted => Some(acquired(object)),
+            LendingAnswer::Refused => Some(BlockStep::Record(ledger.abandon(block))),
+            LendingAnswer::Pending => None,
+        },
+        (Stage::Open, Some(object)) if holding.object.as_ref() != Some(&object.uid) => {
+            // Another object of one address is another request, which its lender has to answer.
+            let network = holding.network.clone();
+            let reacquire = || BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network });
+            Some(if object.spec.lender.is_some() { reacquire() } else { acquired(object) })
+        }
+        (Stage::Lost, Some(object)) if object.spec.lender.is_none() => Some(acquired(object)),
+        (Stage::Releasing, Some(object)) => {
+            Some(BlockStep::Delete { block: block.clone(), object: object.uid.clone() })
+        }
+        (Stage::Releasing, None) => Some(BlockStep::Record(LedgerRecord::Dropped { block: block.clone() })),
+        (Stage::Lost, _) if ledger.is_empty(block) => {
+            Some(BlockStep::Record(LedgerRecord::Dropped { block: block.clone() }))
+        }
+        (Stage::Acquiring | Stage::Open | Stage::Unverified, None) => Some(BlockStep::Lookup(block.clone())),
+        (Stage::Open | Stage::Unverified, Some(_))
+            if !input.networks.contains_key(&block.network)
+                && ledger.is_empty(block)
+                // Of one that is doubtful pods may have more than is known.
+                && (holding.stage == Stage::Open || input.idle.contains(block)) =>
+        {
+            Some(BlockStep::Record(LedgerRecord::Releasing { block: block.clone() }))
+        }
+        (Stage::Open | Stage::Lost | Stage::Unverified, _) => None,
+    }
+}
+
+/// Whether the network still hands out addresses of this family.
+fn is_in_service(input: BlockPlanInput<'_>, block: &BlockKey) -> bool {
+    let pool = input.networks.get(&block.network).filter(|pool| pool.active);
+    pool.is_some_and(|pool| pool.grid(Family::of(block.range.addr())).is_some())
+}
+
+/// What somebody said who was asked for an address.
+enum LendingAnswer {
+    Granted,
+    Refused,
+    Pending,
+}
+
+/// Whether a block that was asked for may be used. A whole one may, as soon as it is there.
+fn lending_answer(input: BlockPlanInput<'_>, block: &BlockKey, object: &ObservedIpBlock) -> LendingAnswer {
+    let Some(lender) = &object.spec.lender else { return LendingAnswer::Granted };
+    let enclosing = match input.lenders.get(block) {
+        None => return LendingAnswer::Pending,
+        // Whoever asks next finds out who holds it now.
+        Some(None) => return LendingAnswer::Refused,
+        Some(Some(enclosing)) => enclosing,
+    };
+    if enclosing.spec.network_uid != block.network || enclosing.spec.holder.uid != lender.uid {
+        return LendingAnswer::Refused;
+    }
+    let address = block.range.addr();
+    if enclosing.status.lent.iter().any(|lent| lent.address == address && lent.block == object.uid) {
+        return LendingAnswer::Granted;
+    }
+    if enclosing.status.refused.contains(&object.uid) {
+        LendingAnswer::Refused
+    } else {
+        LendingAnswer::Pending
+    }
+}
+
+/// Objects of this node that it knows nothing about: its journal was lost.
+fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
+    let ours = input.objects.values().filter(|object| object.spec.holder.uid == input.holder.uid);
+    let blocks = ours.map(|object| {
+        let block = BlockKey { network: object.spec.network_uid.clone(), range: object.spec.cidr };
+        (block, object)
+    });
+    let mut steps = Vec::new();
+    for (block, object) in blocks {
+        let network = object.spec.network.clone();
+        match ledger.holdings().get(&block) {
+            // What its status says is lent is lent, whatever the journal has forgotten.
+            Some(holding) if matches!(holding.stage, Stage::Unverified | Stage::Acquiring) => {
+                let new = |one: &&LentAddress| {
+                    !holding.lent.contains_key(&one.address) && !input.returned.contains(&one.block)
+                };
+                let lent = object.status.lent.iter().filter(new);
+                steps.extend(lent.map(|one| {
+                    let (block, address, object) = (block.clone(), one.address, one.block.clone());
+                    BlockStep::Record(LedgerRecord::Lent { block, address, object })
+                }));
+            }
+            Some(_) => {}
+            // It came of a request that had been given up.
+            None if ledger.is_complete() => {
+                steps.push(BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network }));
+                steps.push(BlockStep::Record(LedgerRecord::Releasing { block }));
+            }
+            None => steps.push(BlockStep::Record(LedgerRecord::Unverified {
+                block,
+                network,
+                object: object.uid.clone(),
+            })),
+        }
+    }
+    steps
+}
+
+/// Addresses that were lent for objects that are not seen: perhaps they are given back, perhaps they only bear the mark of
+/// an earlier Node of this name.
+fn lookup_lent(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
+    let present: BTreeSet<&Uid> = input.objects.values().map(|object| &object.uid).collect();
+    let mut steps = Vec::new();
+    for (block, holding) in ledger.holdings() {
+        let unseen = holding.lent.iter().filter(|(_, object)| !present.contains(object));
+        steps.extend(unseen.map(|(address, object)| BlockStep::LookupLent {
+            block: block.clone(),
+            address: *address,
+            object: object.clone(),
+        }));
+    }
+    steps
+}
+
+/// Those that ask this node for an address.
+fn lending_requests(input: BlockPlanInput<'_>) -> impl Iterator<Item = &ObservedIpBlock> {
+    input.objects.values().filter(|object| {
+        let is_request = object.spec.lender.as_ref().is_some_and(|lender| lender.uid == input.holder.uid);
+        is_request && object.spec.cidr.prefix_len() == object.spec.cidr.max_prefix_len()
+    })
+}
+
+/// The block of this node that the address of a request is in.
+fn enclosing_holding<'a>(
+    ledger: &'a Ledger,
+    request: &ObservedIpBlock,
+) -> Option<(&'a BlockKey, &'a Holding)> {
+    let found = ledger.holding_of(&request.spec.network_uid, request.spec.cidr.addr());
+    found.filter(|(block, _)| !block.is_single())
+}
+
+fn plan_lending(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
+    let mut steps = Vec::new();
+    let mut granted = BTreeSet::new();
+    for request in lending_requests(input) {
+        let address = request.spec.cidr.addr();
+        let Some((block, holding)) = enclosing_holding(ledger, request) else { continue };
+        if may_lend(ledger, block, holding, address) && granted.insert((block, address)) {
+            let (block, object) = (block.clone(), request.uid.clone());
+            steps.push(BlockStep::Record(LedgerRecord::Lent { block, address, object }));
+        }
+    }
+    steps
+}
+
+fn may_lend(ledger: &Ledger, block: &BlockKey, holding: &Holding, address: IpAddr) -> bool {
+    let used = ledger.used(block).any(|(one, _)| one == address);
+    holding.stage == Stage::Open
+        && !used
+        && !holding.lent.contains_key(&address)
+        && holding.lent.len() < MAX_STATUS_ADDRESSES
+}
+
+/// How many addresses a node has at hand before it takes another block.
+fn reserve(ledger: &Ledger, network: &str, grid: &BlockGrid) -> usize {
+    let mut used = ledger.holdings_of(network).filter(|(block, _)| is_of_family(block, grid));
+    if !used.any(|(block, _)| ledger.used(block).next().is_some()) {
+        return 0;
+    }
+    (grid.block_size() / 4).max(1)
+}
+
+fn is_of_family(block: &BlockKey, grid: &BlockGrid) -> bool {
+    Family::of(block.range.addr()) == grid.family()
+}
+
+/// Gives back a block that nobody needs, one at a time.
+fn release_idle(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Pool) -> Option<BlockStep> {
+    let idle = |block: &&BlockKey| input.idle.contains(*block) && ledger.is_empty(block);
+    let releasable = |holding: &Holding| matches!(holding.stage, Stage::Open | Stage::Unverified);
+    let mut blocks = ledger.holdings_of(network).filter(|(_, one)| releasable(one)).map(|(block, _)| block);
+    let block = blocks.find(|block| idle(block) && can_spare(ledger, input, network, pool, block))?;
+    Some(BlockStep::Record(LedgerRecord::Releasing { block: block.clone() }))
+}
+
+/// Whether what is left without a block is enough.
+fn can_spare(
+    ledger: &Ledger,
+    input: BlockPlanInput<'_>,
+    network: &str,
+    pool: &Pool,
+    block: &BlockKey,
+) -> bool {
+    let family = Family::of(block.range.addr());
+    let Some(grid) = pool.grid(family).filter(|_| pool.active) else { return true };
+    if input.pending.any.contains_key(&(network.to_owned(), family)) {
+        return false;
+    }
+    // Nothing is borrowed for later: another node may wait for just this one.
+    if block.is_single() && grid.block_size() > 1 {
+        return true;
+    }
+    let others =
+        ledger.holdings_of(network).filter(|(other, _)| *other != block && is_of_family(other, grid));
+    let free: usize = others.map(|(other, _)| ledger.free_count(other, grid)).sum();
+    free >= reserve(ledger, network, grid)
+}
+
+fn acquire(ledger: &Ledger, input: BlockPlanInput<'_>, network: &str, pool: &Pool) -> Vec<BlockStep> {
+    let mut steps = Vec::new();
+    for grid in pool.grids.iter().filter(|_| pool.active) {
+        let key = (network.to_owned(), grid.family());
+        let waiting = input.pending.any.get(&key).copied().unwrap_or(0);
+        let all = || ledger.holdings_of(network).filter(|(block, _)| is_of_family(block, grid));
+        let free: usize = all().map(|(block, _)| ledger.free_count(block, grid)).sum();
+        let acquiring = all().filter(|(_, one)| one.stage == Stage::Acquiring);
+        let incoming: usize =
+            acquiring.map(|(block, _)| if block.is_single() { 1 } else { grid.block_size() }).sum();
+        let exhausted = input.exhausted.contains(&key);
+        // Nothing is borrowed for later.
+        let wanted = waiting + if exhausted { 0 } else { reserve(ledger, network, grid) };
+        let missing = wanted.saturating_sub(free.saturating_add(incoming));
+        if missing > 0 {
+            steps.push(BlockStep::Acquire { network: network.to_owned(), family: grid.family(), missing });
+        }
+    }
+    let addresses = input.pending.addresses.iter().filter(|(uid, _)| uid == network);
+    for (_, address) in addresses.filter(|_| pool.active) {
+        // One that is held already is at hand in a moment, or gone; or it is said why not.
+        let stage = ledger.holding_of(network, *address).map(|(_, one)| one.stage);
+        if matches!(stage, None | Some(Stage::Unverified | Stage::Lost)) {
+            steps.push(BlockStep::AcquireAddress { network: network.to_owned(), address: *address });
+        }
+    }
+    steps
+}
+
+/// What to say about a block. Who waits for an answer gets it at once; counts are told now and then.
+fn report_status(
+    ledger: &Ledger,
+    input: BlockPlanInput<'_>,
+    block: &BlockKey,
+    holding: &Holding,
+) -> Option<BlockStep> {
+    let object = object(input, block, holding)?;
+    if !matches!(holding.stage, Stage::Open | Stage::Unverified) {
+        return None;
+    }
+    let status = status(ledger, input, block, holding);
+    let now = &object.status;
+    let urgent = (&status.lent, &status.refused) != (&now.lent, &now.refused);
+    let due = status != *now && !input.reported.contains(block);
+    let object = object.uid.clone();
+    (urgent || due).then(|| BlockStep::UpdateStatus { block: block.clone(), object, status })
+}
+
+fn status(ledger: &Ledger, input: BlockPlanInput<'_>, block: &BlockKey, holding: &Holding) -> IPBlockStatus {
+    let pool = input.networks.get(&block.network);
+    let grid = pool.and_then(|pool| pool.grid(Family::of(block.range.addr())));
+    let lent =
+        holding.lent.iter().map(|(address, object)| LentAddress { address: *address, block: object.clone() });
+    let asking = lending_requests(input)
+        .filter(|request| enclosing_holding(ledger, request).is_some_and(|(one, _)| one == block));
+    let refused = asking.filter(|request| holding.lent.get(&request.spec.cidr.addr()) != Some(&request.uid));
+    let used: Vec<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
+    let outside = ledger.used(block).filter(|(address, _)| !grid.is_some_and(|grid| grid.contains(*address)));
+    let draining = outside.filter_map(|(address, key)| {
+        let pod = &ledger.leases().get(key)?.pod;
+        Some(format!("{}/{} {address}", pod.namespace, pod.name))
+    });
+    IPBlockStatus {
+        used: i32::try_from(used.len()).unwrap_or(i32::MAX),
+        free: grid.map_or(0, |grid| i32::try_from(ledger.free_count(block, grid)).unwrap_or(i32::MAX)),
+        spare: grid.map_or_else(Vec::new, |grid| spare_ranges(ledger, block, holding, grid)),
+        lent: lent.collect(),
+        refused: refused.map(|request| request.uid.clone()).take(MAX_STATUS_ADDRESSES).collect(),
+        closed: holding.stage != Stage::Open,
+        draining: draining.take(MAX_DRAINING_PODS).collect(),
+    }
+}
+
+/// The first ranges of free addresses, as text.
+fn spare_ranges(ledger: &Ledger, block: &BlockKey, holding: &Holding, grid: &BlockGrid) -> Vec<String> {
+    if holding.stage != Stage::Open || block.is_single() {
+        return Vec::new();
+    }
+    let used: BTreeSet<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
+    let taken = |address: IpAddr| used.contains(&address) || holding.lent.contains_key(&address);
+    let text = |(first, last): (IpAddr, IpAddr)| format!("{first}-{last}");
+    grid.free_spans(block.range, taken).take(MAX_SPARE_RANGES).map(text).collect()
+}
+
+/// The free addresses that the status of a block tells of. One without a status may have any.
+pub fn spare_addresses(object: &ObservedIpBlock, grid: &BlockGrid) -> Vec<IpAddr> {
+    let status = &object.status;
+    if status.closed {
+        return Vec::new();
+    }
+    if status.spare.is_empty() && status.used == 0 && status.free == 0 && status.lent.is_empty() {
+        return grid.free_spans(object.spec.cidr, |_| false).flat_map(addresses_between).collect();
+    }
+    let spans = status.spare.iter().filter_map(|text| {
+        let (first, last) = text.split_once('-')?;
+        Some((first.parse().ok()?, last.parse().ok()?))
+    });
+    let inside = |address: &IpAddr| object.spec.cidr.contains(address) && grid.contains(*address);
+    spans.flat_map(addresses_between).filter(inside).collect()
+}
+
+/// The addresses from one to another, never more than a block has.
+fn addresses_between((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
+    let (mut all, mut address) = (Vec::new(), first);
+    while address <= last && all.len() < MAX_STATUS_ADDRESSES {
+        all.push(address);
+        address = super::ledger::next_address(address);
+    }
+    all
+}
+
+/// An address to borrow, and whom to ask: some free one of those that blocks of others tell of, another one for each seed.
+pub fn lending_candidate(
+    objects: &[ObservedIpBlock],
+    grid: &BlockGrid,
+    holder: &NodeRef,
+    refused: &BTreeSet<IpAddr>,
+    silent: &BTreeSet<Uid>,
+    seed: u64,
+) -> Option<(IpAddr, ObservedIpBlock)> {
+    let whole = |object: &&ObservedIpBlock| object.spec.cidr.prefix_len() < object.spec.cidr.max_prefix_len();
+    let singles: BTreeSet<IpAddr> =
+        objects.iter().filter(|object| !whole(object)).map(|object| object.spec.cidr.addr()).collect();
+    let reachable = |object: &&ObservedIpBlock| {
+        object.spec.holder.uid != holder.uid && !silent.contains(&object.spec.holder.uid)
+    };
+    let others = objects.iter().filter(whole).filter(reachable);
+    let mut all: Vec<(IpAddr, &ObservedIpBlock)> = Vec::new();
+    for object in others.filter(|object| Family::of(object.spec.cidr.addr()) == grid.family()) {
+        let free = spare_addresses(object, grid);
+        let open =
+            free.into_iter().filter(|address| !singles.contains(address) && !refused.contains(address));
+        all.extend(open.map(|address| (address, object)));
+    }
+    let index = usize::try_from(seed % u64::try_from(all.len()).ok().filter(|count| *count > 0)?).ok()?;
+    all.get(index).map(|(address, object)| (*address, (*object).clone()))
+}
+
+/// The blocks of nodes that are gone for good, but for those that others have addresses of: these stay until they give
+/// them back.
+pub fn abandoned<'a>(
+    objects: impl IntoIterator<Item = &'a ObservedIpBlock> + Clone,
+    gone: impl Fn(&NodeRef) -> bool,
+) -> Vec<&'a ObservedIpBlock> {
+    let mut holders: BTreeMap<&Uid, &NodeRef> = BTreeMap::new();
+    for object in objects.clone() {
+        holders.insert(&object.uid, &object.spec.holder);
+    }
+    let used = |object: &ObservedIpBlock| {
+        let lent = object.status.lent.iter();
+        // A borrower that is gone too gives nothing back.
+        lent.filter_map(|lent| holders.get(&lent.block)).any(|holder| !gone(holder))
+    };
+    objects.into_iter().filter(|object| gone(&object.spec.holder) && !used(object)).collect()
+}
+
+/// How many addresses of a family a network has, out of the blocks that there are.
+pub fn network_status<'a>(
+    family: Family,
+    grid: Option<&BlockGrid>,
+    length: u8,
+    blocks: impl IntoIterator<Item = (&'a IPBlockSpec, &'a IPBlockStatus)>,
+) -> IpFamilyStatus {
+    let (mut used, mut closed, mut count) = (0_i64, 0_i64, 0_i32);
+    for (spec, status) in blocks {
+        if Family::of(spec.cidr.addr()) == family {
+            let size = grid.map_or(1, |grid| grid.addresses_in(spec.cidr));
+            // Those of subnets that are gone do not lessen what is left.
+            if size > 0 {
+                used = used.saturating_add(status.used.into());
+            }
+            // Of one that gives nothing, nothing is free.
+            if status.closed && grid.is_some() {
+                let lent = i64::try_from(status.lent.len()).unwrap_or(i64::MAX);
+                let size = i64::try_from(size).unwrap_or(i64::MAX);
+                closed = closed
+                    .saturating_add(size.saturating_sub(lent).saturating_sub(status.used.into()).max(0));
+            }
+            count = count.saturating_add(1);
+        }
+    }
+    let addresses = grid.map_or(0, |grid| i64::try_from(grid.addresses()).unwrap_or(i64::MAX));
+    IpFamilyStatus {
+        block_length: length,
+        addresses,
+        used,
+        free: addresses.saturating_sub(used).saturating_sub(closed).max(0),
+        blocks: count,
+    }
+}

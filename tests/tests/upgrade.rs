@@ -1,0 +1,221 @@
+//! From the baseline to this version and back, with pods that keep talking. Part of `make soak`.
+#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    process::ExitCode,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use api::IPBlock;
+use e2e::{
+    Suite,
+    baseline::Release,
+    bridge::{AMID, condition, delete, gone, in_namespace, in_pod, lost, member, networks, start},
+    patchbay, tests,
+};
+use k8s_openapi::api::core::v1::Pod;
+use kube::{Api, Client, ResourceExt as _, api::ListParams};
+use lab::{Lab, Shape, scene::Scene, wait};
+use serde_json::{Value, json};
+
+const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
+/// ADD and DEL pairs on each node: the journal is rewritten after 4,096 lines more than it needs.
+const PAIRS: usize = 1900;
+/// Addresses that stay allocated on each node beside those of pods.
+const KEPT: usize = 150;
+
+fn main() -> ExitCode {
+    Suite {
+        name: "t-upgrade",
+        shape: Shape::Nodes(2),
+        set_up: |lab| {
+            Box::pin(async move { patchbay::install_release(&lab, &Release::baseline()?).await })
+        },
+        tests: tests![an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping],
+    }
+    .run()
+}
+
+/// Pings an address from a pod until it is stopped, and counts.
+struct Pinger {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<(u32, u32)>>,
+}
+
+impl Pinger {
+    const BATCH: u32 = 20;
+
+    fn start(lab: &Lab, pod: &Pod, address: IpAddr) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (lab, pod, stopped) = (lab.clone(), pod.clone(), Arc::clone(&stop));
+        let thread = thread::spawn(move || {
+            let (mut sent, mut missing) = (0, 0);
+            while !stopped.load(Ordering::Relaxed) {
+                let (count, address) = (Self::BATCH.to_string(), address.to_string());
+                // A lost packet is no failure of the command: it is counted.
+                let ping = format!("/usr/bin/ping -q -c {count} -i 0.1 -W 2 {address} || true");
+                missing += lost(&in_pod(&lab, &pod, &["sh", "-c", &ping])?)?;
+                sent += Self::BATCH;
+            }
+            Ok((sent, missing))
+        });
+        Self { stop, thread }
+    }
+
+    fn end(self) -> Result<(u32, u32)> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow!("a pinger panicked"))?
+    }
+}
+
+/// Every address of a pod by interface, as the kernel has it, and as the status annotation says.
+fn addresses(lab: &Lab, pod: &Pod) -> Result<Value> {
+    let links: Vec<Value> = serde_json::from_str(&in_pod(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
+    let infos = links.iter().flat_map(|link| link["addr_info"].as_array().into_iter().flatten());
+    let global = infos.filter(|info| info["scope"] == "global").map(|info| info["local"].clone());
+    let kernel: Vec<Value> = global.collect();
+    let status: Value = serde_json::from_str(pod.annotations().get(STATUS).context("a network-status")?)?;
+    Ok(json!({"kernel": kernel, "status": status}))
+}
+
+fn first(addresses: &Value, six: bool) -> Result<IpAddr> {
+    let all = addresses["kernel"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let mut all = all.filter_map(|text| text.parse::<IpAddr>().ok());
+    all.find(|address| address.is_ipv6() == six).context("an address of the family")
+}
+
+/// The ranges and holders of all blocks, and what is lent.
+async fn blocks(client: &Client) -> Result<BTreeMap<String, (String, usize)>> {
+    let all = Api::<IPBlock>::all(client.clone()).list(&ListParams::default()).await?;
+    let one = |block: &IPBlock| {
+        let lent = block.status.as_ref().map_or(0, |status| status.lent.len());
+        (block.name_any(), (block.spec.holder.node.clone(), lent))
+    };
+    Ok(all.items.iter().map(one).collect())
+}
+
+/// Fills the journal of a node through the address plugin, as a runtime would.
+fn fill_journal(lab: &Lab, node: &str) -> Result<()> {
+    let config = json!({"cniVersion": "1.0.0", "name": "fill", "type": "macvlan",
+        "ipam": {"type": "patchbay-ipam", "network": "fill"}});
+    let script = format!(
+        "export CNI_NETNS=/proc/self/ns/net CNI_IFNAME=net1 CNI_PATH=/opt/cni/bin
+        call() {{ echo '{config}' | CNI_COMMAND=$1 CNI_CONTAINERID=$2 /opt/cni/bin/patchbay-ipam >/dev/null || exit 1; }}
+        for i in $(seq {KEPT}); do call ADD kept-$i; done
+        for i in $(seq {PAIRS}); do call ADD pair-$i; call DEL pair-$i; done"
+    );
+    lab.node(node).output(&["sh", "-c", &script]).map(drop)
+}
+
+/// Waits until the status of a network counts so many IPv4 addresses as used. Holders report with a delay.
+async fn used(client: &Client, network: &str, count: i64) -> Result<()> {
+    wait::until(AMID, &format!("{count} addresses of {network} to be used"), || async {
+        let ipam = networks(client).get(network).await?.status.and_then(|status| status.ipam);
+        let used = ipam.and_then(|ipam| ipam.ipv4).map(|family| family.used);
+        ensure!(used == Some(count), "{used:?}");
+        Ok(Some(()))
+    })
+    .await
+}
+
+pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    Scene::play(&lab, "upgrade", async |scene: &Scene| {
+        let dual = json!({
+            "overlay": {"vni": 4001}, "attachment": in_namespace(scene),
+            "ipam": {"subnets": ["10.41.0.0/24", "fd00:41::/64"]},
+        });
+        start(&client, "dual", dual).await?;
+        // Two addresses and two nodes: one node borrows.
+        let tiny = json!({
+            "overlay": {"vni": 4002}, "attachment": in_namespace(scene), "ipam": {"subnets": ["10.42.0.0/30"]},
+        });
+        start(&client, "tiny", tiny).await?;
+        start(&client, "fill", json!({"ipam": {"subnets": ["10.43.0.0/16"]}})).await?;
+        for node in ["node-1", "node-2"] {
+            fill_journal(&lab, node)?;
+        }
+        let mut pods = Vec::new();
+        for (name, node, network) in [
+            ("client", "node-1", "dual"),
+            ("server", "node-2", "dual"),
+            ("neighbour", "node-1", "dual"),
+            ("borrower-1", "node-1", "tiny"),
+            ("borrower-2", "node-2", "tiny"),
+        ] {
+            scene.create(member(name, node, network)).await?;
+            pods.push(name);
+        }
+        let mut before = BTreeMap::new();
+        for name in &pods {
+            let pod = scene.ready(name).await?;
+            before.insert(*name, (addresses(&lab, &pod)?, pod));
+        }
+        let old_blocks = blocks(&client).await?;
+        println!("{} blocks, {:?}", old_blocks.len(), old_blocks.values().filter(|(_, lent)| *lent > 0).count());
+
+        for (what, release) in [("upgrade", Release::current()), ("downgrade", Release::baseline()?)] {
+            let ping = |from: &str, to: &str, six: bool| {
+                anyhow::Ok(Pinger::start(&lab, &before[from].1, first(&before[to].0, six)?))
+            };
+            let pingers = [
+                ping("client", "server", false)?,
+                ping("client", "server", true)?,
+                ping("client", "neighbour", false)?,
+                ping("borrower-1", "borrower-2", false)?,
+            ];
+            let begun = Instant::now();
+            patchbay::install_release(&lab, &release).await?;
+            // A new pod is served by the new daemon, and gets an address of its own.
+            let newcomer = scene.start(member(&format!("after-{what}"), "node-1", "dual")).await?;
+            let (mut sent, mut missing) = (0, 0);
+            for pinger in pingers {
+                let (more, lost) = pinger.end()?;
+                (sent, missing) = (sent + more, missing + lost);
+            }
+            println!("{what}: {:.0} s, {sent} pings, {missing} lost", begun.elapsed().as_secs_f64());
+            ensure!(missing == 0, "{what}: {missing} of {sent} pings were lost");
+            for name in &pods {
+                let pod = scene.ready(name).await?;
+                let now = addresses(&lab, &pod)?;
+                ensure!(now == before[name].0, "{what}: {name} had {} and has {now}", before[name].0);
+            }
+            let new = addresses(&lab, &newcomer)?;
+            for (name, (old, _)) in &before {
+                for six in [false, true] {
+                    if let (Ok(one), Ok(other)) = (first(old, six), first(&new, six)) {
+                        ensure!(one != other, "{what}: {name} and the new pod both have {one}");
+                    }
+                }
+            }
+            let now = blocks(&client).await?;
+            for (name, (holder, lent)) in &old_blocks {
+                ensure!(
+                    now.get(name).is_some_and(|one| one.0 == *holder && one.1 >= *lent),
+                    "{what}: block {name} of {holder} ({lent} lent) is now {:?}",
+                    now.get(name)
+                );
+            }
+            for name in ["dual", "tiny", "fill"] {
+                let (ready, _, message) = condition(&networks(&client).get(name).await?, "Ready");
+                ensure!(ready == "True", "{what}: {name}: {message}");
+            }
+            used(&client, "fill", 2 * i64::try_from(KEPT)?).await?;
+        }
+        Ok(())
+    })
+    .await?;
+    for name in ["dual", "tiny"] {
+        delete(&client, name).await?;
+        gone(&client, name, AMID).await?;
+    }
+    Ok(())
+}
