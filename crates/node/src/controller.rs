@@ -13,9 +13,12 @@ use kube::{
 };
 use link::{LinkChanges, Monitor};
 use plan::nodenetwork::{
-    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, WriteParts,
+    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, RuntimeStatus, WriteParts,
 };
-use tokio::time::{Instant, sleep_until};
+use tokio::{
+    sync::watch::Receiver,
+    time::{Instant, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -54,6 +57,7 @@ pub struct NodeController {
     /// `/proc/sys` of the host.
     sysctls: PathBuf,
     metrics: Metrics,
+    runtime: Receiver<RuntimeStatus>,
     health: Arc<Health>,
     state: ControllerState,
 }
@@ -64,6 +68,8 @@ pub struct NodeConfig {
     pub ignored: IfNamePatterns,
     pub sysctls: PathBuf,
     pub metrics: Metrics,
+    /// Whether the container runtime was found.
+    pub runtime: Receiver<RuntimeStatus>,
 }
 
 /// What the controller observed and wrote.
@@ -97,7 +103,7 @@ impl NodeController {
         bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics } = config;
+        let NodeConfig { name, ignored, sysctls, metrics, runtime } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
@@ -109,6 +115,7 @@ impl NodeController {
             bridges,
             sysctls,
             metrics,
+            runtime,
             health,
             // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
@@ -136,6 +143,7 @@ impl NodeController {
                 changed = self.monitor.changed(), if self.state.pending_event.is_none() => {
                     self.record_kernel_events(changed.map_err(Error::Kernel)?);
                 }
+                () = next_change(&mut self.runtime) => {}
                 () = sleep_until(wake) => {}
             }
         }
@@ -284,6 +292,7 @@ impl NodeController {
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
+            runtime: &self.runtime.borrow(),
         };
         let wanted = rules::status(&input, Timestamp::now());
         let decision = rules::publish(&input, &wanted, now.into_std());
@@ -433,6 +442,13 @@ impl NodeController {
     }
 }
 
+/// Waits for the next change; forever if there is no sender.
+async fn next_change(runtime: &mut Receiver<RuntimeStatus>) {
+    if runtime.changed().await.is_err() {
+        std::future::pending().await
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::{convert::Infallible, future::pending};
@@ -461,6 +477,7 @@ mod tests {
             ignored: IfNamePatterns::default(),
             sysctls: PathBuf::new(),
             metrics,
+            runtime: tokio::sync::watch::channel(RuntimeStatus::Unknown).1,
         };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }

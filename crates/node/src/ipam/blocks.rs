@@ -113,8 +113,19 @@ impl Default for Timings {
     }
 }
 
-/// The sandboxes that the runtime has.
-pub type ListSandboxes = Box<dyn Fn() -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+/// Lists IDs of the container runtime's sandboxes.
+pub type ListSandboxes =
+    Box<dyn Fn(SandboxFilter) -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+
+/// Which sandboxes to list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SandboxFilter {
+    /// Every sandbox: none of them loses its lease.
+    All,
+    /// Those that may use an address of a network: neither the daemon's own nor one on the host's network. As long as one of
+    /// them exists, an unverified block stays closed.
+    Witnesses,
+}
 
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -619,7 +630,7 @@ impl BlockController {
     async fn collect_garbage(&mut self) {
         // What is made while the runtime answers cannot be in its answer.
         let started = uptime();
-        let live = match (self.sandboxes)().await {
+        let live = match (self.sandboxes)(SandboxFilter::All).await {
             Ok(live) => live,
             Err(problem) => {
                 return debug!(problem, "the runtime does not say which sandboxes there are");
