@@ -105,13 +105,13 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct Cli {
+    struct ArgsCli {
         #[command(flatten)]
         args: Args,
     }
 
     fn parse(args: &[&str]) -> Result<Args, clap::Error> {
-        Cli::try_parse_from([&["patchbay"], args].concat()).map(|cli| cli.args)
+        ArgsCli::try_parse_from([&["patchbay"], args].concat()).map(|cli| cli.args)
     }
 
     #[test]

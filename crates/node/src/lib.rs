@@ -128,24 +128,24 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let health = Arc::new(Health::new());
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
-    let (tell, networks) = channel::channel(Arc::default());
+    let (published, networks) = channel::channel(Arc::default());
     let (boot, block_events) = (host.boot_id.clone(), events.clone());
-    let tools = Deps {
+    let deps = Deps {
         boot: host.boot.clone(),
         changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
         records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
         servers: resolve_api_server(api_server.as_deref()).await,
-        published: tell,
+        published,
         events,
         metrics: metrics.clone(),
     };
     let paths = cni::CniPaths { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
-    let calls = cni::Metrics::default();
-    calls.register(&mut registry);
-    let numbers = ipam::Metrics::default();
-    numbers.register(&mut registry);
+    let cni_metrics = cni::Metrics::default();
+    cni_metrics.register(&mut registry);
+    let ipam_metrics = ipam::Metrics::default();
+    ipam_metrics.register(&mut registry);
     let (runtime_status, runtime) = channel::channel(RuntimeStatus::default());
-    let ipam = open_ipam(&paths.state_dir, boot, numbers).await?;
+    let ipam = open_ipam(&paths.state_dir, boot, ipam_metrics).await?;
     let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
@@ -158,32 +158,32 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
             ..Timings::default()
         },
     );
-    let cni = cni::CniServer::bind(&paths, networks, ipam, calls)?;
+    let cni = cni::CniServer::bind(&paths, networks, ipam, cni_metrics)?;
     let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
     let config = NodeConfig { name, ignored, sysctls, metrics, runtime };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon =
-        NodeController::new(client, config, monitor, BridgeController::new(tools), Arc::clone(&health));
+    let controller =
+        NodeController::new(client, config, monitor, BridgeController::new(deps), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
     // Cancelled when this function returns, even if the caller never cancels `stop`.
     let stop = stop.child_token();
     let mut tasks = JoinSet::new();
-    let plugged = Arc::clone(&health);
+    let plugin_health = Arc::clone(&health);
     tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
-    tasks.spawn(daemon.run(stop.clone()));
+    tasks.spawn(controller.run(stop.clone()));
     tasks.spawn(sender.run(stop.clone()));
     // The socket exists before the plugin that connects to it.
-    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugged, stop.clone()));
+    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugin_health, stop.clone()));
     tasks.spawn(cni.run(stop.clone()));
     tasks.spawn(blocks.run(stop.clone()));
     supervise(tasks, stop).await
 }
 
 /// Reads the address journal. Waits while the previous daemon still holds its lock.
-async fn open_ipam(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
+async fn open_ipam(state_dir: &Path, boot: String, metrics: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
     let state_dir = state_dir.to_owned();
-    let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
+    let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, metrics)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
 }
 
@@ -332,7 +332,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct Cli {
+    struct TestCli {
         #[command(flatten)]
         args: Args,
     }
@@ -342,7 +342,7 @@ mod tests {
         // Nothing listens on port 1. The test only reads from the kernel, which needs no privileges.
         let client = Client::try_from(Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
         let run_dir = std::env::temp_dir().join(format!("patchbay-node-{}-away", std::process::id()));
-        let mut args = Cli::parse_from(["patchbay", "--node-name", "a"]).args;
+        let mut args = TestCli::parse_from(["patchbay", "--node-name", "a"]).args;
         args.run_dir.clone_from(&run_dir);
         args.state_dir = run_dir.join("state");
         args.cni_bin_dir = run_dir.join("bin");
@@ -367,6 +367,19 @@ mod tests {
         let ended = timeout(Duration::from_secs(10), tasks.join_next()).await.unwrap();
         assert!(matches!(ended, Some(Ok(Ok(())))), "{ended:?}");
         fs::remove_dir_all(run_dir).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_missing_container_runtime_is_reported_with_what_to_do() {
+        let (sender, status) = channel::channel(RuntimeStatus::default());
+        let root = std::env::temp_dir().join("patchbay-node-without-runtime");
+        let list = sandbox_lister(ContainerRuntime::new(&root, None, Some("uid".to_owned())), sender);
+        assert!(list(SandboxFilter::All).await.is_err());
+        let problem = match &*status.borrow() {
+            RuntimeStatus::NotFound(problem) => problem.clone(),
+            other => panic!("{other:?}"),
+        };
+        assert!(problem.contains("set --runtime-socket"), "{problem}");
     }
 
     #[tokio::test(start_paused = true)]

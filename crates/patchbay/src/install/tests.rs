@@ -406,6 +406,7 @@ fn flags_reach_the_programs() {
         "--controller-replicas=1",
         "--log-level=debug",
         "--ignore-interfaces=veth*,cali*",
+        "--runtime-socket=unix:///run/k0s/containerd.sock",
     ]);
     let objects = objects(&options);
     let [deployment] = of_kind(&objects, "Deployment")[..] else { panic!("no Deployment") };
@@ -413,7 +414,15 @@ fn flags_reach_the_programs() {
     assert_eq!(deployment["spec"]["replicas"], 1);
     for (object, args) in [
         (deployment, json!(["controller", "--log=debug"])),
-        (daemonset, json!(["node", "--log=debug", "--ignore-interfaces=veth*,cali*"])),
+        (
+            daemonset,
+            json!([
+                "node",
+                "--log=debug",
+                "--ignore-interfaces=veth*,cali*",
+                "--runtime-socket=/run/k0s/containerd.sock",
+            ]),
+        ),
     ] {
         let container = &object["spec"]["template"]["spec"]["containers"][0];
         assert_eq!(container["image"], "example/patchbay:test");
@@ -432,6 +441,8 @@ fn a_value_that_no_cluster_would_take_is_refused_at_the_door() {
         ["--image-pull-policy", "Sometimes"],
         ["--controller-replicas", "0"],
         ["--log-level", "info,=,"],
+        ["--runtime-socket", "containerd.sock"],
+        ["--runtime-socket", "tcp://127.0.0.1:2375"],
     ] {
         assert!(Flags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
     }
