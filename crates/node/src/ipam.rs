@@ -307,6 +307,7 @@ impl Ipam {
     /// Notes which blocks of this node the API server has. What is not among them gives nothing from now on.
     fn set_confirmed(&self, confirmed: BTreeMap<String, String>) {
         self.lock().confirmed = confirmed;
+        self.changed.notify_all();
     }
 
     fn set_contact(&self, contact: Contact) {

@@ -26,7 +26,7 @@ use kube::{
 };
 use plan::ipam::{
     BlockKey, BlockPlanInput, BlockStep, Family, Ledger, ObservedIpBlock, PendingRequests, Pool, RequestKind,
-    Stage,
+    Stage, carries_boot,
 };
 use tokio::{
     sync::watch,
@@ -207,6 +207,8 @@ pub struct BlockController {
     next_verify: Instant,
     /// The UIDs of objects that were deleted: word of them can still be under way.
     deleted_uids: VecDeque<String>,
+    /// The API server dropped a boot ID: its CRD is older than this daemon.
+    boot_ids_dropped: bool,
     attempts: u64,
 }
 
@@ -284,6 +286,7 @@ impl BlockController {
             next_gc: Instant::now(),
             next_verify: Instant::now(),
             deleted_uids: VecDeque::new(),
+            boot_ids_dropped: false,
             attempts: 0,
         }
     }
@@ -461,7 +464,7 @@ impl BlockController {
             ?wait,
             "the API server refuses what a network needs, trying again"
         );
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(&network), &problem);
         }
     }
@@ -471,7 +474,7 @@ impl BlockController {
         let Some((network, kind)) = step.request_kind() else { return false };
         let refusal = self.rejected.get(&(network.to_owned(), kind));
         let Some(refusal) = refusal.filter(|one| one.until > now) else { return false };
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(network), &refusal.problem);
         }
         true
@@ -568,6 +571,7 @@ impl BlockController {
         let pending = PendingRequests::default();
         let input = BlockPlanInput {
             holder: &self.holder,
+            boot: (!self.boot_ids_dropped).then(|| self.ipam.boot()),
             networks: &self.pools,
             objects,
             lenders: &lenders,
@@ -596,6 +600,7 @@ impl BlockController {
                 return self.lookup_lent(block, address, &object).await;
             }
             BlockStep::Delete { block, object } => self.delete_block(block, &object).await?,
+            BlockStep::UpdateBoot { block, object } => return self.update_boot(&block, &object).await,
             BlockStep::UpdateStatus { block, object, status } => {
                 self.update_status(block, &object, status).await?
             }
@@ -623,6 +628,7 @@ impl BlockController {
         let all = self.objects.iter().flatten();
         let ours =
             all.filter(|(_, one)| one.spec.holder.uid == self.holder.uid && !self.holder.uid.is_empty());
+        let ours = ours.filter(|(_, one)| carries_boot(one, self.ipam.boot()));
         self.ipam.set_confirmed(ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect());
     }
 
