@@ -230,7 +230,8 @@ impl Fleet {
         let machine = &self.machines[number];
         machine.live().remove(container);
         let ipam = machine.ipam.as_ref().context("the node is off")?;
-        ipam.release(&attachment_key(container)).map(drop).map_err(anyhow::Error::from)
+        ipam.release(&attachment_key(container));
+        Ok(())
     }
 
     /// A sandbox goes and nobody says so.
