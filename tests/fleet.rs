@@ -128,7 +128,7 @@ impl Fleet {
         let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
         let (events, _) = Events::new(client.clone(), &machine.holder.node);
         let live = Arc::clone(&machine.sandboxes);
-        let sandboxes: ListSandboxes = Box::new(move || {
+        let sandboxes: ListSandboxes = Box::new(move |_| {
             let live = live.lock().unwrap_or_else(PoisonError::into_inner).clone();
             Box::pin(async move { Ok(live) })
         });

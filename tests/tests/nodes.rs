@@ -3,6 +3,8 @@
 
 #[path = "nodes/addresses.rs"]
 mod addresses;
+#[path = "nodes/cni_directory.rs"]
+mod cni_directory;
 #[path = "nodes/deletion.rs"]
 mod deletion;
 #[path = "nodes/drift.rs"]
@@ -29,6 +31,7 @@ use addresses::{
     pods_get_unique_reachable_addresses_even_if_a_daemon_is_killed,
     two_nodes_use_a_small_subnet_to_its_last_address,
 };
+use cni_directory::the_plugin_is_installed_into_a_directory_of_another_user;
 use deletion::{
     a_deleted_node_does_not_block_deletion, a_network_in_use_is_deleted_within_3_s_of_its_last_user,
     a_pod_waits_until_its_node_has_the_network,

@@ -35,7 +35,7 @@ use wire::cni::{Code, Error};
 
 use self::journal::Journal;
 pub use self::{
-    blocks::{BlockController, ListSandboxes, Timings},
+    blocks::{BlockController, ListSandboxes, SandboxFilter, Timings},
     journal::Error as JournalError,
     metrics::Metrics,
 };

@@ -175,8 +175,8 @@ pub async fn no_container_is_privileged_and_the_image_carries_its_commit(lab: La
     }
     // The capabilities of the running daemon, as the kernel reports them.
     let status = lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q 'patchbay node' && grep -E 'CapEff|Seccomp:' $p/status; done; true"])?;
-    // NET_ADMIN is bit 12, SYS_ADMIN is bit 21; no other bit is set.
-    ensure!(status.contains("CapEff:\t0000000000201000") && status.contains("Seccomp:\t2"), "{status}");
+    // DAC_OVERRIDE is bit 1, NET_ADMIN bit 12, SYS_ADMIN is bit 21; no other bit is set.
+    ensure!(status.contains("CapEff:\t0000000000201002") && status.contains("Seccomp:\t2"), "{status}");
     let version = lab.kubectl(&[
         "-n",
         NAMESPACE,
@@ -215,7 +215,11 @@ pub async fn the_daemon_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
     let all =
         json!(all)["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"]
             .clone();
-    ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN"]), "{all}: test every capability");
+    // DAC_OVERRIDE has a test of its own, `cni_directory`.
+    ensure!(
+        all == json!(["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]),
+        "{all}: test every capability"
+    );
     set_capabilities(&["SYS_ADMIN"]).await?;
     create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let entry = wait::until(Duration::from_secs(5), "reason KernelRefused", || async {
@@ -232,7 +236,7 @@ pub async fn the_daemon_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
         ns.wait_pod_ready("client").await.map(drop)
     })
     .await;
-    set_capabilities(&["NET_ADMIN", "SYS_ADMIN"]).await?;
+    set_capabilities(&["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]).await?;
     delete_network(&client, "caps").await?;
     wait_deleted(&client, "caps", Duration::from_secs(30)).await?;
     attached

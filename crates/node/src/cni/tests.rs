@@ -1,4 +1,4 @@
-//! The server through its socket, each test in network namespaces of its own.
+//! Tests of the CNI server through its socket. Each test has its own network namespaces.
 
 use std::{
     fs::{self, File},
@@ -26,23 +26,24 @@ mod address;
 
 const MTU: u32 = 1400;
 
-/// A network namespace that goes when nobody holds it.
+/// A network namespace; deleted on drop.
 struct Namespace(File);
 
 impl Namespace {
     fn new() -> Self {
         assert!(geteuid().is_root(), "CNI tests need root: run them as `sudo -E cargo test -p node`");
-        let made = thread::spawn(|| {
+        let created = thread::spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             File::open("/proc/thread-self/ns/net").unwrap()
         });
-        Self(made.join().unwrap())
+        Self(created.join().unwrap())
     }
 
-    /// What `ip` says, if it succeeds.
-    fn ip(&self, words: &str) -> Option<String> {
-        let run = || Command::new("ip").args(words.split_whitespace()).output();
-        let output = namespace::within(&self.0, run).unwrap().expect("run ip: install the package iproute2");
+    /// The output of `ip`, if it succeeds.
+    fn ip(&self, args: &str) -> Option<String> {
+        let run = || Command::new("ip").args(args.split_whitespace()).output();
+        let output =
+            namespace::within(&self.0, run).unwrap().expect("cannot run ip: install the package iproute2");
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
@@ -51,9 +52,9 @@ impl Namespace {
     }
 }
 
-/// A host with a bridge, and the server on it.
+/// A host with a bridge and a running server.
 struct TestHost {
-    host: Namespace,
+    namespace: Namespace,
     bridge: u32,
     paths: CniPaths,
     networks: watch::Sender<Arc<Networks>>,
@@ -74,7 +75,7 @@ impl TestHost {
         });
     }
 
-    /// Makes one call as the shim does.
+    /// Makes one call as the plugin does.
     async fn call(&self, request: &Request, pod: Option<&Namespace>) -> (u8, Value) {
         let (socket, frame) = (path(&self.paths.run_dir), request.encode().unwrap());
         let pod = pod.map(|pod| pod.0.try_clone().unwrap());
@@ -84,7 +85,7 @@ impl TestHost {
             let (mut reader, mut buffer) = (frames::FrameReader::default(), [0; 4096]);
             loop {
                 let length = frames::receive(&client, &mut buffer, &mut None).unwrap();
-                assert!(length > 0, "the server hung up");
+                assert!(length > 0, "the server closed the connection");
                 reader.feed(&buffer[..length]);
                 if let Some(Message::Reply(reply)) = reader.message().unwrap() {
                     return reply;
@@ -95,14 +96,14 @@ impl TestHost {
         (reply.exit, serde_json::from_slice(&reply.stdout).unwrap_or(Value::Null))
     }
 
-    /// The same with the configuration of network `blue` and these changes to it; succeeds.
+    /// Makes a call with the configuration of network `blue` and these changes; it must succeed.
     async fn done(&self, command: &str, id: &str, pod: &Namespace, changes: Value) -> Value {
         let (exit, value) = self.call(&request(command, id, changes), Some(pod)).await;
         assert_eq!(exit, 0, "{value}");
         value
     }
 
-    /// The same, and is refused: the number and the words.
+    /// Makes the same call; it must fail. Returns code and message.
     async fn refused(&self, command: &str, id: &str, pod: &Namespace, changes: Value) -> (u64, String) {
         let (exit, value) = self.call(&request(command, id, changes), Some(pod)).await;
         assert_eq!(exit, 1, "{value}");
@@ -134,7 +135,7 @@ fn host_end(id: &str) -> String {
     attachment::host_ifname(id, "net1").unwrap().to_string()
 }
 
-/// Runs a test beside the server, both in a namespace with a bridge; network `blue` is ready.
+/// Runs the server and a test in a namespace with a bridge; network `blue` is ready.
 fn beside_server(
     name: &str,
     before: impl FnOnce(&TestHost) + Send,
@@ -153,17 +154,17 @@ fn beside_server(
     let networks = watch::Sender::new(Arc::new(Networks { synced: true, ..Networks::default() }));
     let inside = File::try_clone(&host.0).unwrap();
     let ipam = Arc::new(Ipam::open(&paths.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
-    let world = TestHost { host, bridge, paths, networks, metrics: Metrics::default(), ipam };
-    world.set("blue", world.ready());
-    before(&world);
+    let host = TestHost { namespace: host, bridge, paths, networks, metrics: Metrics::default(), ipam };
+    host.set("blue", host.ready());
+    before(&host);
     let run = || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let (networks, ipam) = (world.networks.subscribe(), Arc::clone(&world.ipam));
-            let server = CniServer::bind(&world.paths, networks, ipam, world.metrics.clone());
+            let (networks, ipam) = (host.networks.subscribe(), Arc::clone(&host.ipam));
+            let server = CniServer::bind(&host.paths, networks, ipam, host.metrics.clone());
             tokio::select! {
                 ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
-                done = timeout(Duration::from_secs(60), test(&world)) => done.unwrap(),
+                done = timeout(Duration::from_secs(60), test(&host)) => done.unwrap(),
             }
         });
     };
@@ -176,83 +177,83 @@ fn on_server(name: &str, test: impl AsyncFnOnce(&TestHost) + Send) {
 }
 
 #[test]
-fn a_pod_joins_and_leaves_and_both_can_be_repeated() {
-    on_server("join", async |world| {
+fn add_and_del_are_idempotent() {
+    on_server("join", async |host| {
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, json!({})).await;
+        let result = host.done("ADD", "c1", &pod, json!({})).await;
         let mac = attachment::mac("c1", "net1", "uid-blue").to_string();
         let inside = json!({"name": "net1", "mac": mac, "mtu": MTU, "sandbox": "/run/netns/pod"});
         let wanted = json!([{"name": host_end("c1"), "mtu": MTU}, inside]);
-        assert_eq!(made["interfaces"], wanted);
+        assert_eq!(result["interfaces"], wanted);
         let shown = pod.ip("link show net1").unwrap();
         assert!(shown.contains(&mac) && shown.contains(",UP"), "{shown}");
-        let alias = world.host.ip(&format!("link show {}", host_end("c1"))).unwrap();
+        let alias = host.namespace.ip(&format!("link show {}", host_end("c1"))).unwrap();
         assert!(alias.contains("alias pod/uid-blue/blue/c1/net1") && alias.contains("master br0"), "{alias}");
 
         let index = pod.ip("-o link show net1").unwrap();
-        assert_eq!(world.done("ADD", "c1", &pod, json!({})).await, made);
+        assert_eq!(host.done("ADD", "c1", &pod, json!({})).await, result);
         assert_eq!(pod.ip("-o link show net1").unwrap(), index);
         for _ in 0..2 {
-            assert_eq!(world.done("DEL", "c1", &pod, json!({})).await, Value::Null);
+            assert_eq!(host.done("DEL", "c1", &pod, json!({})).await, Value::Null);
             assert_eq!(pod.ip("link show net1"), None);
         }
     });
 }
 
 #[test]
-fn a_pod_waits_until_its_network_is_ready_and_is_told_why() {
-    on_server("waits", async |world| {
+fn add_fails_with_the_reason_until_the_network_is_ready() {
+    on_server("waits", async |host| {
         let pod = Namespace::new();
         let not_ready = NetworkState::NotReady {
             reason: "UplinkMissing".to_owned(),
             message: "there is no eth7".to_owned(),
         };
-        for (state, words) in [
+        for (state, expected) in [
             (not_ready, "UplinkMissing): there is no eth7"),
             (NetworkState::NotSelected, "network.patchbay.dev/blue=true"),
             (NetworkState::Removing, "is being removed"),
         ] {
-            world.set("blue", state);
-            let (code, msg) = world.refused("ADD", "c1", &pod, json!({})).await;
-            assert!(code == 11 && msg.contains(words), "{code} {msg}");
+            host.set("blue", state);
+            let (code, msg) = host.refused("ADD", "c1", &pod, json!({})).await;
+            assert!(code == 11 && msg.contains(expected), "{code} {msg}");
         }
-        let (code, msg) = world.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
+        let (code, msg) = host.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
         assert!(code == 11 && msg.contains("there is no BridgeNetwork \"green\""), "{code} {msg}");
-        world.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
-        let (code, msg) = world.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
+        host.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
+        let (code, msg) = host.refused("ADD", "c1", &pod, json!({"network": "green"})).await;
         assert!(code == 11 && msg.contains("has not yet read"), "{code} {msg}");
-        assert_eq!((pod.links(), world.host.links()), (1, 2));
+        assert_eq!((pod.links(), host.namespace.links()), (1, 2));
 
-        world.set("blue", NetworkState::Ready { bridge_index: world.bridge, mtu: MTU, removing: true });
-        world.done("ADD", "c1", &pod, json!({})).await;
-        assert_eq!((pod.links(), world.host.links()), (2, 3));
+        host.set("blue", NetworkState::Ready { bridge_index: host.bridge, mtu: MTU, removing: true });
+        host.done("ADD", "c1", &pod, json!({})).await;
+        assert_eq!((pod.links(), host.namespace.links()), (2, 3));
     });
 }
 
 #[test]
-fn a_bridge_that_is_gone_is_worth_another_try() {
-    on_server("gone", async |world| {
+fn add_without_the_bridge_is_retried() {
+    on_server("gone", async |host| {
         let pod = Namespace::new();
-        world.host.ip("link del br0").unwrap();
-        assert_eq!(world.refused("ADD", "c1", &pod, json!({})).await.0, 11);
+        host.namespace.ip("link del br0").unwrap();
+        assert_eq!(host.refused("ADD", "c1", &pod, json!({})).await.0, 11);
         assert_eq!(pod.links(), 1);
     });
 }
 
 #[test]
-fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
-    on_server("meanwhile", async |world| {
+fn a_new_link_is_deleted_if_its_network_was_removed_meanwhile() {
+    on_server("meanwhile", async |host| {
         let pod = Namespace::new();
         let changes =
             [NetworkState::Removing, NetworkState::Ready { bridge_index: 7777, mtu: MTU, removing: false }];
         for state in changes {
-            world.set("blue", world.ready());
-            world.done("ADD", "c1", &pod, json!({})).await;
-            let before = Arc::clone(&world.networks.borrow());
-            world.set("blue", state);
+            host.set("blue", host.ready());
+            host.done("ADD", "c1", &pod, json!({})).await;
+            let before = Arc::clone(&host.networks.borrow());
+            host.set("blue", state);
             let handler = CniHandler {
-                networks: world.networks.subscribe(),
-                ipam: Arc::clone(&world.ipam),
+                networks: host.networks.subscribe(),
+                ipam: Arc::clone(&host.ipam),
                 tombstones: PathBuf::new(),
                 proc_root: PathBuf::new(),
                 locks: Vec::new(),
@@ -267,19 +268,19 @@ fn a_link_is_taken_away_again_if_its_network_went_meanwhile() {
 }
 
 #[test]
-fn twenty_pods_join_at_once() {
-    on_server("twenty", async |world| {
+fn twenty_pods_are_attached_concurrently() {
+    on_server("twenty", async |host| {
         let pods: Vec<Namespace> = (0..20).map(|_| Namespace::new()).collect();
         let ids: Vec<String> = (0..20).map(|index| format!("c{index}")).collect();
-        let join = |(id, pod)| world.done("ADD", id, pod, json!({}));
-        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(join)).await;
+        let add = |(id, pod)| host.done("ADD", id, pod, json!({}));
+        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(add)).await;
         assert!(pods.iter().all(|pod| pod.links() == 2));
-        assert_eq!(world.host.links(), 22);
-        let leave = |(id, pod)| world.done("DEL", id, pod, json!({}));
-        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(leave)).await;
-        assert_eq!(world.host.links(), 2);
+        assert_eq!(host.namespace.links(), 22);
+        let del = |(id, pod)| host.done("DEL", id, pod, json!({}));
+        futures::future::join_all(ids.iter().map(String::as_str).zip(&pods).map(del)).await;
+        assert_eq!(host.namespace.links(), 2);
         let mut registry = Registry::default();
-        world.metrics.register(&mut registry);
+        host.metrics.register(&mut registry);
         let mut text = String::new();
         encode(&mut text, &registry).unwrap();
         for line in [
@@ -292,27 +293,27 @@ fn twenty_pods_join_at_once() {
 }
 
 #[test]
-fn an_address_and_an_mtu_can_be_asked_for() {
-    on_server("asked", async |world| {
+fn a_mac_and_an_mtu_can_be_requested() {
+    on_server("asked", async |host| {
         let pod = Namespace::new();
-        let asked = json!({"mtu": 1300, "runtimeConfig": {"mac": "02-00-00-00-00-0A"}});
-        let made = world.done("ADD", "c1", &pod, asked).await;
-        assert_eq!(made["interfaces"][1]["mac"], "02:00:00:00:00:0a");
+        let requested = json!({"mtu": 1300, "runtimeConfig": {"mac": "02-00-00-00-00-0A"}});
+        let result = host.done("ADD", "c1", &pod, requested).await;
+        assert_eq!(result["interfaces"][1]["mac"], "02:00:00:00:00:0a");
         let shown = pod.ip("link show net1").unwrap();
         assert!(shown.contains("02:00:00:00:00:0a") && shown.contains("mtu 1300"), "{shown}");
 
         let mut by_arguments = request("ADD", "c1", json!({}));
         by_arguments.args += ";MAC=02:00:00:00:00:0b";
-        assert_eq!(world.call(&by_arguments, Some(&pod)).await.0, 0);
+        assert_eq!(host.call(&by_arguments, Some(&pod)).await.0, 0);
         assert!(pod.ip("link show net1").unwrap().contains("02:00:00:00:00:0b"));
-        let (code, msg) = world.refused("ADD", "c2", &Namespace::new(), json!({"mtu": 1401})).await;
-        assert!(code == 11 && msg.contains("write 1400 or less"), "{code} {msg}");
+        let (code, msg) = host.refused("ADD", "c2", &Namespace::new(), json!({"mtu": 1401})).await;
+        assert!(code == 11 && msg.contains("set 1400 or less"), "{code} {msg}");
     });
 }
 
 #[test]
-fn a_call_that_cannot_be_is_refused_and_makes_nothing() {
-    on_server("hostile", async |world| {
+fn an_invalid_call_is_rejected_and_creates_nothing() {
+    on_server("hostile", async |host| {
         let pod = Namespace::new();
         for (changes, code) in [
             (json!({"network": null}), 7),
@@ -326,7 +327,7 @@ fn a_call_that_cannot_be_is_refused_and_makes_nothing() {
             (json!({"runtimeConfig": {"mac": "02:00"}}), 7),
             (json!({"network": "../../etc"}), 11),
         ] {
-            assert_eq!(world.refused("ADD", "c1", &pod, changes.clone()).await.0, code, "{changes}");
+            assert_eq!(host.refused("ADD", "c1", &pod, changes.clone()).await.0, code, "{changes}");
         }
         for (change, code) in [
             (&(|request: &mut Request| request.stdin = b"{".to_vec()) as &dyn Fn(&mut Request), 6),
@@ -341,103 +342,103 @@ fn a_call_that_cannot_be_is_refused_and_makes_nothing() {
         ] {
             let mut request = request("ADD", "c1", json!({}));
             change(&mut request);
-            let (exit, value) = world.call(&request, Some(&pod)).await;
+            let (exit, value) = host.call(&request, Some(&pod)).await;
             assert_eq!((exit, value["code"].as_u64()), (1, Some(code)), "{value}");
         }
         let add = request("ADD", "c1", json!({}));
-        assert_eq!(world.call(&add, None).await.1["code"], 4);
-        assert_eq!(world.call(&add, Some(&world.host)).await.1["code"], 4);
-        assert_eq!((pod.links(), world.host.links()), (1, 2));
+        assert_eq!(host.call(&add, None).await.1["code"], 4);
+        assert_eq!(host.call(&add, Some(&host.namespace)).await.1["code"], 4);
+        assert_eq!((pod.links(), host.namespace.links()), (1, 2));
     });
 }
 
 #[test]
-fn bytes_that_are_no_call_disturb_nobody() {
-    on_server("garbage", async |world| {
+fn invalid_bytes_do_not_disturb_other_calls() {
+    on_server("garbage", async |host| {
         for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[1, 2, 0, 0, 0, 0], &[1, 1, 255, 255, 255, 255], b""] {
-            let mut stream = UnixStream::connect(path(&world.paths.run_dir)).unwrap();
+            let mut stream = UnixStream::connect(path(&host.paths.run_dir)).unwrap();
             stream.write_all(bytes).unwrap();
         }
-        world.done("ADD", "c1", &Namespace::new(), json!({})).await;
+        host.done("ADD", "c1", &Namespace::new(), json!({})).await;
     });
 }
 
 #[test]
-fn what_is_gone_goes_whatever_else_is_wrong() {
-    on_server("del", async |world| {
+fn del_succeeds_despite_an_otherwise_invalid_call() {
+    on_server("del", async |host| {
         let pod = Namespace::new();
         for change in [
             &(|request: &mut Request| request.stdin = b"nonsense".to_vec()) as &dyn Fn(&mut Request),
             &|request| request.netns = String::new(),
             &|request| request.args = "=;=".to_owned(),
         ] {
-            world.set("blue", world.ready());
-            world.done("ADD", "c1", &pod, json!({})).await;
-            world.networks.send_replace(Arc::default());
+            host.set("blue", host.ready());
+            host.done("ADD", "c1", &pod, json!({})).await;
+            host.networks.send_replace(Arc::default());
             let mut request = request("DEL", "c1", json!({}));
             change(&mut request);
-            assert_eq!(world.call(&request, None).await, (0, Value::Null));
+            assert_eq!(host.call(&request, None).await, (0, Value::Null));
             assert_eq!(pod.links(), 1);
         }
-        world.host.ip(&format!("link add {} type bridge", host_end("c1"))).unwrap();
-        world.done("DEL", "c1", &pod, json!({})).await;
-        assert!(world.host.ip(&format!("link show {}", host_end("c1"))).is_some());
+        host.namespace.ip(&format!("link add {} type bridge", host_end("c1"))).unwrap();
+        host.done("DEL", "c1", &pod, json!({})).await;
+        assert!(host.namespace.ip(&format!("link show {}", host_end("c1"))).is_some());
     });
 }
 
 #[test]
-fn a_check_tells_what_was_changed() {
-    on_server("check", async |world| {
+fn check_reports_differences() {
+    on_server("check", async |host| {
         let pod = Namespace::new();
-        let made = world.done("ADD", "c1", &pod, json!({"mtu": 1300})).await;
-        let with = json!({"prevResult": made, "mtu": 1300});
-        world.done("CHECK", "c1", &pod, with.clone()).await;
-        world.done("CHECK", "c1", &pod, json!({"cniVersion": "0.4.0"})).await;
-        assert_eq!(world.refused("CHECK", "c1", &pod, json!({"cniVersion": "0.3.1"})).await.0, 1);
+        let result = host.done("ADD", "c1", &pod, json!({"mtu": 1300})).await;
+        let with = json!({"prevResult": result, "mtu": 1300});
+        host.done("CHECK", "c1", &pod, with.clone()).await;
+        host.done("CHECK", "c1", &pod, json!({"cniVersion": "0.4.0"})).await;
+        assert_eq!(host.refused("CHECK", "c1", &pod, json!({"cniVersion": "0.3.1"})).await.0, 1);
         pod.ip("link set net1 mtu 1200").unwrap();
-        assert_eq!(world.refused("CHECK", "c1", &pod, with.clone()).await.0, 100);
+        assert_eq!(host.refused("CHECK", "c1", &pod, with.clone()).await.0, 100);
         pod.ip("link set net1 mtu 1300").unwrap();
-        world.done("CHECK", "c1", &pod, with.clone()).await;
-        world.host.ip(&format!("link set {} nomaster", host_end("c1"))).unwrap();
-        assert_eq!(world.refused("CHECK", "c1", &pod, with).await.0, 100);
+        host.done("CHECK", "c1", &pod, with.clone()).await;
+        host.namespace.ip(&format!("link set {} nomaster", host_end("c1"))).unwrap();
+        assert_eq!(host.refused("CHECK", "c1", &pod, with).await.0, 100);
     });
 }
 
 #[test]
-fn the_server_is_available_once_the_networks_are_known() {
-    on_server("status", async |world| {
+fn status_succeeds_once_the_networks_are_synced() {
+    on_server("status", async |host| {
         let pod = Namespace::new();
-        world.done("STATUS", "", &pod, json!({})).await;
-        assert_eq!(world.refused("STATUS", "", &pod, json!({"cniVersion": "1.0.0"})).await.0, 1);
-        world.networks.send_replace(Arc::default());
-        assert_eq!(world.refused("STATUS", "", &pod, json!({})).await.0, 50);
-        let (exit, value) = world.call(&request("VERSION", "", json!({})), None).await;
+        host.done("STATUS", "", &pod, json!({})).await;
+        assert_eq!(host.refused("STATUS", "", &pod, json!({"cniVersion": "1.0.0"})).await.0, 1);
+        host.networks.send_replace(Arc::default());
+        assert_eq!(host.refused("STATUS", "", &pod, json!({})).await.0, 50);
+        let (exit, value) = host.call(&request("VERSION", "", json!({})), None).await;
         assert_eq!((exit, &value["supportedVersions"]), (0, &json!(wire::CNI_VERSIONS)));
     });
 }
 
 #[test]
-fn garbage_is_what_the_runtime_forgot_of_this_network_alone() {
-    on_server("gc", async |world| {
+fn gc_deletes_only_unused_links_of_its_own_configuration() {
+    on_server("gc", async |host| {
         let pods: Vec<Namespace> = (0..4).map(|_| Namespace::new()).collect();
-        world.set("green", world.ready());
-        world.done("ADD", "kept", &pods[0], json!({})).await;
-        world.done("ADD", "forgotten", &pods[1], json!({})).await;
-        world.done("ADD", "other", &pods[2], json!({"network": "green"})).await;
-        // Another configuration of the same network, of which this collection does not speak.
-        world.done("ADD", "elsewhere", &pods[3], json!({"name": "blue-too"})).await;
+        host.set("green", host.ready());
+        host.done("ADD", "kept", &pods[0], json!({})).await;
+        host.done("ADD", "forgotten", &pods[1], json!({})).await;
+        host.done("ADD", "other", &pods[2], json!({"network": "green"})).await;
+        // Another configuration of the same network, which this GC call does not cover.
+        host.done("ADD", "elsewhere", &pods[3], json!({"name": "blue-too"})).await;
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "kept", "ifname": "net1"}]});
-        assert_eq!(world.refused("GC", "", &pods[0], json!({})).await.0, 7);
+        assert_eq!(host.refused("GC", "", &pods[0], json!({})).await.0, 7);
         assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 2, 2, 2]);
-        world.done("GC", "", &pods[0], valid.clone()).await;
+        host.done("GC", "", &pods[0], valid.clone()).await;
         assert_eq!(pods.iter().map(Namespace::links).collect::<Vec<_>>(), [2, 1, 2, 2]);
-        world.networks.send_replace(Arc::default());
-        assert_eq!(world.refused("GC", "", &pods[0], valid).await.0, 11);
+        host.networks.send_replace(Arc::default());
+        assert_eq!(host.refused("GC", "", &pods[0], valid).await.0, 11);
     });
 }
 
-fn tombstone(world: &TestHost, id: &str) -> PathBuf {
-    let directory = world.paths.state_dir.join(frames::TOMBSTONE_DIR);
+fn tombstone(host: &TestHost, id: &str) -> PathBuf {
+    let directory = host.paths.state_dir.join(frames::TOMBSTONE_DIR);
     fs::create_dir_all(&directory).unwrap();
     let request = request("DEL", id, json!({}));
     let path = directory.join(request.key());
@@ -446,39 +447,39 @@ fn tombstone(world: &TestHost, id: &str) -> PathBuf {
 }
 
 #[test]
-fn tombstones_are_applied_before_the_first_call_is_served() {
+fn tombstones_are_applied_before_the_first_call() {
     let pod = Namespace::new();
-    let before = |world: &TestHost| {
-        world.host.ip(&format!("link add {} type veth peer name x", host_end("c1"))).unwrap();
-        tombstone(world, "c1");
-        tombstone(world, "never-there");
-        fs::write(world.paths.state_dir.join("tombstones/garbage"), "garbage").unwrap();
+    let before = |host: &TestHost| {
+        host.namespace.ip(&format!("link add {} type veth peer name x", host_end("c1"))).unwrap();
+        tombstone(host, "c1");
+        tombstone(host, "never-there");
+        fs::write(host.paths.state_dir.join("tombstones/garbage"), "garbage").unwrap();
     };
-    beside_server("tombstones", before, async |world| {
-        world.done("STATUS", "", &pod, json!({})).await;
-        assert_eq!(world.host.links(), 2);
-        assert_eq!(fs::read_dir(world.paths.state_dir.join("tombstones")).unwrap().count(), 0);
+    beside_server("tombstones", before, async |host| {
+        host.done("STATUS", "", &pod, json!({})).await;
+        assert_eq!(host.namespace.links(), 2);
+        assert_eq!(fs::read_dir(host.paths.state_dir.join("tombstones")).unwrap().count(), 0);
     });
 }
 
 #[test]
-fn a_tombstone_is_applied_after_the_next_leave_but_never_to_a_link_made_later() {
-    on_server("later", async |world| {
+fn a_tombstone_is_applied_after_the_next_del_but_never_to_a_newer_link() {
+    on_server("later", async |host| {
         let (one, other) = (Namespace::new(), Namespace::new());
-        world.done("ADD", "c1", &one, json!({})).await;
-        let grave = tombstone(world, "c1");
-        world.done("DEL", "c2", &other, json!({})).await;
-        assert!(one.links() == 1 && !grave.exists());
+        host.done("ADD", "c1", &one, json!({})).await;
+        let path = tombstone(host, "c1");
+        host.done("DEL", "c2", &other, json!({})).await;
+        assert!(one.links() == 1 && !path.exists());
 
-        tombstone(world, "c1");
-        world.done("ADD", "c1", &one, json!({})).await;
-        world.done("DEL", "c2", &other, json!({})).await;
-        assert!(one.links() == 2 && !grave.exists());
+        tombstone(host, "c1");
+        host.done("ADD", "c1", &one, json!({})).await;
+        host.done("DEL", "c2", &other, json!({})).await;
+        assert!(one.links() == 2 && !path.exists());
     });
 }
 
 #[test]
-fn the_shim_is_installed_whole_and_only_if_it_differs() {
+fn the_plugin_is_installed_atomically_and_only_if_it_differs() {
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
     let root = std::env::temp_dir().join(format!("patchbay-node-cni-{}-install", std::process::id()));

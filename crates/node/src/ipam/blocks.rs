@@ -112,8 +112,19 @@ impl Default for Timings {
     }
 }
 
-/// Lists the IDs of the sandboxes that the runtime has.
-pub type ListSandboxes = Box<dyn Fn() -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+/// Lists the IDs of the IDs of the container runtime's sandboxes.
+pub type ListSandboxes =
+    Box<dyn Fn(SandboxFilter) -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+
+/// Which sandboxes to list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SandboxFilter {
+    /// Every sandbox: none of them loses its lease.
+    All,
+    /// Those that may use an address of a network: neither the daemon's own nor one on the host's network. As long as one of
+    /// them exists, an unverified block stays closed.
+    Witnesses,
+}
 
 /// Why a step failed.
 #[derive(Debug, thiserror::Error)]
@@ -633,7 +644,7 @@ impl BlockController {
     async fn collect_garbage(&mut self) {
         // Sandboxes that are created during the list call are not in its result.
         let started = uptime();
-        let live = match (self.sandboxes)().await {
+        let live = match (self.sandboxes)(SandboxFilter::All).await {
             Ok(live) => live,
             Err(problem) => {
                 return debug!(problem, "cannot list sandboxes; leases are not collected");

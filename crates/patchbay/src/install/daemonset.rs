@@ -11,6 +11,8 @@ const CAPABILITIES: &[&str] = &[
     "NET_ADMIN",
     // Enter a pod's network namespace to inspect its links.
     "SYS_ADMIN",
+    // Writing into a CNI directory that does not belong to root, as the official cni-plugins archives and Kubespray leave it.
+    "DAC_OVERRIDE",
 ];
 
 /// The DaemonSet.
@@ -64,21 +66,25 @@ fn pod(options: &InstallOptions) -> Value {
 fn container(options: &InstallOptions) -> Value {
     let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
     args.extend(options.ignore_interfaces.iter().map(|pattern| format!("--ignore-interfaces={pattern}")));
+    args.extend(options.runtime_socket.iter().map(|path| format!("--runtime-socket={path}")));
     json!({
         "name": "node",
         "image": options.image,
         "imagePullPolicy": options.image_pull_policy.text(),
         "command": [BINARY],
         "args": args,
-        "env": [super::env_from_field("NODE_NAME", "spec.nodeName")],
+        "env": [
+            super::env_from_field("NODE_NAME", "spec.nodeName"),
+            super::from_field("PATCHBAY_POD_UID", "metadata.uid"),
+        ],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
         "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            // Read-only: the daemon writes only to the other mounts. HostToContainer: later mounts of the host are visible.
-            {"name": "host", "mountPath": HOST_ROOT, "mountPropagation": "HostToContainer", "readOnly": true},
+            // Read-only: the daemon writes only to the other mounts. Without mount propagation: later mounts of the host are visible.
+            {"name": "host", "mountPath": HOST_ROOT, "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},
             {"name": "cni-bin", "mountPath": CNI_BIN_DIR},

@@ -385,6 +385,7 @@ fn flags_reach_the_containers() {
         "--controller-replicas=1",
         "--log-level=debug",
         "--ignore-interfaces=veth*,cali*",
+        "--runtime-socket=unix:///run/k0s/containerd.sock",
     ]);
     let objects = objects(&options);
     let [deployment] = of_kind(&objects, "Deployment")[..] else { panic!("no Deployment") };
@@ -392,7 +393,15 @@ fn flags_reach_the_containers() {
     assert_eq!(deployment["spec"]["replicas"], 1);
     for (object, args) in [
         (deployment, json!(["controller", "--log=debug"])),
-        (daemonset, json!(["node", "--log=debug", "--ignore-interfaces=veth*,cali*"])),
+        (
+            daemonset,
+            json!([
+                "node",
+                "--log=debug",
+                "--ignore-interfaces=veth*,cali*",
+                "--runtime-socket=/run/k0s/containerd.sock",
+            ]),
+        ),
     ] {
         let container = &object["spec"]["template"]["spec"]["containers"][0];
         assert_eq!(container["image"], "example/patchbay:test");
@@ -411,6 +420,8 @@ fn invalid_flag_values_are_rejected() {
         ["--image-pull-policy", "Sometimes"],
         ["--controller-replicas", "0"],
         ["--log-level", "info,=,"],
+        ["--runtime-socket", "containerd.sock"],
+        ["--runtime-socket", "tcp://127.0.0.1:2375"],
     ] {
         assert!(TestFlags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
     }
