@@ -36,9 +36,7 @@ fn main() -> ExitCode {
     Suite {
         name: "t-upgrade",
         shape: Shape::Nodes(2),
-        set_up: |lab| {
-            Box::pin(async move { patchbay::install_release(&lab, &Release::baseline()?).await })
-        },
+        set_up: |lab| Box::pin(async move { patchbay::install_release(&lab, &Release::baseline()?).await }),
         tests: tests![an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping],
     }
     .run()
@@ -78,7 +76,8 @@ impl Pinger {
 
 /// Every address of a pod by interface, as the kernel has it, and as the status annotation says.
 fn addresses(lab: &Lab, pod: &Pod) -> Result<Value> {
-    let links: Vec<Value> = serde_json::from_str(&in_pod(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
+    let links: Vec<Value> =
+        serde_json::from_str(&in_pod(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
     let infos = links.iter().flat_map(|link| link["addr_info"].as_array().into_iter().flatten());
     let global = infos.filter(|info| info["scope"] == "global").map(|info| info["local"].clone());
     let kernel: Vec<Value> = global.collect();

@@ -1,4 +1,4 @@
-//! Bridge networks in the kernel: observe, plan and apply, each test in network namespaces of its own.
+//! Bridge networks in the kernel: observe, plan, apply. Each test uses its own network namespaces.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "the functions around the tests are test code too")]
 
 mod host;
@@ -11,7 +11,7 @@ use std::{
 };
 
 use api::{ErrorChain, Mac};
-use host::{Host, Namespace, hears, name, network, overlay, reaches, two_nodes};
+use host::{Host, Namespace, delivers, name, network, overlay, reaches, two_nodes};
 use link::Error;
 use nix::{
     errno::Errno,
@@ -25,7 +25,7 @@ use plan::{
     nodenetwork::{AdminState, KernelState, OperState, Vxlan},
 };
 
-/// A node with a NIC that is down and has a small MTU, and what is behind that NIC.
+/// A node with a NIC that is down and has a small MTU, and the namespace behind that NIC.
 fn with_uplink() -> (Host, Namespace) {
     let (host, behind) = (Host::new("one"), Namespace::new());
     host.ns.pair("eth1", &behind, "far");
@@ -39,8 +39,8 @@ fn uplink(label: &str) -> LocalNetwork {
     LocalNetwork { uplink: Some(name("eth1")), ..network(label) }
 }
 
-/// What must be the same before and after: all but what follows from others.
-fn dump(host: &Host) -> KernelState {
+/// The observed state with a stable order, to compare before and after.
+fn snapshot(host: &Host) -> KernelState {
     let mut observed = host.observe();
     observed.links.sort_by_key(|link| link.index);
     observed
@@ -62,7 +62,7 @@ fn two_pods_on_one_node_reach_each_other() {
     let two = host.pod(&host.networks[0], 2, "10.9.0.2/24");
     assert!(reaches(&one.socket("10.9.0.1:7000"), &two.socket("10.9.0.2:7000"), 1372));
     assert_eq!(host.settle(), []);
-    // Their ends are in other namespaces: nothing that has the same number here.
+    // The peers are in other namespaces: a link with the same index here is not their lower link.
     assert_eq!(host.link("veth00000000001").lower, None);
     // A port with a smaller MTU does not change the bridge's.
     host.ns.ip("link set veth00000000001 mtu 1000");
@@ -90,9 +90,9 @@ fn pods_on_two_nodes_reach_each_other_over_the_overlay() {
 }
 
 #[test]
-fn pods_reach_what_is_behind_the_uplink_and_it_goes_back_as_it_was() {
+fn pods_reach_hosts_behind_the_uplink_and_the_uplink_is_restored_afterwards() {
     let (mut host, behind) = with_uplink();
-    let before = dump(&host);
+    let before = snapshot(&host);
     host.networks = vec![uplink("blue")];
     host.settle();
     let report = host.report("blue").unwrap();
@@ -102,17 +102,17 @@ fn pods_reach_what_is_behind_the_uplink_and_it_goes_back_as_it_was() {
     let (from, to) = (pod.socket("10.9.0.1:7000"), behind.socket("10.9.0.9:7000"));
     assert!(reaches(&from, &to, 1372));
 
-    host.leave();
+    host.remove_all();
     assert_eq!(host.settle(), []);
     assert_eq!(host.report("blue").unwrap().reason, reason::IN_USE);
     assert!(reaches(&from, &to, 1372));
     host.ns.ip("link del veth00000000001");
     host.settle();
-    assert_eq!((dump(&host), host.report("blue")), (before, None));
+    assert_eq!((snapshot(&host), host.report("blue")), (before, None));
 }
 
 #[test]
-fn whatever_somebody_changes_by_hand_is_put_right_in_place() {
+fn manual_changes_are_repaired_in_place() {
     let mut hosts = two_nodes(&[overlay("blue", 4711)], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &mut hosts[0];
     host.settle();
@@ -146,12 +146,12 @@ fn whatever_somebody_changes_by_hand_is_put_right_in_place() {
     ] {
         host.changed();
         host.ns.run(by_hand);
-        assert!(host.changed(), "nothing is told of {by_hand}");
+        assert!(host.changed(), "no event for {by_hand}");
         let steps = host.settle();
         assert!(!steps.is_empty() && steps[0].repair, "{by_hand}: {steps:?}");
         let mut after = settled(host);
         for (link, was) in after.0.iter_mut().zip(&before.0) {
-            // The kernel gives a port that goes down and up another moment to be ready.
+            // A port that went down and up is not operational at once.
             link.oper = was.oper;
             if link.kind.as_deref() == Some("veth") {
                 link.addresses.clone_from(&was.addresses);
@@ -160,7 +160,7 @@ fn whatever_somebody_changes_by_hand_is_put_right_in_place() {
         assert_eq!(after, before, "{by_hand}");
         assert!(host.report("blue").unwrap().ready, "{by_hand}");
     }
-    // IPv6 that was switched on again has an address at once.
+    // With IPv6 enabled again, the bridge gets a link-local address at once.
     let key = Path::new("/proc/sys/net/ipv6/conf/br-blue/disable_ipv6");
     host.ns.within(|| std::fs::write(key, "0")).unwrap();
     assert!(host.changed());
@@ -169,7 +169,7 @@ fn whatever_somebody_changes_by_hand_is_put_right_in_place() {
 }
 
 #[test]
-fn links_that_somebody_deleted_are_made_again_and_pods_are_joined_again() {
+fn deleted_links_are_recreated_and_pods_are_attached_again() {
     let mut hosts = two_nodes(&[overlay("blue", 4711)], ["192.168.9.1/24", "192.168.9.2/24"]);
     for host in &mut hosts {
         host.settle();
@@ -177,16 +177,16 @@ fn links_that_somebody_deleted_are_made_again_and_pods_are_joined_again() {
     let one = hosts[0].pod(&hosts[0].networks[0], 1, "10.9.0.1/24");
     let two = hosts[1].pod(&hosts[1].networks[0], 2, "10.9.0.2/24");
     let (from, to) = (one.socket("10.9.0.1:7000"), two.socket("10.9.0.2:7000"));
-    for gone in ["br-blue", "vx-blue"] {
-        hosts[0].ns.ip(&format!("link del {gone}"));
+    for deleted in ["br-blue", "vx-blue"] {
+        hosts[0].ns.ip(&format!("link del {deleted}"));
         assert!(hosts[0].settle()[0].repair);
         assert!(hosts[0].report("blue").unwrap().ready);
-        assert!(reaches(&from, &to, 1372), "{gone}");
+        assert!(reaches(&from, &to, 1372), "{deleted}");
     }
 }
 
 #[test]
-fn a_daemon_that_dies_after_any_step_of_making_goes_on_where_it_was() {
+fn a_daemon_killed_after_any_create_step_resumes() {
     for steps in 0.. {
         let (mut host, _behind) = with_uplink();
         host.ns.ip("link add eth0 type veth peer name eth0-far");
@@ -196,14 +196,14 @@ fn a_daemon_that_dies_after_any_step_of_making_goes_on_where_it_was() {
         let peer = Some("192.168.9.2".parse().unwrap());
         host.peers =
             vec![Peer { node: "two".to_owned(), vtep: peer, networks: ["uid-over".to_owned()].into() }];
-        let before = dump(&host);
-        let died = host.die_after(steps);
+        let before = snapshot(&host);
+        let stopped = host.stop_after(steps);
         host.settle();
         assert!(host.plan().networks.iter().all(|report| report.ready), "{steps}: {:?}", host.plan());
-        host.leave();
+        host.remove_all();
         host.settle();
-        assert_eq!((dump(&host), host.plan().networks), (before, vec![]), "{steps}");
-        if !died {
+        assert_eq!((snapshot(&host), host.plan().networks), (before, vec![]), "{steps}");
+        if !stopped {
             assert!(steps > 10, "{steps}");
             break;
         }
@@ -211,20 +211,20 @@ fn a_daemon_that_dies_after_any_step_of_making_goes_on_where_it_was() {
 }
 
 #[test]
-fn a_daemon_that_dies_after_any_step_of_removing_goes_on_where_it_was() {
+fn a_daemon_killed_after_any_delete_step_resumes() {
     for steps in 0.. {
         let (mut host, _behind) = with_uplink();
-        let before = dump(&host);
+        let before = snapshot(&host);
         host.networks = vec![uplink("up"), network("local")];
         host.settle();
-        host.leave();
-        let died = host.die_after(steps);
-        // The networks are gone from the API server meanwhile.
+        host.remove_all();
+        let stopped = host.stop_after(steps);
+        // Meanwhile the networks were deleted from the API server.
         host.networks.clear();
         host.settle();
-        assert_eq!((dump(&host), host.plan().networks), (before, vec![]), "{steps}");
+        assert_eq!((snapshot(&host), host.plan().networks), (before, vec![]), "{steps}");
         assert!(host.records.is_empty());
-        if !died {
+        if !stopped {
             assert!(steps > 5, "{steps}");
             break;
         }
@@ -232,7 +232,7 @@ fn a_daemon_that_dies_after_any_step_of_removing_goes_on_where_it_was() {
 }
 
 #[test]
-fn what_is_right_is_left_alone_and_edits_rebuild_nothing() {
+fn a_correct_network_is_left_alone_and_edits_do_not_recreate_links() {
     let (mut host, _behind) = with_uplink();
     host.networks = vec![network("blue")];
     host.settle();
@@ -278,8 +278,8 @@ fn advertise(pod: &Namespace, link: &str) {
         let mut message = vec![134, 0, 0, 0, 64, 0, 0x07, 0x08, 0, 0, 0, 0, 0, 0, 0, 0];
         message.extend([3, 4, 64, 0xc0, 0, 0, 0x0e, 0x10, 0, 0, 0x0e, 0x10, 0, 0, 0, 0]);
         message.extend("2001:db8:bad::".parse::<Ipv6Addr>().unwrap().octets());
-        let everybody = SockaddrIn6::from(SocketAddrV6::new("ff02::1".parse().unwrap(), 0, 0, index));
-        sendto(raw.as_raw_fd(), &message, &everybody, MsgFlags::empty()).unwrap();
+        let all_nodes = SockaddrIn6::from(SocketAddrV6::new("ff02::1".parse().unwrap(), 0, 0, index));
+        sendto(raw.as_raw_fd(), &message, &all_nodes, MsgFlags::empty()).unwrap();
     });
 }
 
@@ -289,7 +289,7 @@ fn a_hostile_router_on_the_network_changes_nothing_on_the_host() {
     host.networks = vec![network("blue")];
     host.settle();
     let pod = host.pod(&host.networks[0], 1, "fd00:7::1/64");
-    // Beside it a link that does listen, so that it is seen that routers are heard.
+    // A control link that does accept router advertisements.
     let control = Namespace::new();
     host.ns.pair("ctl", &control, "net1");
     host.ns.ip("link set ctl up");
@@ -310,12 +310,12 @@ fn a_hostile_router_on_the_network_changes_nothing_on_the_host() {
 }
 
 #[test]
-fn the_host_is_deaf_to_pods_that_ask_for_its_other_addresses() {
+fn pods_cannot_reach_other_addresses_of_the_host() {
     let mut hosts = two_nodes(&[network("blue")], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &mut hosts[0];
     host.settle();
     let service = host.ns.socket("192.168.9.1:7000");
-    // A pair without a bridge between does hear: that is how Linux is.
+    // Through a plain veth pair Linux does answer for all its addresses.
     let control = Namespace::new();
     host.ns.pair("ctl", &control, "net1");
     host.ns.ip("link set ctl up");
@@ -324,30 +324,30 @@ fn the_host_is_deaf_to_pods_that_ask_for_its_other_addresses() {
     assert!(reaches(&control.socket("192.168.9.60:7000"), &service, 10));
     let pod = host.pod(&host.networks[0], 1, "192.168.9.50/24");
     let from = pod.socket("192.168.9.50:7000");
-    assert!(!(0..5).any(|_| hears(&from, &service, 11)));
-    // Also if it knows where to send it.
+    assert!(!(0..5).any(|_| delivers(&from, &service, 11)));
+    // Not even if the pod knows the MAC address.
     let mac = host.link("br-blue").mac.unwrap();
     pod.ip(&format!("neighbour replace 192.168.9.1 lladdr {mac} dev net1"));
-    assert!(!(0..5).any(|_| hears(&from, &service, 11)));
+    assert!(!(0..5).any(|_| delivers(&from, &service, 11)));
 }
 
 #[test]
-fn a_port_that_another_program_holds_is_told_by_the_kernel() {
+fn a_udp_port_in_use_is_reported_as_addr_in_use() {
     let mut hosts = two_nodes(&[overlay("blue", 4711)], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &mut hosts[0];
     let _held = host.ns.socket("0.0.0.0:4789");
-    let refused = loop {
+    let rejected = loop {
         let plan = host.plan();
         assert!(!plan.steps.is_empty());
         if let Some(error) = plan.steps.iter().find_map(|step| host.apply(step).err()) {
             break error;
         }
     };
-    assert_eq!(refused.errno(), Some(Errno::EADDRINUSE as i32), "{}", ErrorChain(&refused));
+    assert_eq!(rejected.errno(), Some(Errno::EADDRINUSE as i32), "{}", ErrorChain(&rejected));
 }
 
 #[test]
-fn a_device_of_another_that_has_the_vni_is_named_and_left_alone() {
+fn another_vxlan_device_with_the_vni_is_reported_and_left_alone() {
     let mut hosts = two_nodes(&[overlay("blue", 4711)], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &mut hosts[0];
     host.ns.ip("link add foreign type vxlan id 4711 dstport 4789 dev eth0");
@@ -362,7 +362,7 @@ fn a_device_of_another_that_has_the_vni_is_named_and_left_alone() {
 }
 
 #[test]
-fn an_uplink_with_something_on_top_is_refused() {
+fn an_uplink_with_an_upper_link_is_rejected() {
     let (mut host, _behind) = with_uplink();
     host.ns.ip("link add on-top link eth1 type macvlan");
     host.networks = vec![uplink("blue")];
@@ -375,56 +375,63 @@ fn an_uplink_with_something_on_top_is_refused() {
 }
 
 #[test]
-fn what_is_undone_already_is_done_and_what_cannot_be_is_said() {
+fn removing_missing_objects_succeeds_and_impossible_actions_fail() {
     let mut host = Host::new("one");
-    let gone = 4242;
+    let missing = 4242;
     let address = "10.0.0.1/24".parse().unwrap();
     let to: IpAddr = "10.0.0.2".parse().unwrap();
-    for done in [
-        Action::Delete { link: gone },
-        Action::ClearMaster { link: gone },
-        Action::RemoveAddress { link: gone, address },
-        Action::RemoveFlood { vxlan: gone, to },
+    for action in [
+        Action::Delete { link: missing },
+        Action::ClearMaster { link: missing },
+        Action::RemoveAddress { link: missing, address },
+        Action::RemoveFlood { vxlan: missing, to },
     ] {
-        host.changer.apply(&done).unwrap_or_else(|error| panic!("{done:?}: {}", ErrorChain(&error)));
+        host.editor.apply(&action).unwrap_or_else(|error| panic!("{action:?}: {}", ErrorChain(&error)));
     }
     let mac = Mac::from([2, 0, 0, 0, 0, 1]);
-    let make = Action::CreateBridge { name: name("br0"), mac, mtu: 1500 };
-    host.changer.apply(&make).unwrap();
-    assert_eq!(host.changer.apply(&make).unwrap_err().errno(), Some(Errno::EEXIST as i32));
-    assert!(matches!(host.changer.apply(&Action::RemoveRecord), Err(Error::NotForTheKernel)));
+    let create = Action::CreateBridge { name: name("br0"), mac, mtu: 1500 };
+    host.editor.apply(&create).unwrap();
+    assert_eq!(host.editor.apply(&create).unwrap_err().errno(), Some(Errno::EEXIST as i32));
+    assert!(matches!(host.editor.apply(&Action::RemoveRecord), Err(Error::NotAKernelAction)));
     for hostile in ["", "..", "../../kernel", "a/b", "all\0"] {
-        let error = host.changer.apply(&Action::DisableIpv6 { name: hostile.to_owned() }).unwrap_err();
+        let error = host.editor.apply(&Action::DisableIpv6 { name: hostile.to_owned() }).unwrap_err();
         assert!(matches!(error, Error::Name { .. }), "{hostile:?}: {error}");
     }
-    let error = host.changer.apply(&Action::DisableIpv6 { name: "nobody".to_owned() }).unwrap_err();
+    let error = host.editor.apply(&Action::DisableIpv6 { name: "missing".to_owned() }).unwrap_err();
     assert_eq!(error.errno(), Some(Errno::ENOENT as i32));
     let overlay = Overlay { vni: 1, port: 4789 };
     let error = host
-        .changer
-        .apply(&Action::CreateVxlan { name: name("vx0"), mac, mtu: 1400, overlay, local: to, bridge: gone })
+        .editor
+        .apply(&Action::CreateVxlan {
+            name: name("vx0"),
+            mac,
+            mtu: 1400,
+            overlay,
+            local: to,
+            bridge: missing,
+        })
         .unwrap_err();
     assert!(error.errno().is_some(), "{error}");
-    assert!(host.find("vx0").is_none(), "a VXLAN device that cannot be a port is not made");
+    assert!(host.find("vx0").is_none(), "a VXLAN device that cannot be a port is not created");
 }
 
 #[test]
-fn the_way_to_an_address_is_found_and_no_way_is_no_error() {
+fn route_to_finds_the_link_and_a_missing_route_is_not_an_error() {
     let mut hosts = two_nodes(&[], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &mut hosts[0];
     let eth0 = host.link("eth0").index;
     let lo = host.link("lo").index;
-    for (address, wanted) in
+    for (address, expected) in
         [("192.168.9.2", Some(eth0)), ("127.0.0.1", Some(lo)), ("203.0.113.1", None), ("2001:db8::1", None)]
     {
-        assert_eq!(host.changer.route_to(address.parse().unwrap()).unwrap(), wanted, "{address}");
+        assert_eq!(host.editor.route_to(address.parse().unwrap()).unwrap(), expected, "{address}");
     }
     host.ns.ip("route add default via 192.168.9.2");
-    assert_eq!(host.changer.route_to("203.0.113.1".parse().unwrap()).unwrap(), Some(eth0));
+    assert_eq!(host.editor.route_to("203.0.113.1".parse().unwrap()).unwrap(), Some(eth0));
 }
 
 #[test]
-fn neighbours_that_come_and_go_are_not_worth_a_look() {
+fn neighbour_entries_do_not_count_as_changes() {
     let hosts = two_nodes(&[], ["192.168.9.1/24", "192.168.9.2/24"]);
     let host = &hosts[0];
     while host.changed() {}

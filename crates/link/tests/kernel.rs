@@ -1,4 +1,4 @@
-//! The kernel itself, each test in a network namespace of its own.
+//! Observation of the kernel. Each test uses its own network namespace.
 #![expect(clippy::unwrap_used, reason = "the functions around the tests are test code too")]
 
 mod netns;
@@ -19,12 +19,12 @@ use netns::Namespace;
 use plan::nodenetwork::{AdminState, KernelState, Link, OperState};
 use tokio::time::timeout;
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Namespace {
-    /// Runs `ip` with these words in the namespace.
-    fn ip(&self, words: &str) {
-        self.ip_os(words.split_whitespace().map(OsString::from).collect());
+    /// Runs `ip` with these arguments in the namespace.
+    fn ip(&self, arguments: &str) {
+        self.ip_os(arguments.split_whitespace().map(OsString::from).collect());
     }
 
     fn ip_os(&self, arguments: Vec<OsString>) {
@@ -33,7 +33,7 @@ impl Namespace {
         assert!(status.success(), "ip {arguments:?}");
     }
 
-    /// Runs many lines of `ip` as one process.
+    /// Runs many `ip` commands in one process.
     fn batch(&self, lines: &str) {
         let run = || {
             let mut ip = Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn()?;
@@ -49,21 +49,21 @@ impl Namespace {
 }
 
 async fn changed(monitor: &Monitor) -> LinkChanges {
-    timeout(PATIENCE, monitor.changed()).await.expect("an event within ten seconds").unwrap()
+    timeout(TIMEOUT, monitor.changed()).await.expect("an event within ten seconds").unwrap()
 }
 
-/// Looks again after each event until the kernel is as wanted: state settles in steps.
-async fn observe_until(monitor: &Monitor, wanted: impl Fn(&KernelState) -> bool) -> KernelState {
-    let looks = async {
+/// Observes after each event until the condition holds: the kernel reaches a state in several steps.
+async fn observe_until(monitor: &Monitor, condition: impl Fn(&KernelState) -> bool) -> KernelState {
+    let observe = async {
         loop {
             let seen = monitor.observe().await.unwrap();
-            if wanted(&seen) {
+            if condition(&seen) {
                 return seen;
             }
             changed(monitor).await;
         }
     };
-    timeout(PATIENCE, looks).await.expect("the kernel shows it within ten seconds")
+    timeout(TIMEOUT, observe).await.expect("the condition holds within ten seconds")
 }
 
 fn find<'a>(seen: &'a KernelState, name: &str) -> Option<&'a Link> {
@@ -78,7 +78,7 @@ fn nets(link: &Link) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_fresh_namespace_has_its_loopback_and_no_default_route() {
+async fn a_new_namespace_has_a_loopback_and_no_default_route() {
     let seen = Namespace::new().monitor().observe().await.unwrap();
     let lo = find(&seen, "lo").unwrap();
     assert!(lo.loopback);
@@ -87,7 +87,7 @@ async fn a_fresh_namespace_has_its_loopback_and_no_default_route() {
 }
 
 #[tokio::test]
-async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
+async fn a_veth_pair_sends_events_and_is_observed_with_all_properties() {
     let ns = Namespace::new();
     let monitor = ns.monitor();
     ns.ip("link add br0 type bridge");
@@ -121,7 +121,7 @@ async fn a_veth_pair_is_told_and_seen_with_all_it_has() {
 }
 
 #[tokio::test]
-async fn default_routes_of_both_families_are_seen_and_others_are_not() {
+async fn only_default_routes_are_observed_of_both_families() {
     let ns = Namespace::new();
     let monitor = ns.monitor();
     for line in [
@@ -160,9 +160,9 @@ async fn default_routes_of_both_families_are_seen_and_others_are_not() {
     observe_until(&monitor, |seen| seen.default_routes.len() == 3).await;
 }
 
-/// With this setting a route names its nexthop and nothing else, and a nexthop can change without a word about the route.
+/// In this mode a route contains only the ID of its nexthop, and a nexthop can change without a route event.
 #[tokio::test]
-async fn a_default_route_that_only_names_a_nexthop_leads_to_the_links_of_it() {
+async fn a_default_route_with_only_a_nexthop_id_resolves_to_its_links() {
     let ns = Namespace::new();
     let monitor = ns.monitor();
     let mode = "/proc/sys/net/ipv4/nexthop_compat_mode";
@@ -194,7 +194,7 @@ async fn a_default_route_that_only_names_a_nexthop_leads_to_the_links_of_it() {
 }
 
 #[tokio::test]
-async fn a_deleted_link_is_told_and_gone() {
+async fn a_deleted_link_sends_an_event_and_is_no_longer_observed() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
     let monitor = ns.monitor();
@@ -205,7 +205,7 @@ async fn a_deleted_link_is_told_and_gone() {
 }
 
 #[tokio::test]
-async fn routes_that_are_no_default_routes_are_not_worth_a_look() {
+async fn other_routes_do_not_count_as_changes() {
     let ns = Namespace::new();
     ns.ip("link set lo up");
     let monitor = ns.monitor();
@@ -217,7 +217,7 @@ async fn routes_that_are_no_default_routes_are_not_worth_a_look() {
 }
 
 #[tokio::test]
-async fn names_and_aliases_that_are_no_text_hide_nothing() {
+async fn links_with_names_and_aliases_that_are_not_utf8_are_observed() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
     let words = |parts: &[&[u8]]| parts.iter().map(|part| OsStr::from_bytes(part).to_owned()).collect();
@@ -229,7 +229,7 @@ async fn names_and_aliases_that_are_no_text_hide_nothing() {
 }
 
 #[tokio::test]
-async fn an_overflow_of_the_event_queue_is_told_as_a_change() {
+async fn an_overflow_of_the_event_queue_is_reported_as_a_change() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
     let monitor = ns.monitor();
@@ -246,7 +246,7 @@ async fn an_overflow_of_the_event_queue_is_told_as_a_change() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn three_hundred_links_are_seen_whole_while_others_come_and_go() {
+async fn three_hundred_links_are_observed_completely_while_others_change() {
     let ns = Namespace::new();
     let mut lines = String::new();
     for index in 0..150 {
@@ -276,19 +276,19 @@ async fn three_hundred_links_are_seen_whole_while_others_come_and_go() {
 }
 
 #[tokio::test]
-async fn a_look_that_nobody_waits_for_does_not_disturb_the_next() {
+async fn a_cancelled_observation_does_not_disturb_the_next() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
     let monitor = ns.monitor();
     for _ in 0..20 {
-        let given_up = timeout(Duration::ZERO, monitor.observe()).await;
-        drop(given_up);
+        let cancelled = timeout(Duration::ZERO, monitor.observe()).await;
+        drop(cancelled);
     }
     assert_eq!(monitor.observe().await.unwrap().links.len(), 3);
 }
 
 #[tokio::test]
-async fn a_namespace_sees_nothing_of_another() {
+async fn a_monitor_does_not_see_other_namespaces() {
     let (one, other) = (Namespace::new(), Namespace::new());
     let monitor = one.monitor();
     other.ip("link add eth0 type veth peer name eth1");

@@ -1,4 +1,4 @@
-//! A node in a network namespace: what the daemon would do, without the daemon.
+//! A simulated node in a network namespace: the daemon's observe, plan, apply loop without the daemon.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,8 +26,8 @@ use tokio::{
 
 pub use super::netns::Namespace;
 
-/// A plan that is not empty after this many passes never will be.
-const PASSES: usize = 8;
+/// A plan that is not empty after this many passes never settles.
+const MAX_PASSES: usize = 8;
 
 impl Namespace {
     /// Runs a command line in the namespace.
@@ -39,16 +39,16 @@ impl Namespace {
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    pub fn ip(&self, words: &str) {
-        self.run(&format!("ip {words}"));
+    pub fn ip(&self, arguments: &str) {
+        self.run(&format!("ip {arguments}"));
     }
 
-    /// Where another program finds it.
+    /// The path by which other programs open the namespace.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", process::id(), self.0.as_raw_fd())
     }
 
-    /// A pair with one end here and one there.
+    /// Creates a veth pair between this namespace and another.
     pub fn pair(&self, here: &str, other: &Self, there: &str) {
         self.ip(&format!("link add {here} type veth peer name {there} netns {}", other.path()));
     }
@@ -58,17 +58,17 @@ impl Namespace {
     }
 }
 
-/// Whether a datagram of this size gets from one socket to another. Waits for neighbours to be found.
+/// Whether a datagram of this size arrives within three seconds. Neighbour discovery takes some of them.
 pub fn reaches(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
-    (0..30).any(|_| hears(from, to, size))
+    (0..30).any(|_| delivers(from, to, size))
 }
 
-/// Whether one datagram gets through in a moment.
-pub fn hears(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
+/// Whether one datagram arrives within 100 ms.
+pub fn delivers(from: &UdpSocket, to: &UdpSocket, size: usize) -> bool {
     to.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let address = to.local_addr().unwrap();
     let mut buffer = vec![0; size + 1];
-    // A way that is not there yet is told as an error.
+    // A missing route is an error of the send call.
     _ = from.send_to(&vec![7; size], address);
     to.recv(&mut buffer).is_ok_and(|received| received == size)
 }
@@ -80,7 +80,7 @@ pub struct Host {
     pub node: NodeInfo,
     pub records: BTreeMap<String, LinkRecord>,
     pub settled: BTreeMap<String, Settled>,
-    pub changer: LinkEditor,
+    pub editor: LinkEditor,
     monitor: Monitor,
     runtime: Runtime,
 }
@@ -94,14 +94,14 @@ impl Host {
             let _entered = runtime.enter();
             Monitor::open_in(&ns.0).unwrap()
         };
-        let changer = LinkEditor::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
+        let editor = LinkEditor::open_in(&ns.0, Path::new("/proc/sys")).unwrap();
         Self {
             networks: Vec::new(),
             peers: Vec::new(),
             node: NodeInfo { name: name.to_owned(), uid: format!("uid-of-{name}"), internal_ips: Vec::new() },
             records: BTreeMap::new(),
             settled: BTreeMap::new(),
-            changer,
+            editor,
             monitor,
             runtime,
             ns,
@@ -148,15 +148,15 @@ impl Host {
         match &step.action {
             Action::WriteRecord(record) => _ = self.records.insert(step.network.clone(), record.clone()),
             Action::RemoveRecord => _ = self.records.remove(&step.network),
-            action => self.changer.apply(action)?,
+            action => self.editor.apply(action)?,
         }
         Ok(())
     }
 
-    /// Plans and applies until nothing is left to do, and tells what was done.
+    /// Plans and applies until the plan is empty, and returns the applied steps.
     pub fn settle(&mut self) -> Vec<BridgeStep> {
         let mut steps = Vec::new();
-        for _ in 0..PASSES {
+        for _ in 0..MAX_PASSES {
             let plan = self.plan();
             self.settled = plan.settled;
             if plan.steps.is_empty() {
@@ -167,13 +167,13 @@ impl Host {
                 steps.push(step);
             }
         }
-        panic!("no end after {PASSES} passes: {steps:#?}");
+        panic!("not settled after {MAX_PASSES} passes: {steps:#?}");
     }
 
-    /// Plans and applies so many steps, then dies and starts anew. False if all was done before.
-    pub fn die_after(&mut self, steps: usize) -> bool {
+    /// Applies this many steps, then simulates a restart of the daemon. False if the plan was empty before.
+    pub fn stop_after(&mut self, steps: usize) -> bool {
         let mut left = steps;
-        for _ in 0..PASSES {
+        for _ in 0..MAX_PASSES {
             let plan = self.plan();
             if plan.steps.is_empty() {
                 return false;
@@ -187,17 +187,17 @@ impl Host {
                 self.apply(&step).unwrap();
             }
         }
-        panic!("no end after {PASSES} passes");
+        panic!("not settled after {MAX_PASSES} passes");
     }
 
-    /// Everybody leaves, and nothing is left.
-    pub fn leave(&mut self) {
+    /// Removes all networks from this node.
+    pub fn remove_all(&mut self) {
         for network in &mut self.networks {
             network.desired = Desired::Absent;
         }
     }
 
-    /// Whether the kernel tells of a change within a moment. Takes all that it has told.
+    /// Whether the kernel reports a change within 100 ms. Consumes all queued events.
     pub fn changed(&self) -> bool {
         let within = Duration::from_millis(100);
         let changed = || self.runtime.block_on(async { timeout(within, self.monitor.changed()).await });
@@ -208,12 +208,12 @@ impl Host {
         any
     }
 
-    /// Looks again after each event until the kernel is as wanted.
-    pub fn until(&self, wanted: impl Fn(&KernelState) -> bool) -> KernelState {
+    /// Observes after each event until the condition holds.
+    pub fn until(&self, condition: impl Fn(&KernelState) -> bool) -> KernelState {
         self.runtime.block_on(async {
             loop {
                 let seen = self.monitor.observe().await.unwrap();
-                if wanted(&seen) {
+                if condition(&seen) {
                     return seen;
                 }
                 timeout(Duration::from_secs(10), self.monitor.changed()).await.expect("an event").unwrap();
@@ -225,7 +225,7 @@ impl Host {
         self.plan().networks.into_iter().find(|network| network.name == name)
     }
 
-    /// A pod on the bridge of a network, with this address.
+    /// Attaches a pod with this address to the bridge of a network.
     pub fn pod(&self, network: &LocalNetwork, number: u32, address: &str) -> Namespace {
         let pod = Namespace::new();
         let port = format!("veth{number:011x}");
@@ -267,7 +267,7 @@ pub fn overlay(label: &str, vni: u32) -> LocalNetwork {
     LocalNetwork { overlay: Some(Overlay { vni, port: 4789 }), ..network(label) }
 }
 
-/// Two nodes with a wire between them, each a peer of the other in all networks.
+/// Two connected nodes, each a peer of the other in all networks.
 pub fn two_nodes(networks: &[LocalNetwork], addresses: [&str; 2]) -> [Host; 2] {
     let mut hosts = [Host::new("one"), Host::new("two")];
     hosts[0].ns.pair("eth0", &hosts[1].ns, "eth0");

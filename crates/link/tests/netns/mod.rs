@@ -1,4 +1,4 @@
-//! Network namespaces for tests: never the host's own.
+//! Network namespaces for tests, never the host's own.
 
 use std::{fs::File, thread};
 
@@ -8,17 +8,17 @@ use nix::{
     unistd::geteuid,
 };
 
-/// A network namespace that goes when nobody holds it.
+/// A network namespace. The kernel destroys it when the last reference is dropped.
 pub struct Namespace(pub File);
 
 impl Namespace {
     pub fn new() -> Self {
         assert!(geteuid().is_root(), "kernel tests need root: run them as `sudo -E cargo test -p link`");
-        let made = thread::spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNET).expect("make a network namespace");
+        let created = thread::spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNET).expect("create a network namespace");
             File::open("/proc/thread-self/ns/net").expect("open the new network namespace")
         });
-        Self(made.join().unwrap())
+        Self(created.join().unwrap())
     }
 
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {

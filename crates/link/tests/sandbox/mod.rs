@@ -1,4 +1,4 @@
-//! Network namespaces: a host with a bridge, and "pods".
+//! Network namespaces: a host with a bridge, and simulated pods.
 
 use std::{fs, os::fd::AsFd as _, path::Path, process::Command};
 
@@ -10,7 +10,7 @@ pub use super::netns::Namespace;
 const MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 
 impl Namespace {
-    /// One with a bridge `br0` that is up, and the index of it.
+    /// A namespace with a bridge `br0` that is up, and the index of the bridge.
     pub fn with_bridge() -> (Self, u32) {
         let ns = Self::new();
         ns.run("ip link add br0 mtu 1400 type bridge");
@@ -21,6 +21,7 @@ impl Namespace {
         (ns, index)
     }
 
+    /// Whether a command succeeds in the namespace.
     pub fn ok(&self, command: &str) -> bool {
         let mut words = command.split_whitespace();
         let program = words.next().unwrap();
@@ -31,7 +32,8 @@ impl Namespace {
         assert!(self.ok(command), "{command}");
     }
 
-    pub fn says(&self, command: &str) -> String {
+    /// The standard output of a command in the namespace.
+    pub fn output(&self, command: &str) -> String {
         let mut words = command.split_whitespace();
         let program = words.next().unwrap();
         let output = self.within(|| Command::new(program).args(words).output()).unwrap();
@@ -43,8 +45,8 @@ pub fn name(text: &str) -> IfName {
     text.parse().unwrap()
 }
 
-/// A pair that should be, with changes.
-pub fn wanted<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnce(VethConfig<'_>) -> T) -> T {
+/// Calls `with` with the configuration of a pair between this pod and bridge.
+pub fn with_config<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnce(VethConfig<'_>) -> T) -> T {
     with(VethConfig {
         namespace: pod.0.as_fd(),
         host: &name(host),
