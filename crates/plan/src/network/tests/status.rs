@@ -173,7 +173,7 @@ fn what_others_write_into_our_part_of_the_status_goes() {
     settle_down(&mut world, at(0));
     let good = world.networks["blue"].status.clone();
     let status = &mut world.networks.get_mut("blue").unwrap().status;
-    let theirs = NotReady { node: "theirs".to_owned(), ..status.not_ready[0].clone() };
+    let theirs = NotReadyNode { node: "theirs".to_owned(), ..status.not_ready[0].clone() };
     status.not_ready.push(theirs);
     status.pods_with_old_mtu = Some(7);
     let first = status.conditions[0].clone();
