@@ -87,7 +87,7 @@ pub struct Vtep {
     /// The link that has this address.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub interface: String,
-    /// The largest packet that this link takes, in bytes. An overlay has 50 bytes less (70 over IPv6).
+    /// The MTU of this link, in bytes. If this link is the loopback interface: the smallest MTU of the links that lead to the other nodes. An overlay has 50 bytes less (70 over IPv6).
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: i32,
 }

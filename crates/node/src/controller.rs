@@ -580,7 +580,7 @@ mod tests {
 
         controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
         controller.look_up_peer_routes().await;
-        assert_eq!(peer_links(&controller), []);
+        assert_eq!(peer_links(&controller), Vec::<u32>::new());
     }
 
     #[tokio::test(start_paused = true)]

@@ -136,7 +136,7 @@ async fn a_failed_network_backs_off_and_reports_the_cause() {
     let backoff = &bridges.backoffs["u"];
     assert_eq!(backoff.failure.reason, "RecordFailed");
     assert!(
-        backoff.failure.message.starts_with("write down what is found: write the record"),
+        backoff.failure.message.starts_with("record the original state of a link: write the record"),
         "{:?}",
         backoff.failure
     );
