@@ -106,7 +106,7 @@ impl Netlink {
 
         let mut routes = Vec::new();
         for &address in addresses {
-            let route = self.route(address, FIB_MATCH, |body| message::parse_unicast_route(body))?;
+            let route = self.route(address, FIB_MATCH, message::parse_unicast_route)?;
             routes.extend(route.flatten());
         }
         self.resolve(routes)

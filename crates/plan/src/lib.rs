@@ -6,6 +6,7 @@ pub mod attachment;
 pub mod bridge;
 pub mod certs;
 pub mod clash;
+pub mod condition;
 pub mod ipam;
 pub mod lease;
 pub mod network;

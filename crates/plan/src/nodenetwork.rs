@@ -16,6 +16,8 @@ use api::{
 use ipnet::IpNet;
 use jiff::Timestamp;
 
+use crate::condition::ConditionDraft;
+
 /// The default of `--ignore-interfaces`: links of pods and virtual machines, and links that other network software creates
 /// for itself. It matches no bridges and bonds of administrators.
 pub const DEFAULT_IGNORED: &str = concat!(
@@ -181,7 +183,11 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
     let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
     let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(observed, node, vtep.as_ref())];
     drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
-    let conditions = drafts.into_iter().map(|draft| draft.condition(&before, now)).collect();
+    let complete = |draft: ConditionDraft| {
+        let old = before.iter().find(|old| old.r#type == draft.kind && old.status == draft.status);
+        draft.into_condition(old.copied(), now, None)
+    };
+    let conditions = drafts.into_iter().map(complete).collect();
     NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
 }
 
@@ -370,33 +376,7 @@ fn addresses(link: &Link) -> Vec<IpNet> {
     nets
 }
 
-/// A condition without its transition time.
-struct NodeConditionDraft {
-    r#type: &'static str,
-    status: ConditionStatus,
-    reason: &'static str,
-    message: String,
-}
-
-impl NodeConditionDraft {
-    fn condition(self, before: &[&Condition], now: Timestamp) -> Condition {
-        let since = before
-            .iter()
-            .find(|old| old.r#type == self.r#type && old.status == self.status)
-            .map_or(now, |old| old.last_transition_time);
-        Condition {
-            r#type: self.r#type.to_owned(),
-            status: self.status,
-            reason: self.reason.to_owned(),
-            message: self.message,
-            // Kubernetes times have whole seconds; the API server truncates the rest.
-            last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
-            observed_generation: None,
-        }
-    }
-}
-
-fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
+fn ready(listed: usize, omitted: &Omitted) -> ConditionDraft {
     const REMEDY: &str = "exclude links that no network uses with `patchbay node --ignore-interfaces`";
     let (status, reason, message) = match omitted {
         Omitted { links: 0, addresses: 0 } => {
@@ -414,17 +394,18 @@ fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
             (ConditionStatus::False, "TooManyLinks", message)
         }
     };
-    NodeConditionDraft { r#type: "Ready", status, reason, message }
+    ConditionDraft { kind: "Ready", status, reason, message }
 }
 
-fn vtep_found(observed: &KernelState, node: &NodeInfo, vtep: Option<&Vtep>) -> NodeConditionDraft {
+fn vtep_found(observed: &KernelState, node: &NodeInfo, vtep: Option<&Vtep>) -> ConditionDraft {
     let (status, reason, message) = match vtep {
         Some(vtep) => {
             let Vtep { address, interface, mtu } = vtep;
-            let mut message = format!("overlays use {address} on {interface}");
-            if is_loopback(observed, vtep) {
-                message += &format!("; MTU {mtu} is that of the links to the other nodes");
-            }
+            let message = if is_loopback(observed, vtep) {
+                format!("overlays use {address} on {interface}; MTU {mtu} is that of the links to the other nodes")
+            } else {
+                format!("overlays use {address} on {interface}")
+            };
             (ConditionStatus::True, "AddressOnLink", message)
         }
         None if node.internal_ips.is_empty() => (
@@ -444,10 +425,10 @@ fn vtep_found(observed: &KernelState, node: &NodeInfo, vtep: Option<&Vtep>) -> N
             (ConditionStatus::False, "AddressNotOnAnyLink", message)
         }
     };
-    NodeConditionDraft { r#type: "VtepFound", status, reason, message }
+    ConditionDraft { kind: "VtepFound", status, reason, message }
 }
 
-fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
+fn netfilter_off(netfilter: Netfilter) -> ConditionDraft {
     let (status, reason, message) = match netfilter {
         Netfilter::Off => {
             (ConditionStatus::True, "NotCalled", "bridged packets bypass iptables".to_owned())
@@ -461,7 +442,7 @@ fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
                 .to_owned(),
         ),
     };
-    NodeConditionDraft { r#type: "BridgeNetfilterOff", status, reason, message }
+    ConditionDraft { kind: "BridgeNetfilterOff", status, reason, message }
 }
 
 /// When to observe the kernel again. `event` is the time of the first event since the last observation.

@@ -50,11 +50,11 @@ pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
     let links = LinkIndex::new(input);
     let networks: BTreeMap<&str, &LocalNetwork> =
         input.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
-    let clashes = clash::losers(&claims(input));
+    let conflicts = clash::losers(&claims(input));
     let (uids, omitted) = selected(&links, &networks);
     let mut plan = BridgePlan { omitted, ..BridgePlan::default() };
     for uid in uids {
-        plan_network(&links, uid, networks.get(uid).copied(), clashes.get(uid), &mut plan);
+        plan_network(&links, uid, networks.get(uid).copied(), conflicts.get(uid), &mut plan);
     }
     plan
 }
@@ -88,13 +88,13 @@ fn plan_network<'a>(
     links: &LinkIndex<'a>,
     uid: &'a str,
     network: Option<&'a LocalNetwork>,
-    clash: Option<&Clash>,
+    conflict: Option<&Clash>,
     plan: &mut BridgePlan,
 ) {
-    let wanted = network.filter(|network| network.desired == Desired::Present && clash.is_none());
+    let wanted = network.filter(|network| network.desired == Desired::Present && conflict.is_none());
     let mut decision = match wanted {
         Some(network) => ensure_present(links, network),
-        None => ensure_absent(links, uid, network, clash),
+        None => ensure_absent(links, uid, network, conflict),
     };
     let pending = !decision.actions.is_empty();
     let settled = wanted.map(|network| settled(links, network));
@@ -216,13 +216,13 @@ fn ensure_absent(
     links: &LinkIndex<'_>,
     uid: &str,
     network: Option<&LocalNetwork>,
-    clash: Option<&Clash>,
+    conflict: Option<&Clash>,
 ) -> NetworkDecision {
     let owned = links.owned_links(uid);
     let bridges = owned.iter().filter(|(kind, _)| *kind == LinkKind::Bridge).map(|(_, link)| *link);
     let pods: usize = bridges.clone().map(|bridge| links.pod_ports(bridge).count()).sum();
     if pods > 0 {
-        return in_use(links, network, clash, pods);
+        return in_use(links, network, conflict, pods);
     }
     let of = |wanted: LinkKind| owned.iter().filter(move |(kind, _)| *kind == wanted);
     let delete = |(_, link): &(LinkKind, &Link)| Action::Delete { link: link.index };
@@ -237,8 +237,8 @@ fn ensure_absent(
     if links.input.records.contains_key(uid) {
         actions.push(Action::RemoveRecord);
     }
-    let problem = match clash {
-        Some(clash) => NetworkProblem::new(reason::CONFLICT, clash.to_string()),
+    let problem = match conflict {
+        Some(conflict) => NetworkProblem::new(reason::CONFLICT, conflict.to_string()),
         None => NetworkProblem::new(reason::TERMINATING, "the daemon is removing the links of this network"),
     };
     NetworkDecision { actions, problem: Some(problem), ..NetworkDecision::default() }
@@ -249,13 +249,13 @@ fn ensure_absent(
 fn in_use(
     links: &LinkIndex<'_>,
     network: Option<&LocalNetwork>,
-    clash: Option<&Clash>,
+    conflict: Option<&Clash>,
     pods: usize,
 ) -> NetworkDecision {
     let pods = if pods == 1 { "1 pod is".to_owned() } else { format!("{pods} pods are") };
-    if let Some(clash) = clash {
+    if let Some(conflict) = conflict {
         let message = format!(
-            "{clash}; {pods} still attached to the bridge of this network, which is removed when they exit"
+            "{conflict}; {pods} still attached to the bridge of this network, which is removed when they exit"
         );
         return NetworkDecision {
             problem: Some(NetworkProblem::new(reason::CONFLICT, message)),
