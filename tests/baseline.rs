@@ -27,7 +27,7 @@ pub struct Release {
 impl Release {
     /// What this tree builds.
     pub fn current() -> Self {
-        Self { image: crate::patchbay::image(), manifests: crate::patchbay::manifests() }
+        Self { image: crate::patchbay::image_tar(), manifests: crate::patchbay::manifests_dir() }
     }
 
     /// The version of [`COMMIT`]. The first call builds it, which takes some minutes; the cache keeps it.

@@ -128,7 +128,7 @@ impl Fleet {
         let ipam = Arc::new(Ipam::open(&machine.dir, &boot, Metrics::default()).context("open the journal")?);
         let (events, _) = Events::new(client.clone(), &machine.holder.node);
         let live = Arc::clone(&machine.sandboxes);
-        let sandboxes: ListSandboxes = Box::new(move || {
+        let sandboxes: ListSandboxes = Box::new(move |_| {
             let live = live.lock().unwrap_or_else(PoisonError::into_inner).clone();
             Box::pin(async move { Ok(live) })
         });
@@ -230,7 +230,8 @@ impl Fleet {
         let machine = &self.machines[number];
         machine.live().remove(container);
         let ipam = machine.ipam.as_ref().context("the node is off")?;
-        ipam.release(&attachment_key(container)).map(drop).map_err(anyhow::Error::from)
+        ipam.release(&attachment_key(container));
+        Ok(())
     }
 
     /// A sandbox goes and nobody says so.

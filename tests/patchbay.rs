@@ -36,9 +36,8 @@ pub async fn install(lab: &Lab) -> Result<()> {
 /// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
 pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
     let Release { image, manifests } = release;
-    ensure!(image_tar().exists(), "{} does not exist: run `make image`", image_tar().display());
-    lab.load_image(&image_tar())?;
-    let manifests = manifests_dir();
+    ensure!(image.exists(), "{} does not exist: run `make image`", image.display());
+    lab.load_image(image)?;
     lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
     wait_ready(lab).await
 }

@@ -3,6 +3,8 @@
 
 #[path = "nodes/addresses.rs"]
 mod addresses;
+#[path = "nodes/cni_directory.rs"]
+mod cni_directory;
 #[path = "nodes/deletion.rs"]
 mod deletion;
 #[path = "nodes/drift.rs"]
@@ -29,6 +31,7 @@ use addresses::{
     other_plugins_and_requested_addresses_are_served,
     pods_have_distinct_addresses_and_reach_each_other_though_a_daemon_dies,
 };
+use cni_directory::the_plugin_is_installed_into_a_directory_of_another_user;
 use deletion::{
     a_network_in_use_is_not_deleted_and_goes_within_3_s_of_its_last_user,
     a_node_that_is_gone_holds_up_nothing, a_pod_on_a_node_without_the_network_waits_and_starts_when_it_comes,
@@ -111,6 +114,7 @@ fn main() -> ExitCode {
             after_a_reboot_pods_come_back_and_nics_that_went_are_not_published,
             what_a_node_misses_during_a_partition_is_made_up_for_after_it,
             a_node_that_is_gone_holds_up_nothing,
+            the_plugin_is_installed_into_a_directory_of_another_user,
             each_capability_of_the_daemon_is_needed,
             // Of everything until here. A program whose pod was deleted under it, or its role, is refused rightly.
             both_programs_run_under_the_installed_roles_without_one_refusal,

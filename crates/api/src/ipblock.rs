@@ -85,6 +85,10 @@ pub struct IPBlockSpec {
     /// The node that has the range around a single address, and lends it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeRef>,
+    /// The boot ID of the holder's machine when the holder last recorded the block. Empty in blocks of daemons that do not record it. After a boot, the holder allocates nothing from a block until the block carries the new boot ID. If the holder has lost its journal, another boot ID proves that no running pod has an address of the block.
+    #[serde(rename = "bootID", default, skip_serializing_if = "String::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(length(max = 63)))]
+    pub boot_id: String,
 }
 
 /// A node.

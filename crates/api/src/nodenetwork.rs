@@ -63,7 +63,7 @@ pub struct NodeNetworkStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
-    /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks.
+    /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", 16)))]
     pub conditions: Vec<Condition>,

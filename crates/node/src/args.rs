@@ -51,10 +51,14 @@ pub struct Args {
     #[arg(long, env = "KUBERNETES_SERVICE_HOST", value_name = "HOST")]
     pub api_server: Option<String>,
 
-    /// Socket of the container runtime on the host; the first of the usual ones if it is not given. It is asked which
-    /// sandboxes there are, so that addresses of those that are gone are freed.
+    /// Path of the container runtime's socket on the host. The daemon lists the sandboxes there and releases addresses of
+    /// sandboxes that no longer exist. By default it tries the usual paths until one lists its own pod.
     #[arg(long, env = "PATCHBAY_RUNTIME_SOCKET", value_name = "FILE")]
     pub runtime_socket: Option<PathBuf>,
+
+    /// UID of the daemon's own pod, by which it recognizes the container runtime that runs it.
+    #[arg(long, env = "PATCHBAY_POD_UID", value_name = "UID")]
+    pub pod_uid: Option<String>,
 
     /// How often the daemon compares its leases with the sandboxes of the container runtime, such as 10m. It releases a
     /// lease without a sandbox only if the lease is older than this interval and older than five minutes.
@@ -101,13 +105,13 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct Cli {
+    struct ArgsCli {
         #[command(flatten)]
         args: Args,
     }
 
     fn parse(args: &[&str]) -> Result<Args, clap::Error> {
-        Cli::try_parse_from([&["patchbay"], args].concat()).map(|cli| cli.args)
+        ArgsCli::try_parse_from([&["patchbay"], args].concat()).map(|cli| cli.args)
     }
 
     #[test]

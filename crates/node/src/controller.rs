@@ -13,9 +13,12 @@ use kube::{
 };
 use link::{LinkChanges, Monitor};
 use plan::nodenetwork::{
-    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, WriteParts,
+    self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, RuntimeStatus, WriteParts,
 };
-use tokio::time::{Instant, sleep_until};
+use tokio::{
+    sync::watch::Receiver,
+    time::{Instant, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
@@ -58,6 +61,7 @@ pub struct NodeController {
     /// `/proc/sys` of the host.
     sysctls: PathBuf,
     metrics: Metrics,
+    runtime: Receiver<RuntimeStatus>,
     health: Arc<Health>,
     state: ControllerState,
 }
@@ -68,12 +72,14 @@ pub struct NodeConfig {
     pub ignored: IfNamePatterns,
     pub sysctls: PathBuf,
     pub metrics: Metrics,
+    /// Whether the container runtime was found.
+    pub runtime: Receiver<RuntimeStatus>,
 }
 
 /// What the controller observed and wrote.
 #[derive(Default)]
 struct ControllerState {
-    facts: Option<NodeInfo>,
+    node_info: Option<NodeInfo>,
     labels: Labels,
     observed: Option<KernelState>,
     peer_routes: PeerRoutes,
@@ -110,7 +116,7 @@ impl NodeController {
         bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics } = config;
+        let NodeConfig { name, ignored, sysctls, metrics, runtime } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
@@ -122,6 +128,7 @@ impl NodeController {
             bridges,
             sysctls,
             metrics,
+            runtime,
             health,
             // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
@@ -149,6 +156,7 @@ impl NodeController {
                 changed = self.monitor.changed(), if self.state.pending_event.is_none() => {
                     self.record_kernel_events(changed.map_err(Error::Kernel)?);
                 }
+                () = next_change(&mut self.runtime) => {}
                 () = sleep_until(wake) => {}
             }
         }
@@ -177,15 +185,17 @@ impl NodeController {
 
     /// Reconciles the links of the bridge networks. Returns when to reconcile again.
     async fn reconcile_bridges(&mut self) -> Option<Instant> {
-        let ControllerState { facts, observed, synced: true, server, labels, .. } = &mut self.state else {
+        let ControllerState { node_info, observed, synced: true, server, labels, .. } = &mut self.state
+        else {
             return None;
         };
         let listed: BTreeSet<String> = server
             .iter()
-            .filter_map(|known| known.state.status.as_ref())
+            .filter_map(|server| server.state.status.as_ref())
             .flat_map(|status| status.networks.iter().map(|network| network.uid.clone()))
             .collect();
-        let context = NodeContext { node: facts.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
+        let context =
+            NodeContext { node: node_info.as_ref()?, labels, ignored: &self.ignored, listed: &listed };
         match self.bridges.reconcile(&self.monitor, context, observed.as_mut()?).await {
             Ok(requeue_at) => requeue_at,
             Err(error) => Some(self.observe_failed(&error)),
@@ -281,10 +291,10 @@ impl NodeController {
     /// Writes the NodeNetwork if it differs and a write is due.
     async fn publish(&mut self) -> PublishOutcome {
         let now = Instant::now();
-        let Some((facts, wanted, decision)) = self.plan_publish(now) else {
+        let Some((node_info, desired, decision)) = self.plan_publish(now) else {
             return PublishOutcome::Pending(None);
         };
-        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics.interfaces.set(i64::try_from(desired.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             PublishDecision::Nothing => {
                 self.mark_published();
@@ -296,12 +306,12 @@ impl NodeController {
             }
             PublishDecision::Now(writes) => writes,
         };
-        let result = self.object.write(&facts, &wanted, writes).await;
+        let result = self.object.write(&node_info, &desired, writes).await;
         // Measured from the end of the write, so that a second passes between its last request and the next write.
         self.state.last_write = Some(Instant::now());
         match result {
-            Ok(known) => {
-                self.publish_succeeded(facts, wanted, writes, known);
+            Ok(accepted) => {
+                self.publish_succeeded(node_info, desired, writes, accepted);
                 PublishOutcome::Written
             }
             Err(error) => PublishOutcome::Pending(Some(self.publish_failed(&error))),
@@ -310,50 +320,52 @@ impl NodeController {
 
     /// Plans the next write. `None` until the Node, the NodeNetworks and the kernel have been read.
     fn plan_publish(&self, now: Instant) -> Option<(NodeInfo, NodeNetworkStatus, PublishDecision)> {
-        let ControllerState { facts, observed, synced: true, server, written, last_write, netfilter, .. } =
-            &self.state
+        let ControllerState {
+            node_info, observed, synced: true, server, written, last_write, netfilter, ..
+        } = &self.state
         else {
             return None;
         };
-        let facts = facts.as_ref()?;
+        let node_info = node_info.as_ref()?;
         // Until the networks have been read, keep the published ones: their links may exist.
-        let before = server.as_ref().and_then(|known| known.state.status.as_ref());
+        let before = server.as_ref().and_then(|server| server.state.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
         let input = PublishInput {
             observed: observed.as_ref()?,
-            node: facts,
+            node: node_info,
             ignored: &self.ignored,
-            server: server.as_ref().map(|known| &known.state),
+            server: server.as_ref().map(|server| &server.state),
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
+            runtime: &self.runtime.borrow(),
         };
-        let wanted = rules::status(&input, Timestamp::now());
-        let decision = rules::publish(&input, &wanted, now.into_std());
-        Some((facts.clone(), wanted, decision))
+        let desired = rules::status(&input, Timestamp::now());
+        let decision = rules::publish(&input, &desired, now.into_std());
+        Some((node_info.clone(), desired, decision))
     }
 
     fn publish_succeeded(
         &mut self,
-        facts: NodeInfo,
-        wanted: NodeNetworkStatus,
+        node_info: NodeInfo,
+        desired: NodeNetworkStatus,
         writes: WriteParts,
-        known: Option<ServerObject>,
+        accepted: Option<ServerObject>,
     ) {
         info!(
             node = self.name,
-            interfaces = wanted.interfaces.len(),
+            interfaces = desired.interfaces.len(),
             object = writes.object,
             status = writes.status,
             "published"
         );
-        self.metrics.interfaces.set(i64::try_from(wanted.interfaces.len()).unwrap_or(i64::MAX));
+        self.metrics.interfaces.set(i64::try_from(desired.interfaces.len()).unwrap_or(i64::MAX));
         self.metrics.published.set(Timestamp::now().as_duration().as_secs_f64());
-        if let Some(known) = known {
+        if let Some(accepted) = accepted {
             self.state.written =
-                Some(rules::LastWrite { uid: facts.uid, desired: wanted, accepted: known.state.clone() });
-            self.state.server = Some(known);
+                Some(rules::LastWrite { uid: node_info.uid, desired, accepted: accepted.state.clone() });
+            self.state.server = Some(accepted);
         }
         self.mark_published();
     }
@@ -410,7 +422,7 @@ impl NodeController {
                 warn!(node = self.name, "the Node does not exist; waiting for it. Check --node-name");
             }
         }
-        self.state.facts = node.as_ref().map(node_network::node_info);
+        self.state.node_info = node.as_ref().map(node_network::node_info);
         if node.is_none() {
             self.bridges.clear_own_node();
         }
@@ -450,8 +462,8 @@ impl NodeController {
             }
             ObjectEvent::Changed(object) => self.bridges.apply_peer(&object),
             ObjectEvent::Deleted(object) if object.name_any() == self.name => {
-                let gone = ServerObject::read(&object);
-                if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&gone)) {
+                let deleted = ServerObject::read(&object);
+                if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&deleted)) {
                     self.state.server = None;
                 }
             }
@@ -474,6 +486,13 @@ impl NodeController {
         if self.health.fail(component, problem.clone()) == HealthChange::Changed {
             warn!(node = self.name, ?kind, error = problem, "watch failed; retrying");
         }
+    }
+}
+
+/// Waits for the next change; forever if there is no sender.
+async fn next_change(runtime: &mut Receiver<RuntimeStatus>) {
+    if runtime.changed().await.is_err() {
+        std::future::pending().await
     }
 }
 
@@ -505,6 +524,7 @@ mod tests {
             ignored: IfNamePatterns::default(),
             sysctls: PathBuf::new(),
             metrics,
+            runtime: tokio::sync::watch::channel(RuntimeStatus::Unknown).1,
         };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }

@@ -1,114 +1,253 @@
-//! The container runtime of this node: which sandboxes it has.
+//! The client of the node's container runtime (CRI v1): which sandboxes exist.
 
 use std::{
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use api::ErrorChain;
 use http::uri::PathAndQuery;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use tonic::{
     Code, Request, Status,
     client::Grpc,
-    transport::{self, Endpoint},
+    transport::{self, Channel, Endpoint},
 };
 use tonic_prost::ProstCodec;
-use wire::cri::{self, ListPodSandboxRequest, ListPodSandboxResponse, PodSandbox, PodSandboxState};
+use wire::cri::{
+    self, ListPodSandboxRequest, ListPodSandboxResponse, Message, NamespaceMode, PodSandbox, PodSandboxState,
+    PodSandboxStatusRequest, PodSandboxStatusResponse,
+};
 
-/// Where runtimes listen if nobody says otherwise.
-const DEFAULT_SOCKETS: [&str; 3] =
-    ["run/containerd/containerd.sock", "run/crio/crio.sock", "run/k3s/containerd/containerd.sock"];
+/// Default sockets of containerd, CRI-O, K3s and RKE2, k0s, MicroK8s, and cri-dockerd.
+pub const DEFAULT_SOCKETS: [&str; 6] = [
+    "/run/containerd/containerd.sock",
+    "/run/crio/crio.sock",
+    "/run/k3s/containerd/containerd.sock",
+    "/run/k0s/containerd.sock",
+    "/var/snap/microk8s/common/run/containerd.sock",
+    "/run/cri-dockerd.sock",
+];
 
-/// For a connection and its answer.
+/// Timeout for connecting to one runtime and listing its sandboxes.
 const CRI_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The largest answer that is read: a sandbox with long annotations takes some tens of kilobytes.
+/// The largest accepted response: a sandbox with long annotations takes tens of kilobytes.
 const MAX_RESPONSE: usize = 64 * 1024 * 1024;
 
-/// Why it is not known which sandboxes there are.
+/// The sandboxes of this node could not be listed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("there is no container runtime at {}: say where it listens", tried.join(", "))]
-    Missing { tried: Vec<String> },
-    #[error("connect to the container runtime at {}", path.display())]
+    #[error(
+        "--pod-uid is not set, so the daemon cannot tell which container runtime runs it: set it from metadata.uid of the pod"
+    )]
+    NoPodUid,
+    #[error("none of the sockets {} exists: set --runtime-socket to the socket that the kubelet uses", tried.join(", "))]
+    NoSocket { tried: Vec<String> },
+    #[error(
+        "no container runtime lists this daemon's pod ({}): set --runtime-socket to the socket that the kubelet uses",
+        causes(attempts)
+    )]
+    NotFound { attempts: Vec<Error> },
+    #[error("connect to {}", path.display())]
     Connect { path: PathBuf, source: transport::Error },
-    #[error("what listens at {} does not speak CRI v1: is that switched off in it, or is it too old?", path.display())]
+    #[error("{} does not serve CRI v1: it is disabled there, or the runtime is too old", path.display())]
     NoCri { path: PathBuf, source: Box<Status> },
-    #[error("ask the container runtime at {} for its sandboxes", path.display())]
+    #[error("list the sandboxes at {}", path.display())]
     List { path: PathBuf, source: Box<Status> },
-    #[error("the container runtime at {} gave no answer within {} s", path.display(), limit.as_secs())]
+    #[error("{} did not respond within {} s", path.display(), limit.as_secs())]
     Timeout { path: PathBuf, limit: Duration },
+    #[error("{} does not run this pod", path.display())]
+    OtherRuntime { path: PathBuf },
 }
 
-/// A sandbox of a pod.
+fn causes(attempts: &[Error]) -> String {
+    let text = |error: &Error| match error {
+        // The gRPC status repeats the message.
+        Error::NoCri { .. } => error.to_string(),
+        _ => ErrorChain(error).to_string(),
+    };
+    attempts.iter().map(text).collect::<Vec<_>>().join("; ")
+}
+
+/// A pod sandbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sandbox {
-    /// What CNI calls the container id.
+    /// The container ID of CNI.
     pub id: String,
-    /// Of the pod, like namespace and name.
-    pub uid: String,
-    pub namespace: String,
-    pub name: String,
-    /// Whether it lives. One in a state that nobody has heard of does: nothing is taken from it.
+    pub pod_uid: String,
+    pub pod_namespace: String,
+    pub pod_name: String,
+    /// Whether it runs. An unknown state counts as running.
     pub ready: bool,
 }
 
-/// A container runtime, asked anew each time.
+/// The container runtime that runs this daemon's pod.
+///
+/// A node can have several runtimes, and all but one do not know the pods of Kubernetes. The right one lists the daemon's
+/// own pod.
 #[derive(Debug, Clone)]
-pub struct ContainerRuntime {
-    sockets: Vec<PathBuf>,
+pub struct ContainerRuntime(Arc<RuntimeState>);
+
+#[derive(Debug)]
+struct RuntimeState {
+    /// Where the host's root is mounted.
+    host_root: PathBuf,
+    /// Paths on the host.
+    candidates: Vec<PathBuf>,
+    own_pod: Option<String>,
+    cache: Mutex<RuntimeCache>,
+}
+
+#[derive(Debug, Default)]
+struct RuntimeCache {
+    /// The socket that listed the daemon's pod last.
+    socket: Option<PathBuf>,
+    /// By sandbox ID, whether the sandbox uses the host's network. That never changes during its life.
+    host_network: BTreeMap<String, bool>,
+}
+
+/// The sandboxes that a runtime listed, and the connection to it.
+struct Listing {
+    path: PathBuf,
+    channel: Channel,
+    sandboxes: Vec<Sandbox>,
 }
 
 impl ContainerRuntime {
-    /// The runtime behind the first of these sockets that is there when it is asked. If that one does not answer, no
-    /// other is asked: it would say that the sandboxes of this one are gone.
-    pub fn new(sockets: Vec<PathBuf>) -> Self {
-        Self { sockets }
-    }
-
-    /// The runtime where they usually are, on the host whose files are below this root.
-    pub fn discover(root: &Path) -> Self {
-        Self::new(DEFAULT_SOCKETS.iter().map(|socket| root.join(socket)).collect())
-    }
-
-    /// All sandboxes that it has, also those that have ended and are not yet removed.
-    pub async fn sandboxes(&self) -> Result<Vec<Sandbox>, Error> {
-        let Some(path) = self.sockets.iter().find(|path| path.exists()) else {
-            let tried = self.sockets.iter().map(|path| path.display().to_string()).collect();
-            return Err(Error::Missing { tried });
+    /// A runtime that listens on `socket`, or else on one of the [`DEFAULT_SOCKETS`]. All are paths on the host.
+    pub fn new(host_root: &Path, socket: Option<PathBuf>, own_pod: Option<String>) -> Self {
+        let candidates = match socket {
+            Some(socket) => vec![socket],
+            None => DEFAULT_SOCKETS.iter().map(PathBuf::from).collect(),
         };
-        let answer = timeout(CRI_TIMEOUT, list(path)).await;
-        let answer =
-            answer.unwrap_or_else(|_| Err(Error::Timeout { path: path.clone(), limit: CRI_TIMEOUT }))?;
-        Ok(answer.items.into_iter().map(Sandbox::from).collect())
+        let (host_root, cache) = (host_root.to_owned(), Mutex::default());
+        Self(Arc::new(RuntimeState { host_root, candidates, own_pod, cache }))
+    }
+
+    /// The socket that listed the daemon's pod last.
+    pub fn socket(&self) -> Option<PathBuf> {
+        self.0.cache().socket.clone()
+    }
+
+    /// The IDs of all sandboxes, also of those that have stopped and are not yet removed.
+    pub async fn live(&self) -> Result<BTreeSet<String>, Error> {
+        let Listing { sandboxes, .. } = self.0.list().await?;
+        Ok(sandboxes.into_iter().map(|sandbox| sandbox.id).collect())
+    }
+
+    /// The IDs of the sandboxes that may use an address of a network: all but the daemon's own, which is another one after
+    /// each upgrade, and those on the host's network.
+    pub async fn witnesses(&self) -> Result<BTreeSet<String>, Error> {
+        let Listing { path, channel, sandboxes } = self.0.list().await?;
+        let ids: BTreeSet<&String> = sandboxes.iter().map(|sandbox| &sandbox.id).collect();
+        let mut known = std::mem::take(&mut self.0.cache().host_network);
+        known.retain(|id, _| ids.contains(id));
+        let deadline = Instant::now() + CRI_TIMEOUT;
+        let mut witnesses = BTreeSet::new();
+        for Sandbox { id, pod_uid, .. } in &sandboxes {
+            if Some(pod_uid) == self.0.own_pod.as_ref() {
+                continue;
+            }
+            if !known.contains_key(id) {
+                let request = PodSandboxStatusRequest { pod_sandbox_id: id.clone() };
+                let status = call(&channel, &path, cri::POD_SANDBOX_STATUS, request);
+                // A sandbox without an answer counts: too many witnesses keep a block closed, too few open it too early.
+                if let Ok(Ok(status)) = timeout_at(deadline, status).await {
+                    known.insert(id.clone(), is_host_network(&status));
+                }
+            }
+            if known.get(id) != Some(&true) {
+                witnesses.insert(id.clone());
+            }
+        }
+        self.0.cache().host_network = known;
+        Ok(witnesses)
     }
 }
 
-async fn list(path: &Path) -> Result<ListPodSandboxResponse, Error> {
-    let connect = |source| Error::Connect { path: path.to_owned(), source };
-    // Named like this the path is not a part of the request: as its authority it would be refused.
-    let endpoint = Endpoint::from_shared(format!("unix:{}", path.display())).map_err(connect)?;
-    let channel = endpoint.connect().await.map_err(connect)?;
-    let ask = |status: Status| {
+impl RuntimeState {
+    fn cache(&self) -> MutexGuard<'_, RuntimeCache> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lists the sandboxes of the first candidate that lists the daemon's own pod, the last successful one first.
+    async fn list(&self) -> Result<Listing, Error> {
+        let Some(own_pod) = &self.own_pod else { return Err(Error::NoPodUid) };
+        let last = self.cache().socket.clone();
+        let others = self.candidates.iter().filter(|path| Some(*path) != last.as_ref());
+        let mut attempts = Vec::new();
+        for path in last.iter().chain(others).filter(|path| self.mounted(path).exists()) {
+            let listed = timeout(CRI_TIMEOUT, self.list_at(path)).await;
+            match listed.unwrap_or_else(|_| Err(Error::Timeout { path: path.clone(), limit: CRI_TIMEOUT })) {
+                Ok(listing) if listing.sandboxes.iter().any(|sandbox| sandbox.pod_uid == *own_pod) => {
+                    self.cache().socket = Some(path.clone());
+                    return Ok(listing);
+                }
+                Ok(_) => attempts.push(Error::OtherRuntime { path: path.clone() }),
+                Err(error) => attempts.push(error),
+            }
+        }
+        if attempts.is_empty() {
+            let tried = self.candidates.iter().map(|path| path.display().to_string()).collect();
+            return Err(Error::NoSocket { tried });
+        }
+        Err(Error::NotFound { attempts })
+    }
+
+    async fn list_at(&self, path: &Path) -> Result<Listing, Error> {
+        let connect = |source| Error::Connect { path: path.to_owned(), source };
+        // With `unix:` the path does not become the authority of the request, which the server would reject.
+        let endpoint = Endpoint::from_shared(format!("unix:{}", self.mounted(path).display()));
+        let channel = endpoint.map_err(connect)?.connect().await.map_err(connect)?;
+        let request = ListPodSandboxRequest {};
+        let response: ListPodSandboxResponse = call(&channel, path, cri::LIST_POD_SANDBOX, request).await?;
+        let sandboxes = response.items.into_iter().map(Sandbox::from).collect();
+        Ok(Listing { path: path.to_owned(), channel, sandboxes })
+    }
+
+    /// Where a path of the host is found in the daemon's container.
+    fn mounted(&self, path: &Path) -> PathBuf {
+        // `/var/run` is an absolute symbolic link to `/run`, which would lead out of the mounted root.
+        let run = path.strip_prefix("/var/run").map(|rest| Path::new("run").join(rest));
+        let relative = run.unwrap_or_else(|_| path.strip_prefix("/").unwrap_or(path).to_owned());
+        self.host_root.join(relative)
+    }
+}
+
+async fn call<Q, A>(channel: &Channel, path: &Path, method: &'static str, request: Q) -> Result<A, Error>
+where
+    Q: Message + Send + Sync + 'static,
+    A: Message + Default + Send + Sync + 'static,
+{
+    let failed = |status: Status| {
         let (path, source) = (path.to_owned(), Box::new(status));
         match source.code() {
             Code::Unimplemented => Error::NoCri { path, source },
             _ => Error::List { path, source },
         }
     };
-    let mut client = Grpc::new(channel).max_decoding_message_size(MAX_RESPONSE);
-    client.ready().await.map_err(|error| ask(Status::from_error(error.into())))?;
-    let method = PathAndQuery::from_static(cri::LIST_POD_SANDBOX);
-    let codec = ProstCodec::default();
-    let answer = client.unary(Request::new(ListPodSandboxRequest {}), method, codec).await;
-    answer.map(tonic::Response::into_inner).map_err(ask)
+    let mut client = Grpc::new(channel.clone()).max_decoding_message_size(MAX_RESPONSE);
+    client.ready().await.map_err(|error| failed(Status::from_error(error.into())))?;
+    let (method, codec) = (PathAndQuery::from_static(method), ProstCodec::default());
+    let response = client.unary(Request::new(request), method, codec).await;
+    response.map(tonic::Response::into_inner).map_err(failed)
+}
+
+/// Whether a sandbox uses the host's network; no if the runtime does not report it.
+fn is_host_network(response: &PodSandboxStatusResponse) -> bool {
+    let linux = response.status.as_ref().and_then(|status| status.linux.as_ref());
+    let options = linux.and_then(|linux| linux.namespaces.as_ref()?.options.as_ref());
+    options.is_some_and(|options| options.network == i32::from(NamespaceMode::Node))
 }
 
 impl From<PodSandbox> for Sandbox {
     fn from(sandbox: PodSandbox) -> Self {
         let ready = sandbox.state != i32::from(PodSandboxState::NotReady);
         let pod = sandbox.metadata.unwrap_or_default();
-        Self { id: sandbox.id, uid: pod.uid, namespace: pod.namespace, name: pod.name, ready }
+        Self { id: sandbox.id, pod_uid: pod.uid, pod_namespace: pod.namespace, pod_name: pod.name, ready }
     }
 }
 

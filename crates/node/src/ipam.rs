@@ -4,6 +4,8 @@
 //! enough of them.
 
 mod blocks;
+#[cfg(test)]
+mod disk_tests;
 mod journal;
 mod metrics;
 
@@ -11,7 +13,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     path::Path,
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -22,13 +24,18 @@ use plan::ipam::{
     AddressRequest, AllocationError, AttachmentKey, BlockKey, BlockPlanInput, BlockStep, Family, Grant,
     Holding, Lease, Ledger, LedgerRecord, PendingRequests, Pool, Shortage,
 };
-use tokio::sync::Notify;
-use tracing::{info, warn};
+use tokio::{
+    sync::{Notify, watch},
+    task::spawn_blocking,
+    time::sleep,
+};
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
 use wire::cni::{Code, Error};
 
 use self::journal::Journal;
 pub use self::{
-    blocks::{BlockController, ListSandboxes, Timings},
+    blocks::{BlockController, ListSandboxes, SandboxFilter, Timings},
     journal::Error as JournalError,
     metrics::Metrics,
 };
@@ -40,6 +47,9 @@ const OFFLINE_GRACE: Duration = Duration::from_secs(5 * 60 - 150);
 const CALLER_POLL: Duration = Duration::from_millis(500);
 /// How often what follows from records is looked for at once.
 const MAX_PLAN_ROUNDS: usize = 64;
+
+/// How often a journal that cannot be written is tried again.
+const JOURNAL_RETRY: Duration = Duration::from_secs(5);
 
 /// What pods wait for.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -62,6 +72,8 @@ pub struct Ipam {
     changed: Condvar,
     /// The keeper has something to do.
     wake: Notify,
+    /// Why the journal cannot be written; None while it can.
+    journal_problem: watch::Sender<Option<String>>,
     boot: String,
     metrics: Metrics,
 }
@@ -69,6 +81,9 @@ pub struct Ipam {
 struct IpamState {
     ledger: Ledger,
     journal: Journal,
+    /// Attachments whose release is not on disk yet. They keep their lease until it is: a crash may lose the release, and
+    /// the address must not have another owner then.
+    unsaved_releases: BTreeSet<AttachmentKey>,
     /// How many pods wait for what.
     waiters: BTreeMap<PendingRequest, usize>,
     /// Why there is nothing, for those who wait.
@@ -103,6 +118,7 @@ impl Ipam {
         let state = IpamState {
             ledger,
             journal,
+            unsaved_releases: BTreeSet::new(),
             waiters: BTreeMap::new(),
             failures: BTreeMap::new(),
             contact: Contact::Never,
@@ -112,24 +128,81 @@ impl Ipam {
             state: Mutex::new(state),
             changed: Condvar::new(),
             wake: Notify::new(),
+            journal_problem: watch::Sender::new(None),
             boot: boot.to_owned(),
             metrics,
         };
-        let mut state = ipam.lock();
-        let mut dead: Vec<LedgerRecord> =
-            state.ledger.leases_of_other_boots(boot).into_iter().map(LedgerRecord::Freed).collect();
-        if !boot.is_empty() && state.ledger.boot() != boot {
-            if !state.ledger.boot().is_empty() {
-                info!(count = dead.len(), "the node was started: addresses of its former sandboxes are free");
-            }
-            dead.push(LedgerRecord::Booted(boot.to_owned()));
+        // A disk that is full or read-only is retried: the daemon serves what needs no record meanwhile.
+        if let Err(error) = ipam.save_pending() {
+            warn!(error = %ErrorChain(&error), "cannot record the boot of this machine, retrying");
         }
-        if !dead.is_empty() {
-            state.append(&dead)?;
-        }
-        ipam.update_metrics(&state);
-        drop(state);
         Ok(ipam)
+    }
+
+    /// Writes what the journal does not have yet: the boot of the machine, and releases that could not be written.
+    pub fn save_pending(&self) -> Result<(), JournalError> {
+        let mut state = self.lock();
+        if !state.journal.is_loaded() {
+            let loaded = state.journal.load();
+            match loaded {
+                Ok(ledger) => state.ledger = ledger,
+                Err(error) => {
+                    self.report_journal(Err(&error));
+                    return Err(error);
+                }
+            }
+        }
+        let records = state.boot_records(&self.boot);
+        self.append(&mut state, &records)?;
+        self.update_metrics(&state);
+        drop(state);
+        self.changed.notify_all();
+        self.wake.notify_one();
+        Ok(())
+    }
+
+    /// Calls [`Self::save_pending`] every [`JOURNAL_RETRY`] while the journal cannot be written, until `stop`.
+    pub async fn retry_journal(self: Arc<Self>, stop: CancellationToken) -> Result<(), crate::Error> {
+        let mut problem = self.journal_problem.subscribe();
+        loop {
+            let failed = async {
+                // The sender lives as long as this task.
+                let _ = problem.wait_for(Option::is_some).await;
+                sleep(JOURNAL_RETRY).await;
+            };
+            if stop.run_until_cancelled(failed).await.is_none() {
+                return Ok(());
+            }
+            let ipam = Arc::clone(&self);
+            let saved = spawn_blocking(move || ipam.save_pending()).await.map_err(crate::Error::Panicked)?;
+            match saved {
+                Ok(()) => info!("the address journal can be written again"),
+                Err(error) => {
+                    debug!(error = %ErrorChain(&error), "the address journal still cannot be written")
+                }
+            }
+        }
+    }
+
+    /// Why the journal cannot be written, and every change of that.
+    pub fn journal_problem(&self) -> watch::Receiver<Option<String>> {
+        self.journal_problem.subscribe()
+    }
+
+    /// Records changes durably, and applies them once they are.
+    fn append(&self, state: &mut IpamState, records: &[LedgerRecord]) -> Result<(), JournalError> {
+        let appended = state.append(records);
+        self.report_journal(appended.as_ref().map(|()| ()));
+        appended
+    }
+
+    fn report_journal(&self, written: Result<(), &JournalError>) {
+        let problem = written.err().map(|error| ErrorChain(error).to_string());
+        self.journal_problem.send_if_modified(|current| {
+            let changed = *current != problem;
+            *current = problem;
+            changed
+        });
     }
 
     pub fn boot(&self) -> &str {
@@ -178,7 +251,7 @@ impl Ipam {
             };
             let shortage = match state.ledger.offer(request) {
                 Ok(offer) if state.ledger.leases().get(&offer.lease.key) == Some(&offer.lease) => {
-                    break Ok(offer);
+                    break self.keep_lease(&mut state, &offer.lease.key).map(|()| offer);
                 }
                 // A daemon that has just been started hears of the API server in a moment.
                 Ok(_) if !state.contact.is_fresh() => {
@@ -191,10 +264,8 @@ impl Ipam {
                     continue;
                 }
                 Ok(offer) => {
-                    break match state.append(&[LedgerRecord::Leased(offer.clone())]) {
-                        Ok(()) => Ok(offer),
-                        Err(error) => Err(Error::new(Code::Io, ErrorChain(&error).to_string())),
-                    };
+                    let leased = self.append(&mut state, &[LedgerRecord::Leased(offer.clone())]);
+                    break leased.map(|()| offer).map_err(|error| not_recorded(&error));
                 }
                 Err(shortage) => shortage,
             };
@@ -236,14 +307,49 @@ impl Ipam {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Frees what an interface has, of whatever network; says whether there was anything.
-    pub fn release(&self, key: &AttachmentKey) -> Result<bool, Error> {
-        self.release_all(vec![key.clone()], "a pod gave its addresses back").map(|count| count > 0)
+    /// Keeps the lease of an interface that asks again, although its release may have been requested before. The failed
+    /// write of that release may have reached the disk, so the journal is replaced before the interface is answered.
+    fn keep_lease(&self, state: &mut IpamState, key: &AttachmentKey) -> Result<(), Error> {
+        if !state.unsaved_releases.remove(key) {
+            return Ok(());
+        }
+        self.append(state, &[]).map_err(|error| {
+            state.unsaved_releases.insert(key.clone());
+            not_recorded(&error)
+        })
+    }
+
+    /// Releases the addresses of an interface, of whatever network; returns whether it had any. Never fails: a release that
+    /// cannot be written is kept in memory and written later, and the address has no other owner until then.
+    pub fn release(&self, key: &AttachmentKey) -> bool {
+        let mut state = self.lock();
+        // A journal that was not read may have a lease.
+        if state.journal.is_loaded() && !state.ledger.leases().contains_key(key) {
+            return false;
+        }
+        let addresses = state.ledger.leases().get(key).map(|lease| lease.addresses.clone());
+        let freed = self.append(&mut state, &[LedgerRecord::Freed(key.clone())]);
+        match freed {
+            Ok(()) => info!(container = key.container, ?addresses, "released the addresses of a pod"),
+            Err(error) => {
+                state.unsaved_releases.insert(key.clone());
+                warn!(
+                    container = key.container, ?addresses, error = %ErrorChain(&error),
+                    "the release of addresses cannot be recorded yet; they stay allocated until it is"
+                );
+            }
+        }
+        self.update_metrics(&state);
+        drop(state);
+        self.changed.notify_all();
+        self.wake.notify_one();
+        true
     }
 
     /// What an interface has, and was told about it.
     pub fn grant(&self, key: &AttachmentKey) -> Option<Grant> {
-        self.lock().ledger.grant(key)
+        let state = self.lock();
+        state.ledger.grant(key).filter(|_| !state.unsaved_releases.contains(key))
     }
 
     /// All that interfaces have.
@@ -284,7 +390,7 @@ impl Ipam {
         }
         let records: Vec<LedgerRecord> =
             held.iter().map(|lease| LedgerRecord::Freed(lease.key.clone())).collect();
-        state.append(&records).map_err(|error| Error::new(Code::Io, ErrorChain(&error).to_string()))?;
+        self.append(&mut state, &records).map_err(|error| not_recorded(&error))?;
         for lease in &held {
             info!(container = lease.key.container, addresses = ?lease.addresses, "{why}");
         }
@@ -298,6 +404,10 @@ impl Ipam {
     /// Whether addresses can be had at all.
     pub fn status(&self) -> Result<(), Error> {
         let state = self.lock();
+        if let Some(problem) = &*self.journal_problem.borrow() {
+            let msg = format!("the address journal of this node cannot be written: {problem}");
+            return Err(Error::new(Code::NotAvailable, msg));
+        }
         if state.contact.is_fresh() {
             return Ok(());
         }
@@ -307,6 +417,7 @@ impl Ipam {
     /// Notes which blocks of this node the API server has. What is not among them gives nothing from now on.
     fn set_confirmed(&self, confirmed: BTreeMap<String, String>) {
         self.lock().confirmed = confirmed;
+        self.changed.notify_all();
     }
 
     fn set_contact(&self, contact: Contact) {
@@ -349,7 +460,7 @@ impl Ipam {
                     );
                 }
             }
-            state.append(&records)?;
+            self.append(&mut state, &records)?;
             self.update_metrics(&state);
             self.changed.notify_all();
         }
@@ -360,7 +471,7 @@ impl Ipam {
     /// Keeps a record.
     fn record(&self, record: LedgerRecord) -> Result<(), JournalError> {
         let mut state = self.lock();
-        state.append(&[record])?;
+        self.append(&mut state, &[record])?;
         self.update_metrics(&state);
         drop(state);
         self.changed.notify_all();
@@ -411,12 +522,32 @@ impl Ipam {
 }
 
 impl IpamState {
+    /// Records changes durably, releases that could not be written before first, and applies them once they are on disk.
     fn append(&mut self, records: &[LedgerRecord]) -> Result<(), JournalError> {
-        self.journal.append(records, &self.ledger)?;
-        for record in records {
+        let releases = self.unsaved_releases.iter().cloned().map(LedgerRecord::Freed);
+        let all: Vec<LedgerRecord> = releases.chain(records.iter().cloned()).collect();
+        self.journal.append(&all, &self.ledger)?;
+        for record in &all {
             self.ledger.apply(record);
         }
+        self.unsaved_releases.clear();
         Ok(())
+    }
+
+    /// The boot of the machine, if it is another one than before, and the release of what earlier boots allocated.
+    fn boot_records(&self, boot: &str) -> Vec<LedgerRecord> {
+        let leases = self.ledger.leases_of_other_boots(boot);
+        let mut records: Vec<LedgerRecord> = leases.into_iter().map(LedgerRecord::Freed).collect();
+        if !boot.is_empty() && self.ledger.boot() != boot {
+            if !self.ledger.boot().is_empty() {
+                info!(
+                    count = records.len(),
+                    "the machine booted; releasing the addresses of its former sandboxes"
+                );
+            }
+            records.push(LedgerRecord::Booted(boot.to_owned()));
+        }
+        records
     }
 
     fn add_waiter(&mut self, request: &PendingRequest) {
@@ -463,6 +594,15 @@ fn rejection(network: &str, error: &AllocationError) -> Error {
         | AllocationError::OtherAddress { .. } => Code::InvalidConfig,
     };
     Error::new(code, format!("network {network:?}: {error}"))
+}
+
+/// The answer to an ADD whose allocation is not on disk.
+fn not_recorded(error: &JournalError) -> Error {
+    let msg = format!(
+        "the allocation cannot be recorded on this node: {}; free disk space on the node, or make the directory writable",
+        ErrorChain(error)
+    );
+    Error::new(Code::Io, msg)
 }
 
 /// Seconds since the node was started, whatever happens to its clock.

@@ -31,7 +31,13 @@ use std::{
 use api::ErrorChain;
 use kube::Client;
 use link::{LinkEditor, Monitor};
-use tokio::{net::lookup_host, task::JoinSet, time::timeout};
+use plan::nodenetwork::RuntimeStatus;
+use tokio::{
+    net::lookup_host,
+    sync::watch::{self as channel, Sender},
+    task::JoinSet,
+    time::timeout,
+};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -44,7 +50,7 @@ use crate::{
     cri::ContainerRuntime,
     event::Events,
     health::{Component, Health, HealthChange},
-    ipam::{BlockController, Ipam, Timings},
+    ipam::{BlockController, Ipam, SandboxFilter, Timings},
     link_records::LinkRecords,
     metrics::Metrics,
 };
@@ -55,9 +61,6 @@ const PLUGIN_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 /// Longest time from a sandbox's first address until the runtime lists the sandbox: the kubelet gives up after four
 /// minutes.
 const SANDBOX_CREATION_TIMEOUT: Duration = Duration::from_secs(300);
-
-/// What the name of this daemon's own pod begins with.
-const OWN_POD: &str = "patchbay-node";
 
 /// Timeout for resolving the API server's name.
 const DNS_TIMEOUT: Duration = Duration::from_secs(3);
@@ -104,6 +107,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim,
         api_server,
         runtime_socket,
+        pod_uid,
         gc_interval,
     } = args;
     info!(
@@ -116,6 +120,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         shim = %shim.display(),
         api_server,
         ?runtime_socket,
+        ?pod_uid,
         ?gc_interval,
         "starting"
     );
@@ -123,84 +128,99 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let health = Arc::new(Health::new());
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
-    let (tell, networks) = tokio::sync::watch::channel(Arc::default());
+    let (published, networks) = channel::channel(Arc::default());
     let (boot, block_events) = (host.boot_id.clone(), events.clone());
-    let tools = Deps {
+    let deps = Deps {
         boot: host.boot.clone(),
         changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
         records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
         servers: resolve_api_server(api_server.as_deref()).await,
-        published: tell,
+        published,
         events,
         metrics: metrics.clone(),
     };
     let paths = cni::CniPaths { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
-    let calls = cni::Metrics::default();
-    calls.register(&mut registry);
-    let numbers = ipam::Metrics::default();
-    numbers.register(&mut registry);
-    let ipam = open_ipam(&paths.state_dir, boot, numbers).await?;
+    let cni_metrics = cni::Metrics::default();
+    cni_metrics.register(&mut registry);
+    let ipam_metrics = ipam::Metrics::default();
+    ipam_metrics.register(&mut registry);
+    let (runtime_status, runtime) = channel::channel(RuntimeStatus::default());
+    let ipam = open_ipam(&paths.state_dir, boot, ipam_metrics).await?;
     let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         block_events,
-        sandboxes(&host_root, runtime_socket),
+        sandbox_lister(ContainerRuntime::new(&host_root, runtime_socket, pod_uid), runtime_status),
         Timings {
             gc_interval,
             min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
             ..Timings::default()
         },
     );
-    let cni = cni::CniServer::bind(&paths, networks, ipam, calls)?;
-    let config = NodeConfig { name: node_name, ignored: ignore_interfaces, sysctls: host.sysctls, metrics };
+    let cni = cni::CniServer::bind(&paths, networks, ipam, cni_metrics)?;
+    let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
+    let config = NodeConfig { name, ignored, sysctls, metrics, runtime };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let daemon =
-        NodeController::new(client, config, monitor, BridgeController::new(tools), Arc::clone(&health));
+    let controller =
+        NodeController::new(client, config, monitor, BridgeController::new(deps), Arc::clone(&health));
     let listener = admin::bind(&run_dir)?;
 
     // Cancelled when this function returns, even if the caller never cancels `stop`.
     let stop = stop.child_token();
     let mut tasks = JoinSet::new();
-    let plugged = Arc::clone(&health);
+    let plugin_health = Arc::clone(&health);
     tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
-    tasks.spawn(daemon.run(stop.clone()));
+    tasks.spawn(controller.run(stop.clone()));
     tasks.spawn(sender.run(stop.clone()));
     // The socket exists before the plugin that connects to it.
-    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugged, stop.clone()));
+    tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugin_health, stop.clone()));
     tasks.spawn(cni.run(stop.clone()));
     tasks.spawn(blocks.run(stop.clone()));
     supervise(tasks, stop).await
 }
 
 /// Reads the address journal. Waits while the previous daemon still holds its lock.
-async fn open_ipam(state_dir: &Path, boot: String, numbers: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
+async fn open_ipam(state_dir: &Path, boot: String, metrics: ipam::Metrics) -> Result<Arc<Ipam>, Error> {
     let state_dir = state_dir.to_owned();
-    let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, numbers)).await;
+    let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, metrics)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
 }
 
-/// Asks the runtime of the host which sandboxes it has.
-fn sandboxes(host_root: &Path, socket: Option<PathBuf>) -> ipam::ListSandboxes {
-    let runtime = match socket {
-        Some(socket) => {
-            ContainerRuntime::new(vec![host_root.join(socket.strip_prefix("/").unwrap_or(&socket))])
-        }
-        None => ContainerRuntime::discover(host_root),
-    };
-    Box::new(move || {
-        let runtime = runtime.clone();
+/// Lists sandboxes for IPAM, and reports whether the container runtime was found.
+fn sandbox_lister(runtime: ContainerRuntime, status: Sender<RuntimeStatus>) -> ipam::ListSandboxes {
+    Box::new(move |filter| {
+        let (runtime, status) = (runtime.clone(), status.clone());
         Box::pin(async move {
-            let found = runtime.sandboxes().await.map_err(|error| ErrorChain(&error).to_string())?;
-            // A node can have a second runtime, which truly says that it has none of the sandboxes here.
-            if !found.iter().any(|sandbox| sandbox.name.starts_with(OWN_POD)) {
-                return Err("this runtime does not run the daemon's own pod: say which one does".to_owned());
-            }
-            // The daemon's own one has no address of ours, and is another one after each upgrade.
-            let others = found.into_iter().filter(|sandbox| !sandbox.name.starts_with(OWN_POD));
-            Ok(others.map(|sandbox| sandbox.id).collect())
+            let listed = match filter {
+                SandboxFilter::All => runtime.live().await,
+                SandboxFilter::Witnesses => runtime.witnesses().await,
+            };
+            let listed = listed.map_err(|error| ErrorChain(&error).to_string());
+            report_runtime(&status, runtime.socket(), listed.as_ref().err());
+            listed
         })
     })
+}
+
+/// Publishes and logs a change of the runtime's status.
+fn report_runtime(status: &Sender<RuntimeStatus>, socket: Option<PathBuf>, problem: Option<&String>) {
+    let new = match problem {
+        None => RuntimeStatus::Found(socket.unwrap_or_default().display().to_string()),
+        Some(problem) => RuntimeStatus::NotFound(problem.clone()),
+    };
+    let changed = status.send_if_modified(|old| {
+        let changed = *old != new;
+        old.clone_from(&new);
+        changed
+    });
+    match new {
+        RuntimeStatus::Found(socket) if changed => info!(socket, "found the container runtime"),
+        RuntimeStatus::NotFound(problem) if changed => {
+            warn!(problem, "cannot list sandboxes: addresses of deleted sandboxes are not released");
+        }
+        _ => {}
+    }
 }
 
 /// Paths and the boot id of the host.
@@ -312,7 +332,7 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Parser)]
-    struct Cli {
+    struct TestCli {
         #[command(flatten)]
         args: Args,
     }
@@ -322,7 +342,7 @@ mod tests {
         // Nothing listens on port 1. The test only reads from the kernel, which needs no privileges.
         let client = Client::try_from(Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
         let run_dir = std::env::temp_dir().join(format!("patchbay-node-{}-away", std::process::id()));
-        let mut args = Cli::parse_from(["patchbay", "--node-name", "a"]).args;
+        let mut args = TestCli::parse_from(["patchbay", "--node-name", "a"]).args;
         args.run_dir.clone_from(&run_dir);
         args.state_dir = run_dir.join("state");
         args.cni_bin_dir = run_dir.join("bin");
@@ -347,6 +367,19 @@ mod tests {
         let ended = timeout(Duration::from_secs(10), tasks.join_next()).await.unwrap();
         assert!(matches!(ended, Some(Ok(Ok(())))), "{ended:?}");
         fs::remove_dir_all(run_dir).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_missing_container_runtime_is_reported_with_what_to_do() {
+        let (sender, status) = channel::channel(RuntimeStatus::default());
+        let root = std::env::temp_dir().join("patchbay-node-without-runtime");
+        let list = sandbox_lister(ContainerRuntime::new(&root, None, Some("uid".to_owned())), sender);
+        assert!(list(SandboxFilter::All).await.is_err());
+        let problem = match &*status.borrow() {
+            RuntimeStatus::NotFound(problem) => problem.clone(),
+            other => panic!("{other:?}"),
+        };
+        assert!(problem.contains("set --runtime-socket"), "{problem}");
     }
 
     #[tokio::test(start_paused = true)]

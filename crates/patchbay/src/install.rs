@@ -59,6 +59,10 @@ pub struct Options {
     /// The directory of the nodes that their container runtime looks for CNI plugins in
     #[arg(long, value_name = "DIR", default_value = api::names::CNI_BIN_DIR, value_parser = directory)]
     pub cni_bin_dir: String,
+
+    /// The socket of the nodes' container runtime [default: the usual path that lists the daemon's own pod]
+    #[arg(long, value_name = "PATH", value_parser = socket)]
+    pub runtime_socket: Option<String>,
 }
 
 impl Options {
@@ -168,6 +172,13 @@ fn directory(text: &str) -> Result<String, &'static str> {
         Some(rest) if rest.split('/').all(plain) => Ok(text.to_owned()),
         _ => Err("a directory of the nodes is an absolute path without '..', such as /opt/cni/bin"),
     }
+}
+
+/// The path of a socket on the nodes, also in the kubelet's notation `unix:///run/…`.
+fn socket(text: &str) -> Result<String, &'static str> {
+    directory(text.strip_prefix("unix://").unwrap_or(text)).map_err(
+        |_| "a socket of the nodes is an absolute path without '..', such as /run/containerd/containerd.sock",
+    )
 }
 
 fn dns_label(text: &str) -> Result<String, String> {

@@ -11,7 +11,7 @@ mod request;
 mod tests;
 
 pub use blocks::{
-    BlockPlanInput, BlockStep, ObservedIpBlock, PendingRequests, Pool, RequestKind, abandoned,
+    BlockPlanInput, BlockStep, ObservedIpBlock, PendingRequests, Pool, RequestKind, abandoned, carries_boot,
     lending_candidate, network_status,
 };
 pub use grid::{BlockGrid, Family};

@@ -11,7 +11,7 @@ use std::{
 use api::{
     Condition, ConditionStatus, IfNamePatterns, Interface, LINK_ALIAS_PREFIX, LinkState, Mac, NetworkOnNode,
     NodeNetworkStatus, Vtep,
-    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_TOTAL_ADDRESSES},
+    nodenetwork::{MAX_ADDRESSES, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_MESSAGE, MAX_TOTAL_ADDRESSES},
 };
 use ipnet::IpNet;
 use jiff::Timestamp;
@@ -42,6 +42,8 @@ pub const DEFAULT_IGNORED: &str = concat!(
 const EVENT_DEBOUNCE: Duration = Duration::from_millis(100);
 /// Bounds observations under an event storm to three per second.
 const MIN_OBSERVE_INTERVAL: Duration = Duration::from_millis(350);
+/// The condition about the container runtime.
+const RUNTIME_FOUND: &str = "RuntimeFound";
 const MIN_WRITE_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval if the status of a bridge network changed: pods wait for it.
 const MIN_NETWORK_WRITE_INTERVAL: Duration = Duration::from_millis(100);
@@ -159,6 +161,7 @@ pub struct PublishInput<'a> {
     /// The bridge networks of the node, sorted by UID.
     pub networks: &'a [NetworkOnNode],
     pub netfilter: Netfilter,
+    pub runtime: &'a RuntimeStatus,
 }
 
 /// Whether the kernel passes bridged packets to iptables (`net.bridge.bridge-nf-call-iptables`).
@@ -169,9 +172,31 @@ pub enum Netfilter {
     On,
 }
 
+/// Whether the daemon found the container runtime that runs its own pod.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum RuntimeStatus {
+    /// The daemon has not queried the runtime since its start.
+    #[default]
+    Unknown,
+    /// The socket that lists the sandboxes of this node.
+    Found(String),
+    /// Why there is none, and what to do.
+    NotFound(String),
+}
+
 /// The desired status of the NodeNetwork.
 pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
-    let PublishInput { observed, node, ignored, server, written, last_write: _, networks, netfilter } = input;
+    let PublishInput {
+        observed,
+        node,
+        ignored,
+        server,
+        written,
+        last_write: _,
+        networks,
+        netfilter,
+        runtime,
+    } = input;
     // A condition keeps its transition time while its status stays the same. Our last write takes precedence over the
     // server's state, which may have been edited by others or pruned by an older schema.
     let ours = written.map(|written| &written.desired);
@@ -183,11 +208,16 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
     let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
     let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(observed, node, vtep.as_ref())];
     drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
+    drafts.extend(runtime_found(runtime));
     let complete = |draft: ConditionDraft| {
         let old = before.iter().find(|old| old.r#type == draft.kind && old.status == draft.status);
         draft.into_condition(old.copied(), now, None)
     };
-    let conditions = drafts.into_iter().map(complete).collect();
+    let mut conditions: Vec<Condition> = drafts.into_iter().map(complete).collect();
+    if **runtime == RuntimeStatus::Unknown {
+        // After a restart the last known state stays published until the runtime has been queried.
+        conditions.extend(before.iter().find(|old| old.r#type == RUNTIME_FOUND).map(|old| (*old).clone()));
+    }
     NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
 }
 
@@ -445,6 +475,20 @@ fn netfilter_off(netfilter: Netfilter) -> ConditionDraft {
     ConditionDraft { kind: "BridgeNetfilterOff", status, reason, message }
 }
 
+fn runtime_found(runtime: &RuntimeStatus) -> Option<ConditionDraft> {
+    let (status, reason, message) = match runtime {
+        RuntimeStatus::Unknown => return None,
+        RuntimeStatus::Found(socket) => {
+            (ConditionStatus::True, "SocketFound", format!("the container runtime listens on {socket}"))
+        }
+        RuntimeStatus::NotFound(problem) => {
+            let message = format!("addresses of deleted sandboxes are not released: {problem}");
+            (ConditionStatus::False, "SocketNotFound", message.chars().take(MAX_MESSAGE).collect())
+        }
+    };
+    Some(ConditionDraft { kind: RUNTIME_FOUND, status, reason, message })
+}
+
 /// When to observe the kernel again. `event` is the time of the first event since the last observation.
 pub fn next_observation(event: Instant, last_observation: Option<Instant>) -> Instant {
     let settled = event + EVENT_DEBOUNCE;
@@ -514,8 +558,7 @@ pub struct WriteParts {
 
 /// Decides whether to write `desired`.
 pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Instant) -> PublishDecision {
-    let PublishInput { node, server, written, last_write, observed: _, ignored: _, networks, netfilter: _ } =
-        *input;
+    let PublishInput { node, server, written, last_write, observed: _, ignored: _, networks, .. } = *input;
     let writes = match server {
         None => WriteParts { object: true, status: true },
         Some(record) => WriteParts {

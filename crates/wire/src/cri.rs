@@ -1,6 +1,6 @@
 //! The part of the Container Runtime Interface (CRI) v1 that Patchbay uses. Decoding skips all other fields.
 
-use prost::Message;
+pub use prost::Message;
 
 /// The method that lists pod sandboxes.
 pub const LIST_POD_SANDBOX: &str = "/runtime.v1.RuntimeService/ListPodSandbox";
@@ -49,6 +49,56 @@ pub enum PodSandboxState {
     NotReady = 1,
 }
 
+/// The method that returns the status of one sandbox.
+pub const POD_SANDBOX_STATUS: &str = "/runtime.v1.RuntimeService/PodSandboxStatus";
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PodSandboxStatusRequest {
+    #[prost(string, tag = "1")]
+    pub pod_sandbox_id: String,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PodSandboxStatusResponse {
+    #[prost(message, optional, tag = "1")]
+    pub status: Option<PodSandboxStatus>,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PodSandboxStatus {
+    #[prost(message, optional, tag = "6")]
+    pub linux: Option<LinuxPodSandboxStatus>,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LinuxPodSandboxStatus {
+    #[prost(message, optional, tag = "1")]
+    pub namespaces: Option<Namespace>,
+}
+
+/// The namespaces of a sandbox.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Namespace {
+    #[prost(message, optional, tag = "2")]
+    pub options: Option<NamespaceOption>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct NamespaceOption {
+    #[prost(enumeration = "NamespaceMode", tag = "1")]
+    pub network: i32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, prost::Enumeration)]
+#[repr(i32)]
+pub enum NamespaceMode {
+    Pod = 0,
+    Container = 1,
+    /// The namespace of the node.
+    Node = 2,
+    Target = 3,
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -73,10 +123,23 @@ mod tests {
         assert_eq!(ListPodSandboxRequest {}.encode_to_vec(), b"");
     }
 
+    #[test]
+    fn the_network_mode_of_a_sandbox_is_decoded() {
+        let bytes = b"\x0a\x0e\x0a\x02s1\x32\x08\x0a\x06\x12\x04\x08\x02\x10\x01";
+        let response = PodSandboxStatusResponse::decode(&bytes[..]).unwrap();
+        let options = NamespaceOption { network: NamespaceMode::Node.into() };
+        let namespaces = Some(Namespace { options: Some(options) });
+        let status = PodSandboxStatus { linux: Some(LinuxPodSandboxStatus { namespaces }) };
+        assert_eq!(response.status, Some(status));
+        let request = PodSandboxStatusRequest { pod_sandbox_id: "s1".into() };
+        assert_eq!(request.encode_to_vec(), b"\x0a\x02s1");
+    }
+
     proptest! {
         #[test]
         fn arbitrary_bytes_never_make_the_decoder_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
             _ = ListPodSandboxResponse::decode(&bytes[..]);
+            _ = PodSandboxStatusResponse::decode(&bytes[..]);
         }
     }
 }

@@ -157,8 +157,8 @@ pub async fn no_container_is_privileged_and_the_image_tells_its_commit(lab: Lab)
     }
     // What the kernel says of the running daemon, not what the manifest wishes.
     let status = lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q 'patchbay node' && grep -E 'CapEff|Seccomp:' $p/status; done; true"])?;
-    // NET_ADMIN is bit 12, SYS_ADMIN bit 21, and there is no other.
-    ensure!(status.contains("CapEff:\t0000000000201000") && status.contains("Seccomp:\t2"), "{status}");
+    // DAC_OVERRIDE is bit 1, NET_ADMIN bit 12, SYS_ADMIN bit 21, and there is no other.
+    ensure!(status.contains("CapEff:\t0000000000201002") && status.contains("Seccomp:\t2"), "{status}");
     let ran = lab.kubectl(&[
         "-n",
         NAMESPACE,
@@ -197,7 +197,11 @@ pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
     let all =
         json!(all)["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"]
             .clone();
-    ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN"]), "{all}: each needs its part of this test");
+    // DAC_OVERRIDE has a test of its own, `cni_directory`.
+    ensure!(
+        all == json!(["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]),
+        "{all}: each needs its part of this test"
+    );
     with(&["SYS_ADMIN"]).await?;
     create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let entry = wait::until(Duration::from_secs(5), "the kernel's refusal", || async {
@@ -214,7 +218,7 @@ pub async fn each_capability_of_the_daemon_is_needed(lab: Lab) -> Result<()> {
         ns.wait_pod_ready("p").await.map(drop)
     })
     .await;
-    with(&["NET_ADMIN", "SYS_ADMIN"]).await?;
+    with(&["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]).await?;
     delete_network(&client, "caps").await?;
     wait_deleted(&client, "caps", Duration::from_secs(30)).await?;
     joined

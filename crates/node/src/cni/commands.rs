@@ -181,7 +181,8 @@ impl CniHandler {
         }
         let place = attachment_key(request);
         if request.plugin == IPAM_PLUGIN {
-            return self.ipam.release(&place).map(drop);
+            self.ipam.release(&place);
+            return Ok(());
         }
         match veth::detach(&id.host) {
             Ok(true) => {
@@ -193,7 +194,8 @@ impl CniHandler {
             Err(error) => return Err(attach_error(&error)),
         }
         // The addresses are released only after the link that carries them is deleted.
-        self.ipam.release(&place).map(drop)
+        self.ipam.release(&place);
+        Ok(())
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {

@@ -52,8 +52,8 @@ pub enum CniResultLabel {
 }
 
 impl CniResultLabel {
-    pub fn of<T>(answer: &Result<T, Error>) -> Self {
-        match answer {
+    pub fn of<T>(result: &Result<T, Error>) -> Self {
+        match result {
             Ok(_) => Self::Ok,
             Err(Error { code: Code::TryAgainLater | Code::NotAvailable, .. }) => Self::Later,
             Err(_) => Self::Error,

@@ -1,8 +1,10 @@
-//! Runtimes that answer, refuse, hang, or are none.
+//! Tests with fake runtimes that respond, fail, hang, or do not serve CRI.
 
-use std::fs;
+use std::{
+    fs,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
-use api::ErrorChain;
 use axum::{
     Router,
     body::{Body, Bytes},
@@ -10,41 +12,65 @@ use axum::{
     routing::post,
 };
 use http_body_util::{BodyExt as _, Full};
-use prost::Message as _;
 use tokio::{net::UnixListener, task::JoinSet};
-use wire::cri::PodSandboxMetadata;
+use wire::cri::{LinuxPodSandboxStatus, Namespace, NamespaceOption, PodSandboxMetadata, PodSandboxStatus};
 
 use super::*;
 
-/// A directory of one test.
-struct TempDir(PathBuf);
+const OWN_POD: &str = "uid-own";
+const CONTAINERD: &str = DEFAULT_SOCKETS[0];
+const CRIO: &str = DEFAULT_SOCKETS[1];
+const K3S: &str = DEFAULT_SOCKETS[2];
+const CRI_DOCKERD: &str = DEFAULT_SOCKETS[5];
 
-impl TempDir {
+/// The root of a host; removed on drop.
+struct HostRoot(PathBuf);
+
+impl HostRoot {
     fn new(test: &str) -> Self {
         let path = std::env::temp_dir().join(format!("patchbay-cri-{}-{test}", std::process::id()));
+        _ = fs::remove_dir_all(&path);
         fs::create_dir_all(&path).unwrap();
         Self(path)
     }
 
-    fn socket(&self) -> PathBuf {
-        self.0.join("runtime.sock")
+    fn listen(&self, socket: &str) -> UnixListener {
+        let path = self.0.join(socket.strip_prefix('/').unwrap());
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        UnixListener::bind(path).unwrap()
     }
 
-    fn listen(&self) -> UnixListener {
-        UnixListener::bind(self.socket()).unwrap()
+    /// Serves `router` on a socket of the host for as long as the set lives.
+    fn serve(&self, socket: &str, router: Router) -> JoinSet<()> {
+        let (listener, mut tasks) = (self.listen(socket), JoinSet::new());
+        tasks.spawn(async move { axum::serve(listener, router).await.unwrap() });
+        tasks
+    }
+
+    /// A runtime that lists these sandboxes.
+    fn serve_sandboxes(&self, socket: &str, items: Vec<PodSandbox>) -> JoinSet<()> {
+        self.serve(socket, listing(ListPodSandboxResponse { items }.encode_to_vec(), "0"))
+    }
+
+    fn runtime(&self) -> ContainerRuntime {
+        ContainerRuntime::new(&self.0, None, Some(OWN_POD.to_owned()))
+    }
+
+    fn runtime_at(&self, socket: &str) -> ContainerRuntime {
+        ContainerRuntime::new(&self.0, Some(PathBuf::from(socket)), Some(OWN_POD.to_owned()))
     }
 }
 
-impl Drop for TempDir {
+impl Drop for HostRoot {
     fn drop(&mut self) {
         _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// An answer as a runtime gives it: a message behind its length, then how it went.
-fn answer(message: Vec<u8>, status: &'static str) -> Response<Body> {
+/// A gRPC response: a message prefixed with its length, then the status.
+fn response(message: &[u8], status: &'static str) -> Response<Body> {
     let length = u32::try_from(message.len()).unwrap().to_be_bytes();
-    let bytes = [&[0][..], &length, &message].concat();
+    let bytes = [&[0][..], &length, message].concat();
     let trailers = HeaderMap::from_iter([(
         http::HeaderName::from_static("grpc-status"),
         HeaderValue::from_static(status),
@@ -53,67 +79,164 @@ fn answer(message: Vec<u8>, status: &'static str) -> Response<Body> {
     Response::builder().header("content-type", "application/grpc").body(Body::new(body)).unwrap()
 }
 
-/// A runtime that gives this answer, for as long as the set lives.
-fn runtime(dir: &TempDir, message: Vec<u8>, status: &'static str) -> (ContainerRuntime, JoinSet<()>) {
-    let router = Router::new().route(
-        cri::LIST_POD_SANDBOX,
-        post(move |question: Bytes| async move {
-            assert_eq!(question[..], [0; 5]);
-            answer(message, status)
-        }),
-    );
-    (ContainerRuntime::new(vec![dir.socket()]), serve(dir, router))
-}
-
-fn serve(dir: &TempDir, router: Router) -> JoinSet<()> {
-    let (listener, mut tasks) = (dir.listen(), JoinSet::new());
-    tasks.spawn(async move { axum::serve(listener, router).await.unwrap() });
-    tasks
-}
-
-fn sandbox(number: usize, state: i32) -> PodSandbox {
-    let metadata = PodSandboxMetadata {
-        name: format!("web-{number}"),
-        uid: format!("uid-{number}"),
-        namespace: "shop".to_owned(),
-        attempt: 1,
+/// A runtime with this response to ListPodSandbox.
+fn listing(message: Vec<u8>, status: &'static str) -> Router {
+    let list = move |request: Bytes| async move {
+        assert_eq!(request[..], [0; 5]);
+        response(&message, status)
     };
-    PodSandbox { id: format!("id-{number}"), metadata: Some(metadata), state, created_at: 1 }
+    Router::new().route(cri::LIST_POD_SANDBOX, post(list))
 }
 
-#[tokio::test]
-async fn sandboxes_are_told_with_their_pod_and_whether_they_live() {
-    let dir = TempDir::new("told");
+/// A runtime whose sandboxes with an ID that starts with `host` use the host's network, and how often it was queried for a
+/// status.
+fn with_status(items: Vec<PodSandbox>) -> (Router, Arc<AtomicUsize>) {
+    let queries = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&queries);
+    let status = move |request: Bytes| async move {
+        counter.fetch_add(1, Ordering::Relaxed);
+        let PodSandboxStatusRequest { pod_sandbox_id } = Message::decode(&request[5..]).unwrap();
+        if pod_sandbox_id.starts_with("gone") {
+            return response(&[], "5");
+        }
+        let host = pod_sandbox_id.starts_with("host");
+        let network = if host { NamespaceMode::Node } else { NamespaceMode::Pod }.into();
+        let namespaces = Some(Namespace { options: Some(NamespaceOption { network }) });
+        let status = PodSandboxStatus { linux: Some(LinuxPodSandboxStatus { namespaces }) };
+        response(&PodSandboxStatusResponse { status: Some(status) }.encode_to_vec(), "0")
+    };
+    let list = listing(ListPodSandboxResponse { items }.encode_to_vec(), "0");
+    (list.route(cri::POD_SANDBOX_STATUS, post(status)), queries)
+}
+
+fn sandbox(id: &str, name: &str, uid: &str, state: i32) -> PodSandbox {
+    let [name, uid, namespace] = [name, uid, "shop"].map(str::to_owned);
+    let metadata = PodSandboxMetadata { name, uid, namespace, attempt: 1 };
+    PodSandbox { id: id.to_owned(), metadata: Some(metadata), state, created_at: 1 }
+}
+
+fn own() -> PodSandbox {
+    sandbox("own", "patchbay-node-x7k2p", OWN_POD, 0)
+}
+
+fn ids(ids: &[&str]) -> BTreeSet<String> {
+    ids.iter().copied().map(str::to_owned).collect()
+}
+
+#[test]
+fn a_sandbox_has_its_pod_and_whether_it_runs() {
+    let read = |state| Sandbox::from(sandbox("id", "web", "uid", state));
+    assert_eq!((read(0).ready, read(1).ready, read(9).ready), (true, false, true));
+    let Sandbox { id, pod_uid, pod_namespace, pod_name, ready: _ } = read(0);
+    assert_eq!([id, pod_uid, pod_namespace, pod_name], ["id", "uid", "shop", "web"]);
     let nameless = PodSandbox { id: "bare".to_owned(), ..PodSandbox::default() };
-    let items = vec![sandbox(1, 0), sandbox(2, 1), sandbox(3, 9), nameless];
-    let message = ListPodSandboxResponse { items }.encode_to_vec();
-    let (runtime, _tasks) = runtime(&dir, message, "0");
-    let found = runtime.sandboxes().await.unwrap();
-    let told: Vec<_> = found.iter().map(|one| (one.id.as_str(), one.uid.as_str(), one.ready)).collect();
-    assert_eq!(
-        told,
-        [("id-1", "uid-1", true), ("id-2", "uid-2", false), ("id-3", "uid-3", true), ("bare", "", true)]
-    );
-    assert_eq!((found[0].namespace.as_str(), found[0].name.as_str()), ("shop", "web-1"));
-    // And again, over another connection.
-    assert_eq!(runtime.sandboxes().await.unwrap(), found);
+    assert_eq!(Sandbox::from(nameless).pod_uid, "");
 }
 
 #[tokio::test]
-async fn thousands_of_sandboxes_with_long_annotations_are_read() {
-    let dir = TempDir::new("many");
+async fn no_sandbox_is_missing_from_the_live_set_whatever_the_name_of_its_pod() {
+    let host = HostRoot::new("live");
+    let tenant = sandbox("tenant", "patchbay-node-debug", "uid-1", 0);
+    let stopped = sandbox("stopped", "web", "uid-2", 1);
+    let _tasks = host.serve_sandboxes(CONTAINERD, vec![own(), tenant, stopped]);
+    assert_eq!(host.runtime().live().await.unwrap(), ids(&["own", "stopped", "tenant"]));
+}
+
+#[tokio::test]
+async fn the_own_pod_and_host_network_pods_are_no_witnesses() {
+    let host = HostRoot::new("witnesses");
+    let all = vec![
+        own(),
+        sandbox("tenant", "patchbay-node-debug", "uid-1", 0),
+        sandbox("host-1", "kube-proxy", "uid-2", 0),
+        sandbox("stopped", "web", "uid-3", 1),
+        // Without a status it may have an address.
+        sandbox("gone-1", "web", "uid-4", 0),
+    ];
+    let (router, queries) = with_status(all);
+    let _tasks = host.serve(CONTAINERD, router);
+    let runtime = host.runtime();
+    assert_eq!(runtime.witnesses().await.unwrap(), ids(&["gone-1", "stopped", "tenant"]));
+    assert_eq!(queries.load(Ordering::Relaxed), 4);
+    // The network mode of a sandbox never changes, so that it is queried once.
+    assert_eq!(runtime.witnesses().await.unwrap(), ids(&["gone-1", "stopped", "tenant"]));
+    assert_eq!(queries.load(Ordering::Relaxed), 5);
+    assert_eq!(runtime.live().await.unwrap().len(), 5);
+}
+
+#[tokio::test]
+async fn the_runtime_is_the_one_that_lists_the_own_pod() {
+    let host = HostRoot::new("right");
+    // Docker's containerd with CRI disabled, a runtime of other pods, and the kubelet's.
+    let _docker = host.serve(CONTAINERD, Router::new());
+    let _other = host.serve_sandboxes(CRIO, vec![sandbox("a", "patchbay-node-1", "uid-1", 0)]);
+    let runtime = host.runtime();
+    let error = runtime.live().await.unwrap_err().to_string();
+    for part in [
+        "containerd.sock does not serve CRI v1",
+        "/run/crio/crio.sock does not run this pod",
+        "set --runtime-socket",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(runtime.socket(), None);
+    let _k3s = host.serve_sandboxes(K3S, vec![own()]);
+    assert_eq!(runtime.live().await.unwrap(), ids(&["own"]));
+    assert_eq!(runtime.socket(), Some(PathBuf::from(K3S)));
+}
+
+#[tokio::test]
+async fn a_socket_without_a_listener_does_not_hide_the_next_one() {
+    let host = HostRoot::new("stale");
+    drop(host.listen(CONTAINERD));
+    let _tasks = host.serve_sandboxes(CRI_DOCKERD, vec![own()]);
+    assert_eq!(host.runtime().live().await.unwrap(), ids(&["own"]));
+}
+
+#[tokio::test]
+async fn an_explicit_socket_is_the_only_candidate() {
+    let host = HostRoot::new("explicit");
+    let _default = host.serve_sandboxes(CONTAINERD, vec![own()]);
+    let error = host.runtime_at("/run/my.sock").live().await.unwrap_err();
+    assert!(matches!(&error, Error::NoSocket { tried } if tried == &["/run/my.sock"]), "{error}");
+    let _tasks = host.serve_sandboxes("/run/my.sock", vec![own(), sandbox("a", "web", "uid-1", 0)]);
+    for socket in ["/run/my.sock", "/var/run/my.sock"] {
+        assert_eq!(host.runtime_at(socket).live().await.unwrap(), ids(&["a", "own"]));
+    }
+}
+
+#[tokio::test]
+async fn without_its_pod_uid_the_daemon_trusts_no_runtime() {
+    let host = HostRoot::new("no-uid");
+    let _tasks = host.serve_sandboxes(CONTAINERD, vec![own()]);
+    let error = ContainerRuntime::new(&host.0, None, None).live().await.unwrap_err();
+    assert!(matches!(error, Error::NoPodUid), "{error}");
+}
+
+#[tokio::test]
+async fn without_a_socket_the_error_names_all_candidates() {
+    let host = HostRoot::new("missing");
+    let error = host.runtime().live().await.unwrap_err().to_string();
+    for socket in DEFAULT_SOCKETS {
+        assert!(error.contains(socket), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn thousands_of_sandboxes_with_long_annotations_are_listed() {
+    let host = HostRoot::new("many");
     let mut message = Vec::new();
     for number in 0..5000 {
-        let mut one = sandbox(number, 0).encode_to_vec();
+        let uid = if number == 4999 { OWN_POD } else { "uid" };
+        let mut one = sandbox(&format!("id-{number}"), "web", uid, 0).encode_to_vec();
         // Field 7, one annotation.
         let annotation = [b"\x0a\x01a\x12".to_vec(), length(4000), vec![b'x'; 4000]].concat();
         one.extend([b"\x3a".to_vec(), length(annotation.len()), annotation].concat());
         message.extend([b"\x0a".to_vec(), length(one.len()), one].concat());
     }
     assert!(message.len() > 16 * 1024 * 1024);
-    let (runtime, _tasks) = runtime(&dir, message, "0");
-    let found = runtime.sandboxes().await.unwrap();
-    assert_eq!((found.len(), found[4999].uid.as_str()), (5000, "uid-4999"));
+    let _tasks = host.serve(CONTAINERD, listing(message, "0"));
+    assert_eq!(host.runtime().live().await.unwrap().len(), 5000);
 }
 
 fn length(length: usize) -> Vec<u8> {
@@ -123,58 +246,25 @@ fn length(length: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn an_answer_that_is_cut_off_or_no_message_is_an_error() {
+async fn a_truncated_or_malformed_response_is_an_error() {
     for (test, message, status) in [
         ("garbage", vec![0xff; 40], "0"),
         ("failed", Vec::new(), "13"),
         ("broken", vec![0x0a, 0x7f, 0x0a], "0"),
     ] {
-        let dir = TempDir::new(test);
-        let (runtime, _tasks) = runtime(&dir, message, status);
-        let error = runtime.sandboxes().await.unwrap_err();
-        assert!(matches!(error, Error::List { .. }), "{test}: {error:?}");
+        let host = HostRoot::new(test);
+        let _tasks = host.serve(CONTAINERD, listing(message, status));
+        let Err(Error::NotFound { attempts }) = host.runtime().live().await else { panic!("{test}") };
+        assert!(matches!(attempts[..], [Error::List { .. }]), "{test}: {attempts:?}");
     }
-}
-
-#[tokio::test]
-async fn a_server_that_is_no_runtime_is_named() {
-    let dir = TempDir::new("other");
-    let _tasks = serve(&dir, Router::new());
-    let error = ContainerRuntime::new(vec![dir.socket()]).sandboxes().await.unwrap_err();
-    assert!(matches!(error, Error::NoCri { .. }), "{error:?}");
-    assert!(error.to_string().contains("runtime.sock does not speak CRI v1"), "{error}");
-}
-
-#[tokio::test]
-async fn without_a_socket_the_places_that_were_tried_are_named() {
-    let dir = TempDir::new("missing");
-    let error = ContainerRuntime::discover(&dir.0).sandboxes().await.unwrap_err();
-    let told = error.to_string();
-    for socket in DEFAULT_SOCKETS {
-        assert!(told.contains(&dir.0.join(socket).display().to_string()), "{told}");
-    }
-}
-
-#[tokio::test]
-async fn the_first_socket_that_is_there_counts_even_if_nobody_listens() {
-    let dir = TempDir::new("first");
-    let message = ListPodSandboxResponse { items: vec![sandbox(1, 0)] }.encode_to_vec();
-    let (_, _tasks) = runtime(&dir, message, "0");
-    let (gone, left) = (dir.0.join("gone.sock"), dir.0.join("left.sock"));
-    let with = |first: &PathBuf| ContainerRuntime::new(vec![first.clone(), dir.socket()]);
-    assert_eq!(with(&gone).sandboxes().await.unwrap().len(), 1);
-    drop(UnixListener::bind(&left).unwrap());
-    let error = with(&left).sandboxes().await.unwrap_err();
-    assert!(matches!(error, Error::Connect { .. }), "{error:?}");
-    assert!(ErrorChain(&error).to_string().contains("refused"), "{}", ErrorChain(&error));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_runtime_that_hangs_is_given_up_at_the_deadline() {
-    let dir = TempDir::new("hangs");
-    let _listener = dir.listen();
-    let since = tokio::time::Instant::now();
-    let error = ContainerRuntime::new(vec![dir.socket()]).sandboxes().await.unwrap_err();
-    assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
-    assert_eq!(since.elapsed().as_secs(), CRI_TIMEOUT.as_secs());
+async fn a_runtime_that_hangs_is_abandoned_after_the_timeout() {
+    let host = HostRoot::new("hangs");
+    let _listener = host.listen(CONTAINERD);
+    let started = Instant::now();
+    let Err(Error::NotFound { attempts }) = host.runtime().live().await else { panic!("it hangs") };
+    assert!(matches!(attempts[..], [Error::Timeout { .. }]), "{attempts:?}");
+    assert_eq!(started.elapsed().as_secs(), CRI_TIMEOUT.as_secs());
 }

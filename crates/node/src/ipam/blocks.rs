@@ -26,7 +26,7 @@ use kube::{
 };
 use plan::ipam::{
     BlockKey, BlockPlanInput, BlockStep, Family, Ledger, ObservedIpBlock, PendingRequests, Pool, RequestKind,
-    Stage,
+    Stage, carries_boot,
 };
 use tokio::{
     sync::watch,
@@ -113,8 +113,19 @@ impl Default for Timings {
     }
 }
 
-/// The sandboxes that the runtime has.
-pub type ListSandboxes = Box<dyn Fn() -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+/// Lists IDs of the container runtime's sandboxes.
+pub type ListSandboxes =
+    Box<dyn Fn(SandboxFilter) -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
+
+/// Which sandboxes to list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SandboxFilter {
+    /// Every sandbox: none of them loses its lease.
+    All,
+    /// Those that may use an address of a network: neither the daemon's own nor one on the host's network. As long as one of
+    /// them exists, an unverified block stays closed.
+    Witnesses,
+}
 
 /// Why a request has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -196,6 +207,8 @@ pub struct BlockController {
     next_verify: Instant,
     /// The UIDs of objects that were deleted: word of them can still be under way.
     deleted_uids: VecDeque<String>,
+    /// The API server dropped a boot ID: its CRD is older than this daemon.
+    boot_ids_dropped: bool,
     attempts: u64,
 }
 
@@ -273,6 +286,7 @@ impl BlockController {
             next_gc: Instant::now(),
             next_verify: Instant::now(),
             deleted_uids: VecDeque::new(),
+            boot_ids_dropped: false,
             attempts: 0,
         }
     }
@@ -450,7 +464,7 @@ impl BlockController {
             ?wait,
             "the API server refuses what a network needs, trying again"
         );
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(&network), &problem);
         }
     }
@@ -460,7 +474,7 @@ impl BlockController {
         let Some((network, kind)) = step.request_kind() else { return false };
         let refusal = self.rejected.get(&(network.to_owned(), kind));
         let Some(refusal) = refusal.filter(|one| one.until > now) else { return false };
-        if kind == RequestKind::Acquire {
+        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
             self.fail_waiters(Some(network), &refusal.problem);
         }
         true
@@ -557,6 +571,7 @@ impl BlockController {
         let pending = PendingRequests::default();
         let input = BlockPlanInput {
             holder: &self.holder,
+            boot: (!self.boot_ids_dropped).then(|| self.ipam.boot()),
             networks: &self.pools,
             objects,
             lenders: &lenders,
@@ -585,6 +600,7 @@ impl BlockController {
                 return self.lookup_lent(block, address, &object).await;
             }
             BlockStep::Delete { block, object } => self.delete_block(block, &object).await?,
+            BlockStep::UpdateBoot { block, object } => return self.update_boot(&block, &object).await,
             BlockStep::UpdateStatus { block, object, status } => {
                 self.update_status(block, &object, status).await?
             }
@@ -612,6 +628,7 @@ impl BlockController {
         let all = self.objects.iter().flatten();
         let ours =
             all.filter(|(_, one)| one.spec.holder.uid == self.holder.uid && !self.holder.uid.is_empty());
+        let ours = ours.filter(|(_, one)| carries_boot(one, self.ipam.boot()));
         self.ipam.set_confirmed(ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect());
     }
 
@@ -619,7 +636,7 @@ impl BlockController {
     async fn collect_garbage(&mut self) {
         // What is made while the runtime answers cannot be in its answer.
         let started = uptime();
-        let live = match (self.sandboxes)().await {
+        let live = match (self.sandboxes)(SandboxFilter::All).await {
             Ok(live) => live,
             Err(problem) => {
                 return debug!(problem, "the runtime does not say which sandboxes there are");

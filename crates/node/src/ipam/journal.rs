@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::digest::digest;
+use api::{ErrorChain, digest::digest};
 use nix::fcntl::{Flock, FlockArg};
 use plan::ipam::{Ledger, LedgerRecord};
 use tracing::warn;
@@ -19,6 +19,7 @@ use tracing::warn;
 /// The directory in the daemon's directory of state.
 const DIRECTORY: &str = "ipam";
 const FILE: &str = "journal";
+const SNAPSHOT: &str = "journal.new";
 const LOCK: &str = "lock";
 /// How long the daemon before this one may take to end.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,68 +36,190 @@ pub enum Error {
     Disk { what: &'static str, path: PathBuf, source: io::Error },
     #[error("another daemon has the journal {} open", .0.display())]
     Busy(PathBuf),
+    #[error("the address journal cannot be read: {0}")]
+    Unavailable(String),
 }
 
-/// The file.
+/// The journal file.
+///
+/// A journal that cannot be written, because the disk is full or read-only, is no reason not to start: everything that was
+/// recorded is known, and only new records fail. One that cannot even be read knows nothing until [`Self::load`] succeeds.
 pub struct Journal {
+    state_dir: PathBuf,
     dir: PathBuf,
-    file: File,
+    /// None after a failed write: what the file then holds is unknown, and the next write replaces it.
+    file: Option<File>,
     lines: usize,
+    /// Compaction is tried above this many lines.
+    compact_above: usize,
     length: u64,
-    /// Something could not be written: what is behind [`Self::length`] is nothing.
-    broken: bool,
+    /// Why the journal could not be loaded.
+    unavailable: Option<String>,
     /// Held as long as the journal is open.
-    _lock: Flock<File>,
+    lock: Option<Flock<File>>,
 }
 
 impl Journal {
-    /// Opens the journal, and reads what earlier runs wrote.
+    /// Opens the journal and reads what earlier runs recorded. Fails only while another daemon has it open.
     pub fn open(state_dir: &Path) -> Result<(Self, Ledger), Error> {
-        let dir = state_dir.join(DIRECTORY);
-        fs::create_dir_all(&dir).map_err(failed("make the directory", &dir))?;
-        // A directory whose name is lost has lost all that is in it.
-        for parent in [Some(state_dir), state_dir.parent()].into_iter().flatten() {
-            let sync = File::open(parent).and_then(|directory| directory.sync_all());
-            sync.map_err(failed("make durable the directory", parent))?;
+        let mut journal = Self {
+            state_dir: state_dir.to_owned(),
+            dir: state_dir.join(DIRECTORY),
+            file: None,
+            lines: 0,
+            compact_above: 0,
+            length: 0,
+            unavailable: None,
+            lock: None,
+        };
+        let mut ledger = match journal.load() {
+            Ok(ledger) => ledger,
+            Err(error @ Error::Busy(_)) => return Err(error),
+            Err(error) => {
+                warn!(error = %ErrorChain(&error), "cannot read the address journal, retrying; no address is allocated");
+                Ledger::default()
+            }
+        };
+        if !journal.is_loaded() {
+            ledger.apply(&LedgerRecord::Incomplete);
+        } else if let Err(error) = journal.replace(&ledger) {
+            warn!(error = %ErrorChain(&error), "cannot write the address journal, retrying; no address is allocated");
         }
-        let lock = lock(&dir.join(LOCK))?;
-        let path = dir.join(FILE);
+        Ok((journal, ledger))
+    }
+
+    /// Reads what earlier runs recorded. The journal belongs to this process once this succeeds.
+    pub fn load(&mut self) -> Result<Ledger, Error> {
+        let loaded = self.lock_and_read();
+        self.unavailable = loaded.as_ref().err().map(|error| ErrorChain(error).to_string());
+        loaded
+    }
+
+    /// Whether [`Self::load`] has succeeded.
+    pub fn is_loaded(&self) -> bool {
+        self.unavailable.is_none()
+    }
+
+    fn lock_and_read(&mut self) -> Result<Ledger, Error> {
+        // On a read-only disk the directory and the lock of an earlier run are enough.
+        let created = self.create_dir();
+        if self.lock.is_none() {
+            self.lock = match lock(&self.dir.join(LOCK)) {
+                Ok(lock) => Some(lock),
+                Err(error @ Error::Busy(_)) => return Err(error),
+                Err(error) => return Err(created.err().unwrap_or(error)),
+            };
+        }
+        let path = self.dir.join(FILE);
         let read = match fs::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             other => Some(other.map_err(failed("read", &path))?),
         };
         let mut ledger = Ledger::default();
-        // One that was ever written is not empty.
+        // A journal that was ever written is not empty.
         if read.as_ref().is_none_or(Vec::is_empty) {
             ledger.apply(&LedgerRecord::Incomplete);
         }
         if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
-            warn!(path = %path.display(), "the journal of addresses is damaged: no new ones are taken from blocks in it");
+            warn!(path = %path.display(), "the address journal is damaged; its blocks are unverified and allocate nothing");
             mark_unverified(&mut ledger);
         }
-        // Written anew: whatever was behind the last good line is gone, and the disk is known to take it.
-        let (file, length, lines) = write_snapshot(&dir, &ledger)?;
-        Ok((Self { dir, file, lines, length, broken: false, _lock: lock }, ledger))
+        Ok(ledger)
     }
 
-    /// Once this returns well, the records are kept for good; otherwise it is as if they had never been.
+    fn create_dir(&self) -> Result<(), Error> {
+        fs::create_dir_all(&self.dir).map_err(failed("create directory", &self.dir))?;
+        // A directory entry that is lost in a power cut takes everything below it with it.
+        for parent in [Some(self.state_dir.as_path()), self.state_dir.parent()].into_iter().flatten() {
+            let sync = File::open(parent).and_then(|directory| directory.sync_all());
+            sync.map_err(failed("sync directory", parent))?;
+        }
+        Ok(())
+    }
+
+    /// When this succeeds, the records survive a power cut. When it fails, they may or may not be on disk, and the next
+    /// write replaces the whole file with `before` first.
     pub fn append(&mut self, records: &[LedgerRecord], before: &Ledger) -> Result<(), Error> {
-        let path = self.dir.join(FILE);
-        if self.broken || self.lines > COMPACT_AFTER + 2 * before.record_count() {
-            (self.file, self.length, self.lines) = write_snapshot(&self.dir, before)?;
-            self.broken = false;
+        if let Some(reason) = &self.unavailable {
+            return Err(Error::Unavailable(reason.clone()));
+        }
+        if self.file.is_none() {
+            self.replace(before)?;
+        } else if self.lines > self.compact_above {
+            self.compact(before)?;
         }
         let text: Vec<u8> = records.iter().flat_map(line).collect();
-        let written = self.file.write_all(&text).and_then(|()| self.file.sync_data());
-        if let Err(source) = written {
-            // The next one begins a new file: after a failed sync nobody knows what this one holds.
-            self.broken = true;
-            let _ = self.file.set_len(self.length);
-            return Err(failed("write to", &path)(source));
+        let Some(file) = self.file.as_mut().filter(|_| !text.is_empty()) else { return Ok(()) };
+        if let Err(source) = file.write_all(&text).and_then(|()| file.sync_data()) {
+            let _ = file.set_len(self.length);
+            self.file = None;
+            return Err(failed("write", &self.dir.join(FILE))(source));
         }
         self.length += text.len() as u64;
         self.lines += records.len();
         Ok(())
+    }
+
+    /// Replaces a file that has grown. A disk with room for a record but not for a second file is no reason to fail.
+    fn compact(&mut self, ledger: &Ledger) -> Result<(), Error> {
+        match Snapshot::write(&self.dir, ledger) {
+            Ok(snapshot) => self.install(snapshot),
+            Err(error) => {
+                warn!(error = %ErrorChain(&error), "cannot compact the address journal, trying again later");
+                self.compact_above = self.lines + COMPACT_AFTER;
+                Ok(())
+            }
+        }
+    }
+
+    /// Replaces the file with one that holds this ledger and nothing else.
+    fn replace(&mut self, ledger: &Ledger) -> Result<(), Error> {
+        let snapshot = Snapshot::write(&self.dir, ledger)?;
+        self.install(snapshot)
+    }
+
+    fn install(&mut self, snapshot: Snapshot) -> Result<(), Error> {
+        let path = self.dir.join(FILE);
+        // From here on the old file may have lost its name.
+        self.file = None;
+        let install = || fs::rename(&snapshot.path, &path).and_then(|()| File::open(&self.dir)?.sync_all());
+        install().map_err(failed("replace", &path))?;
+        self.compact_above = COMPACT_AFTER + 2 * snapshot.lines;
+        (self.file, self.length, self.lines) = (Some(snapshot.file), snapshot.length, snapshot.lines);
+        Ok(())
+    }
+}
+
+/// A whole ledger in a file that does not have the journal's name yet.
+struct Snapshot {
+    path: PathBuf,
+    file: File,
+    length: u64,
+    lines: usize,
+}
+
+impl Snapshot {
+    fn write(dir: &Path, ledger: &Ledger) -> Result<Self, Error> {
+        let path = dir.join(SNAPSHOT);
+        let (mut text, mut lines) = (Vec::new(), 0);
+        for record in ledger.records() {
+            text.extend(line(&record));
+            lines += 1;
+        }
+        let write = || {
+            let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&path)?;
+            file.write_all(&text)?;
+            file.sync_all()?;
+            Ok(file)
+        };
+        match write() {
+            Ok(file) => Ok(Self { path, file, length: text.len() as u64, lines }),
+            Err(source) => {
+                // A part of it must not take the last of a full disk.
+                let _ = fs::remove_file(&path);
+                Err(failed("write", &path)(source))
+            }
+        }
     }
 }
 
@@ -106,8 +229,9 @@ fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
 }
 
 fn lock(path: &Path) -> Result<Flock<File>, Error> {
-    let open = || File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
-    let mut file = open().map_err(failed("open", path))?;
+    let create = || File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
+    let mut file =
+        create().or_else(|error| File::open(path).map_err(|_| error)).map_err(failed("open", path))?;
     let started = Instant::now();
     loop {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
@@ -117,27 +241,6 @@ fn lock(path: &Path) -> Result<Flock<File>, Error> {
         }
         std::thread::park_timeout(LOCK_RETRY);
     }
-}
-
-/// Writes the whole ledger into a file that takes the place of the old one.
-fn write_snapshot(dir: &Path, ledger: &Ledger) -> Result<(File, u64, usize), Error> {
-    let (path, temporary) = (dir.join(FILE), dir.join("journal.new"));
-    let (mut text, mut lines) = (Vec::new(), 0);
-    for record in ledger.records() {
-        text.extend(line(&record));
-        lines += 1;
-    }
-    let write = || {
-        let mut file =
-            File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
-        file.write_all(&text)?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
-        File::open(dir)?.sync_all()?;
-        Ok(file)
-    };
-    let file = write().map_err(failed("write", &path))?;
-    Ok((file, text.len() as u64, lines))
 }
 
 fn line(record: &LedgerRecord) -> Vec<u8> {

@@ -11,6 +11,8 @@ const CAPABILITIES: &[&str] = &[
     "NET_ADMIN",
     // Entering a pod's network namespace, to look at what is there.
     "SYS_ADMIN",
+    // Writing into a CNI directory that does not belong to root, as the official cni-plugins archives and Kubespray leave it.
+    "DAC_OVERRIDE",
 ];
 
 /// The DaemonSet.
@@ -64,21 +66,26 @@ fn pod(options: &Options) -> Value {
 fn container(options: &Options) -> Value {
     let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
     args.extend(options.ignore_interfaces.iter().map(|pattern| format!("--ignore-interfaces={pattern}")));
+    args.extend(options.runtime_socket.iter().map(|path| format!("--runtime-socket={path}")));
     json!({
         "name": "node",
         "image": options.image,
         "imagePullPolicy": options.image_pull_policy.text(),
         "command": [PROGRAM],
         "args": args,
-        "env": [super::from_field("NODE_NAME", "spec.nodeName")],
+        "env": [
+            super::from_field("NODE_NAME", "spec.nodeName"),
+            super::from_field("PATCHBAY_POD_UID", "metadata.uid"),
+        ],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
         "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            // Read-only until something has to be written there. HostToContainer: what the host mounts later is seen.
-            {"name": "host", "mountPath": HOST_ROOT, "mountPropagation": "HostToContainer", "readOnly": true},
+            // Read-only until something has to be written there. Without mount propagation: a host whose root is a private
+            // mount would refuse to start the container, and the daemon needs no later mount of the host.
+            {"name": "host", "mountPath": HOST_ROOT, "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},
             {"name": "cni-bin", "mountPath": CNI_BIN_DIR},

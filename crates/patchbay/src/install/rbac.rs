@@ -153,7 +153,7 @@ fn node_in_the_cluster() -> Value {
         {
             "apiGroups": [GROUP],
             "resources": ["ipblocks"],
-            "verbs": ["get", "list", "watch", "create", "update", "delete"],
+            "verbs": ["get", "list", "watch", "create", "update", "patch", "delete"],
         },
         {"apiGroups": [GROUP], "resources": ["ipblocks/status"], "verbs": ["patch"]},
         // What to keep up on the node.

@@ -210,6 +210,27 @@ fn the_node_daemon_has_no_capability_beyond_the_design() {
 }
 
 #[test]
+fn the_node_daemon_can_write_to_a_cni_directory_of_another_user() {
+    let container = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    assert!(list(&container["securityContext"]["capabilities"]["add"]).contains(&json!("DAC_OVERRIDE")));
+}
+
+#[test]
+fn no_mount_of_the_node_daemon_needs_a_shared_mount_of_the_host() {
+    let container = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    for mount in list(&container["volumeMounts"]) {
+        assert!(mount.get("mountPropagation").is_none(), "{mount}");
+    }
+}
+
+#[test]
+fn the_node_daemon_knows_the_uid_of_its_own_pod() {
+    let container = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    let uid = list(&container["env"]).iter().find(|variable| variable["name"] == "PATCHBAY_POD_UID").unwrap();
+    assert_eq!(uid["valueFrom"]["fieldRef"]["fieldPath"], "metadata.uid");
+}
+
+#[test]
 fn generations_of_the_node_daemon_can_overlap_because_it_declares_no_port() {
     let container = only("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
     assert!(container.get("ports").is_none());
@@ -385,6 +406,7 @@ fn flags_reach_the_programs() {
         "--controller-replicas=1",
         "--log-level=debug",
         "--ignore-interfaces=veth*,cali*",
+        "--runtime-socket=unix:///run/k0s/containerd.sock",
     ]);
     let objects = objects(&options);
     let [deployment] = of_kind(&objects, "Deployment")[..] else { panic!("no Deployment") };
@@ -392,7 +414,15 @@ fn flags_reach_the_programs() {
     assert_eq!(deployment["spec"]["replicas"], 1);
     for (object, args) in [
         (deployment, json!(["controller", "--log=debug"])),
-        (daemonset, json!(["node", "--log=debug", "--ignore-interfaces=veth*,cali*"])),
+        (
+            daemonset,
+            json!([
+                "node",
+                "--log=debug",
+                "--ignore-interfaces=veth*,cali*",
+                "--runtime-socket=/run/k0s/containerd.sock",
+            ]),
+        ),
     ] {
         let container = &object["spec"]["template"]["spec"]["containers"][0];
         assert_eq!(container["image"], "example/patchbay:test");
@@ -411,6 +441,8 @@ fn a_value_that_no_cluster_would_take_is_refused_at_the_door() {
         ["--image-pull-policy", "Sometimes"],
         ["--controller-replicas", "0"],
         ["--log-level", "info,=,"],
+        ["--runtime-socket", "containerd.sock"],
+        ["--runtime-socket", "tcp://127.0.0.1:2375"],
     ] {
         assert!(Flags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
     }

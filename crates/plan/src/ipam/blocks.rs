@@ -57,6 +57,8 @@ pub struct PendingRequests {
 #[derive(Debug, Clone, Copy)]
 pub struct BlockPlanInput<'a> {
     pub holder: &'a NodeRef,
+    /// The boot ID of this node's machine, empty if the kernel does not say. None if the API server does not keep boot IDs.
+    pub boot: Option<&'a str>,
     /// By their UID; one that is missing is gone.
     pub networks: &'a BTreeMap<Uid, Arc<Pool>>,
     /// The IPBlocks that this node holds, and those that ask it for an address, by their name.
@@ -86,6 +88,9 @@ pub enum BlockStep {
     LookupLent { block: BlockKey, address: IpAddr, object: Uid },
     /// Delete the object of a block, if it is this one.
     Delete { block: BlockKey, object: Uid },
+    /// Write the current boot ID to the object of a block, if it is this one. Nothing is allocated from a block that carries
+    /// another one.
+    UpdateBoot { block: BlockKey, object: Uid },
     /// Tell how a block is used.
     UpdateStatus { block: BlockKey, object: Uid, status: IPBlockStatus },
     /// Take a block, or borrow so many addresses if none is left.
@@ -99,6 +104,7 @@ pub enum BlockStep {
 pub enum RequestKind {
     Lookup,
     Delete,
+    UpdateBoot,
     UpdateStatus,
     Acquire,
 }
@@ -112,6 +118,7 @@ impl BlockStep {
                 Some((&block.network, RequestKind::Lookup))
             }
             Self::Delete { block, .. } => Some((&block.network, RequestKind::Delete)),
+            Self::UpdateBoot { block, .. } => Some((&block.network, RequestKind::UpdateBoot)),
             Self::UpdateStatus { block, .. } => Some((&block.network, RequestKind::UpdateStatus)),
             Self::Acquire { network, .. } | Self::AcquireAddress { network, .. } => {
                 Some((network, RequestKind::Acquire))
@@ -134,6 +141,9 @@ pub fn plan(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
     if steps.iter().any(|step| matches!(step, BlockStep::Record(_))) {
         return steps;
     }
+    for (block, holding) in ledger.holdings() {
+        steps.extend(update_boot(input, block, holding));
+    }
     steps.extend(lookup_lent(ledger, input));
     for (network, pool) in input.networks {
         steps.extend(release_idle(ledger, input, network, pool));
@@ -143,6 +153,27 @@ pub fn plan(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<BlockStep> {
         steps.extend(report_status(ledger, input, block, holding));
     }
     steps
+}
+
+/// Whether the holder may allocate from a block that the API server has, as far as boots are concerned.
+///
+/// A block that carries no boot ID may be used: if its journal is lost, all of its addresses count as in use. A block that
+/// carries the ID of another boot may not: if the journal were lost now, the addresses of this boot would count as free.
+pub fn carries_boot(object: &ObservedIpBlock, boot: &str) -> bool {
+    object.spec.boot_id.is_empty() || object.spec.boot_id == boot
+}
+
+/// Whether the holder has allocated nothing from a block since its machine booted.
+fn is_of_another_boot(object: &ObservedIpBlock, boot: Option<&str>) -> bool {
+    boot.is_some_and(|boot| !boot.is_empty() && !carries_boot(object, boot))
+}
+
+/// Marks an open block with the current boot. The journal has it as open before, so whatever the daemon allocates from it
+/// in this boot is recorded or, if the journal is lost, protected by the mark.
+fn update_boot(input: BlockPlanInput<'_>, block: &BlockKey, holding: &Holding) -> Option<BlockStep> {
+    let object = object(input, block, holding).filter(|_| holding.stage == Stage::Open)?;
+    let outdated = input.boot.is_some_and(|boot| object.spec.boot_id != boot);
+    outdated.then(|| BlockStep::UpdateBoot { block: block.clone(), object: object.uid.clone() })
 }
 
 /// The object of a block, if it is this node's.
@@ -246,6 +277,10 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
     for (block, object) in blocks {
         let network = object.spec.network.clone();
         match ledger.holdings().get(&block) {
+            // All pods that had addresses of it ended with the boot that the block carries.
+            Some(holding) if holding.stage == Stage::Unverified && is_of_another_boot(object, input.boot) => {
+                steps.push(BlockStep::Record(LedgerRecord::Acquiring { block, network }));
+            }
             // What its status says is lent is lent, whatever the journal has forgotten.
             Some(holding) if matches!(holding.stage, Stage::Unverified | Stage::Acquiring) => {
                 let new = |one: &&LentAddress| {
@@ -262,6 +297,9 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
             None if ledger.is_complete() => {
                 steps.push(BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network }));
                 steps.push(BlockStep::Record(LedgerRecord::Releasing { block }));
+            }
+            None if is_of_another_boot(object, input.boot) => {
+                steps.push(BlockStep::Record(LedgerRecord::Acquiring { block, network }));
             }
             None => steps.push(BlockStep::Record(LedgerRecord::Unverified {
                 block,

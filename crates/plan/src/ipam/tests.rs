@@ -129,6 +129,7 @@ fn a_search_goes_on_where_the_last_one_ended_and_around_the_end() {
 /// A node with one network, and what it may do.
 struct Node {
     ledger: Ledger,
+    boot: String,
     pools: BTreeMap<String, Arc<Pool>>,
     objects: BTreeMap<String, ObservedIpBlock>,
     lenders: BTreeMap<BlockKey, Option<ObservedIpBlock>>,
@@ -160,6 +161,7 @@ impl Node {
         let pools = Pool::new("blue", &ipam, |family| family.block_length(&ipam), true);
         Self {
             ledger: Ledger::default(),
+            boot: "boot".to_owned(),
             pools: BTreeMap::from([("net".to_owned(), Arc::new(pools))]),
             objects: BTreeMap::new(),
             lenders: BTreeMap::new(),
@@ -173,6 +175,7 @@ impl Node {
     /// The blocks that the API server is known to have.
     fn confirmed(&self) -> BTreeMap<String, String> {
         let ours = self.objects.iter().filter(|(_, one)| one.spec.holder == me());
+        let ours = ours.filter(|(_, one)| carries_boot(one, &self.boot));
         ours.map(|(name, one)| (name.clone(), one.uid.clone())).collect()
     }
 
@@ -182,6 +185,7 @@ impl Node {
             &self.ledger,
             BlockPlanInput {
                 holder: &me,
+                boot: Some(&self.boot),
                 networks: &self.pools,
                 objects: &self.objects,
                 lenders: &self.lenders,
@@ -221,6 +225,7 @@ impl Node {
             cidr: net(range),
             holder,
             lender,
+            boot_id: self.boot.clone(),
         };
         let object = ObservedIpBlock { uid: uid.to_owned(), spec, status: IPBlockStatus::default() };
         self.objects.insert(ipblock::name("blue", net(range)), object);
@@ -413,6 +418,7 @@ fn a_borrowed_address_is_used_once_the_holder_says_so_and_not_before() {
             cidr: net("10.0.0.0/28"),
             holder,
             lender: None,
+            boot_id: String::new(),
         };
         Some(ObservedIpBlock { uid: "around".to_owned(), spec, status })
     };
@@ -570,6 +576,7 @@ fn of_a_block_that_gives_nothing_nothing_is_free() {
         cidr: net(range),
         holder: me(),
         lender,
+        boot_id: String::new(),
     };
     let lent = vec![LentAddress { address: ip("10.0.0.1"), block: "one".to_owned() }];
     let enclosing = IPBlockStatus { used: 1, lent, ..IPBlockStatus::default() };
@@ -661,5 +668,70 @@ proptest! {
         }
         prop_assert_eq!(&replayed, &node.ledger);
         prop_assert_eq!(&compacted, &node.ledger);
+    }
+}
+
+/// A node whose only block, with an address that is lent, is not in its journal.
+fn with_lost_journal(boot_of_block: &str) -> Node {
+    let mut node = Node::new(&["10.0.0.0/28"]);
+    node.record(LedgerRecord::Incomplete);
+    node.record(LedgerRecord::Booted(node.boot.clone()));
+    node.object("10.0.0.0/28", "block", me(), None);
+    let object = node.objects.values_mut().next().unwrap();
+    object.spec.boot_id = boot_of_block.to_owned();
+    object.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "borrower".to_owned() }];
+    node
+}
+
+#[test]
+fn a_block_of_an_earlier_boot_is_reused_after_its_journal_was_lost() {
+    let mut node = with_lost_journal("an earlier boot");
+    let steps = node.settle();
+    let whole = block("10.0.0.0/28");
+    assert_eq!(node.ledger.holdings()[&whole].stage, Stage::Open);
+    assert!(node.ledger.holdings()[&whole].lent.contains_key(&ip("10.0.0.3")), "what is lent stays lent");
+    // Nothing is allocated until the block carries the current boot.
+    let update = BlockStep::UpdateBoot { block: whole, object: "block".to_owned() };
+    assert!(steps.contains(&update), "{steps:?}");
+    assert!(node.ask("p", &[]).is_err());
+    node.objects.values_mut().next().unwrap().spec.boot_id = node.boot.clone();
+    assert!(!node.settle().contains(&update));
+    assert!(node.ask("p", &[]).is_ok());
+}
+
+#[test]
+fn a_block_of_this_boot_or_of_an_unknown_one_stays_unverified_after_its_journal_was_lost() {
+    for (of_block, now) in [("boot", "boot"), ("", "boot"), ("an earlier boot", "")] {
+        let mut node = with_lost_journal(of_block);
+        node.boot = now.to_owned();
+        node.settle();
+        assert_eq!(
+            node.ledger.holdings()[&block("10.0.0.0/28")].stage,
+            Stage::Unverified,
+            "{of_block} {now}"
+        );
+        assert!(node.ask("p", &[]).is_err());
+    }
+}
+
+#[test]
+fn an_unverified_block_of_an_earlier_boot_is_reused() {
+    // A damaged journal keeps the block, but not whether the machine booted since.
+    let mut node = with_lost_journal("an earlier boot");
+    let (block, network) = (block("10.0.0.0/28"), "blue".to_owned());
+    node.record(LedgerRecord::Unverified { block: block.clone(), network, object: "block".to_owned() });
+    node.settle();
+    assert_eq!(node.ledger.holdings()[&block].stage, Stage::Open);
+}
+
+#[test]
+fn after_a_boot_a_block_is_marked_before_it_is_used_and_one_without_a_mark_is_used_at_once() {
+    for (of_block, usable) in [("an earlier boot", false), ("", true)] {
+        let mut node = Node::new(&["10.0.0.0/28"]);
+        node.acquire("10.0.0.0/28");
+        node.objects.values_mut().next().unwrap().spec.boot_id = of_block.to_owned();
+        let steps = node.settle();
+        assert!(steps.iter().any(|step| matches!(step, BlockStep::UpdateBoot { .. })), "{steps:?}");
+        assert_eq!(node.ask("p", &[]).is_ok(), usable, "{of_block:?}");
     }
 }

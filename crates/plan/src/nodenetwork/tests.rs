@@ -54,6 +54,7 @@ fn plan_status(observed: &KernelState, node: &NodeInfo) -> NodeNetworkStatus {
         last_write: None,
         networks: &[],
         netfilter: Netfilter::Off,
+        runtime: &RuntimeStatus::Unknown,
     };
     status(&input, noon())
 }
@@ -376,6 +377,7 @@ fn a_condition_keeps_its_transition_time_until_its_status_changes() {
         last_write: None,
         networks: &[],
         netfilter: Netfilter::Off,
+        runtime: &RuntimeStatus::Unknown,
     };
     let first = status(&input, noon());
     let record = PublishedState { owners: vec![], status: Some(first.clone()) };
@@ -408,6 +410,7 @@ struct Publisher {
     last_write: Option<Instant>,
     networks: Vec<NetworkOnNode>,
     netfilter: Netfilter,
+    runtime: RuntimeStatus,
 }
 
 impl Publisher {
@@ -421,6 +424,7 @@ impl Publisher {
             last_write: None,
             networks: Vec::new(),
             netfilter: Netfilter::Off,
+            runtime: RuntimeStatus::Unknown,
         };
         publisher.write();
         publisher
@@ -436,6 +440,7 @@ impl Publisher {
             last_write: self.last_write,
             networks: &self.networks,
             netfilter: self.netfilter,
+            runtime: &self.runtime,
         }
     }
 
@@ -524,6 +529,23 @@ fn bridge_netfilter_is_reported_only_on_nodes_with_bridge_networks() {
     assert_eq!((warning.status, warning.reason.as_str()), (ConditionStatus::False, "CallsIptables"));
     publisher.netfilter = Netfilter::Off;
     assert_eq!(condition(&publisher.desired(), "BridgeNetfilterOff").status, ConditionStatus::True);
+}
+
+#[test]
+fn a_missing_container_runtime_is_a_condition_that_survives_a_restart_of_the_daemon() {
+    let mut publisher = Publisher::new();
+    assert!(publisher.desired().conditions.iter().all(|condition| condition.r#type != "RuntimeFound"));
+    publisher.runtime = RuntimeStatus::NotFound("set --runtime-socket".to_owned());
+    let desired = publisher.desired();
+    let missing = condition(&desired, "RuntimeFound");
+    assert_eq!((missing.status, missing.reason.as_str()), (ConditionStatus::False, "SocketNotFound"));
+    assert!(missing.message.ends_with("are not released: set --runtime-socket"), "{}", missing.message);
+
+    publisher.write();
+    publisher.runtime = RuntimeStatus::Unknown;
+    assert_eq!(publisher.desired(), desired);
+    publisher.runtime = RuntimeStatus::Found("/run/crio/crio.sock".to_owned());
+    assert_eq!(condition(&publisher.desired(), "RuntimeFound").status, ConditionStatus::True);
 }
 
 #[test]

@@ -199,6 +199,39 @@ impl BlockController {
         Ok(())
     }
 
+    /// Writes the current boot ID to the object of a block.
+    pub(super) async fn update_boot(&mut self, block: &BlockKey, object: &str) -> Result<bool, BlockError> {
+        let network =
+            self.ipam.with_ledger(|ledger| ledger.holdings().get(block).map(|one| one.network.clone()));
+        let name = ipblock::name(&network.unwrap_or_default(), block.range);
+        let boot = Some(self.ipam.boot()).filter(|boot| !boot.is_empty());
+        let patch = json!({"metadata": {"uid": object}, "spec": {"bootID": boot}});
+        let params =
+            PatchParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PatchParams::default() };
+        match with_timeout(self.api.patch(&name, &params, &Patch::Merge(&patch))).await {
+            Ok(updated) => {
+                if updated.spec.boot_id != self.ipam.boot() {
+                    warn!(
+                        block = name,
+                        "the API server drops spec.bootID of IPBlocks; apply the CRDs of this version, otherwise blocks stay \
+                        closed when the machine is reimaged"
+                    );
+                    self.boot_ids_dropped = true;
+                }
+                self.insert(updated);
+            }
+            // The object was deleted or replaced; the watch reports it.
+            Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
+                if let Some(objects) = &mut self.objects {
+                    objects.remove(&name);
+                }
+                self.confirm_blocks();
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(true)
+    }
+
     pub(super) async fn update_status(
         &mut self,
         block: BlockKey,
@@ -250,6 +283,7 @@ impl BlockController {
             cidr: block.range,
             holder: self.holder.clone(),
             lender,
+            boot_id: self.ipam.boot().to_owned(),
         };
         let mut object = IPBlock::new(&name, spec);
         let labels = object.labels_mut();

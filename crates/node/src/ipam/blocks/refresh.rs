@@ -9,7 +9,8 @@ use tracing::warn;
 
 use super::{
     BACKOFF_MEMORY, BUSY_LENDER_TIMEOUT, BlockController, CONTENTION_BACKOFF, LENDER_BACKOFF, LENDER_TIMEOUT,
-    LenderWatch, MAX_NAMED_RANGES, REFUSED_TTL, SilentLender, UNANSWERED_CREATE_TTL, VERIFY_INTERVAL,
+    LenderWatch, MAX_NAMED_RANGES, REFUSED_TTL, SandboxFilter, SilentLender, UNANSWERED_CREATE_TTL,
+    VERIFY_INTERVAL,
 };
 use crate::{event::EventReason, ipam::PendingRequest, watch::ObjectWatch};
 
@@ -76,7 +77,7 @@ impl BlockController {
             return;
         }
         self.next_verify = now + VERIFY_INTERVAL.min(self.timings.gc_interval);
-        let Ok(live) = (self.sandboxes)().await else { return };
+        let Ok(live) = (self.sandboxes)(SandboxFilter::Witnesses).await else { return };
         for (block, is_empty) in unverified {
             let (since, witnesses) = self.witnesses.entry(block.clone()).or_insert((now, BTreeSet::new()));
             if *since + self.timings.min_lease_age >= now {

@@ -27,6 +27,7 @@ fn hold(world: &mut World, range: &str, node: &str, status: IPBlockStatus) {
             uid: world.nodes.get(node).map_or("gone".to_owned(), |node| node.uid.clone()),
         },
         lender: None,
+        boot_id: String::new(),
     };
     let object = ObservedIpBlock { uid: format!("uid-{range}"), spec, status };
     world.blocks.insert(ipblock::name("blue", cidr), Block { version: "1".to_owned(), object });
