@@ -1,4 +1,4 @@
-//! The kind `BridgeNetwork`: an L2 network on the nodes.
+//! The kind `BridgeNetwork`: an L2 network on the selected nodes.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,36 +10,37 @@ use crate::{
     ipam::{IpamSpec, IpamStatus},
 };
 
-/// The longest name of a BridgeNetwork; it becomes part of a label's key.
+/// The maximum length of a BridgeNetwork's name, which becomes part of a label key.
 pub const MAX_NETWORK_NAME: usize = 50;
-/// The users and the nodes that are named at most.
+/// The maximum number of users, and of nodes, that the status names.
 pub const MAX_STATUS_ENTRIES: usize = 10;
-/// The conditions that a network may have, ours and those of others.
+/// The maximum number of conditions, those of other controllers included.
 pub const MAX_CONDITIONS: usize = 16;
-/// The namespaces that a network may keep an attachment in.
+/// The maximum number of namespaces with a NAD of the network.
 pub const MAX_NAMESPACES: usize = 256;
-/// The MTU of a network that says nothing and has nothing to fit into.
+/// The MTU of a network without `spec.mtu` and without an overlay.
 pub const DEFAULT_MTU: i32 = 1500;
-/// The UDP port of VXLAN that IANA gave.
+/// The UDP port that IANA assigned to VXLAN.
 pub const DEFAULT_VXLAN_PORT: i32 = 4789;
 
-/// Held as long as anything uses the network. Once it is gone from an object that is being deleted, nodes undo.
+/// Finalizer that the controller keeps while the network has users. When the controller has removed it from a network
+/// that is being deleted, nodes delete their links.
 pub const FINALIZER_USERS: &str = "patchbay.dev/users";
-/// Held as long as any node has links of the network.
+/// Finalizer that the controller keeps while any node has links of the network.
 pub const FINALIZER_NODES: &str = "patchbay.dev/nodes";
-/// A node has this label, followed by the network's name, while the network is ready on it.
+/// Prefix of a Node label. The name of the network follows; the label is present while the network is ready on the node.
 pub const READY_LABEL_PREFIX: &str = "network.patchbay.dev/";
-/// The label on an attachment (NAD) that names the network which keeps it.
+/// Label on a NAD: the name of the BridgeNetwork that manages it.
 pub const NAD_NETWORK_LABEL: &str = "patchbay.dev/network";
-/// The annotation on an attachment (NAD) with the UID of the network which keeps it.
+/// Annotation on a NAD: the UID of the BridgeNetwork that manages it.
 pub const NAD_UID_ANNOTATION: &str = "patchbay.dev/network-uid";
-/// The annotation on an attachment (NAD) that says where it was made: a copy of it elsewhere is somebody else's.
+/// Annotation on a NAD: a digest of where the controller created it. It does not match on a copy, which is not managed.
 pub const NAD_ORIGIN_ANNOTATION: &str = "patchbay.dev/place";
-/// The name of the CNI plugin that joins pods to a network.
+/// The name of the CNI plugin that attaches pods to a network.
 pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
 
-// A line of text is a line for `kubectl explain` too, so these are long.
-/// What the network should be.
+// Doc comments of CRD fields are not wrapped, because `kubectl explain` keeps the line breaks.
+/// The desired state of the network.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, schemars::JsonSchema))]
 #[cfg_attr(
@@ -53,15 +54,15 @@ pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
         category = "patchbay",
         status = "BridgeNetworkStatus",
         derive = "PartialEq",
-        doc = "BridgeNetwork is an L2 network: a Linux bridge that is kept up on every selected node, the NetworkAttachmentDefinitions by which pods and virtual machines join it, and protection from being deleted while they use it.",
-        validation = Rule::new("size(self.metadata.name) <= 50 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')").message("the name of a BridgeNetwork has at most 50 characters: a-z, 0-9 and '-', no dot, and no '-' at either end"),
-        validation = Rule::new("!has(self.spec.bridge) || !has(self.spec.overlay) || self.spec.bridge != 'vx-' + self.metadata.name").message("spec.bridge has the name of the network's own VXLAN device: choose another"),
-        validation = Rule::new("has(self.spec.bridge) || !has(self.spec.uplink) || self.spec.uplink != 'br-' + self.metadata.name").message("spec.uplink has the name of the network's own bridge: set spec.bridge to another name"),
-        printcolumn = r#"{"name": "Bridge", "type": "string", "jsonPath": ".status.bridge", "description": "The bridge on the nodes"}"#,
-        printcolumn = r#"{"name": "MTU", "type": "integer", "jsonPath": ".status.mtu", "description": "The largest packet that the network carries"}"#,
-        printcolumn = r#"{"name": "Nodes", "type": "string", "jsonPath": ".status.nodes.summary", "description": "Ready nodes of selected nodes"}"#,
-        printcolumn = r#"{"name": "Users", "type": "integer", "jsonPath": ".status.users.count", "description": "Pods, virtual machines and workloads that use it"}"#,
-        printcolumn = r#"{"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type==\"Ready\")].status", "description": "Whether it works on every selected node"}"#,
+        doc = "BridgeNetwork is an L2 network for pods and virtual machines. Patchbay creates and repairs a Linux bridge on every selected node, manages the NetworkAttachmentDefinitions by which workloads attach to it, and prevents its deletion while it is in use.",
+        validation = Rule::new("size(self.metadata.name) <= 50 && self.metadata.name.matches('^[a-z0-9]([-a-z0-9]*[a-z0-9])?$')").message("the name of a BridgeNetwork has at most 50 characters: a-z, 0-9 and '-', without a dot and without '-' at either end"),
+        validation = Rule::new("!has(self.spec.bridge) || !has(self.spec.overlay) || self.spec.bridge != 'vx-' + self.metadata.name").message("spec.bridge is the name of the network's VXLAN device; choose another name"),
+        validation = Rule::new("has(self.spec.bridge) || !has(self.spec.uplink) || self.spec.uplink != 'br-' + self.metadata.name").message("spec.uplink is the name of the network's bridge; set spec.bridge to another name"),
+        printcolumn = r#"{"name": "Bridge", "type": "string", "jsonPath": ".status.bridge", "description": "Name of the bridge on the nodes"}"#,
+        printcolumn = r#"{"name": "MTU", "type": "integer", "jsonPath": ".status.mtu", "description": "Effective MTU in bytes"}"#,
+        printcolumn = r#"{"name": "Nodes", "type": "string", "jsonPath": ".status.nodes.summary", "description": "Ready nodes / selected nodes"}"#,
+        printcolumn = r#"{"name": "Users", "type": "integer", "jsonPath": ".status.users.count", "description": "Number of pods, virtual machines and workloads that use the network"}"#,
+        printcolumn = r#"{"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type==\"Ready\")].status", "description": "Whether the network is ready on every selected node"}"#,
         printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
     )
 )]
@@ -69,59 +70,59 @@ pub const BRIDGE_PLUGIN: &str = "patchbay-bridge";
     feature = "kube",
     schemars(extend("x-kubernetes-validations" = [
         {"rule": "has(self.bridge) == has(oldSelf.bridge) && (!has(self.bridge) || self.bridge == oldSelf.bridge)",
-         "message": "spec.bridge cannot be changed, set or unset later: make another BridgeNetwork", "fieldPath": ".bridge"},
+         "message": "spec.bridge cannot be changed, set or unset later; create another BridgeNetwork", "fieldPath": ".bridge"},
         {"rule": "has(self.overlay) == has(oldSelf.overlay)",
-         "message": "spec.overlay cannot be set or unset later: make another BridgeNetwork"},
+         "message": "spec.overlay cannot be set or unset later; create another BridgeNetwork"},
         {"rule": "!has(self.overlay) || !has(oldSelf.overlay) || self.overlay.vni == oldSelf.overlay.vni",
-         "message": "spec.overlay.vni cannot be changed: make another BridgeNetwork"},
+         "message": "spec.overlay.vni cannot be changed; create another BridgeNetwork"},
         {"rule": "(has(self.attachment) && has(self.attachment.name)) == (has(oldSelf.attachment) && has(oldSelf.attachment.name)) && (!has(self.attachment) || !has(self.attachment.name) || self.attachment.name == oldSelf.attachment.name)",
-         "message": "spec.attachment.name cannot be changed, set or unset later: make another BridgeNetwork"},
+         "message": "spec.attachment.name cannot be changed, set or unset later; create another BridgeNetwork"},
         {"rule": "!has(self.uplink) || !has(self.overlay)",
-         "message": "spec.uplink and spec.overlay exclude each other: frames would come back over the other way"},
+         "message": "spec.uplink and spec.overlay are mutually exclusive: together they would form a bridging loop"},
         {"rule": "!has(self.uplink) || !has(self.bridge) || self.uplink != self.bridge",
-         "message": "spec.uplink and spec.bridge are two links and need two names"},
+         "message": "spec.uplink and spec.bridge must have different names"},
         {"rule": "!has(self.ipam) || !has(self.mtu) || self.mtu >= 1280 || self.ipam.subnets.all(net, !net.contains(':'))",
-         "message": "IPv6 needs an mtu of at least 1280", "fieldPath": ".mtu"},
+         "message": "IPv6 subnets need an mtu of at least 1280", "fieldPath": ".mtu"},
     ]))
 )]
 #[serde(rename_all = "camelCase")]
 pub struct BridgeNetworkSpec {
-    /// The name of the bridge on the nodes, at most 15 characters. Derived from the network's name if it is not set. Cannot be changed, set or unset later.
+    /// The name of the Linux bridge on the nodes, at most 15 characters. Defaults to br-NAME, shortened with a hash if it is too long. Immutable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(with = "Option<String>", length(min = 1, max = 15), regex(pattern = r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$"), extend("x-kubernetes-validations" = [{"rule": "!(self in ['all', 'default', 'lo', 'bonding_masters'])", "message": "this name means something else to the kernel; choose another"}])))]
+    #[cfg_attr(feature = "kube", schemars(with = "Option<String>", length(min = 1, max = 15), regex(pattern = r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$"), extend("x-kubernetes-validations" = [{"rule": "!(self in ['all', 'default', 'lo', 'bonding_masters'])", "message": "this name is reserved by the kernel; choose another name"}])))]
     pub bridge: Option<IfName>,
-    /// The largest packet that the network should carry, in bytes. The effective value is in status.mtu: an overlay cannot carry more than the link between the nodes less 50 bytes (70 over IPv6).
+    /// The desired MTU in bytes. Defaults to 1500, or with an overlay to the largest possible value. The effective value is in status.mtu: an overlay is limited to the MTU of the links between the nodes minus 50 bytes (70 over IPv6).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 576, max = 9216)))]
     pub mtu: Option<i32>,
-    /// The nodes that get the network, by their labels; every node if it is not set.
+    /// Selects the nodes that get the network by their labels. If not set, all nodes get it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-validations" = [{"rule": "(!has(self.matchLabels) || self.matchLabels.all(key, !key.startsWith('network.patchbay.dev/'))) && (!has(self.matchExpressions) || self.matchExpressions.all(one, !one.key.startsWith('network.patchbay.dev/')))", "message": "labels that begin with network.patchbay.dev/ say where networks work and cannot select nodes for one: choose other labels"}])))]
+    #[cfg_attr(feature = "kube", schemars(extend("x-kubernetes-validations" = [{"rule": "(!has(self.matchLabels) || self.matchLabels.all(key, !key.startsWith('network.patchbay.dev/'))) && (!has(self.matchExpressions) || self.matchExpressions.all(one, !one.key.startsWith('network.patchbay.dev/')))", "message": "labels with the prefix network.patchbay.dev/ are set by Patchbay and cannot select nodes; use other labels"}])))]
     pub node_selector: Option<LabelSelector>,
-    /// A NIC that every selected node gives to the bridge as a port, so that pods reach what is behind it. It must carry nothing that the node needs.
+    /// The NIC that becomes a port of the bridge on every selected node, so that pods reach the network behind it. The node must not use this NIC for its own traffic. Mutually exclusive with overlay.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(with = "Option<String>", length(min = 1, max = 15), regex(pattern = r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$"), extend("x-kubernetes-validations" = [{"rule": "self != 'lo'", "message": "the loopback is no uplink"}])))]
+    #[cfg_attr(feature = "kube", schemars(with = "Option<String>", length(min = 1, max = 15), regex(pattern = r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$"), extend("x-kubernetes-validations" = [{"rule": "self != 'lo'", "message": "the loopback cannot be an uplink"}])))]
     pub uplink: Option<IfName>,
-    /// Connects the bridges of the selected nodes with VXLAN over the nodes' own network. It is not encrypted.
+    /// Connects the bridges of the selected nodes by VXLAN over the node network. Traffic is not encrypted. Mutually exclusive with uplink. Cannot be set or unset later.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<Overlay>,
-    /// The NetworkAttachmentDefinitions to keep, by which pods and virtual machines join.
+    /// The NetworkAttachmentDefinitions that Patchbay manages for the network, by which pods and virtual machines attach to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attachment: Option<AttachmentSpec>,
-    /// The addresses that pods get. Without it the network hands out none.
+    /// The IP addresses that pods get on the network. If not set, Patchbay allocates none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipam: Option<IpamSpec>,
 }
 
-/// A VXLAN between the selected nodes.
+/// A VXLAN overlay between the selected nodes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct Overlay {
-    /// The number of the VXLAN, unlike that of any other on the same port. Cannot be changed.
+    /// The VXLAN network identifier (VNI). It must be unique among the networks on the same port. Immutable.
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 16_777_215)))]
     pub vni: i32,
-    /// The UDP port that nodes send the frames to.
+    /// The UDP destination port of the VXLAN packets.
     #[serde(default = "default_port")]
     #[cfg_attr(feature = "kube", schemars(range(min = 1, max = 65535)))]
     pub port: i32,
@@ -131,19 +132,19 @@ fn default_port() -> i32 {
     DEFAULT_VXLAN_PORT
 }
 
-/// The NetworkAttachmentDefinitions of a network.
+/// The NetworkAttachmentDefinitions that Patchbay manages for a network.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct AttachmentSpec {
-    /// The name of the NetworkAttachmentDefinitions; the network's name if it is not set. Cannot be changed, set or unset later.
+    /// The name of the NetworkAttachmentDefinitions. Defaults to the name of the network. Immutable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
         schemars(length(min = 1, max = 63), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))
     )]
     pub name: Option<String>,
-    /// The namespaces that get one.
+    /// The namespaces that get a NetworkAttachmentDefinition.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<NamespaceName>", transform = list_schema::set(MAX_NAMESPACES)))]
     pub namespaces: Vec<String>,
@@ -159,12 +160,12 @@ struct NamespaceName(
 );
 
 impl BridgeNetworkSpec {
-    /// The bridge's name on the nodes.
+    /// The name of the bridge on the nodes.
     pub fn bridge_name(&self, network: &str) -> IfName {
         self.bridge.clone().unwrap_or_else(|| link_name("br", network))
     }
 
-    /// The VXLAN device's name on the nodes.
+    /// The name of the VXLAN device on the nodes.
     pub fn vxlan_name(network: &str) -> IfName {
         link_name("vx", network)
     }
@@ -174,28 +175,28 @@ impl BridgeNetworkSpec {
         self.attachment.as_ref().and_then(|attachment| attachment.name.as_deref()).unwrap_or(network)
     }
 
-    /// The namespaces that have one.
+    /// The namespaces with a NetworkAttachmentDefinition.
     pub fn namespaces(&self) -> &[String] {
         self.attachment.as_ref().map_or(&[], |attachment| &attachment.namespaces)
     }
 }
 
-/// `br-blue`, or, for a name that is too long, its beginning and a digest of all of it.
+/// `br-blue`, or for a name that is too long its start and a digest of the whole name.
 fn link_name(prefix: &str, network: &str) -> IfName {
     let whole = format!("{prefix}-{network}");
     whole.parse().unwrap_or_else(|_| {
         let head: String = network.chars().filter(char::is_ascii_alphanumeric).take(5).collect();
         let name = format!("{prefix}-{head}-{:06x}", digest([network]) & 0x00ff_ffff);
-        name.parse().expect("15 letters, digits and dashes are a name")
+        name.parse().expect("15 letters, digits and dashes are a valid name")
     })
 }
 
-/// What became of the network.
+/// The observed state of the network.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct BridgeNetworkStatus {
-    /// The generation of the spec that this status speaks of.
+    /// The generation of the spec that the controller has acted on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub observed_generation: Option<i64>,
@@ -203,74 +204,74 @@ pub struct BridgeNetworkStatus {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 15)))]
     pub bridge: Option<String>,
-    /// The largest packet that the network carries, in bytes: what the bridge, the attachments and new pods have.
+    /// The effective MTU in bytes, of the bridge, the NetworkAttachmentDefinitions and new pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: Option<i32>,
-    /// On how many nodes it works.
+    /// On how many nodes the network is ready.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nodes: Option<NodeCounts>,
-    /// The first ten nodes on which it does not work, with the reason.
+    /// The first ten nodes on which the network is not ready, with the reason.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("node", MAX_STATUS_ENTRIES)))]
     pub not_ready: Vec<NotReadyNode>,
-    /// Who uses it.
+    /// The pods, virtual machines and workloads that use the network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub users: Option<NetworkUsers>,
-    /// Running pods whose interface still has the smaller MTU that the network had when they started; they get the new one when they are made anew.
+    /// The number of running pods whose interface still has the smaller MTU that the network had when they started. Recreate them to apply the new MTU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub pods_with_old_mtu: Option<i32>,
-    /// How many addresses it has.
+    /// How many addresses the network has, by IP family.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipam: Option<IpamStatus>,
-    /// Ready: it works on every selected node and its attachments are in place. InUse: somebody uses it, which deletion waits for. Conflict: something else has a name or number that it needs. MtuReduced: spec.mtu is more than the nodes can carry. AddressesExhausted: no address is left. SubnetsDraining: pods still have addresses that spec.ipam does not name any more.
+    /// Ready: the network is ready on every selected node and its NetworkAttachmentDefinitions are in place. InUse: the network has users, and its deletion waits for them. Conflict: another network or link has a name, NIC or VNI that the network needs. MtuReduced: spec.mtu is larger than the nodes can carry. AddressesExhausted: no address is free. SubnetsDraining: pods still have addresses that spec.ipam no longer contains.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,
 }
 
-/// On how many nodes a network works.
+/// On how many nodes a network is ready.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NodeCounts {
-    /// The nodes that the selector selects.
+    /// The number of selected nodes.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub desired: i32,
-    /// Those of them on which it works.
+    /// The number of selected nodes on which the network is ready.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub ready: i32,
-    /// Both, as ready/desired.
+    /// Both numbers, as ready/desired.
     #[cfg_attr(feature = "kube", schemars(length(max = 32)))]
     pub summary: String,
 }
 
-/// A node on which a network does not work.
+/// A node on which a network is not ready.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NotReadyNode {
-    /// The node.
+    /// The name of the node.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     pub node: String,
-    /// Why, in one word for programs.
+    /// The reason, as a CamelCase word for programs.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 64)))]
     pub reason: String,
-    /// Why, and what to do about it, for people.
+    /// The details of the reason and what to do about it, for people.
     #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
     pub message: String,
 }
 
-/// Who uses a network.
+/// The pods, virtual machines and workloads that use a network.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NetworkUsers {
-    /// How many.
+    /// The number of users.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub count: i32,
-    /// The first ten of them, as Kind namespace/name.
+    /// The first ten users, as Kind namespace/name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<NetworkUserName>", transform = list_schema::atomic(MAX_STATUS_ENTRIES)))]
     pub first: Vec<String>,
@@ -288,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_named_after_the_network_and_never_over_15_bytes() {
+    fn links_are_named_after_the_network_with_at_most_15_bytes() {
         let spec = BridgeNetworkSpec::default();
         assert_eq!(spec.bridge_name("blue").as_str(), "br-blue");
         assert_eq!(spec.bridge_name("exactly-12-x").as_str(), "br-exactly-12-x");
@@ -300,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_wins_over_what_is_derived() {
+    fn fields_of_the_spec_override_derived_names() {
         let spec: BridgeNetworkSpec = serde_json::from_str(
             r#"{"bridge": "lan", "overlay": {"vni": 7}, "attachment": {"name": "nad", "namespaces": ["a"]}}"#,
         )
@@ -313,7 +314,7 @@ mod tests {
 
     #[cfg(feature = "kube")]
     #[test]
-    fn the_rules_know_the_names_that_are_derived() {
+    fn the_cel_rules_use_the_derived_names() {
         use kube::CustomResourceExt as _;
         let text = serde_json::to_string(&BridgeNetwork::crd()).unwrap();
         for rule in [

@@ -1,14 +1,14 @@
-//! A short digest of text, the same in every version of the program and on every machine.
+//! A 64-bit digest of text that is the same in every version and on every machine.
 //!
-//! Names and marks on links are derived with it, and what was derived yesterday must be recognised tomorrow. It keeps
-//! apart what people choose; it is no defence against somebody who looks for two texts with one digest.
+//! Link names and ownership MAC addresses are derived from it, so it must never change. It is not cryptographic: an
+//! attacker can construct two texts with the same digest.
 
-/// The digest of several texts, each kept apart from the next.
+/// The digest of a sequence of texts. The boundaries between the texts count.
 pub fn digest<'a>(texts: impl IntoIterator<Item = &'a str>) -> u64 {
-    // FNV-1a, then the finalizer of MurmurHash3, because FNV alone changes its high bits too little.
+    // FNV-1a, then the finalizer of MurmurHash3: FNV alone distributes the high bits poorly.
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for text in texts {
-        // No UTF-8 text holds 0xff, so it ends a text unmistakably.
+        // 0xff never occurs in UTF-8, so it is an unambiguous separator.
         for byte in text.bytes().chain([0xff]) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         }
@@ -25,13 +25,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_digest_never_changes() {
+    fn the_digest_is_stable() {
         assert_eq!(digest([]), 0xefd0_1f60_ba99_2926);
         assert_eq!(digest(["blue"]), digest(["blue"]));
     }
 
     #[test]
-    fn texts_are_kept_apart() {
+    fn text_boundaries_change_the_digest() {
         let all = [digest(["ab", "c"]), digest(["a", "bc"]), digest(["abc"]), digest(["abc", ""])];
         assert_eq!(BTreeSet::from(all).len(), all.len());
     }

@@ -1,10 +1,10 @@
-//! What is told about an error: all of it, once.
+//! Formats an error with its causes.
 
 use std::{error::Error, fmt, iter};
 
-/// An error with all its causes, on one line, for the one place where it is told.
+/// Displays an error and all its causes on one line.
 ///
-/// Some libraries repeat a cause in their own text; such a cause is not told again.
+/// Some libraries repeat the cause in their own text. Such a cause is printed once.
 ///
 /// ```
 /// let cause = std::io::Error::other("no route");
@@ -43,8 +43,8 @@ mod tests {
     }
 
     #[test]
-    fn every_cause_is_told_once() {
-        for (texts, wanted) in [
+    fn every_cause_is_printed_once() {
+        for (texts, expected) in [
             (&["refused"][..], "refused"),
             (&["read the Node", "dial", "refused"], "read the Node: dial: refused"),
             (&["read the Node", "dial: refused", "refused"], "read the Node: dial: refused"),
@@ -52,7 +52,7 @@ mod tests {
             (&["read: dial: refused", "dial: refused", "refused", "by host"], "read: dial: refused: by host"),
             (&["read", ""], "read"),
         ] {
-            assert_eq!(chain(texts), wanted);
+            assert_eq!(chain(texts), expected);
         }
     }
 }

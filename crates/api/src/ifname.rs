@@ -1,10 +1,10 @@
-//! The name of a Linux network interface, as a user may write it.
+//! The name of a Linux network interface.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-/// A name that Linux takes for a network interface.
+/// A valid name of a Linux network interface.
 ///
 /// ```
 /// assert!("eth1".parse::<api::IfName>().is_ok());
@@ -14,19 +14,19 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct IfName(String);
 
-/// Why a text is no interface name.
+/// Why a text is not a valid interface name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Nothing there.
+    /// The name is empty.
     #[error("an interface name cannot be empty")]
     Empty,
-    /// Longer than the kernel's buffer.
+    /// The name is longer than the kernel allows.
     #[error("an interface name has at most {max} bytes, this one has {0}", max = IfName::MAX)]
     TooLong(usize),
-    /// A name that means a directory.
-    #[error("\".\" and \"..\" are no interface names")]
+    /// `.` or `..`.
+    #[error("\".\" and \"..\" are not valid interface names")]
     Dots,
-    /// A character that the kernel refuses, or that would not survive the way there.
+    /// A character that the kernel or Patchbay rejects.
     #[error("an interface name cannot contain {0:?}")]
     Character(char),
 }
@@ -41,16 +41,16 @@ impl IfName {
     }
 }
 
-/// Whether the kernel or we refuse this character.
+/// Whether the kernel or Patchbay rejects this character.
 ///
-/// The kernel (`dev_valid_name`) refuses `/`, `:` and white space, and takes `%` for a template. Control
-/// characters it allows; they are refused here because they end up in terminals, paths and sysctl names.
-fn refused(c: char) -> bool {
+/// The kernel (`dev_valid_name`) rejects `/`, `:` and white space, and treats `%` as a template. It allows control
+/// characters; Patchbay rejects them because names appear in terminals, paths and sysctl names.
+fn is_invalid(c: char) -> bool {
     matches!(c, '/' | ':' | '%') || c.is_whitespace() || c.is_control()
 }
 
-/// The byte 0xA0 is white space to the kernel, also inside a UTF-8 character.
-fn kernel_space(c: char) -> bool {
+/// Whether the character contains the byte 0xA0, which the kernel treats as white space even inside UTF-8.
+fn contains_kernel_space(c: char) -> bool {
     c.encode_utf8(&mut [0; 4]).bytes().any(|byte| byte == 0xa0)
 }
 
@@ -64,7 +64,7 @@ impl FromStr for IfName {
             _ if text.len() > Self::MAX => return Err(Error::TooLong(text.len())),
             _ => {}
         }
-        match text.chars().find(|&c| refused(c) || kernel_space(c)) {
+        match text.chars().find(|&c| is_invalid(c) || contains_kernel_space(c)) {
             Some(c) => Err(Error::Character(c)),
             None => Ok(Self(text.to_owned())),
         }
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_hostile_names_and_says_why() {
+    fn rejects_hostile_names_with_the_reason() {
         assert_eq!(parse(""), Err(Error::Empty));
         assert_eq!(parse("."), Err(Error::Dots));
         assert_eq!(parse(".."), Err(Error::Dots));
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn json_goes_through_the_same_door() {
+    fn json_is_validated_too() {
         assert_eq!(serde_json::from_str::<IfName>("\"eth1\"").unwrap().as_str(), "eth1");
         assert!(serde_json::from_str::<IfName>("\"a/b\"").is_err());
     }

@@ -1,4 +1,4 @@
-//! The kind `IPBlock`: addresses of a network that one node hands out.
+//! The kind `IPBlock`: a range of addresses that one node allocates to its pods.
 
 use std::net::IpAddr;
 
@@ -8,24 +8,24 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "kube")]
 use crate::list_schema;
 
-/// The label with the name of the network.
+/// Label on an IPBlock: the name of its network.
 pub const NETWORK_LABEL: &str = "patchbay.dev/network";
-/// A block has this label, followed by the UID of a node, for each node that it concerns.
+/// Prefix of a label on an IPBlock. The UID of a node follows; the value is the node's role.
 pub const NODE_ROLE_LABEL_PREFIX: &str = "node.patchbay.dev/";
-/// The value of that label for the node that holds it.
+/// The role of the node that holds the block.
 pub const HOLDER_ROLE: &str = "holds";
-/// The value of that label for the node that lends it.
+/// The role of the node that lends a borrowed address.
 pub const LENDER_ROLE: &str = "lends";
-/// The label of single addresses that are borrowed.
+/// Label on an IPBlock that is a single borrowed address.
 pub const BORROWED_LABEL: &str = "patchbay.dev/borrowed";
-/// The addresses that are named at most in each list of a status.
+/// The maximum length of `status.lent` and `status.refused`.
 pub const MAX_STATUS_ADDRESSES: usize = 1024;
-/// The ranges of free addresses that are told at most.
+/// The maximum length of `status.spare`.
 pub const MAX_SPARE_RANGES: usize = 16;
-/// The pods of a range that is taken away that are named at most.
+/// The maximum length of `status.draining`.
 pub const MAX_DRAINING_PODS: usize = 10;
 
-/// Who hands out which addresses.
+/// A range of addresses and the node that allocates them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, schemars::JsonSchema))]
 #[cfg_attr(
@@ -39,15 +39,15 @@ pub const MAX_DRAINING_PODS: usize = 10;
         category = "patchbay",
         status = "IPBlockStatus",
         derive = "PartialEq",
-        doc = "IPBlock is a range of addresses of a BridgeNetwork that one node hands out to its pods. Nodes make and remove them by themselves: making one is how a node takes the range, and as long as it is there nobody else has it. There is nothing to edit.",
-        validation = Rule::new("self.metadata.name == self.spec.network + (self.spec.cidr.contains(':') ? '.6-' : '.') + self.spec.cidr.replace(':', '-').replace('/', '-')").message("the name of an IPBlock follows from its network and its range: let nodes make them"),
-        printcolumn = r#"{"name": "Network", "type": "string", "jsonPath": ".spec.network", "description": "The BridgeNetwork"}"#,
-        printcolumn = r#"{"name": "Range", "type": "string", "jsonPath": ".spec.cidr", "description": "The addresses"}"#,
-        printcolumn = r#"{"name": "Holder", "type": "string", "jsonPath": ".spec.holder.node", "description": "The node that hands them out"}"#,
-        printcolumn = r#"{"name": "Used", "type": "integer", "jsonPath": ".status.used", "description": "Addresses that pods of the holder have"}"#,
-        printcolumn = r#"{"name": "Free", "type": "integer", "jsonPath": ".status.free", "description": "Addresses that nobody has"}"#,
-        printcolumn = r#"{"name": "Closed", "type": "boolean", "jsonPath": ".status.closed", "description": "Whether nothing new comes out of it"}"#,
-        printcolumn = r#"{"name": "Lender", "type": "string", "jsonPath": ".spec.lender.node", "description": "The node whose block a single address was borrowed from"}"#,
+        doc = "IPBlock is a range of addresses of a BridgeNetwork that one node allocates to its pods. Nodes create and delete IPBlocks themselves: a node acquires a range by creating its IPBlock, and no other node can allocate from it while the object exists. Do not edit IPBlocks.",
+        validation = Rule::new("self.metadata.name == self.spec.network + (self.spec.cidr.contains(':') ? '.6-' : '.') + self.spec.cidr.replace(':', '-').replace('/', '-')").message("the name of an IPBlock is derived from its network and CIDR; nodes create IPBlocks"),
+        printcolumn = r#"{"name": "Network", "type": "string", "jsonPath": ".spec.network", "description": "BridgeNetwork of the addresses"}"#,
+        printcolumn = r#"{"name": "Range", "type": "string", "jsonPath": ".spec.cidr", "description": "Range of addresses"}"#,
+        printcolumn = r#"{"name": "Holder", "type": "string", "jsonPath": ".spec.holder.node", "description": "Node that allocates the addresses"}"#,
+        printcolumn = r#"{"name": "Used", "type": "integer", "jsonPath": ".status.used", "description": "Addresses allocated to pods of the holder"}"#,
+        printcolumn = r#"{"name": "Free", "type": "integer", "jsonPath": ".status.free", "description": "Free addresses"}"#,
+        printcolumn = r#"{"name": "Closed", "type": "boolean", "jsonPath": ".status.closed", "description": "Whether new allocations are disabled"}"#,
+        printcolumn = r#"{"name": "Lender", "type": "string", "jsonPath": ".spec.lender.node", "description": "Node that lends the address, if it is borrowed"}"#,
         printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
     )
 )]
@@ -55,7 +55,7 @@ pub const MAX_DRAINING_PODS: usize = 10;
     feature = "kube",
     schemars(extend("x-kubernetes-validations" = [
         {"rule": "self.network == oldSelf.network && self.networkUID == oldSelf.networkUID && self.cidr == oldSelf.cidr && self.holder.node == oldSelf.holder.node",
-         "message": "the network, the range and the holder of an IPBlock cannot be changed"},
+         "message": "network, networkUID, cidr and holder.node of an IPBlock cannot be changed"},
     ]))
 )]
 #[serde(rename_all = "camelCase")]
@@ -66,23 +66,23 @@ pub struct IPBlockSpec {
         schemars(length(min = 1, max = 50), regex(pattern = "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"))
     )]
     pub network: String,
-    /// Its UID: a network of the same name that is made later has other blocks.
+    /// The UID of the BridgeNetwork. A later network of the same name does not use this block.
     #[serde(rename = "networkUID")]
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub network_uid: String,
-    /// The addresses. Only those of them that lie in the network's subnets are handed out.
+    /// The range of addresses, in CIDR notation. Only addresses in the network's subnets are allocated.
     #[cfg_attr(
         feature = "kube",
         schemars(
             with = "String",
             length(min = 3, max = 43),
-            extend("x-kubernetes-validations" = [{"rule": "isCIDR(self) && cidr(self) == cidr(self).masked() && string(cidr(self)) == self", "message": "must be a range of addresses in its shortest form"}])
+            extend("x-kubernetes-validations" = [{"rule": "isCIDR(self) && cidr(self) == cidr(self).masked() && string(cidr(self)) == self", "message": "must be a CIDR in canonical form"}])
         )
     )]
     pub cidr: IpNet,
-    /// The node that hands them out.
+    /// The node that allocates the addresses.
     pub holder: NodeRef,
-    /// The node that has the range around a single address, and lends it.
+    /// The node that lends the address. Set only on a single borrowed address, which lies in a block of the lender.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeRef>,
     /// The boot ID of the holder's machine when the holder last recorded the block. Empty in blocks of daemons that do not record it. After a boot, the holder allocates nothing from a block until the block carries the new boot ID. If the holder has lost its journal, another boot ID proves that no running pod has an address of the block.
@@ -91,62 +91,62 @@ pub struct IPBlockSpec {
     pub boot_id: String,
 }
 
-/// A node.
+/// A reference to a Node.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NodeRef {
-    /// Its name.
+    /// The name of the Node.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     pub node: String,
-    /// The UID of its Node.
+    /// The UID of the Node.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub uid: String,
 }
 
-/// How the block is used, as its holder says.
+/// The usage of the block, reported by its holder.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct IPBlockStatus {
-    /// Addresses that pods of the holder have. Told now and then, not at each change.
+    /// The number of addresses allocated to pods of the holder. Reported periodically, not at each change.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub used: i32,
-    /// Addresses that nobody has.
+    /// The number of free addresses.
     #[serde(default)]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub free: i32,
-    /// Some of those that nobody has, as first-last, for nodes that look for a single one.
+    /// Some ranges of free addresses, as first-last. Nodes without a block borrow single addresses from them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<SpareRange>", transform = list_schema::atomic(MAX_SPARE_RANGES)))]
     pub spare: Vec<String>,
-    /// Single addresses that other nodes may hand out.
+    /// The addresses that are lent to other nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(MAX_STATUS_ADDRESSES)))]
     pub lent: Vec<LentAddress>,
-    /// The UIDs of IPBlocks that ask for an address which is not to be had.
+    /// The UIDs of IPBlocks whose request to borrow an address was refused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<ObjectUid>", transform = list_schema::atomic(MAX_STATUS_ADDRESSES)))]
     pub refused: Vec<String>,
-    /// Nothing new comes out of it: its holder does not know which addresses are in use.
+    /// True if new allocations from the block are disabled, because its holder cannot verify which addresses are in use.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub closed: bool,
-    /// The first ten pods that have an address which the network does not give any more, as namespace/name address.
+    /// The first ten pods with an address that spec.ipam of the network no longer contains, as namespace/name address.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<DrainingPod>", transform = list_schema::atomic(MAX_DRAINING_PODS)))]
     pub draining: Vec<String>,
 }
 
-/// An address that another node hands out.
+/// An address that is lent to another node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct LentAddress {
-    /// The address.
+    /// The IP address.
     #[cfg_attr(feature = "kube", schemars(with = "String", length(min = 2, max = 39)))]
     pub address: IpAddr,
-    /// The UID of the IPBlock that asked for it.
+    /// The UID of the borrower's IPBlock.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub block: String,
 }
@@ -169,7 +169,7 @@ struct ObjectUid(#[schemars(length(min = 1, max = 63))] String);
 #[expect(dead_code, reason = "only its schema is used")]
 struct DrainingPod(#[schemars(length(min = 1, max = 512))] String);
 
-/// The name of the block of a network with this range.
+/// The name of the IPBlock of a network and range.
 pub fn name(network: &str, range: IpNet) -> String {
     let family = if range.addr().is_ipv6() { ".6-" } else { "." };
     format!("{network}{family}{}", range.to_string().replace([':', '/'], "-"))
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_follows_from_network_and_range_and_no_two_are_the_same() {
+    fn names_are_derived_from_network_and_range_and_are_unique() {
         let name = |network, range: &str| name(network, range.parse().unwrap());
         assert_eq!(name("blue", "10.0.0.16/28"), "blue.10.0.0.16-28");
         assert_eq!(name("blue", "fd00:c8::/120"), "blue.6-fd00-c8---120");

@@ -1,7 +1,7 @@
-//! What users of Patchbay write and read: kinds, names and formats.
+//! The API of Patchbay: custom resources, names, and the formats that users write and read.
 //!
-//! Plain data that knows no client, clock or kernel. The feature `kube` adds what makes the kinds API
-//! resources; without it everything here is serde structs and parsers.
+//! Plain data without a client, a clock or the kernel. Without the feature `kube` these are serde structs and parsers;
+//! the feature makes the kinds API resources.
 #![warn(missing_docs)]
 
 pub mod bridgenetwork;
@@ -40,20 +40,20 @@ pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vt
 pub use pattern::{IfNamePattern, IfNamePatterns};
 pub use selector::LabelSelector;
 
-/// The API group of every kind of ours.
+/// The API group of Patchbay's kinds.
 pub const GROUP: &str = "patchbay.dev";
-/// The version of every kind of ours.
+/// The API version of Patchbay's kinds.
 pub const VERSION: &str = "v1alpha1";
-/// Where the programs run.
+/// The default namespace of the controller and the node daemons.
 pub const NAMESPACE: &str = "patchbay-system";
 /// The field manager of `patchbay node`.
 pub const NODE_FIELD_MANAGER: &str = "patchbay.dev/node";
 /// The field manager of `patchbay controller`.
 pub const CONTROLLER_FIELD_MANAGER: &str = "patchbay.dev/controller";
-/// What the alias of a link made by Patchbay begins with.
+/// The prefix of the alias of every link that Patchbay creates.
 pub const LINK_ALIAS_PREFIX: &str = "patchbay/";
 
-/// Every kind of ours, in the order in which the install manifest lists them.
+/// The CRDs, in the order of the install manifest.
 #[cfg(feature = "kube")]
 pub fn crds()
 -> Vec<k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition> {
@@ -67,7 +67,7 @@ pub fn crds()
 mod tests {
     use serde_json::Value;
 
-    /// The schema of every kind, with the kind's name.
+    /// The name and the schema of every kind.
     fn schemas() -> Vec<(String, Value)> {
         let schema = |crd: &Value| crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"].clone();
         let crds = super::crds().into_iter().map(|crd| serde_json::to_value(crd).unwrap());
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn schemas_know_only_formats_that_the_api_server_knows() {
+    fn schemas_use_only_formats_that_the_api_server_supports() {
         fn formats(value: &Value, found: &mut Vec<String>) {
             match value {
                 Value::Object(map) => {
@@ -96,21 +96,21 @@ mod tests {
     }
 
     #[test]
-    fn every_field_explains_itself() {
-        fn silent(path: &str, value: &Value, found: &mut Vec<String>) {
+    fn every_field_has_a_description() {
+        fn find_undocumented(path: &str, value: &Value, found: &mut Vec<String>) {
             for (name, field) in value["properties"].as_object().into_iter().flatten() {
                 let path = format!("{path}.{name}");
                 if field["description"].as_str().is_none_or(str::is_empty) {
                     found.push(path.clone());
                 }
-                silent(&path, field, found);
-                silent(&path, &field["items"], found);
+                find_undocumented(&path, field, found);
+                find_undocumented(&path, &field["items"], found);
             }
         }
         let mut found = Vec::new();
         for (kind, schema) in schemas() {
             for part in ["spec", "status"] {
-                silent(&format!("{kind}.{part}"), &schema["properties"][part], &mut found);
+                find_undocumented(&format!("{kind}.{part}"), &schema["properties"][part], &mut found);
             }
         }
         assert_eq!(found, Vec::<String>::new());

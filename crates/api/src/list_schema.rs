@@ -1,28 +1,28 @@
-//! What the schemas of lists have in common: how long they are at most, and what two writers do to each other in them.
+//! Schema transforms for lists: the maximum length and the list type for server-side apply.
 
 use schemars::Schema;
 
-/// A list that one writer replaces as a whole.
-pub fn atomic(most: usize) -> impl Fn(&mut Schema) {
-    of_type("atomic", most)
+/// A list that a writer replaces as a whole.
+pub fn atomic(max_items: usize) -> impl Fn(&mut Schema) {
+    of_type("atomic", max_items)
 }
 
-/// A list of things that it has once.
-pub fn set(most: usize) -> impl Fn(&mut Schema) {
-    of_type("set", most)
+/// A list of unique values.
+pub fn set(max_items: usize) -> impl Fn(&mut Schema) {
+    of_type("set", max_items)
 }
 
-/// A list of things that are told apart by this field.
-pub fn map(key: &'static str, most: usize) -> impl Fn(&mut Schema) {
+/// A list of objects with this field as unique key.
+pub fn map(key: &'static str, max_items: usize) -> impl Fn(&mut Schema) {
     move |schema| {
-        of_type("map", most)(schema);
+        of_type("map", max_items)(schema);
         schema.insert("x-kubernetes-list-map-keys".to_owned(), vec![key].into());
     }
 }
 
-fn of_type(name: &'static str, most: usize) -> impl Fn(&mut Schema) {
+fn of_type(name: &'static str, max_items: usize) -> impl Fn(&mut Schema) {
     move |schema| {
-        schema.insert("maxItems".to_owned(), most.into());
+        schema.insert("maxItems".to_owned(), max_items.into());
         schema.insert("x-kubernetes-list-type".to_owned(), name.into());
     }
 }

@@ -1,4 +1,4 @@
-//! An Ethernet address.
+//! A MAC address.
 
 use std::{fmt, str::FromStr};
 
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct Mac([u8; 6]);
 
-/// Why a text is no MAC address.
+/// Why a text is not a MAC address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no MAC address: write six pairs of hexadecimal digits, such as 02:00:5e:10:00:01")]
+#[error("{0:?} is not a MAC address; write six pairs of hexadecimal digits, such as 02:00:5e:10:00:01")]
 pub struct Error(String);
 
 impl Mac {
@@ -31,19 +31,19 @@ impl FromStr for Mac {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let refused = || Error(text.chars().take(32).collect());
+        let invalid = || Error(text.chars().take(32).collect());
         let mut octets = [0; 6];
         let mut pairs = text.split([':', '-']);
         for octet in &mut octets {
-            let pair = pairs.next().ok_or_else(refused)?;
-            // from_str_radix takes a sign, a MAC address does not.
+            let pair = pairs.next().ok_or_else(invalid)?;
+            // from_str_radix accepts a sign, a MAC address must not have one.
             if pair.len() != 2 || !pair.bytes().all(|b| b.is_ascii_hexdigit()) {
-                return Err(refused());
+                return Err(invalid());
             }
-            *octet = u8::from_str_radix(pair, 16).map_err(|_| refused())?;
+            *octet = u8::from_str_radix(pair, 16).map_err(|_| invalid())?;
         }
         if pairs.next().is_some() {
-            return Err(refused());
+            return Err(invalid());
         }
         Ok(Self(octets))
     }
@@ -77,14 +77,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_spelling_is_written_the_same_way() {
+    fn every_notation_is_normalized() {
         for text in ["02:00:5e:10:00:0A", "02-00-5E-10-00-0a"] {
             assert_eq!(text.parse::<Mac>().unwrap().to_string(), "02:00:5e:10:00:0a");
         }
     }
 
     #[test]
-    fn refuses_what_is_no_mac() {
+    fn rejects_text_that_is_not_a_mac_address() {
         for text in [
             "",
             "02:00:5e:10:00",

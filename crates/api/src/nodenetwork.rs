@@ -1,4 +1,4 @@
-//! The kind `NodeNetwork`: what the network of one node looks like.
+//! The kind `NodeNetwork`: the observed network state of one node.
 
 use std::net::IpAddr;
 
@@ -9,21 +9,21 @@ use serde::{Deserialize, Serialize};
 use crate::list_schema;
 use crate::{Condition, Mac};
 
-/// The links of a node that are listed at most. With [`MAX_TOTAL_ADDRESSES`] the largest object stays below 512 KiB, a
-/// third of what the API server stores, with what it adds itself to say who wrote which field.
+/// The maximum number of listed links of a node. With [`MAX_TOTAL_ADDRESSES`] the largest object stays below 512 KiB,
+/// its managedFields included: a third of what the API server stores.
 pub const MAX_INTERFACES: usize = 512;
-/// The addresses of one link that are listed at most.
+/// The maximum number of listed addresses of one link.
 pub const MAX_ADDRESSES: usize = 64;
-/// The addresses of all links together that are listed at most.
+/// The maximum number of listed addresses of all links together.
 pub const MAX_TOTAL_ADDRESSES: usize = 2048;
-/// The longest name shown. A name of 15 bytes has up to 60 characters when all of them had to be escaped.
+/// The maximum length of a listed link name. A name of 15 bytes has up to 60 characters if all are escaped.
 pub const MAX_INTERFACE_NAME: usize = 63;
-/// The networks of a node that are listed at most, which is also how many a node takes part in.
+/// The maximum number of networks of a node.
 pub const MAX_NETWORKS: usize = 512;
-/// The longest message about a network.
+/// The maximum length of the message about a network.
 pub const MAX_MESSAGE: usize = 1024;
 
-/// A NodeNetwork has nothing to ask for: all of it is status.
+/// Empty: a NodeNetwork has only a status.
 #[cfg(feature = "kube")]
 #[derive(
     Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, kube::CustomResource, schemars::JsonSchema,
@@ -38,43 +38,43 @@ pub const MAX_MESSAGE: usize = 1024;
     no_spec,
     status = "NodeNetworkStatus",
     derive = "PartialEq",
-    doc = "NodeNetwork shows what the network of one node looks like. There is one per node, of the same name; the Patchbay daemon of that node writes it, and it goes away together with its Node. It has no spec: there is nothing to edit.",
-    printcolumn = r#"{"name": "VTEP", "type": "string", "jsonPath": ".status.vtep.address", "description": "Address that overlays between the nodes use"}"#,
-    printcolumn = r#"{"name": "Uplink", "type": "string", "jsonPath": ".status.interfaces[?(@.defaultRoute==true)].name", "description": "Link that carries the default route"}"#,
-    printcolumn = r#"{"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type==\"Ready\")].status", "description": "Whether what is shown is complete"}"#,
+    doc = "NodeNetwork shows the network state of one node: its links and its bridge networks. The Patchbay daemon of each node writes one with the name of the node, and it is deleted together with the Node. It has no spec; do not edit it.",
+    printcolumn = r#"{"name": "VTEP", "type": "string", "jsonPath": ".status.vtep.address", "description": "Address of the VXLAN tunnel endpoint"}"#,
+    printcolumn = r#"{"name": "Uplink", "type": "string", "jsonPath": ".status.interfaces[?(@.defaultRoute==true)].name", "description": "Link of the default route"}"#,
+    printcolumn = r#"{"name": "Ready", "type": "string", "jsonPath": ".status.conditions[?(@.type==\"Ready\")].status", "description": "Whether the status is complete and current"}"#,
     printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
 pub struct NodeNetworkSpec {}
 
-/// What the daemon of the node sees.
+/// The network state that the daemon of the node observes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct NodeNetworkStatus {
-    // A line of text is a line for `kubectl explain` too, so these are long.
-    /// The tunnel end point of this node: where the other nodes send the frames of overlay networks. Missing when no InternalIP of the Node is on one of its links; the condition VtepFound then says what to do.
+    // Doc comments of CRD fields are not wrapped, because `kubectl explain` keeps the line breaks.
+    /// The VXLAN tunnel endpoint (VTEP) of this node, to which other nodes send the traffic of overlay networks. Not set if no link of the node has an InternalIP of the Node; the condition VtepFound then says what to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vtep: Option<Vtep>,
-    /// The links of the node that a network can use, and those that Patchbay made, sorted by name. The loopback and links of pods and of other network software are left out (`patchbay node --ignore-interfaces`).
+    /// The links that a network can use and the links that Patchbay created, sorted by name. The loopback, links of pods and links of other network software are left out (`patchbay node --ignore-interfaces`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("name", MAX_INTERFACES)))]
     pub interfaces: Vec<Interface>,
-    /// The bridge networks that this node takes part in, or still has links of, sorted by UID. A network stands here before its first link is made and until its last link is gone.
+    /// The bridge networks that select this node or of which it still has links, sorted by UID. A network is listed from before its first link is created until its last link is deleted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
-    /// Ready: what is shown here is complete and current. VtepFound: this node can take part in overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes.
+    /// Ready: the status is complete and current. VtepFound: this node can be part of overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", 16)))]
     pub conditions: Vec<Condition>,
 }
 
-/// The tunnel end point of a node.
+/// The VXLAN tunnel endpoint of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct Vtep {
-    /// The first InternalIP of the Node that is on one of its links.
+    /// The first InternalIP of the Node that one of its links has.
     #[cfg_attr(
         feature = "kube",
         schemars(
@@ -84,10 +84,10 @@ pub struct Vtep {
         )
     )]
     pub address: IpAddr,
-    /// The link that has this address.
+    /// The name of the link that has this address.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub interface: String,
-    /// The MTU of this link, in bytes. If this link is the loopback interface: the smallest MTU of the links that lead to the other nodes. An overlay has 50 bytes less (70 over IPv6).
+    /// The MTU of this link, in bytes, or, if this link is the loopback interface, the smallest MTU of the links that lead to the other nodes. An overlay has an MTU that is 50 bytes smaller (70 over IPv6).
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: i32,
 }
@@ -97,38 +97,38 @@ pub struct Vtep {
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct Interface {
-    /// The name of the link. Bytes that are no readable text are written as \xNN.
+    /// The name of the link. Bytes that are not printable text are written as \xNN.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub name: String,
-    /// What sort of link it is, in the kernel's words, such as bridge, bond, vlan or veth; physical for a NIC.
+    /// The kernel's link type, such as bridge, bond, vlan or veth, or physical for a NIC.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub kind: String,
-    /// The hardware address, if the link has one.
+    /// The MAC address, if the link has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
         schemars(with = "Option<String>", regex(pattern = "^([0-9a-f]{2}:){5}[0-9a-f]{2}$"))
     )]
     pub mac: Option<Mac>,
-    /// The largest packet that the link takes, in bytes.
+    /// The MTU, in bytes.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: i32,
-    /// Whether the link works.
+    /// The operational state.
     pub state: LinkState,
-    /// The addresses of the link with their prefix length. IPv6 link-local and temporary addresses are left out.
+    /// The addresses with their prefix length. IPv6 link-local and temporary addresses are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<InterfaceAddress>", transform = list_schema::atomic(MAX_ADDRESSES)))]
     pub addresses: Vec<IpNet>,
-    /// The bridge, bond or VRF that this link is a port of.
+    /// The name of the bridge, bond or VRF that this link is a port of.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub master: Option<String>,
-    /// True if the node's default route (IPv4 or IPv6) goes over this link.
+    /// True if a default route of the node (IPv4 or IPv6) uses this link.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub default_route: bool,
 }
 
-/// A bridge network on one node.
+/// The state of a BridgeNetwork on one node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
@@ -142,19 +142,19 @@ pub struct NetworkOnNode {
     /// The generation of the BridgeNetwork that the node has acted on.
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub observed_generation: i64,
-    /// Whether the network works on this node: its bridge is up, and so is what connects it with other nodes.
+    /// Whether the network is ready on this node: its bridge is up, and so is the uplink or VXLAN device.
     pub ready: bool,
-    /// Why, in one word for programs.
+    /// The reason, as a CamelCase word for programs.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 64)))]
     pub reason: String,
-    /// Why, and what to do about it, for people.
+    /// The details of the reason and what to do about it, for people.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 1024)))]
     pub message: String,
     /// The name of the bridge.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 15)))]
     pub bridge: String,
-    /// The hardware address of the bridge, by which it is known as Patchbay's.
+    /// The MAC address of the bridge, by which Patchbay recognizes it as its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(
         feature = "kube",
@@ -165,17 +165,17 @@ pub struct NetworkOnNode {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: Option<i32>,
-    /// The ports that connect the bridge with other nodes: the uplink or the VXLAN device. Ports of pods are left out.
+    /// The ports that connect the bridge to other nodes: the uplink or the VXLAN device. Ports of pods are left out.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<PortName>", transform = list_schema::atomic(8)))]
     pub ports: Vec<String>,
-    /// Running pods of this node whose interface still has a smaller MTU than the network.
+    /// The number of running pods on this node whose interface still has a smaller MTU than the network.
     #[serde(default, skip_serializing_if = "is_zero")]
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub pods_with_old_mtu: i32,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(number: &i32) -> bool {
     *number == 0
 }
@@ -187,25 +187,25 @@ fn is_zero(number: &i32) -> bool {
 #[expect(dead_code, reason = "only its schema is used")]
 struct PortName(#[schemars(length(min = 1, max = 63))] String);
 
-/// Whether a link works.
+/// The operational state of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum LinkState {
-    /// Set up, and it can carry packets.
+    /// Up and able to carry packets.
     Up,
-    /// Set down by an administrator.
+    /// Administratively down.
     Down,
-    /// Set up, but nothing is connected.
+    /// Administratively up, but without carrier.
     NoCarrier,
-    /// Set up, but the link below it does not work.
+    /// Administratively up, but the lower link is down.
     LowerLayerDown,
-    /// Set up, and waiting for something, such as a login to the switch.
+    /// Administratively up, but waiting for an external event, such as 802.1X authentication.
     Dormant,
-    /// In a test, no packets pass.
+    /// In a test mode that passes no packets.
     Testing,
     /// The hardware is missing.
     NotPresent,
-    /// Set up; this sort of link does not say more.
+    /// Administratively up; this link type does not report more.
     Unknown,
 }
 
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn users_read_camel_case_and_metav1_conditions() {
+    fn serializes_as_camel_case_with_metav1_conditions() {
         assert_eq!(
             serde_json::to_value(status()).unwrap(),
             json!({
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back_the_same() {
+    fn a_serialized_object_deserializes_to_the_same() {
         let mut object = NodeNetwork::new("node-1", NodeNetworkSpec {});
         object.status = Some(status());
         let text = serde_json::to_string(&object).unwrap();
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kind_is_of_our_group_and_version() {
+    fn the_kind_has_the_group_and_version_of_the_api() {
         use kube::Resource as _;
 
         assert_eq!(NodeNetwork::group(&()), crate::GROUP);
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limits_in_the_schema_are_the_ones_that_the_planner_keeps() {
+    fn the_schema_has_the_limits_that_the_planner_enforces() {
         let interfaces = schema()["properties"]["status"]["properties"]["interfaces"].clone();
         assert_eq!(interfaces["maxItems"], json!(MAX_INTERFACES));
         let fields = &interfaces["items"]["properties"];

@@ -1,7 +1,7 @@
-//! IfNamePatterns for interface names.
+//! Glob patterns for interface names.
 //!
-//! Shell globs: `*` is any run of characters, `?` any one, `[0-9a-f]` one of a set and `[!0-9]` one outside
-//! of it. Matching is linear in pattern times name, whatever somebody writes.
+//! `*` matches any number of characters, `?` any one, `[0-9a-f]` one of a set and `[!0-9]` one outside of it. Matching
+//! takes at most time proportional to the length of the pattern times the length of the name.
 
 use std::{fmt, str::FromStr};
 
@@ -9,55 +9,55 @@ use std::{fmt, str::FromStr};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IfNamePattern {
     text: String,
-    tokens: Vec<Token>,
+    tokens: Vec<GlobToken>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Token {
-    Any,
-    Run,
+enum GlobToken {
+    AnyChar,
+    AnySequence,
     Exactly(char),
     OneOf { ranges: Vec<(char, char)>, negated: bool },
 }
 
-/// Why a text is no pattern.
+/// Why a text is not a valid pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// Nothing between two commas is ignored, a pattern of its own cannot be nothing.
+    /// The pattern is empty.
     #[error("a pattern cannot be empty")]
     Empty,
-    /// No interface name is that long.
+    /// The pattern is too long.
     #[error("a pattern has at most {max} bytes, this one has {0}", max = IfNamePattern::MAX)]
     TooLong(usize),
-    /// No interface name contains it.
-    #[error("no interface name contains {0:?}, so the pattern would never match")]
+    /// A character that no interface name contains.
+    #[error("the pattern contains {0:?}, which no interface name contains, so it never matches")]
     Character(char),
-    /// `[` without its end.
-    #[error("pattern {0:?} opens a set with '[' and does not close it with ']'")]
-    Open(String),
-    /// `[]` or a range that ends before it begins.
+    /// `[` without `]`.
+    #[error("pattern {0:?} has a '[' without a closing ']'")]
+    UnclosedSet(String),
+    /// `[]`, or a range that ends before it starts.
     #[error("pattern {0:?} has an empty set")]
     EmptySet(String),
 }
 
 impl IfNamePattern {
-    /// The longest pattern in bytes: fifteen sets such as `[0-9a-f]`, and room to spare.
+    /// The maximum length in bytes: more than fifteen sets such as `[0-9a-f]`.
     pub const MAX: usize = 255;
 
-    /// Whether the whole name fits.
+    /// Whether the pattern matches the whole name.
     pub fn matches(&self, name: &str) -> bool {
         let name: Vec<char> = name.chars().collect();
         let (mut at, mut token) = (0, 0);
-        // Where to go on when the last run has to take one character more. Only the last run matters: a
-        // shorter take of an earlier one can never reach further.
+        // Where to continue if the last `*` has to match one character more. Only the last one matters:
+        // a different match of an earlier `*` can never reach further.
         let mut retry: Option<(usize, usize)> = None;
         while at < name.len() {
             match self.tokens.get(token) {
-                Some(Token::Run) => {
+                Some(GlobToken::AnySequence) => {
                     retry = Some((token + 1, at + 1));
                     token += 1;
                 }
-                Some(one) if one.takes(name[at]) => {
+                Some(one) if one.accepts(name[at]) => {
                     at += 1;
                     token += 1;
                 }
@@ -68,15 +68,15 @@ impl IfNamePattern {
                 }
             }
         }
-        self.tokens[token..].iter().all(|rest| *rest == Token::Run)
+        self.tokens[token..].iter().all(|rest| *rest == GlobToken::AnySequence)
     }
 }
 
-impl Token {
-    fn takes(&self, c: char) -> bool {
+impl GlobToken {
+    fn accepts(&self, c: char) -> bool {
         match self {
-            Self::Any => true,
-            Self::Run => false,
+            Self::AnyChar => true,
+            Self::AnySequence => false,
             Self::Exactly(own) => *own == c,
             Self::OneOf { ranges, negated } => {
                 ranges.iter().any(|&(from, to)| (from..=to).contains(&c)) != *negated
@@ -85,20 +85,20 @@ impl Token {
     }
 }
 
-/// Reads the set that follows a `[`.
-fn set(text: &str, chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Result<Token, Error> {
+/// Parses the set after a `[`.
+fn parse_set(text: &str, chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Result<GlobToken, Error> {
     let negated = chars.next_if(|&c| c == '!' || c == '^').is_some();
     let mut ranges = Vec::new();
     loop {
-        let from = chars.next().ok_or_else(|| Error::Open(text.to_owned()))?;
+        let from = chars.next().ok_or_else(|| Error::UnclosedSet(text.to_owned()))?;
         if from == ']' {
             break;
         }
         let mut to = from;
         if chars.peek() == Some(&'-') {
             chars.next();
-            match chars.next().ok_or_else(|| Error::Open(text.to_owned()))? {
-                // A hyphen at the end is a hyphen.
+            match chars.next().ok_or_else(|| Error::UnclosedSet(text.to_owned()))? {
+                // A hyphen at the end is literal.
                 ']' => {
                     ranges.extend([(from, from), ('-', '-')]);
                     break;
@@ -114,7 +114,7 @@ fn set(text: &str, chars: &mut std::iter::Peekable<std::str::Chars<'_>>) -> Resu
     if ranges.is_empty() {
         return Err(Error::EmptySet(text.to_owned()));
     }
-    Ok(Token::OneOf { ranges, negated })
+    Ok(GlobToken::OneOf { ranges, negated })
 }
 
 impl FromStr for IfNamePattern {
@@ -134,13 +134,13 @@ impl FromStr for IfNamePattern {
         let mut chars = text.chars().peekable();
         while let Some(c) = chars.next() {
             tokens.push(match c {
-                '*' => Token::Run,
-                '?' => Token::Any,
-                '[' => set(text, &mut chars)?,
-                other => Token::Exactly(other),
+                '*' => GlobToken::AnySequence,
+                '?' => GlobToken::AnyChar,
+                '[' => parse_set(text, &mut chars)?,
+                other => GlobToken::Exactly(other),
             });
         }
-        tokens.dedup_by(|a, b| *a == Token::Run && *b == Token::Run);
+        tokens.dedup_by(|a, b| *a == GlobToken::AnySequence && *b == GlobToken::AnySequence);
         Ok(Self { text: text.to_owned(), tokens })
     }
 }
@@ -151,7 +151,7 @@ impl fmt::Display for IfNamePattern {
     }
 }
 
-/// A comma separated list of patterns; a name fits if any of them does.
+/// A comma-separated list of patterns. A name matches if any pattern does.
 ///
 /// ```
 /// let patterns: api::IfNamePatterns = "veth*, docker?".parse().unwrap();
@@ -161,7 +161,7 @@ impl fmt::Display for IfNamePattern {
 pub struct IfNamePatterns(Vec<IfNamePattern>);
 
 impl IfNamePatterns {
-    /// Whether any pattern fits the name.
+    /// Whether any pattern matches the name.
     pub fn matches(&self, name: &str) -> bool {
         self.0.iter().any(|pattern| pattern.matches(name))
     }
@@ -170,7 +170,7 @@ impl IfNamePatterns {
 impl FromStr for IfNamePatterns {
     type Err = Error;
 
-    /// An empty text is an empty list: nothing fits.
+    /// Empty entries are ignored. An empty list matches nothing.
     fn from_str(text: &str) -> Result<Self, Error> {
         text.split(',').map(str::trim).filter(|one| !one.is_empty()).map(str::parse).collect()
     }
@@ -197,13 +197,13 @@ mod tests {
 
     use super::*;
 
-    fn fits(pattern: &str, name: &str) -> bool {
+    fn glob_matches(pattern: &str, name: &str) -> bool {
         pattern.parse::<IfNamePattern>().unwrap().matches(name)
     }
 
     #[test]
     fn matches_like_a_shell() {
-        for (pattern, name, wanted) in [
+        for (pattern, name, expected) in [
             ("eth0", "eth0", true),
             ("eth0", "eth01", false),
             ("eth0", "xeth0", false),
@@ -227,25 +227,25 @@ mod tests {
             ("eth[a-]", "eth-", true),
             ("[0-9]*_h", "12ab_h", true),
         ] {
-            assert_eq!(fits(pattern, name), wanted, "{pattern} {name}");
+            assert_eq!(glob_matches(pattern, name), expected, "{pattern} {name}");
         }
     }
 
     #[test]
-    fn refuses_patterns_that_can_never_match() {
+    fn rejects_patterns_that_can_never_match() {
         let parse = |text: &str| text.parse::<IfNamePattern>();
         assert_eq!(parse(""), Err(Error::Empty));
         assert_eq!(parse("a b"), Err(Error::Character(' ')));
         assert_eq!(parse("a/b"), Err(Error::Character('/')));
-        assert_eq!(parse("a[b"), Err(Error::Open("a[b".into())));
-        assert_eq!(parse("a[b-"), Err(Error::Open("a[b-".into())));
+        assert_eq!(parse("a[b"), Err(Error::UnclosedSet("a[b".into())));
+        assert_eq!(parse("a[b-"), Err(Error::UnclosedSet("a[b-".into())));
         assert_eq!(parse("a[]"), Err(Error::EmptySet("a[]".into())));
         assert_eq!(parse("a[z-a]"), Err(Error::EmptySet("a[z-a]".into())));
         assert_eq!(parse(&"a".repeat(256)), Err(Error::TooLong(256)));
     }
 
     #[test]
-    fn a_list_ignores_space_and_empty_entries_and_prints_what_it_holds() {
+    fn a_list_ignores_blanks_and_empty_entries() {
         let list: IfNamePatterns = " veth* ,,docker?, ".parse().unwrap();
         assert_eq!(list.to_string(), "veth*,docker?");
         assert!(list.matches("veth1") && list.matches("docker0") && !list.matches("eth0"));
@@ -254,28 +254,30 @@ mod tests {
     }
 
     #[test]
-    fn many_runs_against_a_long_name_do_not_explode() {
+    fn many_wildcards_against_a_long_name_take_no_exponential_time() {
         let pattern = "*a".repeat(127) + "b";
-        assert!(!fits(&pattern, &"a".repeat(4096)));
+        assert!(!glob_matches(&pattern, &"a".repeat(4096)));
     }
 
-    /// The textbook definition, exponential and obviously right.
-    fn slow(tokens: &[Token], name: &[char]) -> bool {
+    /// The definition of glob matching, in exponential time.
+    fn naive_matches(tokens: &[GlobToken], name: &[char]) -> bool {
         match (tokens.split_first(), name.split_first()) {
             (None, rest) => rest.is_none(),
-            (Some((Token::Run, tail)), None) => slow(tail, name),
-            (Some((Token::Run, tail)), Some((_, rest))) => slow(tail, name) || slow(tokens, rest),
-            (Some((one, tail)), Some((&c, rest))) => one.takes(c) && slow(tail, rest),
+            (Some((GlobToken::AnySequence, tail)), None) => naive_matches(tail, name),
+            (Some((GlobToken::AnySequence, tail)), Some((_, rest))) => {
+                naive_matches(tail, name) || naive_matches(tokens, rest)
+            }
+            (Some((one, tail)), Some((&c, rest))) => one.accepts(c) && naive_matches(tail, rest),
             (Some(_), None) => false,
         }
     }
 
     proptest! {
         #[test]
-        fn agrees_with_the_textbook(pattern in "[ab*?]{1,8}", name in "[ab]{0,10}") {
+        fn agrees_with_the_naive_definition(pattern in "[ab*?]{1,8}", name in "[ab]{0,10}") {
             let pattern: IfNamePattern = pattern.parse().unwrap();
             let chars: Vec<char> = name.chars().collect();
-            prop_assert_eq!(pattern.matches(&name), slow(&pattern.tokens, &chars));
+            prop_assert_eq!(pattern.matches(&name), naive_matches(&pattern.tokens, &chars));
         }
 
         #[test]

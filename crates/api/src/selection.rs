@@ -1,89 +1,90 @@
-//! What a pod says about the networks that it wants: the annotations of the multi-network de-facto standard and of multus.
+//! The annotations by which pods request networks: those of the multi-network de-facto standard and of Multus.
 //!
-//! Anybody may write an annotation, and others read it more or less strictly. Here it is read as widely as any of them
-//! does: a reference that multus would refuse costs nothing when it is counted, one that was overlooked costs a link.
+//! Users write these annotations, and their consumers differ in strictness. This parser accepts everything that any of
+//! them accepts: counting a reference that Multus rejects does no harm, but overlooking one would let a network be
+//! deleted while a pod uses it.
 
 use std::{collections::BTreeSet, fmt};
 
 use serde_json::{Map, Value};
 
-/// The annotation that names the networks of a pod.
+/// The annotation that lists the secondary networks of a pod.
 pub const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
-/// The annotation that names the network which takes the place of the cluster's own.
+/// The annotation that names the network which replaces the pod's primary network.
 pub const DEFAULT_NETWORK_ANNOTATION: &str = "v1.multus-cni.io/default-network";
-/// Where multus looks for a default network that is named without a namespace.
+/// The namespace in which Multus looks up a default network without a namespace.
 pub const MULTUS_NAMESPACE: &str = "kube-system";
-/// The networks that are read of one annotation at most.
+/// The maximum number of networks that are parsed from one annotation.
 pub const MAX_ELEMENTS: usize = 4096;
-/// The attachments that one object is taken to use at most. No pod has so many interfaces, and each that is named is kept
-/// in memory for as long as the object is there, whoever made it up.
+/// The maximum number of NADs that count as used by one object. No pod has that many interfaces, and the bound limits
+/// the memory that an object with invented names can take.
 pub const MAX_NAD_REFS: usize = 64;
-/// What is repeated of a text at most.
-const LONGEST_ECHO: usize = 64;
+/// The maximum length of user text in an error.
+const MAX_QUOTE: usize = 64;
 
-/// A NetworkAttachmentDefinition, by its names.
+/// The namespace and name of a NetworkAttachmentDefinition.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NadRef {
-    /// Where it is.
+    /// The namespace of the NAD.
     pub namespace: String,
-    /// What it is called.
+    /// The name of the NAD.
     pub name: String,
 }
 
-/// One network that a pod asks for.
+/// One network that a pod requests.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct NetworkSelectionElement {
-    /// The namespace of the attachment, if one is named.
+    /// The namespace of the NAD, if it is given.
     pub namespace: Option<String>,
-    /// The name of the attachment.
+    /// The name of the NAD.
     pub name: String,
-    /// The name that the interface should have in the pod.
+    /// The requested name of the interface in the pod.
     pub interface: Option<String>,
-    /// The hardware address that it should have.
+    /// The requested MAC address.
     pub mac: Option<String>,
-    /// The addresses that it should have.
+    /// The requested IP addresses.
     pub ips: Vec<String>,
-    /// What else the plugin is told.
+    /// Additional arguments for the plugin.
     pub cni_args: Option<Map<String, Value>>,
-    /// The claim that holds its addresses.
+    /// The name of the IPAMClaim with its addresses.
     pub ipam_claim: Option<String>,
-    /// The gateways of the pod's default route, if it should go over this network.
+    /// The gateways of the pod's default route, if it uses this network.
     pub default_route: Vec<String>,
 }
 
-/// What was read of an annotation: all that could be, and what was wrong with the rest.
+/// The result of parsing an annotation: all valid elements, and the first error.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct NetworkSelection {
-    /// In the order in which they were named.
+    /// The valid elements, in the order of the annotation.
     pub elements: Vec<NetworkSelectionElement>,
-    /// The first thing that could not be read.
+    /// The first error.
     pub error: Option<Error>,
 }
 
-/// Why a part of an annotation could not be read.
+/// Why a part of an annotation is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// It looks like JSON and is none.
-    #[error("it looks like JSON and is none: {0}")]
+    /// Invalid JSON.
+    #[error("invalid JSON: {0}")]
     Json(String),
-    /// It is JSON, but no list of objects.
-    #[error("a list of objects is expected, with a name in each")]
+    /// JSON that is not a list of objects with names.
+    #[error("expected a JSON list of objects, each with a name")]
     Shape,
-    /// A name that cannot be one.
+    /// An invalid name.
     #[error("{0:?} is not [NAMESPACE/]NAME[@INTERFACE]")]
     Name(String),
-    /// Too many.
-    #[error("only the first {MAX_ELEMENTS} networks are read")]
+    /// Too many networks.
+    #[error("the annotation lists more than {MAX_ELEMENTS} networks; the rest is ignored")]
     TooMany,
 }
 
 impl NadRef {
-    /// The attachment of this name in this namespace.
+    /// A reference to the NAD of this name in this namespace.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), name: name.into() }
     }
 
-    /// Reads `name` or `namespace/name`, as a virtual machine names a network.
+    /// Parses `name` or `namespace/name`, the form in which virtual machines refer to a NAD.
     pub fn parse(text: &str, namespace: &str) -> Option<Self> {
         let element = parse_item(text)?;
         Some(element.reference(namespace))
@@ -97,14 +98,14 @@ impl fmt::Display for NadRef {
 }
 
 impl NetworkSelectionElement {
-    /// The attachment that is meant by an object of this namespace.
+    /// The NAD that the element refers to in an object of this namespace.
     pub fn reference(&self, namespace: &str) -> NadRef {
         NadRef::new(self.namespace.as_deref().unwrap_or(namespace), self.name.as_str())
     }
 }
 
 impl NetworkSelection {
-    /// Reads the value of an annotation.
+    /// Parses the value of an annotation.
     pub fn parse(text: &str) -> Self {
         let mut selection = Self::default();
         if text.contains(['[', '{', '"']) {
@@ -116,10 +117,10 @@ impl NetworkSelection {
     }
 
     fn parse_text(&mut self, text: &str) {
-        for one in text.split(',').map(str::trim).filter(|one| !one.is_empty()) {
-            match parse_item(one) {
+        for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            match parse_item(item) {
                 Some(element) => self.push(element),
-                None => self.fail(Error::Name(short(one))),
+                None => self.fail(Error::Name(truncate(item))),
             }
         }
     }
@@ -132,7 +133,7 @@ impl NetworkSelection {
                 self.parse_value(&value);
             }
             Ok(Value::Null | Value::Bool(_) | Value::Number(_)) => self.fail(Error::Shape),
-            Err(error) => self.fail(Error::Json(short(&error.to_string()))),
+            Err(error) => self.fail(Error::Json(truncate(&error.to_string()))),
         }
     }
 
@@ -165,19 +166,21 @@ impl NetworkSelection {
     }
 }
 
-/// Every attachment that an object of this namespace names in its two annotations, each once and sorted: the first
-/// [`MAX_NAD_REFS`] of them.
+/// The NADs that an object of this namespace references in its two annotations, sorted and without duplicates, at most
+/// [`MAX_NAD_REFS`].
 ///
-/// Multus looks for a default network without a namespace in its own one; others may look in the pod's: both count.
+/// Multus looks up a default network without a namespace in its own namespace; other consumers may use the pod's. Both
+/// count.
 pub fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
     let networks = NetworkSelection::parse(networks.unwrap_or_default());
     let default = NetworkSelection::parse(default.unwrap_or_default());
-    let homes = [namespace, MULTUS_NAMESPACE];
-    let default = default.elements.iter().flat_map(|element| homes.map(|home| element.reference(home)));
+    let namespaces = [namespace, MULTUS_NAMESPACE];
+    let default =
+        default.elements.iter().flat_map(|element| namespaces.map(|namespace| element.reference(namespace)));
     limit_nad_refs(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
 }
 
-/// The first [`MAX_NAD_REFS`] of these, each once and sorted.
+/// The first [`MAX_NAD_REFS`] of these references, sorted and without duplicates.
 pub fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRef> {
     let mut found = BTreeSet::new();
     for reference in references {
@@ -189,7 +192,7 @@ pub fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRe
     found.into_iter().collect()
 }
 
-/// `[namespace/]name[@interface]`, with blanks anywhere around the parts.
+/// Parses `[namespace/]name[@interface]`, with optional blanks around the parts.
 fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
     let (namespace, rest) = match text.split_once('/') {
         Some((namespace, rest)) => (Some(namespace.trim()), rest),
@@ -213,20 +216,20 @@ fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
 }
 
 fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> {
-    // Multus is written in Go, whose JSON does not care about case.
-    let field = |wanted: &str| {
-        let exact = fields.get(wanted);
+    // Like Go's JSON decoder, which Multus uses, accept keys in any case.
+    let field = |key: &str| {
+        let exact = fields.get(key);
         exact.or_else(|| {
-            fields.iter().find(|(key, _)| key.eq_ignore_ascii_case(wanted)).map(|(_, value)| value)
+            fields.iter().find(|(name, _)| name.eq_ignore_ascii_case(key)).map(|(_, value)| value)
         })
     };
-    let text = |wanted: &str| field(wanted)?.as_str().map(str::trim).filter(|text| !text.is_empty());
-    let list = |wanted: &str| match field(wanted) {
+    let text = |key: &str| field(key)?.as_str().map(str::trim).filter(|text| !text.is_empty());
+    let list = |key: &str| match field(key) {
         Some(Value::Array(list)) => list.iter().filter_map(|one| one.as_str().map(str::to_owned)).collect(),
         Some(Value::String(one)) => vec![one.clone()],
         _ => Vec::new(),
     };
-    // A name with its namespace in front is against the standard, and seen all the same.
+    // The standard does not allow `namespace/name` here, but it is in use.
     let named = parse_item(text("name")?)?;
     let namespace = match text("namespace") {
         Some(namespace) if !is_name(namespace) => return None,
@@ -245,14 +248,14 @@ fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> 
     })
 }
 
-/// Whether an object can have this name at all.
+/// Whether this is a valid object name.
 fn is_name(text: &str) -> bool {
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '.';
     (1..=253).contains(&text.len()) && text.chars().all(inner) && !text.starts_with(['-', '.'])
 }
 
-fn short(text: &str) -> String {
-    match text.char_indices().nth(LONGEST_ECHO) {
+fn truncate(text: &str) -> String {
+    match text.char_indices().nth(MAX_QUOTE) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
     }
@@ -264,13 +267,13 @@ mod tests {
 
     use super::*;
 
-    fn named(networks: &str) -> Vec<String> {
+    fn references_in(networks: &str) -> Vec<String> {
         nad_refs(Some(networks), None, "home").iter().map(NadRef::to_string).collect()
     }
 
     #[test]
-    fn a_network_is_found_in_every_form() {
-        for (text, wanted) in [
+    fn parses_every_form_of_a_reference() {
+        for (text, expected) in [
             ("", &[][..]),
             (" , ,", &[]),
             ("a", &["home/a"]),
@@ -291,13 +294,13 @@ mod tests {
             (r#"["a", "other/b"]"#, &["home/a", "other/b"]),
             ("a.b-c", &["home/a.b-c"]),
         ] {
-            assert_eq!(named(text), wanted, "{text}");
+            assert_eq!(references_in(text), expected, "{text}");
         }
     }
 
     #[test]
-    fn what_can_be_read_is_read_and_the_rest_is_told() {
-        for (text, wanted, error) in [
+    fn valid_elements_are_kept_and_the_first_error_is_reported() {
+        for (text, expected, error) in [
             ("a,B!,c", &["home/a", "home/c"][..], Error::Name("B!".into())),
             ("x/y/z", &[], Error::Name("x/y/z".into())),
             ("a@b@c", &[], Error::Name("a@b@c".into())),
@@ -305,8 +308,8 @@ mod tests {
             (r#"[{"name": 7}]"#, &[], Error::Shape),
         ] {
             assert_eq!(
-                (named(text), NetworkSelection::parse(text).error),
-                (wanted.iter().map(|it| (*it).to_owned()).collect(), Some(error))
+                (references_in(text), NetworkSelection::parse(text).error),
+                (expected.iter().map(|it| (*it).to_owned()).collect(), Some(error))
             );
         }
         assert!(matches!(NetworkSelection::parse("[{").error, Some(Error::Json(_))));
@@ -316,16 +319,16 @@ mod tests {
     }
 
     #[test]
-    fn of_one_object_only_so_many_attachments_count_however_often_it_names_one() {
+    fn the_number_of_references_of_one_object_is_limited_without_duplicates() {
         let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
-        assert_eq!(named(&many.join(",")).len(), MAX_NAD_REFS);
+        assert_eq!(references_in(&many.join(",")).len(), MAX_NAD_REFS);
         assert_eq!(nad_refs(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_NAD_REFS);
         let one = format!("{}blue", "red,".repeat(MAX_NAD_REFS + 1));
-        assert_eq!(named(&one), ["home/blue", "home/red"]);
+        assert_eq!(references_in(&one), ["home/blue", "home/red"]);
     }
 
     #[test]
-    fn a_default_network_is_looked_for_where_multus_does_and_where_the_pod_is() {
+    fn a_default_network_counts_in_the_namespaces_of_multus_and_of_the_pod() {
         let found = |text| nad_refs(None, Some(text), "home");
         let [here, there] = ["home", "kube-system"].map(|namespace| NadRef::new(namespace, "a"));
         assert_eq!(found("a"), [here.clone(), there.clone()]);
@@ -334,10 +337,10 @@ mod tests {
     }
 
     #[test]
-    fn what_the_plugin_is_told_is_kept() {
+    fn all_fields_of_an_element_are_parsed() {
         let text = r#"[{"name": "a", "interface": "net7", "mac": "02:00:00:00:00:01", "ips": ["10.0.0.1/24"],
             "cni-args": {"x": 1}, "ipam-claim-reference": "c", "default-route": ["10.0.0.254"]}]"#;
-        let wanted = NetworkSelectionElement {
+        let expected = NetworkSelectionElement {
             namespace: None,
             name: "a".to_owned(),
             interface: Some("net7".to_owned()),
@@ -347,7 +350,7 @@ mod tests {
             ipam_claim: Some("c".to_owned()),
             default_route: vec!["10.0.0.254".to_owned()],
         };
-        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![wanted], error: None });
+        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![expected], error: None });
         assert_eq!(NetworkSelection::parse("a@net7").elements[0].interface.as_deref(), Some("net7"));
     }
 

@@ -1,4 +1,4 @@
-//! `metav1.LabelSelector`, without the client.
+//! `metav1.LabelSelector`, without a dependency on a Kubernetes crate.
 
 use std::collections::BTreeMap;
 
@@ -7,22 +7,22 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "kube")]
 use crate::list_schema;
 
-/// Which objects are meant, by their labels. All that is said must hold; nothing said means every object.
+/// Selects objects by their labels. All requirements must match; an empty selector selects every object.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
 pub struct LabelSelector {
-    /// Labels that must have exactly these values.
+    /// The labels that an object must have, with their values.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[cfg_attr(feature = "kube", schemars(extend("maxProperties" = 32)))]
     pub match_labels: BTreeMap<String, String>,
-    /// Conditions on labels.
+    /// Requirements on labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(32)))]
     pub match_expressions: Vec<LabelSelectorRequirement>,
 }
 
-/// A condition on one label.
+/// A requirement on one label.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[cfg_attr(
@@ -34,12 +34,12 @@ pub struct LabelSelector {
 )]
 #[serde(rename_all = "camelCase")]
 pub struct LabelSelectorRequirement {
-    /// The label.
+    /// The key of the label.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 317)))]
     pub key: String,
-    /// How the label is compared.
+    /// The operator: In, NotIn, Exists or DoesNotExist.
     pub operator: LabelSelectorOperator,
-    /// The values that In and NotIn compare with.
+    /// The values for In and NotIn. Must be empty for Exists and DoesNotExist.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<LabelValue>", transform = list_schema::atomic(64)))]
     pub values: Vec<String>,
@@ -52,35 +52,36 @@ pub struct LabelSelectorRequirement {
 #[expect(dead_code, reason = "only its schema is used")]
 struct LabelValue(#[schemars(length(max = 63))] String);
 
-/// How a label is compared.
+/// The operator of a requirement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 pub enum LabelSelectorOperator {
     /// The label has one of the values.
     In,
-    /// The label has none of the values, or is missing.
+    /// The label has none of the values, or does not exist.
     NotIn,
-    /// The label is there.
+    /// The label exists.
     Exists,
-    /// The label is missing.
+    /// The label does not exist.
     DoesNotExist,
 }
 
 impl LabelSelector {
-    /// Whether an object with these labels is meant.
+    /// Whether an object with these labels matches.
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         let has = |(key, value): (&String, &String)| labels.get(key) == Some(value);
-        self.match_labels.iter().all(has) && self.match_expressions.iter().all(|one| one.matches(labels))
+        self.match_labels.iter().all(has)
+            && self.match_expressions.iter().all(|requirement| requirement.matches(labels))
     }
 }
 
 impl LabelSelectorRequirement {
     fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
         let value = labels.get(&self.key);
-        let among = value.is_some_and(|value| self.values.contains(value));
+        let included = value.is_some_and(|value| self.values.contains(value));
         match self.operator {
-            LabelSelectorOperator::In => among,
-            LabelSelectorOperator::NotIn => !among,
+            LabelSelectorOperator::In => included,
+            LabelSelectorOperator::NotIn => !included,
             LabelSelectorOperator::Exists => value.is_some(),
             LabelSelectorOperator::DoesNotExist => value.is_none(),
         }
@@ -92,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_selector_means_what_kubernetes_means_by_it() {
+    fn matches_like_a_kubernetes_label_selector() {
         let labels = BTreeMap::from([("zone".to_owned(), "a".to_owned())]);
         for (text, matches) in [
             ("{}", true),

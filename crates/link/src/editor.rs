@@ -84,7 +84,7 @@ impl LinkEditor {
                 self.set("set the MTU of the link", set(*link).number(IFLA_MTU, *mtu))
             }
             Action::SetAdmin { link, admin } => self.set_admin(*link, *admin),
-            // disable_ipv6 last: it is the one that is observed, so an interrupted call is repeated.
+            // disable_ipv6 last: only this sysctl is observed, so that an interrupted call is repeated.
             Action::DisableIpv6 { name } => {
                 self.sysctls("ipv6", name, &[("accept_ra", "0"), ("disable_ipv6", "1")])
             }

@@ -197,9 +197,9 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
     let all: BTreeMap<u16, &[u8]> = parse_attributes(body.get(16..)?).collect();
     let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
     let text = |kind| all.get(&kind).map(|value| escape_text(value));
-    let info = |wanted| {
+    let info = |attribute| {
         let info = all.get(&IFLA_LINKINFO)?;
-        parse_attributes(info).find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
+        parse_attributes(info).find(|(kind, _)| *kind == attribute).map(|(_, value)| value)
     };
     let kind = info(IFLA_INFO_KIND).map(escape_text);
     let (vxlan, lower) = match (kind.as_deref(), info(IFLA_INFO_DATA)) {
@@ -230,7 +230,7 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
         ipv6_disabled: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_off(families)),
-        ipv4_isolated: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_deaf(families)),
+        ipv4_isolated: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_isolated(families)),
         vxlan,
     })
 }
@@ -247,7 +247,7 @@ fn parse_ipv6_off(families: &[u8]) -> Option<bool> {
 }
 
 /// Whether the host is isolated from IPv4 on this link, from the `IFLA_AF_SPEC` of the link.
-fn parse_ipv4_deaf(families: &[u8]) -> Option<bool> {
+fn parse_ipv4_isolated(families: &[u8]) -> Option<bool> {
     const IFLA_INET_CONF: u16 = 1;
     /// `IPV4_DEVCONF_FORWARDING`, `IPV4_DEVCONF_RP_FILTER` and `IPV4_DEVCONF_ARP_IGNORE`, counted from 1.
     const EXPECTED: [(usize, u32); 3] = [(1, 0), (8, 1), (19, 8)];
@@ -457,7 +457,7 @@ mod tests {
 
     #[test]
     fn names_that_are_not_utf8_are_escaped_and_stay_distinct() {
-        for (bytes, wanted) in [
+        for (bytes, expected) in [
             (&b"eth0\0"[..], "eth0"),
             (b"eth0", "eth0"),
             (b"a\xffb\0", "a\\xffb"),
@@ -468,7 +468,7 @@ mod tests {
             (b"some free text", "some free text"),
             (b"", ""),
         ] {
-            assert_eq!(escape_text(bytes), wanted);
+            assert_eq!(escape_text(bytes), expected);
         }
     }
 
@@ -537,7 +537,7 @@ mod tests {
             route_oif(&bytes);
             parse_vxlan(&bytes);
             parse_ipv6_off(&bytes);
-            parse_ipv4_deaf(&bytes);
+            parse_ipv4_isolated(&bytes);
             error_code(&bytes);
             escape_text(&bytes);
         }

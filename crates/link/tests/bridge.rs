@@ -297,14 +297,14 @@ fn a_hostile_router_on_the_network_changes_nothing_on_the_host() {
     for router in [&pod, &control] {
         router.ip("address add fe80::bad/64 dev net1 nodad");
     }
-    host.until(|seen| seen.links.iter().any(|link| link.name == "ctl" && link.oper == OperState::Up));
+    host.until(|observed| observed.links.iter().any(|link| link.name == "ctl" && link.oper == OperState::Up));
     for _ in 0..3 {
         advertise(&pod, "net1");
         advertise(&control, "net1");
     }
-    let seen = host.until(|seen| !seen.default_routes.is_empty());
-    let ctl = seen.links.iter().find(|link| link.name == "ctl").unwrap();
-    assert_eq!(seen.default_routes, [ctl.index]);
+    let observed = host.until(|observed| !observed.default_routes.is_empty());
+    let ctl = observed.links.iter().find(|link| link.name == "ctl").unwrap();
+    assert_eq!(observed.default_routes, [ctl.index]);
     assert_eq!(host.link("br-blue").addresses, []);
     assert_eq!(host.settle(), []);
 }

@@ -56,9 +56,9 @@ async fn changed(monitor: &Monitor) -> LinkChanges {
 async fn observe_until(monitor: &Monitor, condition: impl Fn(&KernelState) -> bool) -> KernelState {
     let observe = async {
         loop {
-            let seen = monitor.observe().await.unwrap();
-            if condition(&seen) {
-                return seen;
+            let observed = monitor.observe().await.unwrap();
+            if condition(&observed) {
+                return observed;
             }
             changed(monitor).await;
         }
@@ -66,8 +66,8 @@ async fn observe_until(monitor: &Monitor, condition: impl Fn(&KernelState) -> bo
     timeout(TIMEOUT, observe).await.expect("the condition holds within ten seconds")
 }
 
-fn find<'a>(seen: &'a KernelState, name: &str) -> Option<&'a Link> {
-    seen.links.iter().find(|link| link.name == name)
+fn find<'a>(observed: &'a KernelState, name: &str) -> Option<&'a Link> {
+    observed.links.iter().find(|link| link.name == name)
 }
 
 fn nets(link: &Link) -> Vec<String> {
@@ -79,11 +79,11 @@ fn nets(link: &Link) -> Vec<String> {
 
 #[tokio::test]
 async fn a_new_namespace_has_a_loopback_and_no_default_route() {
-    let seen = Namespace::new().monitor().observe().await.unwrap();
-    let lo = find(&seen, "lo").unwrap();
+    let observed = Namespace::new().monitor().observe().await.unwrap();
+    let lo = find(&observed, "lo").unwrap();
     assert!(lo.loopback);
     assert_eq!((lo.admin, lo.kind.as_deref()), (AdminState::Down, None));
-    assert_eq!(seen.default_routes, Vec::<u32>::new());
+    assert_eq!(observed.default_routes, Vec::<u32>::new());
 }
 
 #[tokio::test]
@@ -100,10 +100,11 @@ async fn a_veth_pair_sends_events_and_is_observed_with_all_properties() {
     ns.ip("address add 10.1.2.3/24 dev eth0");
     ns.ip("address add 10.1.2.4/24 dev eth0");
     ns.ip("address add fd00::3/64 dev eth0");
-    let seen =
-        observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| nets(link).len() == 3)).await;
+    let observed =
+        observe_until(&monitor, |observed| find(observed, "eth0").is_some_and(|link| nets(link).len() == 3))
+            .await;
 
-    let (eth0, br0) = (find(&seen, "eth0").unwrap(), find(&seen, "br0").unwrap());
+    let (eth0, br0) = (find(&observed, "eth0").unwrap(), find(&observed, "br0").unwrap());
     assert_eq!(eth0.kind.as_deref(), Some("veth"));
     assert_eq!(eth0.mac.unwrap().to_string(), "02:00:00:00:00:0a");
     assert_eq!(eth0.mtu, 1400);
@@ -115,9 +116,11 @@ async fn a_veth_pair_sends_events_and_is_observed_with_all_properties() {
     assert_eq!((br0.kind.as_deref(), br0.admin), (Some("bridge"), AdminState::Down));
 
     ns.ip("link set eth1 up");
-    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.oper == OperState::Up)).await;
+    observe_until(&monitor, |observed| find(observed, "eth0").is_some_and(|link| link.oper == OperState::Up))
+        .await;
     ns.ip("link set eth0 nomaster");
-    observe_until(&monitor, |seen| find(seen, "eth0").is_some_and(|link| link.master.is_none())).await;
+    observe_until(&monitor, |observed| find(observed, "eth0").is_some_and(|link| link.master.is_none()))
+        .await;
 }
 
 #[tokio::test]
@@ -145,19 +148,19 @@ async fn only_default_routes_are_observed_of_both_families() {
     assert_eq!(monitor.observe().await.unwrap().default_routes, Vec::<u32>::new());
 
     ns.ip("route add default via 10.0.0.1 dev eth0");
-    let seen = observe_until(&monitor, |seen| !seen.default_routes.is_empty()).await;
-    let (eth0, eth1) = (find(&seen, "eth0").unwrap().index, find(&seen, "eth1").unwrap().index);
-    assert_eq!(seen.default_routes, [eth0]);
+    let observed = observe_until(&monitor, |observed| !observed.default_routes.is_empty()).await;
+    let (eth0, eth1) = (find(&observed, "eth0").unwrap().index, find(&observed, "eth1").unwrap().index);
+    assert_eq!(observed.default_routes, [eth0]);
 
     ns.ip("-6 route add default via fd00::1 dev eth1");
-    let seen = observe_until(&monitor, |seen| seen.default_routes.len() == 2).await;
-    assert_eq!(seen.default_routes, [eth0, eth1]);
+    let observed = observe_until(&monitor, |observed| observed.default_routes.len() == 2).await;
+    assert_eq!(observed.default_routes, [eth0, eth1]);
 
     ns.ip("route del default via 10.0.0.1 dev eth0");
-    let seen = observe_until(&monitor, |seen| seen.default_routes.len() == 1).await;
-    assert_eq!(seen.default_routes, [eth1]);
+    let observed = observe_until(&monitor, |observed| observed.default_routes.len() == 1).await;
+    assert_eq!(observed.default_routes, [eth1]);
     ns.ip("route add default nexthop via 10.0.0.1 dev eth0 nexthop via 192.168.0.1 dev eth2 onlink");
-    observe_until(&monitor, |seen| seen.default_routes.len() == 3).await;
+    observe_until(&monitor, |observed| observed.default_routes.len() == 3).await;
 }
 
 /// In this mode a route contains only the ID of its nexthop, and a nexthop can change without a route event.
@@ -183,14 +186,14 @@ async fn a_default_route_with_only_a_nexthop_id_resolves_to_its_links() {
     ] {
         ns.ip(line);
     }
-    let seen = observe_until(&monitor, |seen| !seen.default_routes.is_empty()).await;
-    let (eth0, eth1) = (find(&seen, "eth0").unwrap().index, find(&seen, "eth1").unwrap().index);
-    assert_eq!(seen.default_routes, [eth0]);
+    let observed = observe_until(&monitor, |observed| !observed.default_routes.is_empty()).await;
+    let (eth0, eth1) = (find(&observed, "eth0").unwrap().index, find(&observed, "eth1").unwrap().index);
+    assert_eq!(observed.default_routes, [eth0]);
     ns.ip("nexthop replace id 1 via 10.0.1.1 dev eth1");
-    observe_until(&monitor, |seen| seen.default_routes == [eth1]).await;
+    observe_until(&monitor, |observed| observed.default_routes == [eth1]).await;
     ns.ip("nexthop replace id 1 via 10.0.0.1 dev eth0");
     ns.ip("route replace default nhid 3");
-    observe_until(&monitor, |seen| seen.default_routes == [eth0, eth1]).await;
+    observe_until(&monitor, |observed| observed.default_routes == [eth0, eth1]).await;
 }
 
 #[tokio::test]
@@ -256,8 +259,8 @@ async fn a_deleted_link_sends_an_event_and_is_no_longer_observed() {
     let monitor = ns.monitor();
     assert!(find(&monitor.observe().await.unwrap(), "eth0").is_some());
     ns.ip("link del eth0");
-    let seen = observe_until(&monitor, |seen| find(seen, "eth0").is_none()).await;
-    assert!(find(&seen, "eth1").is_none());
+    let observed = observe_until(&monitor, |observed| find(observed, "eth0").is_none()).await;
+    assert!(find(&observed, "eth1").is_none());
 }
 
 #[tokio::test]
@@ -276,12 +279,12 @@ async fn other_routes_do_not_count_as_changes() {
 async fn links_with_names_and_aliases_that_are_not_utf8_are_observed() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");
-    let words = |parts: &[&[u8]]| parts.iter().map(|part| OsStr::from_bytes(part).to_owned()).collect();
-    ns.ip_os(words(&[b"link", b"set", b"eth0", b"alias", b"patchbay/\xff\xfe\n"]));
-    ns.ip_os(words(&[b"link", b"set", b"eth1", b"name", b"\xff\x1b[31m\\"]));
-    let seen = ns.monitor().observe().await.unwrap();
-    assert_eq!(find(&seen, "eth0").unwrap().alias, "patchbay/\\xff\\xfe\\x0a");
-    assert!(find(&seen, "\\xff\\x1b[31m\\x5c").is_some(), "{seen:?}");
+    let arguments = |parts: &[&[u8]]| parts.iter().map(|part| OsStr::from_bytes(part).to_owned()).collect();
+    ns.ip_os(arguments(&[b"link", b"set", b"eth0", b"alias", b"patchbay/\xff\xfe\n"]));
+    ns.ip_os(arguments(&[b"link", b"set", b"eth1", b"name", b"\xff\x1b[31m\\"]));
+    let observed = ns.monitor().observe().await.unwrap();
+    assert_eq!(find(&observed, "eth0").unwrap().alias, "patchbay/\\xff\\xfe\\x0a");
+    assert!(find(&observed, "\\xff\\x1b[31m\\x5c").is_some(), "{observed:?}");
 }
 
 #[tokio::test]
@@ -298,7 +301,7 @@ async fn an_overflow_of_the_event_queue_is_reported_as_a_change() {
     let first = changed(&monitor).await;
     assert!(first.overruns > 0, "{first:?}");
     ns.ip("link add eth2 type veth peer name eth3");
-    observe_until(&monitor, |seen| find(seen, "eth2").is_some()).await;
+    observe_until(&monitor, |observed| find(observed, "eth2").is_some()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -320,15 +323,15 @@ async fn three_hundred_links_are_observed_completely_while_others_change() {
         let churn = scope.spawn(|| ns.batch(&churn));
         tokio::task::block_in_place(|| {
             while !churn.is_finished() {
-                let seen = tokio::runtime::Handle::current().block_on(monitor.observe()).unwrap();
-                let steady = seen.links.iter().filter(|link| link.name.starts_with(['a', 'b']));
+                let observed = tokio::runtime::Handle::current().block_on(monitor.observe()).unwrap();
+                let steady = observed.links.iter().filter(|link| link.name.starts_with(['a', 'b']));
                 assert_eq!(steady.count(), 300);
             }
         });
     });
-    let seen = monitor.observe().await.unwrap();
-    assert_eq!(seen.links.len(), 301);
-    assert_eq!(seen.links.iter().filter(|link| nets(link).len() == 1).count(), 150);
+    let observed = monitor.observe().await.unwrap();
+    assert_eq!(observed.links.len(), 301);
+    assert_eq!(observed.links.iter().filter(|link| nets(link).len() == 1).count(), 150);
 }
 
 #[tokio::test]

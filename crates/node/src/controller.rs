@@ -239,7 +239,7 @@ impl NodeController {
 
     /// Looks up which links lead to the peers, if the VTEP is on a loopback interface: they decide its MTU.
     async fn look_up_peer_routes(&mut self) {
-        let ControllerState { facts: Some(node), observed: Some(observed), peer_routes, .. } =
+        let ControllerState { node_info: Some(node), observed: Some(observed), peer_routes, .. } =
             &mut self.state
         else {
             return;
@@ -573,7 +573,7 @@ mod tests {
     #[tokio::test]
     async fn a_vtep_on_loopback_keeps_its_links_to_the_peers_while_they_have_no_route() {
         let mut controller = controller();
-        controller.state.facts = Some(NodeInfo {
+        controller.state.node_info = Some(NodeInfo {
             name: "a".to_owned(),
             uid: "u".to_owned(),
             internal_ips: vec!["127.0.0.1".parse().unwrap()],

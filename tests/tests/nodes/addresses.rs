@@ -390,10 +390,13 @@ pub async fn address_blocks_are_their_holders(lab: Lab) -> Result<()> {
         ensure!(format!("{refused:#}").contains("delete the Node"), "{refused:#}");
         for (words, ipam) in [
             ("overlap", json!({"subnets": ["10.0.0.0/8", "10.1.0.0/16"]})),
-            ("has bits behind its length", json!({"subnets": ["10.0.0.1/8"]})),
-            ("must be a range of addresses", json!({"subnets": ["ten"]})),
-            ("lies in none of the subnets", json!({"subnets": ["10.0.0.0/8"], "gateways": ["11.0.0.1"]})),
-            ("two of one family", json!({"subnets": ["10.0.0.0/8"], "gateways": ["10.0.0.1", "10.0.0.2"]})),
+            ("has host bits set", json!({"subnets": ["10.0.0.1/8"]})),
+            ("must be a CIDR", json!({"subnets": ["ten"]})),
+            ("is not in any of the subnets", json!({"subnets": ["10.0.0.0/8"], "gateways": ["11.0.0.1"]})),
+            (
+                "two gateways of the same IP family",
+                json!({"subnets": ["10.0.0.0/8"], "gateways": ["10.0.0.1", "10.0.0.2"]}),
+            ),
             (
                 "different families",
                 json!({"subnets": ["10.0.0.0/8"], "routes": [{"dst": "fd00::/8", "gw": "10.0.0.1"}]}),

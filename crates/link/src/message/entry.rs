@@ -90,8 +90,8 @@ pub fn port_forwards(body: &[u8]) -> Option<bool> {
     /// `BR_STATE_FORWARDING`
     const FORWARDING: u8 = 3;
 
-    let find = |bytes, wanted| {
-        parse_attributes(bytes).find(|(kind, _)| *kind == wanted).map(|(_, value): (u16, &[u8])| value)
+    let find = |bytes, attribute| {
+        parse_attributes(bytes).find(|(kind, _)| *kind == attribute).map(|(_, value): (u16, &[u8])| value)
     };
     let port = find(find(body.get(16..)?, IFLA_LINKINFO)?, IFLA_INFO_SLAVE_DATA)?;
     find(port, IFLA_BRPORT_STATE)?.first().map(|&state| state == FORWARDING)

@@ -32,9 +32,9 @@ const MAX_PASSES: usize = 8;
 impl Namespace {
     /// Runs a command line in the namespace.
     pub fn run(&self, line: &str) {
-        let mut words = line.split_whitespace();
-        let program = words.next().unwrap();
-        let run = || Command::new(program).args(words).output();
+        let mut arguments = line.split_whitespace();
+        let program = arguments.next().unwrap();
+        let run = || Command::new(program).args(arguments).output();
         let output = self.within(run).expect("install the package iproute2");
         assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
     }
@@ -212,9 +212,9 @@ impl Host {
     pub fn until(&self, condition: impl Fn(&KernelState) -> bool) -> KernelState {
         self.runtime.block_on(async {
             loop {
-                let seen = self.monitor.observe().await.unwrap();
-                if condition(&seen) {
-                    return seen;
+                let observed = self.monitor.observe().await.unwrap();
+                if condition(&observed) {
+                    return observed;
                 }
                 timeout(Duration::from_secs(10), self.monitor.changed()).await.expect("an event").unwrap();
             }

@@ -23,9 +23,9 @@ impl Namespace {
 
     /// Whether a command succeeds in the namespace.
     pub fn ok(&self, command: &str) -> bool {
-        let mut words = command.split_whitespace();
-        let program = words.next().unwrap();
-        self.within(|| Command::new(program).args(words).output()).unwrap().status.success()
+        let mut arguments = command.split_whitespace();
+        let program = arguments.next().unwrap();
+        self.within(|| Command::new(program).args(arguments).output()).unwrap().status.success()
     }
 
     pub fn run(&self, command: &str) {
@@ -34,9 +34,9 @@ impl Namespace {
 
     /// The standard output of a command in the namespace.
     pub fn output(&self, command: &str) -> String {
-        let mut words = command.split_whitespace();
-        let program = words.next().unwrap();
-        let output = self.within(|| Command::new(program).args(words).output()).unwrap();
+        let mut arguments = command.split_whitespace();
+        let program = arguments.next().unwrap();
+        let output = self.within(|| Command::new(program).args(arguments).output()).unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 }
