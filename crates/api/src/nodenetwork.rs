@@ -87,7 +87,7 @@ pub struct Vtep {
     /// The name of the link that has this address.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub interface: String,
-    /// The MTU of this link, in bytes. An overlay has an MTU that is 50 bytes smaller (70 over IPv6).
+    /// The MTU of this link, in bytes, or, if this link is the loopback interface, the smallest MTU of the links that lead to the other nodes. An overlay has an MTU that is 50 bytes smaller (70 over IPv6).
     #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
     pub mtu: i32,
 }

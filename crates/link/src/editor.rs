@@ -118,27 +118,7 @@ impl LinkEditor {
 
     /// The output link of the route to an address. None if there is no route.
     pub fn route_to(&mut self, address: IpAddr) -> Result<Option<u32>, Error> {
-        const RTA_DST: u16 = 1;
-        const REQUEST: u16 = 1;
-        const NO_ROUTE: [Errno; 6] = [
-            Errno::ENETUNREACH,
-            Errno::EHOSTUNREACH,
-            Errno::EACCES,
-            Errno::EINVAL,
-            Errno::EAFNOSUPPORT,
-            Errno::EOPNOTSUPP,
-        ];
-
-        let (family, length, bytes) = address_parts(address);
-        let header = [family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-        let request = NetlinkRequest::new(message::GET_ROUTE, REQUEST, &header).attribute(RTA_DST, &bytes);
-        let link = self.netlink.exchange("look up the route to an address", request, |response| {
-            (response.kind == message::NEW_ROUTE).then(|| message::route_oif(response.body))
-        });
-        match link {
-            Err(Error::Rejected { source, .. }) if is_one_of(&source, &NO_ROUTE) => Ok(None),
-            other => Ok(other?.flatten()),
-        }
+        Ok(self.netlink.route(address, 0, message::route_oif)?.flatten())
     }
 
     fn create(

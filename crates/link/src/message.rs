@@ -326,9 +326,9 @@ pub fn parse_observed_address(body: &[u8]) -> Option<(u32, Address)> {
     Some((u32_at(body, 4)?, Address { net: IpNet::new(ip, prefix).ok()?, temporary }))
 }
 
-/// The output of a default route.
+/// The output of a route.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DefaultRoute {
+pub enum RouteOutput {
     /// The output links.
     Links(Vec<u32>),
     /// The ID of a nexthop object. The route itself names no link (`nexthop_compat_mode=0`).
@@ -336,11 +336,8 @@ pub enum DefaultRoute {
 }
 
 /// Parses a default route of the main table from a `NEW_ROUTE` message. None for other routes.
-pub fn parse_default_route(body: &[u8]) -> Option<DefaultRoute> {
-    const RTA_OIF: u16 = 4;
-    const RTA_MULTIPATH: u16 = 9;
+pub fn parse_default_route(body: &[u8]) -> Option<RouteOutput> {
     const RTA_TABLE: u16 = 15;
-    const RTA_NH_ID: u16 = 30;
     const RTM_F_CLONED: u32 = 0x200;
 
     let &[family, 0, 0, _tos, table, _protocol, _scope, UNICAST, ..] = body else {
@@ -350,16 +347,31 @@ pub fn parse_default_route(body: &[u8]) -> Option<DefaultRoute> {
     if cloned || !matches!(family, INET | INET6) {
         return None;
     }
-    let all: BTreeMap<u16, &[u8]> = parse_attributes(body.get(12..).unwrap_or_default()).collect();
-    let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
-    if number(RTA_TABLE).unwrap_or(u32::from(table)) != u32::from(MAIN) {
+    let attributes = parse_attributes(body.get(12..).unwrap_or_default());
+    let number = attributes.filter(|(kind, _)| *kind == RTA_TABLE).find_map(|(_, value)| u32_at(value, 0));
+    if number.unwrap_or(u32::from(table)) != u32::from(MAIN) {
         return None;
     }
+    route_output(body)
+}
+
+/// Parses all outputs of a unicast route from a `NEW_ROUTE` message. None for other types, such as local or unreachable.
+pub fn parse_unicast_route(body: &[u8]) -> Option<RouteOutput> {
+    (body.get(7) == Some(&UNICAST)).then(|| route_output(body)).flatten()
+}
+
+fn route_output(body: &[u8]) -> Option<RouteOutput> {
+    const RTA_OIF: u16 = 4;
+    const RTA_MULTIPATH: u16 = 9;
+    const RTA_NH_ID: u16 = 30;
+
+    let all: BTreeMap<u16, &[u8]> = parse_attributes(body.get(12..)?).collect();
+    let number = |kind| all.get(&kind).and_then(|value| u32_at(value, 0));
     let mut links: Vec<u32> = number(RTA_OIF).into_iter().collect();
     links.extend(all.get(&RTA_MULTIPATH).into_iter().flat_map(|hops| multipath_links(hops)));
     match number(RTA_NH_ID) {
-        Some(id) if links.is_empty() => Some(DefaultRoute::Nexthop(id)),
-        _ => Some(DefaultRoute::Links(links)),
+        Some(id) if links.is_empty() => Some(RouteOutput::Nexthop(id)),
+        _ => Some(RouteOutput::Links(links)),
     }
 }
 
@@ -497,7 +509,7 @@ mod tests {
             body.extend([0, 0]);
             body.extend(index.to_ne_bytes());
         }
-        assert_eq!(parse_default_route(&body), Some(DefaultRoute::Links(vec![7, 9])));
+        assert_eq!(parse_default_route(&body), Some(RouteOutput::Links(vec![7, 9])));
         body[4] = 255;
         assert_eq!(parse_default_route(&body), None);
     }
@@ -519,6 +531,7 @@ mod tests {
             parse_link(&bytes);
             parse_observed_address(&bytes);
             parse_default_route(&bytes);
+            parse_unicast_route(&bytes);
             parse_nexthop(&bytes);
             parse_flood(&bytes);
             route_oif(&bytes);

@@ -3,6 +3,7 @@
 use std::{
     future::poll_fn,
     io,
+    net::IpAddr,
     os::fd::AsFd,
     sync::Arc,
     task::{Context, Poll},
@@ -93,14 +94,26 @@ impl Monitor {
 
     /// The current state of the kernel.
     pub async fn observe(&self) -> Result<KernelState, Error> {
+        self.query(Netlink::observe).await
+    }
+
+    /// The links that routes to these addresses use.
+    pub async fn route_links(&self, addresses: Vec<IpAddr>) -> Result<Vec<u32>, Error> {
+        self.query(move |netlink| netlink.route_links(&addresses)).await
+    }
+
+    async fn query<T: Send + 'static>(
+        &self,
+        query: impl FnOnce(&mut Netlink) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
         let netlink = Arc::clone(&self.netlink);
-        let observe = async {
-            // An observation that timed out holds the lock until the kernel answers: there is never a second thread.
+        let answer = async {
+            // A query that timed out holds the lock until the kernel answers: there is never a second thread.
             let mut netlink = netlink.lock_owned().await;
             // On a blocking thread: the kernel answers under the RTNL lock, which can be held for long on a busy node.
-            task::spawn_blocking(move || netlink.observe()).await.map_err(|_| Error::RuntimeStopped)?
+            task::spawn_blocking(move || query(&mut netlink)).await.map_err(|_| Error::RuntimeStopped)?
         };
-        timeout(OBSERVE_TIMEOUT, observe).await.unwrap_or(Err(Error::Deadline { limit: OBSERVE_TIMEOUT }))
+        timeout(OBSERVE_TIMEOUT, answer).await.unwrap_or(Err(Error::Deadline { limit: OBSERVE_TIMEOUT }))
     }
 }
 

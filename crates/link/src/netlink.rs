@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     io,
+    net::IpAddr,
 };
 
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
@@ -18,8 +19,8 @@ use plan::nodenetwork::{FloodEntry, KernelState, Link};
 
 use crate::{
     Error,
-    message::{self, DefaultRoute, INET, INET6, NetlinkMessage, Nexthop},
-    request::NetlinkRequest,
+    message::{self, INET, INET6, NetlinkMessage, Nexthop, RouteOutput},
+    request::{NetlinkRequest, address_parts},
 };
 
 /// The kernel fills at most 32 KiB per datagram.
@@ -94,7 +95,56 @@ impl Netlink {
             link.addresses = by_link.remove(&link.index).unwrap_or_default();
         }
         let floods = self.floods(&links)?;
-        Ok(KernelState { links, default_routes, floods, partial: self.partial })
+        Ok(KernelState { links, default_routes, peer_links: Vec::new(), floods, partial: self.partial })
+    }
+
+    /// The output links of the routes to these addresses, of all paths of a multipath route. Addresses without a route are
+    /// skipped.
+    pub fn route_links(&mut self, addresses: &[IpAddr]) -> Result<Vec<u32>, Error> {
+        /// `RTM_F_FIB_MATCH`: return the matching route instead of the path that its hash selects. Since Linux 4.13.
+        const FIB_MATCH: u32 = 0x2000;
+
+        let mut routes = Vec::new();
+        for &address in addresses {
+            let route = self.route(address, FIB_MATCH, message::parse_unicast_route)?;
+            routes.extend(route.flatten());
+        }
+        self.resolve(routes)
+    }
+
+    /// Looks up the route to an address. None if there is no route.
+    pub fn route<T>(
+        &mut self,
+        address: IpAddr,
+        flags: u32,
+        parse: impl Fn(&[u8]) -> T,
+    ) -> Result<Option<T>, Error> {
+        const RTA_DST: u16 = 1;
+        const REQUEST: u16 = 1;
+        const NO_ROUTE: [Errno; 6] = [
+            Errno::ENETUNREACH,
+            Errno::EHOSTUNREACH,
+            Errno::EACCES,
+            Errno::EINVAL,
+            Errno::EAFNOSUPPORT,
+            Errno::EOPNOTSUPP,
+        ];
+
+        let (family, length, bytes) = address_parts(address);
+        let mut header = [family, length, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        header[8..].copy_from_slice(&flags.to_ne_bytes());
+        let request = NetlinkRequest::new(message::GET_ROUTE, REQUEST, &header).attribute(RTA_DST, &bytes);
+        let route = self.exchange("look up the route to an address", request, |response| {
+            (response.kind == message::NEW_ROUTE).then(|| parse(response.body))
+        });
+        match route {
+            Err(Error::Rejected { source, .. })
+                if NO_ROUTE.iter().any(|&errno| source.raw_os_error() == Some(errno as i32)) =>
+            {
+                Ok(None)
+            }
+            other => other,
+        }
     }
 
     /// The flood entries of Patchbay's VXLAN devices. Other devices can have long lists.
@@ -119,10 +169,10 @@ impl Netlink {
         Ok(floods)
     }
 
-    /// The output links of default routes. Nexthops are dumped only if a route names nothing but a nexthop.
-    fn resolve(&mut self, routes: Vec<DefaultRoute>) -> Result<Vec<u32>, Error> {
+    /// The output links of routes. Nexthops are dumped only if a route names nothing but a nexthop.
+    fn resolve(&mut self, routes: Vec<RouteOutput>) -> Result<Vec<u32>, Error> {
         let mut nexthops = Vec::new();
-        if routes.iter().any(|route| matches!(route, DefaultRoute::Nexthop(_))) {
+        if routes.iter().any(|route| matches!(route, RouteOutput::Nexthop(_))) {
             nexthops = self.dump("list nexthops", message::get_nexthops, |message| {
                 (message.kind == message::NEW_NEXTHOP).then(|| message::parse_nexthop(message.body)).flatten()
             })?;
@@ -131,8 +181,8 @@ impl Netlink {
         let mut links = BTreeSet::new();
         for route in routes {
             match route {
-                DefaultRoute::Links(direct) => links.extend(direct),
-                DefaultRoute::Nexthop(id) => {
+                RouteOutput::Links(direct) => links.extend(direct),
+                RouteOutput::Nexthop(id) => {
                     let hop = nexthops.get(&id);
                     links.extend(hop.and_then(|hop| hop.link));
                     // The members of a group are never groups.

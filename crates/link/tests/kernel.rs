@@ -197,6 +197,62 @@ async fn a_default_route_with_only_a_nexthop_id_resolves_to_its_links() {
 }
 
 #[tokio::test]
+async fn routes_to_addresses_use_the_links_of_all_their_paths() {
+    let ns = Namespace::new();
+    let monitor = ns.monitor();
+    ns.within(|| fs::write("/proc/sys/net/ipv4/nexthop_compat_mode", "0")).unwrap();
+    for line in [
+        "link set lo up",
+        "address add 10.9.0.1/32 dev lo",
+        "link add eth0 type veth peer name peer0",
+        "link add eth1 type veth peer name peer1",
+        "link add eth2 type veth peer name peer2",
+        "link set eth0 up",
+        "link set eth1 up",
+        "link set eth2 up",
+        "link set peer0 up",
+        "link set peer1 up",
+        "link set peer2 up",
+        "address add fd00::1/64 dev eth0 nodad",
+        "address add fd01::1/64 dev eth1 nodad",
+        // As with BGP unnumbered: gateways are link-local addresses of the other family.
+        "route add 10.9.0.2/32 nexthop via inet6 fe80::2 dev eth0 nexthop via inet6 fe80::2 dev eth1",
+        "route add 10.9.0.3/32 via inet6 fe80::2 dev eth2",
+        "-6 route add fd09::2/128 nexthop via fd00::2 dev eth0 nexthop via fd01::2 dev eth1",
+        "nexthop add id 1 via fe80::2 dev eth1",
+        "nexthop add id 2 via fe80::2 dev eth2",
+        "nexthop add id 3 group 1/2",
+        "route add 10.9.0.4/32 nhid 3",
+        "-6 route add fd09::4/128 nhid 3",
+        "route add unreachable 10.9.0.5/32",
+    ] {
+        ns.ip(line);
+    }
+    let seen = monitor.observe().await.unwrap();
+    for (addresses, names) in [
+        (&["10.9.0.2"][..], &["eth0", "eth1"][..]),
+        (&["10.9.0.3"], &["eth2"]),
+        (&["10.9.0.3", "10.9.0.2", "10.9.0.6"], &["eth0", "eth1", "eth2"]),
+        (&["fd09::2"], &["eth0", "eth1"]),
+        (&["10.9.0.4"], &["eth1", "eth2"]),
+        (&["fd09::4"], &["eth1", "eth2"]),
+        // The own address, an unreachable route, and no route.
+        (&["10.9.0.1", "10.9.0.5", "10.9.0.6", "fd09::6"], &[]),
+    ] {
+        let targets = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        let links = monitor.route_links(targets).await.unwrap();
+        let mut found: Vec<&str> = seen
+            .links
+            .iter()
+            .filter(|link| links.contains(&link.index))
+            .map(|link| link.name.as_str())
+            .collect();
+        found.sort_unstable();
+        assert_eq!(found, names, "{addresses:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_deleted_link_sends_an_event_and_is_no_longer_observed() {
     let ns = Namespace::new();
     ns.ip("link add eth0 type veth peer name eth1");

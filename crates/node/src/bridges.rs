@@ -201,6 +201,11 @@ impl BridgeController {
         }
     }
 
+    /// The VTEPs of all peers.
+    pub fn peer_vteps(&self) -> impl Iterator<Item = IpAddr> {
+        self.peers.iter().flat_map(BTreeMap::values).filter_map(|peer| peer.vtep)
+    }
+
     /// Applies plans until no steps are left, and returns when to retry failed networks.
     pub async fn reconcile(
         &mut self,
@@ -221,7 +226,7 @@ impl BridgeController {
             // The CNI server learns of a change before the links change. An ADD that ran before is visible in the
             // observation that follows; a later ADD finds the network not ready.
             if self.publish(context, observed) {
-                *observed = monitor.observe().await?;
+                observe_again(monitor, observed).await?;
                 if started.elapsed() > RECONCILE_BUDGET {
                     return Ok(Some(Instant::now()));
                 }
@@ -246,7 +251,7 @@ impl BridgeController {
                     self.back_off(&uid, link_contention());
                 }
             }
-            *observed = monitor.observe().await?;
+            observe_again(monitor, observed).await?;
         }
     }
 
@@ -464,6 +469,13 @@ impl BridgeController {
             changed
         })
     }
+}
+
+/// Observes the kernel again. The links to the peers stay those that the caller looked up.
+async fn observe_again(monitor: &Monitor, observed: &mut KernelState) -> Result<(), link::Error> {
+    let peer_links = std::mem::take(&mut observed.peer_links);
+    *observed = KernelState { peer_links, ..monitor.observe().await? };
+    Ok(())
 }
 
 /// The result of a blocking task. Resumes its panic, which ends the daemon.

@@ -1,6 +1,6 @@
 //! The node's reconcile loop: observes the kernel and the API server, changes links, and publishes the NodeNetwork.
 
-use std::{collections::BTreeSet, fs, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, fs, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use api::{BridgeNetwork, ErrorChain, IfNamePatterns, NodeNetworkStatus};
 use futures::FutureExt as _;
@@ -34,6 +34,10 @@ use crate::{
 
 /// Longest time between two passes of the loop, so that a stall is detected.
 const HEARTBEAT: Duration = Duration::from_secs(20);
+
+/// Limits route lookups for a VTEP on a loopback interface. The monitor ignores events of routes that are not default
+/// routes, so a change of a route to a peer is noticed at the next pass after this time.
+const MIN_ROUTE_LOOKUP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Passes after successive writes: a network is listed, its links are created, and it is reported ready.
 const MAX_PASSES: usize = 4;
@@ -78,6 +82,7 @@ struct ControllerState {
     node_info: Option<NodeInfo>,
     labels: Labels,
     observed: Option<KernelState>,
+    peer_routes: PeerRoutes,
     netfilter: bool,
     /// Whether the NodeNetworks have been listed.
     synced: bool,
@@ -93,6 +98,14 @@ struct ControllerState {
     retry_at: Option<Instant>,
     /// Backoff after failed writes.
     write_backoff: DefaultBackoff,
+}
+
+/// The last lookup of the routes to the peers.
+#[derive(Default)]
+struct PeerRoutes {
+    targets: BTreeSet<IpAddr>,
+    links: Vec<u32>,
+    looked_up: Option<Instant>,
 }
 
 impl NodeController {
@@ -153,6 +166,7 @@ impl NodeController {
     async fn reconcile(&mut self) -> Option<Instant> {
         self.health.heartbeat();
         let due = self.observe().await;
+        self.look_up_peer_routes().await;
         let mut wakes = [due, None, None];
         for _ in 0..MAX_PASSES {
             self.health.heartbeat();
@@ -221,6 +235,36 @@ impl NodeController {
             }
             Err(error) => Some(self.observe_failed(&error)),
         }
+    }
+
+    /// Looks up which links lead to the peers, if the VTEP is on a loopback interface: they decide its MTU.
+    async fn look_up_peer_routes(&mut self) {
+        let ControllerState { node_info: Some(node), observed: Some(observed), peer_routes, .. } =
+            &mut self.state
+        else {
+            return;
+        };
+        let peers = self.bridges.peer_vteps();
+        let targets = rules::peer_route_targets(observed, node, &self.ignored, peers);
+        if targets.is_empty() {
+            *peer_routes = PeerRoutes::default();
+            observed.peer_links.clear();
+            return;
+        }
+        let recent = |at: Instant| at.elapsed() < MIN_ROUTE_LOOKUP_INTERVAL;
+        if peer_routes.targets != targets || !peer_routes.looked_up.is_some_and(recent) {
+            match self.monitor.route_links(targets.iter().copied().collect()).await {
+                // While no peer has a route, the last links stay: an outage of the underlay does not change its MTU.
+                Ok(links) if links.is_empty() => {}
+                Ok(links) => peer_routes.links = links,
+                Err(error) => {
+                    warn!(error = %ErrorChain(&error), "cannot look up the routes to the other nodes; retrying");
+                }
+            }
+            peer_routes.targets = targets;
+            peer_routes.looked_up = Some(Instant::now());
+        }
+        observed.peer_links.clone_from(&peer_routes.links);
     }
 
     /// Whether iptables sees bridged packets. A kernel without br_netfilter has no such sysctl.
@@ -524,6 +568,39 @@ mod tests {
         controller.observe().await;
         assert!(controller.state.observed.is_some());
         assert!(fail(&mut controller) - Instant::now() > Duration::from_secs(5));
+    }
+
+    #[tokio::test]
+    async fn a_vtep_on_loopback_keeps_its_links_to_the_peers_while_they_have_no_route() {
+        let mut controller = controller();
+        controller.state.node_info = Some(NodeInfo {
+            name: "a".to_owned(),
+            uid: "u".to_owned(),
+            internal_ips: vec!["127.0.0.1".parse().unwrap()],
+        });
+        controller.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
+        controller.observe().await;
+        // Local addresses: the kernel has no unicast route to them.
+        let peer = |name: &str, vtep: &str| -> DynamicObject {
+            let vtep = json!({"address": vtep, "interface": "lo", "mtu": 1500});
+            serde_json::from_value(json!({"metadata": {"name": name}, "status": {"vtep": vtep}})).unwrap()
+        };
+        controller.apply_node_networks(ObjectEvent::Synced(vec![peer("b", "127.0.0.2")]));
+        controller.state.peer_routes.links = vec![7];
+        let peer_links =
+            |controller: &NodeController| controller.state.observed.as_ref().unwrap().peer_links.clone();
+        controller.look_up_peer_routes().await;
+        assert_eq!(peer_links(&controller), [7]);
+        let looked_up = controller.state.peer_routes.looked_up;
+        controller.look_up_peer_routes().await;
+        assert_eq!(controller.state.peer_routes.looked_up, looked_up, "at most one lookup in five seconds");
+        controller.apply_node_networks(ObjectEvent::Changed(peer("c", "127.0.0.3")));
+        controller.look_up_peer_routes().await;
+        assert_ne!(controller.state.peer_routes.looked_up, looked_up, "a new peer is looked up immediately");
+
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
+        controller.look_up_peer_routes().await;
+        assert_eq!(peer_links(&controller), Vec::<u32>::new());
     }
 
     #[tokio::test(start_paused = true)]

@@ -16,6 +16,8 @@ use api::{
 use ipnet::IpNet;
 use jiff::Timestamp;
 
+use crate::condition::ConditionDraft;
+
 /// The default of `--ignore-interfaces`: links of pods and virtual machines, and links that other network software creates
 /// for itself. It matches no bridges and bonds of administrators.
 pub const DEFAULT_IGNORED: &str = concat!(
@@ -125,6 +127,9 @@ pub struct KernelState {
     pub links: Vec<Link>,
     /// The indexes of the links that default routes of the main table use.
     pub default_routes: Vec<u32>,
+    /// The indexes of the links that routes to the VTEPs of the peers use. Looked up only if [`peer_route_targets`]
+    /// returns any.
+    pub peer_links: Vec<u32>,
     /// The flood lists of all VXLAN devices.
     pub floods: Vec<FloodEntry>,
     /// Whether the kernel interrupted every attempt to dump a list (`NLM_F_DUMP_INTR`), so that entries may be missing.
@@ -201,11 +206,14 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
 
     let vtep = vtep(observed, node, ignored);
     let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
-    let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(node, vtep.as_ref())];
+    let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(observed, node, vtep.as_ref())];
     drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
     drafts.extend(runtime_found(runtime));
-    let mut conditions: Vec<Condition> =
-        drafts.into_iter().map(|draft| draft.condition(&before, now)).collect();
+    let complete = |draft: ConditionDraft| {
+        let old = before.iter().find(|old| old.r#type == draft.kind && old.status == draft.status);
+        draft.into_condition(old.copied(), now, None)
+    };
+    let mut conditions: Vec<Condition> = drafts.into_iter().map(complete).collect();
     if **runtime == RuntimeStatus::Unknown {
         // After a restart the last known state stays published until the runtime has been queried.
         conditions.extend(before.iter().find(|old| old.r#type == RUNTIME_FOUND).map(|old| (*old).clone()));
@@ -214,7 +222,20 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
 }
 
 /// The VTEP of the node: the first InternalIP that is on a link.
+///
+/// Its MTU is that of the link, unless the link is a loopback interface, whose 65536 bytes no packet to a peer can have:
+/// then it is the smallest MTU of the links that lead to the peers.
 pub fn vtep(observed: &KernelState, node: &NodeInfo, ignored: &IfNamePatterns) -> Option<Vtep> {
+    let (address, link) = vtep_link(observed, node, ignored)?;
+    let mtu = if link.loopback { underlay_mtu(observed, ignored) } else { link.mtu };
+    Some(Vtep { address, interface: shown(&link.name), mtu: i32::try_from(mtu).unwrap_or(i32::MAX) })
+}
+
+fn vtep_link<'a>(
+    observed: &'a KernelState,
+    node: &NodeInfo,
+    ignored: &IfNamePatterns,
+) -> Option<(IpAddr, &'a Link)> {
     node.internal_ips.iter().find_map(|&address| {
         observed
             .links
@@ -222,8 +243,58 @@ pub fn vtep(observed: &KernelState, node: &NodeInfo, ignored: &IfNamePatterns) -
             .filter(|link| link.addresses.iter().any(|own| own.net.addr() == address))
             // An address may be on several links (proxies add it to a dummy): prefer the real one.
             .min_by_key(|link| (link.loopback, ignored.matches(&link.name), link.index))
-            .map(|link| Vtep { address, interface: shown(&link.name), mtu: mtu(link) })
+            .map(|link| (address, link))
     })
+}
+
+/// Whether the VTEP is on a loopback interface.
+pub fn is_loopback(observed: &KernelState, vtep: &Vtep) -> bool {
+    observed.links.iter().any(|link| link.loopback && shown(&link.name) == vtep.interface)
+}
+
+/// The addresses whose routes decide the MTU of the VTEP, for [`KernelState::peer_links`]. Empty unless the VTEP is on a
+/// loopback interface.
+pub fn peer_route_targets(
+    observed: &KernelState,
+    node: &NodeInfo,
+    ignored: &IfNamePatterns,
+    peer_vteps: impl Iterator<Item = IpAddr>,
+) -> BTreeSet<IpAddr> {
+    match vtep_link(observed, node, ignored) {
+        Some((own, link)) if link.loopback => {
+            peer_vteps.filter(|vtep| *vtep != own && vtep.is_ipv4() == own.is_ipv4()).collect()
+        }
+        _ => BTreeSet::new(),
+    }
+}
+
+/// The MTU of a VTEP on a loopback interface: the smallest of the links that routes to the peers use.
+///
+/// Without such a link (no peer has a VTEP yet, or none has a route), the smallest of all links that could carry a route
+/// to a peer: the links of default routes, and all links that are up and have an address. This errs on the small side. A
+/// network with an MTU that is too large loses packets and cannot be lowered while pods use it; one that is too small
+/// works.
+fn underlay_mtu(observed: &KernelState, ignored: &IfNamePatterns) -> u32 {
+    /// For a node that has no link besides loopback interfaces.
+    const ETHERNET_MTU: u32 = 1500;
+
+    let links = || observed.links.iter().filter(|link| !link.loopback);
+    let to_peers = links().filter(|link| observed.peer_links.contains(&link.index));
+    let possible = links().filter(|link| {
+        observed.default_routes.contains(&link.index) || carries_routes(link) && !ignored.matches(&link.name)
+    });
+    let to_peers = to_peers.map(|link| link.mtu).min();
+    to_peers.or_else(|| possible.map(|link| link.mtu).min()).unwrap_or(ETHERNET_MTU)
+}
+
+/// Whether a link may be the output of a route: it is up, and its address, be it link-local, brings a route. Not a dummy,
+/// which transmits nothing, and not a link of Patchbay: the MTU of a network must not limit itself.
+fn carries_routes(link: &Link) -> bool {
+    link.admin == AdminState::Up
+        && matches!(link.oper, OperState::Up | OperState::Unknown)
+        && !link.addresses.is_empty()
+        && link.kind.as_deref() != Some("dummy")
+        && !link.alias.starts_with(LINK_ALIAS_PREFIX)
 }
 
 /// How much exceeds the limits of the object.
@@ -257,7 +328,9 @@ fn interfaces(
 
     // Beyond the limit, the links that the node needs come first, then the others by name.
     let needed = |link: &Link| {
-        default_routes.contains(&link.index) || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
+        default_routes.contains(&link.index)
+            || observed.peer_links.contains(&link.index)
+            || vtep.is_some_and(|vtep| vtep.interface == shown(&link.name))
     };
     listed.sort_by_cached_key(|link| (!needed(link), shown(&link.name)));
     let mut omitted = Omitted { links: listed.len().saturating_sub(MAX_INTERFACES), addresses: 0 };
@@ -333,33 +406,7 @@ fn addresses(link: &Link) -> Vec<IpNet> {
     nets
 }
 
-/// A condition without its transition time.
-struct NodeConditionDraft {
-    r#type: &'static str,
-    status: ConditionStatus,
-    reason: &'static str,
-    message: String,
-}
-
-impl NodeConditionDraft {
-    fn condition(self, before: &[&Condition], now: Timestamp) -> Condition {
-        let since = before
-            .iter()
-            .find(|old| old.r#type == self.r#type && old.status == self.status)
-            .map_or(now, |old| old.last_transition_time);
-        Condition {
-            r#type: self.r#type.to_owned(),
-            status: self.status,
-            reason: self.reason.to_owned(),
-            message: self.message,
-            // Kubernetes times have whole seconds; the API server truncates the rest.
-            last_transition_time: Timestamp::from_second(since.as_second()).unwrap_or(since),
-            observed_generation: None,
-        }
-    }
-}
-
-fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
+fn ready(listed: usize, omitted: &Omitted) -> ConditionDraft {
     const REMEDY: &str = "exclude links that no network uses with `patchbay node --ignore-interfaces`";
     let (status, reason, message) = match omitted {
         Omitted { links: 0, addresses: 0 } => {
@@ -377,13 +424,18 @@ fn ready(listed: usize, omitted: &Omitted) -> NodeConditionDraft {
             (ConditionStatus::False, "TooManyLinks", message)
         }
     };
-    NodeConditionDraft { r#type: "Ready", status, reason, message }
+    ConditionDraft { kind: "Ready", status, reason, message }
 }
 
-fn vtep_found(node: &NodeInfo, vtep: Option<&Vtep>) -> NodeConditionDraft {
+fn vtep_found(observed: &KernelState, node: &NodeInfo, vtep: Option<&Vtep>) -> ConditionDraft {
     let (status, reason, message) = match vtep {
         Some(vtep) => {
-            let message = format!("overlays use {} on {}", vtep.address, vtep.interface);
+            let Vtep { address, interface, mtu } = vtep;
+            let message = if is_loopback(observed, vtep) {
+                format!("overlays use {address} on {interface}; MTU {mtu} is that of the links to the other nodes")
+            } else {
+                format!("overlays use {address} on {interface}")
+            };
             (ConditionStatus::True, "AddressOnLink", message)
         }
         None if node.internal_ips.is_empty() => (
@@ -403,10 +455,10 @@ fn vtep_found(node: &NodeInfo, vtep: Option<&Vtep>) -> NodeConditionDraft {
             (ConditionStatus::False, "AddressNotOnAnyLink", message)
         }
     };
-    NodeConditionDraft { r#type: "VtepFound", status, reason, message }
+    ConditionDraft { kind: "VtepFound", status, reason, message }
 }
 
-fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
+fn netfilter_off(netfilter: Netfilter) -> ConditionDraft {
     let (status, reason, message) = match netfilter {
         Netfilter::Off => {
             (ConditionStatus::True, "NotCalled", "bridged packets bypass iptables".to_owned())
@@ -420,10 +472,10 @@ fn netfilter_off(netfilter: Netfilter) -> NodeConditionDraft {
                 .to_owned(),
         ),
     };
-    NodeConditionDraft { r#type: "BridgeNetfilterOff", status, reason, message }
+    ConditionDraft { kind: "BridgeNetfilterOff", status, reason, message }
 }
 
-fn runtime_found(runtime: &RuntimeStatus) -> Option<NodeConditionDraft> {
+fn runtime_found(runtime: &RuntimeStatus) -> Option<ConditionDraft> {
     let (status, reason, message) = match runtime {
         RuntimeStatus::Unknown => return None,
         RuntimeStatus::Found(socket) => {
@@ -434,7 +486,7 @@ fn runtime_found(runtime: &RuntimeStatus) -> Option<NodeConditionDraft> {
             (ConditionStatus::False, "SocketNotFound", message.chars().take(MAX_MESSAGE).collect())
         }
     };
-    Some(NodeConditionDraft { r#type: RUNTIME_FOUND, status, reason, message })
+    Some(ConditionDraft { kind: RUNTIME_FOUND, status, reason, message })
 }
 
 /// When to observe the kernel again. `event` is the time of the first event since the last observation.

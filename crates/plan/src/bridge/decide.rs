@@ -50,11 +50,11 @@ pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
     let links = LinkIndex::new(input);
     let networks: BTreeMap<&str, &LocalNetwork> =
         input.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
-    let clashes = conflict::conflicts(&claims(input));
+    let conflicts = conflict::conflicts(&claims(input));
     let (uids, omitted) = selected(&links, &networks);
     let mut plan = BridgePlan { omitted, ..BridgePlan::default() };
     for uid in uids {
-        plan_network(&links, uid, networks.get(uid).copied(), clashes.get(uid), &mut plan);
+        plan_network(&links, uid, networks.get(uid).copied(), conflicts.get(uid), &mut plan);
     }
     plan
 }

@@ -9,7 +9,7 @@ use super::{
     index::LinkIndex,
     ownership_mac, reason,
 };
-use crate::nodenetwork::{Link, Vxlan};
+use crate::nodenetwork::{self, Link, Vxlan};
 
 /// The decision about the overlay of one network.
 #[derive(Default)]
@@ -46,7 +46,7 @@ pub fn decide(
         return decision;
     }
     decision.note = other_family_peers(links, network, vtep.address);
-    decision.problem = mtu_too_large(mtu, vtep);
+    decision.problem = mtu_too_large(links, mtu, vtep);
     let wanted = Vxlan { vni: overlay.vni, port: overlay.port, local: Some(vtep.address) };
     let create = Action::CreateVxlan {
         name: network.vxlan.clone(),
@@ -99,18 +99,22 @@ fn foreign(links: &LinkIndex<'_>, network: &LocalNetwork, overlay: Overlay) -> O
     Some(NetworkProblem::new(reason::FOREIGN_LINK, message))
 }
 
-fn mtu_too_large(mtu: u32, vtep: &api::Vtep) -> Option<NetworkProblem> {
+fn mtu_too_large(links: &LinkIndex<'_>, mtu: u32, vtep: &api::Vtep) -> Option<NetworkProblem> {
     let overhead = if vtep.address.is_ipv4() { 50 } else { 70 };
     let max = u32::try_from(vtep.mtu).unwrap_or(0).saturating_sub(overhead);
+    // A VTEP on a loopback interface has the MTU of the links that lead to the peers.
+    let underlay = if nodenetwork::is_loopback(links.input.observed, vtep) {
+        "the links to the other nodes"
+    } else {
+        &vtep.interface
+    };
     (mtu > max).then(|| {
-        NetworkProblem::new(
-            reason::MTU_TOO_LARGE,
-            format!(
-                "the MTU of the network is {mtu}, but {} with MTU {} allows at most {max}; raise the MTU of {}, or \
-                 lower spec.mtu",
-                vtep.interface, vtep.mtu, vtep.interface
-            ),
-        )
+        let message = format!(
+            "the MTU of the network is {mtu}, but the MTU {} of {underlay} allows at most {max}; raise the MTU of \
+             {underlay}, or lower spec.mtu",
+            vtep.mtu
+        );
+        NetworkProblem::new(reason::MTU_TOO_LARGE, message)
     })
 }
 

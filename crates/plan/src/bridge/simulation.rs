@@ -178,7 +178,7 @@ impl SimNode {
         match action.clone() {
             Action::WriteRecord(record) => _ = self.records.insert(network.to_owned(), record),
             Action::RemoveRecord => {
-                _ = self.records.remove(network).expect("only existing records are removed")
+                _ = self.records.remove(network).expect("only existing records are removed");
             }
             Action::CreateBridge { name, mac, mtu } => {
                 let ipv6_disabled = (mtu > 1280).then_some(false);

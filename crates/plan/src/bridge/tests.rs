@@ -362,6 +362,22 @@ fn an_overlay_needs_a_vtep_and_an_mtu_that_fits_the_vxlan_header() {
 }
 
 #[test]
+fn an_mtu_that_is_too_large_names_the_link_or_the_links_to_the_other_nodes() {
+    let mut node = SimNode::new(&[]).with(&[overlay("blue")]);
+    node.vtep.as_mut().unwrap().mtu = 1400;
+    node.settle();
+    let message = condition(&node, "blue").2;
+    assert_eq!(
+        message,
+        "the MTU of the network is 1400, but the MTU 1400 of eth0 allows at most 1350; raise the MTU of \
+        eth0, or lower spec.mtu"
+    );
+    node.vtep.as_mut().unwrap().interface = "lo".to_owned();
+    let message = condition(&node, "blue").2;
+    assert!(message.contains("the MTU 1400 of the links to the other nodes allows"), "{message}");
+}
+
+#[test]
 fn the_flood_list_has_the_peers_of_the_network_with_the_same_address_family() {
     let mut node = SimNode::new(&[]).with(&[overlay("blue")]);
     node.peers = vec![

@@ -174,6 +174,79 @@ fn the_vtep_of_an_address_on_two_links_is_the_listed_link() {
     assert_eq!(plan_status(&observed(&links[..1]), &node(&["10.0.0.2"])).vtep.unwrap().interface, "lo");
 }
 
+/// A node whose address is on `lo`, with two fabric links that have link-local addresses only (BGP unnumbered), a
+/// management link, and links that carry no packets to other nodes.
+fn node_with_a_vtep_on_loopback() -> KernelState {
+    let mut links = [link(1, "lo"), link(2, "swp1"), link(3, "swp2"), link(4, "mgmt")];
+    (links[0].loopback, links[0].mtu) = (true, 65536);
+    links[0].addresses = vec![address("127.0.0.1/8"), address("10.0.0.2/32"), address("fd00::2/128")];
+    for (link, mtu) in links[1..].iter_mut().zip([9000, 8000, 1500]) {
+        link.mtu = mtu;
+        link.addresses = vec![address("fe80::1/64")];
+    }
+    let small =
+        |index, name: &str| Link { mtu: 1000, addresses: vec![address("fe80::1/64")], ..link(index, name) };
+    let unusable = [
+        Link { admin: AdminState::Down, ..small(10, "eth8") },
+        Link { oper: OperState::Down, ..small(11, "eth9") },
+        Link { addresses: Vec::new(), ..small(12, "eth10") },
+        Link { kind: Some("dummy".to_owned()), ..small(13, "anycast0") },
+        Link { alias: "patchbay/bridge/uid".to_owned(), ..small(14, "br-blue") },
+        small(15, "flannel.1"),
+    ];
+    observed(&links.into_iter().chain(unusable).collect::<Vec<_>>())
+}
+
+fn vtep_mtu(state: &KernelState) -> i32 {
+    plan_status(state, &node(&["10.0.0.2"])).vtep.unwrap().mtu
+}
+
+#[test]
+fn the_mtu_of_a_vtep_on_loopback_is_the_smallest_of_the_links_to_the_peers() {
+    let mut state = node_with_a_vtep_on_loopback();
+    for (peer_links, mtu) in [(vec![2], 9000), (vec![2, 3], 8000), (vec![3, 1], 8000), (vec![4, 99], 1500)] {
+        state.peer_links = peer_links;
+        assert_eq!(vtep_mtu(&state), mtu, "{:?}", state.peer_links);
+    }
+    let status = plan_status(&state, &node(&["10.0.0.2"]));
+    assert_eq!(status.vtep.as_ref().unwrap().interface, "lo");
+    let message = &condition(&status, "VtepFound").message;
+    assert_eq!(message, "overlays use 10.0.0.2 on lo; MTU 1500 is that of the links to the other nodes");
+
+    // The routes do not matter if the address is on another link.
+    state.links[1].addresses.push(address("10.0.0.2/31"));
+    assert_eq!(vtep_mtu(&state), 9000);
+}
+
+#[test]
+fn without_routes_to_peers_the_mtu_of_a_vtep_on_loopback_is_the_smallest_of_all_usable_links() {
+    let mut state = node_with_a_vtep_on_loopback();
+    assert_eq!(vtep_mtu(&state), 1500);
+    state.links.retain(|link| link.name != "mgmt");
+    assert_eq!(vtep_mtu(&state), 8000);
+    // A default route counts on any link.
+    state.default_routes = vec![15];
+    assert_eq!(vtep_mtu(&state), 1000);
+    state.links.truncate(1);
+    assert_eq!(vtep_mtu(&state), 1500);
+}
+
+#[test]
+fn routes_to_peers_are_looked_up_only_for_a_vtep_on_loopback() {
+    let peers: Vec<IpAddr> =
+        ["10.0.0.2", "10.0.0.3", "fd00::3", "10.0.0.3"].iter().map(|ip| ip.parse().unwrap()).collect();
+    let targets = |state: &KernelState, ip: &str| -> Vec<String> {
+        let targets = peer_route_targets(state, &node(&[ip]), &ignored(), peers.iter().copied());
+        targets.iter().map(ToString::to_string).collect()
+    };
+    let mut state = node_with_a_vtep_on_loopback();
+    assert_eq!(targets(&state, "10.0.0.2"), ["10.0.0.3"]);
+    assert_eq!(targets(&state, "fd00::2"), ["fd00::3"]);
+    assert_eq!(targets(&state, "10.0.0.9"), Vec::<String>::new());
+    state.links[1].addresses.push(address("10.0.0.2/31"));
+    assert_eq!(targets(&state, "10.0.0.2"), Vec::<String>::new());
+}
+
 #[test]
 fn the_condition_of_a_node_without_a_vtep_names_the_remedy() {
     let state = observed(&[link(1, "eth0")]);
