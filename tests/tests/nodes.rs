@@ -107,6 +107,7 @@ fn main() -> ExitCode {
             after_a_reboot_pods_recover_and_lost_nics_are_not_published,
             a_node_catches_up_after_a_partition,
             a_deleted_node_does_not_block_deletion,
+            the_plugin_is_installed_into_a_directory_of_another_user,
             the_daemon_needs_each_of_its_capabilities,
             // Checks all requests until here. Later tests delete pods and roles, so 401 and 403 are expected then.
             no_request_of_patchbay_is_unauthorized,

@@ -18,12 +18,19 @@ use api::IPBlock;
 use e2e::{
     Suite,
     baseline::Release,
-    bridge::{AMID, condition, delete, gone, in_namespace, in_pod, lost, member, networks, start},
+    bridge::{
+        WAIT_TIMEOUT, attached_pod, attachment_for, condition, delete_network, exec_in_pod_netns, networks,
+        packets_lost, start_network, wait_deleted,
+    },
     patchbay, tests,
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client, ResourceExt as _, api::ListParams};
-use lab::{Lab, Shape, scene::Scene, wait};
+use lab::{
+    Lab, Topology,
+    test_namespace::{TestNamespace, with_namespace},
+    wait,
+};
 use serde_json::{Value, json};
 
 const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
@@ -35,7 +42,7 @@ const KEPT: usize = 150;
 fn main() -> ExitCode {
     Suite {
         name: "t-upgrade",
-        shape: Shape::Nodes(2),
+        topology: Topology::Nodes(2),
         set_up: |lab| Box::pin(async move { patchbay::install_release(&lab, &Release::baseline()?).await }),
         tests: tests![an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping],
     }
@@ -60,7 +67,7 @@ impl Pinger {
                 let (count, address) = (Self::BATCH.to_string(), address.to_string());
                 // A lost packet is no failure of the command: it is counted.
                 let ping = format!("/usr/bin/ping -q -c {count} -i 0.1 -W 2 {address} || true");
-                missing += lost(&in_pod(&lab, &pod, &["sh", "-c", &ping])?)?;
+                missing += packets_lost(&exec_in_pod_netns(&lab, &pod, &["sh", "-c", &ping])?)?;
                 sent += Self::BATCH;
             }
             Ok((sent, missing))
@@ -77,7 +84,7 @@ impl Pinger {
 /// Every address of a pod by interface, as the kernel has it, and as the status annotation says.
 fn addresses(lab: &Lab, pod: &Pod) -> Result<Value> {
     let links: Vec<Value> =
-        serde_json::from_str(&in_pod(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
+        serde_json::from_str(&exec_in_pod_netns(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
     let infos = links.iter().flat_map(|link| link["addr_info"].as_array().into_iter().flatten());
     let global = infos.filter(|info| info["scope"] == "global").map(|info| info["local"].clone());
     let kernel: Vec<Value> = global.collect();
@@ -116,7 +123,7 @@ fn fill_journal(lab: &Lab, node: &str) -> Result<()> {
 
 /// Waits until the status of a network counts so many IPv4 addresses as used. Holders report with a delay.
 async fn used(client: &Client, network: &str, count: i64) -> Result<()> {
-    wait::until(AMID, &format!("{count} addresses of {network} to be used"), || async {
+    wait::until(WAIT_TIMEOUT, &format!("{count} addresses of {network} to be used"), || async {
         let ipam = networks(client).get(network).await?.status.and_then(|status| status.ipam);
         let used = ipam.and_then(|ipam| ipam.ipv4).map(|family| family.used);
         ensure!(used == Some(count), "{used:?}");
@@ -127,18 +134,18 @@ async fn used(client: &Client, network: &str, count: i64) -> Result<()> {
 
 pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    Scene::play(&lab, "upgrade", async |scene: &Scene| {
+    with_namespace(&lab, "upgrade", async |ns: &TestNamespace| {
         let dual = json!({
-            "overlay": {"vni": 4001}, "attachment": in_namespace(scene),
+            "overlay": {"vni": 4001}, "attachment": attachment_for(ns),
             "ipam": {"subnets": ["10.41.0.0/24", "fd00:41::/64"]},
         });
-        start(&client, "dual", dual).await?;
+        start_network(&client, "dual", dual).await?;
         // Two addresses and two nodes: one node borrows.
         let tiny = json!({
-            "overlay": {"vni": 4002}, "attachment": in_namespace(scene), "ipam": {"subnets": ["10.42.0.0/30"]},
+            "overlay": {"vni": 4002}, "attachment": attachment_for(ns), "ipam": {"subnets": ["10.42.0.0/30"]},
         });
-        start(&client, "tiny", tiny).await?;
-        start(&client, "fill", json!({"ipam": {"subnets": ["10.43.0.0/16"]}})).await?;
+        start_network(&client, "tiny", tiny).await?;
+        start_network(&client, "fill", json!({"ipam": {"subnets": ["10.43.0.0/16"]}})).await?;
         for node in ["node-1", "node-2"] {
             fill_journal(&lab, node)?;
         }
@@ -150,16 +157,20 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
             ("borrower-1", "node-1", "tiny"),
             ("borrower-2", "node-2", "tiny"),
         ] {
-            scene.create(member(name, node, network)).await?;
+            ns.create_pod(attached_pod(name, node, network)).await?;
             pods.push(name);
         }
         let mut before = BTreeMap::new();
         for name in &pods {
-            let pod = scene.ready(name).await?;
+            let pod = ns.wait_pod_ready(name).await?;
             before.insert(*name, (addresses(&lab, &pod)?, pod));
         }
         let old_blocks = blocks(&client).await?;
-        println!("{} blocks, {:?}", old_blocks.len(), old_blocks.values().filter(|(_, lent)| *lent > 0).count());
+        println!(
+            "{} blocks, {:?}",
+            old_blocks.len(),
+            old_blocks.values().filter(|(_, lent)| *lent > 0).count()
+        );
 
         for (what, release) in [("upgrade", Release::current()), ("downgrade", Release::baseline()?)] {
             let ping = |from: &str, to: &str, six: bool| {
@@ -174,7 +185,7 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
             let begun = Instant::now();
             patchbay::install_release(&lab, &release).await?;
             // A new pod is served by the new daemon, and gets an address of its own.
-            let newcomer = scene.start(member(&format!("after-{what}"), "node-1", "dual")).await?;
+            let newcomer = ns.start_pod(attached_pod(&format!("after-{what}"), "node-1", "dual")).await?;
             let (mut sent, mut missing) = (0, 0);
             for pinger in pingers {
                 let (more, lost) = pinger.end()?;
@@ -183,7 +194,7 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
             println!("{what}: {:.0} s, {sent} pings, {missing} lost", begun.elapsed().as_secs_f64());
             ensure!(missing == 0, "{what}: {missing} of {sent} pings were lost");
             for name in &pods {
-                let pod = scene.ready(name).await?;
+                let pod = ns.wait_pod_ready(name).await?;
                 let now = addresses(&lab, &pod)?;
                 ensure!(now == before[name].0, "{what}: {name} had {} and has {now}", before[name].0);
             }
@@ -213,8 +224,8 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
     })
     .await?;
     for name in ["dual", "tiny"] {
-        delete(&client, name).await?;
-        gone(&client, name, AMID).await?;
+        delete_network(&client, name).await?;
+        wait_deleted(&client, name, WAIT_TIMEOUT).await?;
     }
     Ok(())
 }

@@ -61,7 +61,7 @@ pub struct InstallOptions {
     pub cni_bin_dir: String,
 
     /// The socket of the nodes' container runtime [default: the usual path that lists the daemon's own pod]
-    #[arg(long, value_name = "PATH", value_parser = socket)]
+    #[arg(long, value_name = "PATH", value_parser = parse_socket)]
     pub runtime_socket: Option<String>,
 }
 
@@ -175,10 +175,9 @@ fn parse_directory(text: &str) -> Result<String, &'static str> {
 }
 
 /// The path of a socket on the nodes, also in the kubelet's notation `unix:///run/…`.
-fn socket(text: &str) -> Result<String, &'static str> {
-    directory(text.strip_prefix("unix://").unwrap_or(text)).map_err(
-        |_| "a socket of the nodes is an absolute path without '..', such as /run/containerd/containerd.sock",
-    )
+fn parse_socket(text: &str) -> Result<String, &'static str> {
+    parse_directory(text.strip_prefix("unix://").unwrap_or(text))
+        .map_err(|_| "must be an absolute path without '..', such as /run/containerd/containerd.sock")
 }
 
 fn parse_dns_label(text: &str) -> Result<String, String> {

@@ -7,7 +7,6 @@ pub mod bridge;
 pub mod certs;
 pub mod condition;
 pub mod conflict;
-pub mod condition;
 pub mod ipam;
 pub mod lease;
 pub mod network;

@@ -216,7 +216,7 @@ pub async fn a_network_with_rejected_blocks_does_not_delay_other_networks(lab: L
     })
     .await?;
     for network in ["rejected", "allowed"] {
-        delete_network(&lab, network).await?;
+        delete_and_wait(&lab, network).await?;
     }
     Ok(())
 }
@@ -265,7 +265,7 @@ pub async fn a_damaged_journal_assigns_no_address_twice_and_is_reported(lab: Lab
         Ok(())
     })
     .await?;
-    delete_network(&lab, "damaged").await
+    delete_and_wait(&lab, "damaged").await
 }
 
 pub async fn two_nodes_use_a_small_subnet_to_its_last_address(lab: Lab) -> Result<()> {
@@ -307,11 +307,11 @@ pub async fn two_nodes_use_a_small_subnet_to_its_last_address(lab: Lab) -> Resul
         .await
     })
     .await?;
-    delete_network(&lab, "exhausted").await
+    delete_and_wait(&lab, "exhausted").await
 }
 
 /// Deletes a network that has no pods.
-async fn delete_network(lab: &Lab, name: &str) -> Result<()> {
+async fn delete_and_wait(lab: &Lab, name: &str) -> Result<()> {
     let client = lab.client().await?;
     delete_network(&client, name).await?;
     wait_deleted(&client, name, Duration::from_secs(30)).await.map(drop)
@@ -422,5 +422,5 @@ pub async fn only_the_holder_can_write_an_address_block(lab: Lab) -> Result<()> 
         Ok(())
     })
     .await?;
-    delete_network(&lab, "block").await
+    delete_and_wait(&lab, "block").await
 }

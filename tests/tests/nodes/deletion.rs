@@ -66,7 +66,7 @@ pub async fn a_network_in_use_is_deleted_within_3_s_of_its_last_user(lab: Lab) -
         let client = &ns.client;
         start_network(client, "used", json!({"attachment": attachment_for(ns)})).await?;
         start_pods_with_addresses(
-            scene,
+            ns,
             [("client", "node-1", "used", "10.5.0.1/24"), ("server", "node-1", "used", "10.5.0.2/24")],
         )
         .await?;

@@ -43,7 +43,7 @@ pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
         start_network(&client, "drift", json!({"overlay": {"vni": 99}, "attachment": attachment_for(ns)}))
             .await?;
         start_pods_with_addresses(
-            scene,
+            ns,
             [("client", "node-1", "drift", "10.6.0.1/24"), ("server", "node-2", "drift", "10.6.0.2/24")],
         )
         .await?;
@@ -255,8 +255,8 @@ pub async fn a_vxlan_port_in_use_fails_only_on_that_node(lab: Lab) -> Result<()>
         create_network(&client, "port-in-use", json!({"overlay": {"vni": 8, "port": 4790}})).await?;
         wait::until(WAIT_TIMEOUT, "reason PortInUse on node-1", || async {
             let (one, two) = (
-                on_node(&client, "node-1", "port-in-use").await?,
-                on_node(&client, "node-2", "port-in-use").await?,
+                node_report(&client, "node-1", "port-in-use").await?,
+                node_report(&client, "node-2", "port-in-use").await?,
             );
             let ready = two.is_some_and(|entry| entry["ready"] == true);
             Ok(one.filter(|entry| ready && entry["reason"] == "PortInUse"))

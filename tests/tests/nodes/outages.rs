@@ -171,7 +171,7 @@ pub async fn while_the_daemon_is_down_pods_are_deleted_and_new_ones_wait(lab: La
         start_network(&client, "ipam", ipam).await?;
         let (_, running, _) = tokio::try_join!(
             start_pods_with_addresses(
-                scene,
+                ns,
                 [("client", "node-1", "down", "10.3.0.1/24"), ("server", "node-1", "down", "10.3.0.2/24")]
             ),
             ns.start_pod(attached_pod("running", "node-1", "ipam")),

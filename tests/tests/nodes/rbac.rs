@@ -216,10 +216,7 @@ pub async fn the_daemon_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
         json!(all)["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"]
             .clone();
     // DAC_OVERRIDE has a test of its own, `cni_directory`.
-    ensure!(
-        all == json!(["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]),
-        "{all}: test every capability"
-    );
+    ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]), "{all}: test every capability");
     set_capabilities(&["SYS_ADMIN"]).await?;
     create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let entry = wait::until(Duration::from_secs(5), "reason KernelRefused", || async {

@@ -173,7 +173,7 @@ pub async fn an_uplink_connects_pods_and_is_restored_after_deletion(lab: Lab) ->
         let eth1 = link(&lab, "node-1", "eth1").context("the uplink")?;
         ensure!(eth1["master"] == "br-up" && eth1["mtu"] == 1500, "{eth1}");
         start_pods_with_addresses(
-            scene,
+            ns,
             [("client", "node-1", "up", "10.7.0.1/24"), ("server", "node-2", "up", "10.7.0.2/24")],
         )
         .await?;
@@ -193,7 +193,7 @@ pub async fn a_network_with_a_small_mtu_connects_pods(lab: Lab) -> Result<()> {
     with_namespace(&lab, "small", async |ns: &TestNamespace| {
         start_network(&client, "small", json!({"mtu": 600, "attachment": attachment_for(ns)})).await?;
         start_pods_with_addresses(
-            scene,
+            ns,
             [("client", "node-1", "small", "10.12.0.1/24"), ("server", "node-1", "small", "10.12.0.2/24")],
         )
         .await?;
@@ -211,8 +211,8 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
     let client = lab.client().await?;
     with_namespace(&lab, "edits", async |ns: &TestNamespace| {
         start_network(&client, "edit", json!({"mtu": 1400, "attachment": attachment_for(ns)})).await?;
-        let [client_pod, ..] = join_all(
-            scene,
+        let [client_pod, ..] = start_pods_with_addresses(
+            ns,
             [("client", "node-1", "edit", "10.4.0.1/24"), ("server", "node-1", "edit", "10.4.0.2/24")],
         )
         .await?;

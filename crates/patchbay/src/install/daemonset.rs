@@ -75,7 +75,7 @@ fn container(options: &InstallOptions) -> Value {
         "args": args,
         "env": [
             super::env_from_field("NODE_NAME", "spec.nodeName"),
-            super::from_field("PATCHBAY_POD_UID", "metadata.uid"),
+            super::env_from_field("PATCHBAY_POD_UID", "metadata.uid"),
         ],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
