@@ -148,6 +148,6 @@ mod tests {
         let args = parse(&["--node-name", "a", "--ignore-interfaces", ""]).unwrap();
         assert_eq!(args.ignore_interfaces, IfNamePatterns::default());
         let error = parse(&["--node-name", "a", "--ignore-interfaces", "veth["]).unwrap_err();
-        assert!(error.to_string().contains("does not close it"), "{error}");
+        assert!(error.to_string().contains("without a closing"), "{error}");
     }
 }
