@@ -141,7 +141,10 @@ fn a_probe_that_finds_no_daemon_says_where_it_looked() {
         assert_eq!(output.status.code(), Some(1), "{question}");
         assert!(output.stdout.is_empty(), "{question}");
         let said = text(output.stderr);
-        assert!(said.starts_with("patchbay: ask the daemon at ") && said.contains(folder.path()), "{said}");
+        assert!(
+            said.starts_with("patchbay: cannot query the daemon at ") && said.contains(folder.path()),
+            "{said}"
+        );
     }
 }
 
