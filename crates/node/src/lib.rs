@@ -87,7 +87,7 @@ pub enum Error {
     Panicked(#[source] tokio::task::JoinError),
     #[error("a task of the daemon exited unexpectedly")]
     Exited,
-    #[error("query the daemon at {path}; check that it is running")]
+    #[error("cannot query the daemon at {path} (is it running?)")]
     Query { path: PathBuf, source: std::io::Error },
     #[error("the daemon at {path} did not respond within {} s", limit.as_secs())]
     Timeout { path: PathBuf, limit: Duration },
