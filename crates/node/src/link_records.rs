@@ -70,7 +70,10 @@ impl LinkRecords {
     pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
         let path = self.path(&record.uid);
         let write = || {
-            fs::create_dir_all(&self.dir)?;
+            match fs::create_dir(&self.dir) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
             let temporary = path.with_extension("tmp");
             let mut file = File::create(&temporary)?;
             file.write_all(&serde_json::to_vec(&StoredRecord::from(&record))?)?;
