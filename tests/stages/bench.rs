@@ -12,6 +12,7 @@ use lab::{Lab, Topology, print_progress, wait};
 
 mod addresses;
 mod bridges;
+mod compare;
 mod fleets;
 pub mod plugin;
 
@@ -62,6 +63,8 @@ pub enum BenchPart {
     Addresses,
     /// IPAM on many simulated nodes.
     Fleets,
+    /// This version next to the baseline, installed in turn in one lab.
+    Compare,
 }
 
 /// Measures everything, or one part, and takes the lab down.
@@ -73,8 +76,20 @@ pub fn run(only: Option<BenchPart>) -> Result<()> {
     })?;
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
-    let rows = measure(&lab, tar.as_deref(), |part| only.is_none_or(|only| only == part));
-    lab.down()?;
+    let selected = |part| only.is_none_or(|only| only == part);
+    let mut rows = Ok(Vec::new());
+    if only != Some(BenchPart::Compare) {
+        rows = measure(&lab, tar.as_deref(), selected);
+        lab.down()?;
+    }
+    if selected(BenchPart::Compare) {
+        let compared = compare::run(&lab);
+        lab.down()?;
+        rows = rows.and_then(|mut rows| {
+            rows.extend(compared?);
+            Ok(rows)
+        });
+    }
     println!("| what | measured |\n|---|---|");
     for BenchRow(what, measured) in rows? {
         println!("| {what} | {measured} |");

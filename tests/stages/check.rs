@@ -44,10 +44,14 @@ const TEST_STAGES: &[&[TestStage]] = &[
     &[TestStage("nodes", &["-p", "e2e", "--test", "nodes"])],
 ];
 
+/// The stages that only `make soak` runs.
+const SOAK_STAGES: &[&[TestStage]] = &[&[TestStage("upgrade", &["-p", "e2e", "--test", "upgrade"])]];
+
 /// Runs all stages, also after a failed one.
 pub fn run(length: TestLength) -> Result<()> {
     let mut results = packages::prepare_while(|| Ok(run_build_stages(length)))?;
-    for group in TEST_STAGES {
+    let soak_stages = if length == TestLength::Long { SOAK_STAGES } else { &[] };
+    for group in TEST_STAGES.iter().chain(soak_stages) {
         results.extend(run_parallel(length, group)?);
     }
     print_summary(&results)

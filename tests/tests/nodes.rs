@@ -11,6 +11,8 @@ mod deletion;
 mod drift;
 #[path = "nodes/idle.rs"]
 mod idle;
+#[path = "nodes/ipam_faults.rs"]
+mod ipam_faults;
 #[path = "nodes/nics.rs"]
 mod nics;
 #[path = "nodes/outages.rs"]
@@ -42,6 +44,9 @@ use drift::{
 };
 use e2e::{Suite, patchbay, tests};
 use idle::{a_new_network_causes_few_writes_and_then_none, an_idle_cluster_causes_no_writes};
+use ipam_faults::{
+    a_reimaged_node_reuses_its_blocks, pods_terminate_while_the_daemon_cannot_write_its_state,
+};
 use lab::Topology;
 use nics::{
     a_flapping_nic_causes_at_most_one_write_per_second, every_node_publishes_its_nics_and_its_vtep_address,
@@ -107,6 +112,8 @@ fn main() -> ExitCode {
             after_a_reboot_pods_recover_and_lost_nics_are_not_published,
             a_node_catches_up_after_a_partition,
             a_deleted_node_does_not_block_deletion,
+            pods_terminate_while_the_daemon_cannot_write_its_state,
+            a_reimaged_node_reuses_its_blocks,
             the_plugin_is_installed_into_a_directory_of_another_user,
             the_daemon_needs_each_of_its_capabilities,
             // Checks all requests until here. Later tests delete pods and roles, so 401 and 403 are expected then.

@@ -63,7 +63,7 @@ pub struct NodeNetworkStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
-    /// Ready: the status is complete and current. VtepFound: this node can be part of overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes.
+    /// Ready: the status is complete and current. VtepFound: this node can be part of overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes. StateWritable: the daemon can write to its state directory; while it cannot, pods can be deleted but get no new addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", 16)))]
     pub conditions: Vec<Condition>,

@@ -73,6 +73,9 @@ fn daemon_unavailable(request: &Request, frame: &[u8], error: &Error) -> PluginO
     match request.command.as_str() {
         "DEL" => match tombstone::write(request, frame) {
             Ok(()) => PluginOutput::ok(Vec::new()),
+            // A disk without room must not keep pods in Terminating. The kernel deletes the link with the pod's namespace,
+            // and the daemon's garbage collection releases the addresses.
+            Err(failure) if is_disk_unwritable(&failure) => PluginOutput::ok(Vec::new()),
             Err(failure) => {
                 let msg = format!("{error}; cannot record the deletion: {failure}");
                 PluginOutput::error(ErrorCode::TryAgainLater, &msg)
@@ -81,6 +84,11 @@ fn daemon_unavailable(request: &Request, frame: &[u8], error: &Error) -> PluginO
         "STATUS" => PluginOutput::error(ErrorCode::NotAvailable, &error.to_string()),
         _ => PluginOutput::error(ErrorCode::TryAgainLater, &error.to_string()),
     }
+}
+
+fn is_disk_unwritable(error: &io::Error) -> bool {
+    use io::ErrorKind;
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::ReadOnlyFilesystem)
 }
 
 /// Opens the pod's network namespace for commands that enter it.

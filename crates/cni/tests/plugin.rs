@@ -46,7 +46,20 @@ impl TempDir {
     }
 
     fn call_with(&self, command: &str, changes: &[(&str, &str)], stdin: &[u8]) -> Output {
-        let mut plugin = Command::new(self.0.join("patchbay-bridge"))
+        self.run(&mut Command::new(self.0.join("patchbay-bridge")), command, changes, stdin)
+    }
+
+    /// Calls the plugin where the state directory is on a file system that cannot be written: run as root.
+    fn call_with_read_only_state(&self, command: &str) -> Output {
+        fs::create_dir_all(self.0.join("state")).unwrap();
+        let script = r#"mount -t tmpfs -o ro none "$1/state" && exec "$1/patchbay-bridge""#;
+        let mut shell = Command::new("/usr/bin/unshare");
+        shell.args(["-m", "/bin/sh", "-c", script, "sh"]).arg(&self.0);
+        self.run(&mut shell, command, &[("PATH", "/usr/bin:/bin")], br#"{"cniVersion":"1.0.0"}"#)
+    }
+
+    fn run(&self, program: &mut Command, command: &str, changes: &[(&str, &str)], stdin: &[u8]) -> Output {
+        let mut plugin = program
             .env_clear()
             .env("PATCHBAY_CNI_SOCKET", self.0.join("cni.sock"))
             .env("PATCHBAY_STATE_DIR", self.0.join("state"))
@@ -167,6 +180,14 @@ fn without_a_daemon_del_writes_one_tombstone_and_succeeds() {
 
     dir.call("DEL", &[("CNI_IFNAME", "net2")]);
     assert_eq!(dir.tombstones().len(), 2);
+}
+
+#[test]
+fn without_a_daemon_and_without_a_disk_del_succeeds_and_add_fails() {
+    let dir = TempDir::new("read-only");
+    let output = dir.call_with_read_only_state("DEL");
+    assert_eq!((output.status.code(), text(&output)), (Some(0), String::new()));
+    assert_eq!(dir.call_with_read_only_state("ADD").status.code(), Some(1));
 }
 
 #[test]

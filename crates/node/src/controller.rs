@@ -62,6 +62,7 @@ pub struct NodeController {
     sysctls: PathBuf,
     metrics: Metrics,
     runtime: Receiver<RuntimeStatus>,
+    state_problem: Receiver<Option<String>>,
     health: Arc<Health>,
     state: ControllerState,
 }
@@ -74,6 +75,8 @@ pub struct NodeConfig {
     pub metrics: Metrics,
     /// Whether the container runtime was found.
     pub runtime: Receiver<RuntimeStatus>,
+    /// Why the daemon cannot write its state to disk.
+    pub state_problem: Receiver<Option<String>>,
 }
 
 /// What the controller observed and wrote.
@@ -116,7 +119,7 @@ impl NodeController {
         bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics, runtime } = config;
+        let NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
@@ -129,6 +132,7 @@ impl NodeController {
             sysctls,
             metrics,
             runtime,
+            state_problem,
             health,
             // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
@@ -157,6 +161,7 @@ impl NodeController {
                     self.record_kernel_events(changed.map_err(Error::Kernel)?);
                 }
                 () = next_change(&mut self.runtime) => {}
+                () = next_change(&mut self.state_problem) => {}
                 () = sleep_until(wake) => {}
             }
         }
@@ -330,6 +335,7 @@ impl NodeController {
         // Until the networks have been read, keep the published ones: their links may exist.
         let before = server.as_ref().and_then(|server| server.state.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
+        let state_problem = self.state_problem.borrow();
         let input = PublishInput {
             observed: observed.as_ref()?,
             node: node_info,
@@ -340,6 +346,7 @@ impl NodeController {
             networks: self.bridges.reports().unwrap_or(before),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
             runtime: &self.runtime.borrow(),
+            state_problem: state_problem.as_deref(),
         };
         let desired = rules::status(&input, Timestamp::now());
         let decision = rules::publish(&input, &desired, now.into_std());
@@ -490,8 +497,8 @@ impl NodeController {
 }
 
 /// Waits for the next change; forever if there is no sender.
-async fn next_change(runtime: &mut Receiver<RuntimeStatus>) {
-    if runtime.changed().await.is_err() {
+async fn next_change<T>(receiver: &mut Receiver<T>) {
+    if receiver.changed().await.is_err() {
         std::future::pending().await
     }
 }
@@ -525,6 +532,7 @@ mod tests {
             sysctls: PathBuf::new(),
             metrics,
             runtime: tokio::sync::watch::channel(RuntimeStatus::Unknown).1,
+            state_problem: tokio::sync::watch::channel(None).1,
         };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }

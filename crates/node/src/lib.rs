@@ -87,7 +87,7 @@ pub enum Error {
     Panicked(#[source] tokio::task::JoinError),
     #[error("a task of the daemon exited unexpectedly")]
     Exited,
-    #[error("query the daemon at {path}; check that it is running")]
+    #[error("cannot query the daemon at {path} (is it running?)")]
     Query { path: PathBuf, source: std::io::Error },
     #[error("the daemon at {path} did not respond within {} s", limit.as_secs())]
     Timeout { path: PathBuf, limit: Duration },
@@ -158,9 +158,11 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
             ..Timings::default()
         },
     );
+    let state_problem = ipam.journal_problem();
+    let journal = Arc::clone(&ipam);
     let cni = cni::CniServer::bind(&paths, networks, ipam, cni_metrics)?;
     let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
-    let config = NodeConfig { name, ignored, sysctls, metrics, runtime };
+    let config = NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
     let controller =
         NodeController::new(client, config, monitor, BridgeController::new(deps), Arc::clone(&health));
@@ -177,6 +179,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(keep_plugin_installed(shim, cni_bin_dir, plugin_health, stop.clone()));
     tasks.spawn(cni.run(stop.clone()));
     tasks.spawn(blocks.run(stop.clone()));
+    tasks.spawn(journal.retry_journal(stop.clone()));
     supervise(tasks, stop).await
 }
 

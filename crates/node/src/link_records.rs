@@ -24,8 +24,6 @@ pub struct LinkRecords {
 /// Why the records could not be read or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("create the directory {path}")]
-    Directory { path: PathBuf, source: io::Error },
     #[error("read the records in {path}")]
     Read { path: PathBuf, source: io::Error },
     #[error("write the record {path}")]
@@ -38,7 +36,13 @@ impl LinkRecords {
     /// Reads all records. Malformed files are logged and left in place.
     pub fn open(state_dir: &Path) -> Result<Self, Error> {
         let dir = state_dir.join("networks");
-        fs::create_dir_all(&dir).map_err(|source| Error::Directory { path: dir.clone(), source })?;
+        // A full or read-only disk must not keep the daemon from starting: writing a record reports it.
+        if let Err(error) = fs::create_dir_all(&dir)
+            && !dir.is_dir()
+        {
+            warn!(path = %dir.display(), %error, "cannot create the directory of link records");
+            return Ok(Self { dir, all: BTreeMap::new() });
+        }
         let failed = |source| Error::Read { path: dir.clone(), source };
         let mut all = BTreeMap::new();
         for entry in fs::read_dir(&dir).map_err(failed)? {
@@ -66,6 +70,10 @@ impl LinkRecords {
     pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
         let path = self.path(&record.uid);
         let write = || {
+            match fs::create_dir(&self.dir) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
             let temporary = path.with_extension("tmp");
             let mut file = File::create(&temporary)?;
             file.write_all(&serde_json::to_vec(&StoredRecord::from(&record))?)?;

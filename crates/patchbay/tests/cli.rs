@@ -142,7 +142,7 @@ fn a_probe_without_a_daemon_reports_the_socket_path() {
         assert!(output.stdout.is_empty(), "{question}");
         let stderr = text(output.stderr);
         assert!(
-            stderr.starts_with("patchbay: ask the daemon at ") && stderr.contains(dir.path()),
+            stderr.starts_with("patchbay: cannot query the daemon at ") && stderr.contains(dir.path()),
             "{stderr}"
         );
     }

@@ -162,6 +162,8 @@ pub struct PublishInput<'a> {
     pub networks: &'a [NetworkOnNode],
     pub netfilter: Netfilter,
     pub runtime: &'a RuntimeStatus,
+    /// Why the daemon cannot write its state to disk; none if it can.
+    pub state_problem: Option<&'a str>,
 }
 
 /// Whether the kernel passes bridged packets to iptables (`net.bridge.bridge-nf-call-iptables`).
@@ -196,6 +198,7 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
         networks,
         netfilter,
         runtime,
+        state_problem,
     } = input;
     // A condition keeps its transition time while its status stays the same. Our last write takes precedence over the
     // server's state, which may have been edited by others or pruned by an older schema.
@@ -208,6 +211,7 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
     let (interfaces, omitted) = interfaces(observed, ignored, vtep.as_ref());
     let mut drafts = vec![ready(interfaces.len(), &omitted), vtep_found(observed, node, vtep.as_ref())];
     drafts.extend((!networks.is_empty()).then(|| netfilter_off(*netfilter)));
+    drafts.push(state_writable(*state_problem));
     drafts.extend(runtime_found(runtime));
     let complete = |draft: ConditionDraft| {
         let old = before.iter().find(|old| old.r#type == draft.kind && old.status == draft.status);
@@ -473,6 +477,23 @@ fn netfilter_off(netfilter: Netfilter) -> ConditionDraft {
         ),
     };
     ConditionDraft { kind: "BridgeNetfilterOff", status, reason, message }
+}
+
+fn state_writable(problem: Option<&str>) -> ConditionDraft {
+    let (reason, message) = match problem {
+        None => ("Writable", "the daemon can write its state".to_owned()),
+        Some(problem) => {
+            let advice = "free disk space on the node, or make the directory writable";
+            let effect = "pods can be deleted, but new pods get no address from this node";
+            ("NotWritable", format!("{effect}: {problem}; {advice}"))
+        }
+    };
+    ConditionDraft::new(
+        "StateWritable",
+        problem.is_none(),
+        reason,
+        message.chars().take(MAX_MESSAGE).collect::<String>(),
+    )
 }
 
 fn runtime_found(runtime: &RuntimeStatus) -> Option<ConditionDraft> {

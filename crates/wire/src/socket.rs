@@ -321,6 +321,22 @@ mod tests {
         }
     }
 
+    /// Plugins and daemons of different versions talk to each other, and tombstones outlive an upgrade.
+    #[test]
+    fn frames_and_tombstone_names_keep_their_bytes() {
+        let [plugin, command, container_id, ifname] =
+            ["patchbay-bridge", "DEL", "c1", "net1"].map(str::to_owned);
+        let request =
+            Request { plugin, command, container_id, ifname, stdin: b"{}".to_vec(), ..Request::default() };
+        let bytes = b"\x01\x01\x3a\0\0\0\
+            \x0f\0\0\0patchbay-bridge\x03\0\0\0DEL\x02\0\0\0c1\0\0\0\0\
+            \x04\0\0\0net1\0\0\0\0\0\0\0\0\x02\0\0\0{}";
+        assert_eq!(request.encode().unwrap(), bytes);
+        assert_eq!(request.key(), "efb5e4e46b4d405ecb3ee47d5a84cb00");
+        let reply = Reply { exit: 1, stdout: b"x".to_vec() };
+        assert_eq!(reply.encode().unwrap(), b"\x01\x02\x0a\0\0\0\x01\0\0\0\x01\x01\0\0\0x");
+    }
+
     #[test]
     fn bytes_that_are_not_a_frame_are_an_error() {
         let read = |bytes: &[u8]| {

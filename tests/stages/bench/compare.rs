@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use e2e::{baseline::Release, bridge, patchbay};
 use kube::Client;
-use lab::{Lab, Shape, say, wait};
+use lab::{Lab, Topology, print_progress, wait};
 use serde_json::{Value, json};
 
-use super::{Row, memory, plugin::Stopwatch, rest, shares};
+use super::{BenchRow, memory, percentiles, plugin::PluginTimer, wait_idle};
 
 /// How often each version is installed and measured.
 const ROUNDS: usize = 3;
@@ -32,14 +32,19 @@ const WHAT: [&str; 8] = [
 type Sample = [u64; WHAT.len()];
 
 /// Measures both versions in one lab and reports the median of the rounds' medians, and their ratio.
-pub fn run(lab: &Lab, runtime: &tokio::runtime::Runtime) -> Result<Vec<Row>> {
+pub fn run(lab: &Lab) -> Result<Vec<BenchRow>> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let releases = [Release::baseline()?, Release::current()];
-    runtime.block_on(lab.up(Shape::Nodes(2)))?;
+    runtime.block_on(lab.up(Topology::Nodes(2)))?;
     let mut samples: [Vec<Sample>; 2] = [Vec::new(), Vec::new()];
     for round in 0..ROUNDS {
         // The order alternates, so that a machine that slows down affects both alike.
         for which in [round % 2, (round + 1) % 2] {
-            say(format!("round {} of {ROUNDS}, {} …", round + 1, ["baseline", "this version"][which]));
+            print_progress(format!(
+                "round {} of {ROUNDS}, {} …",
+                round + 1,
+                ["baseline", "this version"][which]
+            ));
             samples[which].push(runtime.block_on(sample(lab, &releases[which]))?);
         }
     }
@@ -53,7 +58,7 @@ pub fn run(lab: &Lab, runtime: &tokio::runtime::Runtime) -> Result<Vec<Row>> {
         let all = |samples: &[Sample]| {
             samples.iter().map(|sample| sample[column].to_string()).collect::<Vec<_>>().join(" ")
         };
-        Row(
+        BenchRow(
             (*what).to_owned(),
             format!(
                 "{:.2} ({old} [{}] to {new} [{}])",
@@ -68,20 +73,20 @@ pub fn run(lab: &Lab, runtime: &tokio::runtime::Runtime) -> Result<Vec<Row>> {
 
 async fn sample(lab: &Lab, release: &Release) -> Result<Sample> {
     patchbay::install_release(lab, release).await?;
-    if rest().await.is_err() {
-        say("the machine is busy: times are upper bounds");
+    if wait_idle().await.is_err() {
+        print_progress("the machine is busy: times are upper bounds");
     }
     let client = lab.client().await?;
-    let stopwatch = Stopwatch::new(lab)?;
-    bridge::start(&client, "bench", json!({"ipam": {"subnets": ["10.80.0.0/16"]}})).await?;
+    let timer = PluginTimer::new(lab)?;
+    bridge::start_network(&client, "bench", json!({"ipam": {"subnets": ["10.80.0.0/16"]}})).await?;
     let link = json!({"cniVersion": "1.0.0", "name": "bench", "type": "patchbay-bridge", "network": "bench"});
     let ipam = json!({"type": "patchbay-ipam", "network": "bench"});
     let address = json!({"cniVersion": "1.0.0", "name": "ours", "type": "bridge", "ipam": ipam});
     let call = |plugin: &str, config: &Value, words: &[&str]| {
         // Once, so that the first block and the plugin's pages are there.
-        stopwatch.times::<2>(plugin, config, &[&["--count", "5"], words].concat())?;
-        let times = stopwatch.times::<2>(plugin, config, &[&["--count", CALLS], words].concat())?;
-        anyhow::Ok(times.map(|times| shares(times).0))
+        timer.times::<2>(plugin, config, &[&["--count", "5"], words].concat())?;
+        let times = timer.times::<2>(plugin, config, &[&["--count", CALLS], words].concat())?;
+        anyhow::Ok(times.map(|times| percentiles(times).0))
     };
     let [bridge_add, bridge_del] = call("patchbay-bridge", &link, &[])?;
     let [ipam_add, ipam_del] = call("patchbay-ipam", &address, &["--addresses"])?;
@@ -101,8 +106,8 @@ async fn sample(lab: &Lab, release: &Release) -> Result<Sample> {
 }
 
 async fn remove(client: &Client, name: &str) -> Result<()> {
-    bridge::delete(client, name).await?;
-    bridge::gone(client, name, Duration::from_secs(20)).await.map(drop)
+    bridge::delete_network(client, name).await?;
+    bridge::wait_deleted(client, name, Duration::from_secs(20)).await.map(drop)
 }
 
 /// The median time from a change of a bridge's MTU to its repair.
@@ -122,7 +127,7 @@ async fn repairs(lab: &Lab) -> Result<u64> {
         .await?;
         times.push(u64::try_from(start.elapsed().as_micros())?);
     }
-    Ok(shares(times).0)
+    Ok(percentiles(times).0)
 }
 
 /// The median time from the creation of an overlay network to its condition Ready.
@@ -131,10 +136,10 @@ async fn creations(client: &Client) -> Result<u64> {
     for _ in 0..NETWORKS {
         let spec = json!({"overlay": {"vni": 77}, "attachment": {"namespaces": ["default"]}});
         let start = Instant::now();
-        bridge::create(client, "bench", spec).await?;
-        bridge::ready(client, "bench", Duration::from_secs(10)).await?;
+        bridge::create_network(client, "bench", spec).await?;
+        bridge::wait_ready(client, "bench", Duration::from_secs(10)).await?;
         times.push(u64::try_from(start.elapsed().as_micros()).context("a short time")?);
         remove(client, "bench").await?;
     }
-    Ok(shares(times).0)
+    Ok(percentiles(times).0)
 }

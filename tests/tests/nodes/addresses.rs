@@ -48,7 +48,7 @@ pub fn net1_addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
     ips.iter().filter_map(Value::as_str).map(|ip| Ok(ip.parse()?)).collect()
 }
 
-async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
+pub async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
     let params = ListParams::default().labels(&format!("patchbay.dev/network={network}"));
     Ok(Api::<IPBlock>::all(client.clone()).list(&params).await?.items)
 }

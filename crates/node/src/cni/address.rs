@@ -160,7 +160,7 @@ pub fn attachment_key(request: &Request) -> AttachmentKey {
 
 /// The addresses that the pod requests, with or without a prefix length.
 pub fn requested_addresses(config: &Config, args: &Args) -> Result<Vec<IpNet>, Error> {
-    let texts = if config.ips.is_empty() { args.ip.as_slice() } else { &config.ips };
+    let texts = if config.ips.is_empty() { &args.ips } else { &config.ips };
     let parse = |text: &String| {
         let bare = text.parse::<IpAddr>().map(IpNet::from);
         bare.or_else(|_| text.parse::<IpNet>()).map_err(|_| {

@@ -55,6 +55,7 @@ fn plan_status(observed: &KernelState, node: &NodeInfo) -> NodeNetworkStatus {
         networks: &[],
         netfilter: Netfilter::Off,
         runtime: &RuntimeStatus::Unknown,
+        state_problem: None,
     };
     status(&input, noon())
 }
@@ -378,6 +379,7 @@ fn a_condition_keeps_its_transition_time_until_its_status_changes() {
         networks: &[],
         netfilter: Netfilter::Off,
         runtime: &RuntimeStatus::Unknown,
+        state_problem: None,
     };
     let first = status(&input, noon());
     let record = PublishedState { owners: vec![], status: Some(first.clone()) };
@@ -411,6 +413,7 @@ struct Publisher {
     networks: Vec<NetworkOnNode>,
     netfilter: Netfilter,
     runtime: RuntimeStatus,
+    state_problem: Option<String>,
 }
 
 impl Publisher {
@@ -425,6 +428,7 @@ impl Publisher {
             networks: Vec::new(),
             netfilter: Netfilter::Off,
             runtime: RuntimeStatus::Unknown,
+            state_problem: None,
         };
         publisher.write();
         publisher
@@ -441,6 +445,7 @@ impl Publisher {
             networks: &self.networks,
             netfilter: self.netfilter,
             runtime: &self.runtime,
+            state_problem: self.state_problem.as_deref(),
         }
     }
 
@@ -546,6 +551,21 @@ fn a_missing_container_runtime_is_a_condition_that_survives_a_restart_of_the_dae
     assert_eq!(publisher.desired(), desired);
     publisher.runtime = RuntimeStatus::Found("/run/crio/crio.sock".to_owned());
     assert_eq!(condition(&publisher.desired(), "RuntimeFound").status, ConditionStatus::True);
+}
+
+#[test]
+fn a_disk_that_cannot_be_written_is_a_condition_with_what_to_do() {
+    let mut publisher = Publisher::new();
+    assert_eq!(condition(&publisher.desired(), "StateWritable").status, ConditionStatus::True);
+    publisher.state_problem =
+        Some("write /var/lib/patchbay/ipam/journal: No space left on device".to_owned());
+    let desired = publisher.desired();
+    let problem = condition(&desired, "StateWritable");
+    assert_eq!((problem.status, problem.reason.as_str()), (ConditionStatus::False, "NotWritable"));
+    assert!(
+        problem.message.contains("No space left") && problem.message.contains("free disk space"),
+        "{problem:?}"
+    );
 }
 
 #[test]

@@ -134,8 +134,8 @@ fn decode_error(error: &serde_json::Error) -> Error {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Args {
     pub mac: Option<String>,
-    /// The requested IP address.
-    pub ip: Option<String>,
+    /// The requested IP addresses, written as `IP=a,b`.
+    pub ips: Vec<String>,
     pub pod: Pod,
 }
 
@@ -159,7 +159,11 @@ impl Args {
             let value = value.to_owned();
             match key {
                 "IgnoreUnknown" => ignore = parse_bool(&value)?,
-                "IP" => args.ip = Some(value).filter(|ip| !ip.is_empty()),
+                // Multus passes all requested addresses in one value if the plugin does not have the capability `ips`.
+                "IP" => {
+                    let ips = value.split(',').map(str::trim).filter(|ip| !ip.is_empty());
+                    args.ips = ips.map(str::to_owned).collect();
+                }
                 "MAC" => args.mac = Some(value).filter(|mac| !mac.is_empty()),
                 "K8S_POD_NAMESPACE" => args.pod.namespace = value,
                 "K8S_POD_NAME" => args.pod.name = value,

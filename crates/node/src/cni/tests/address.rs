@@ -191,6 +191,29 @@ fn a_requested_address_is_allocated_or_refused_with_a_reason() {
     });
 }
 
+#[test]
+fn two_addresses_in_one_variable_are_both_allocated() {
+    on_server("two", async |world| {
+        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        world.ipam.hold("uid-blue", "10.1.0.0/28");
+        world.ipam.hold("uid-blue", "fd01::/120");
+        for (id, text) in [("c1", ";IP=10.1.0.5,fd01::5"), ("c2", ";IP=fd01::6/64, 10.1.0.6/24")] {
+            let mut add = delegated("ADD", id, json!({}));
+            add.args.push_str(text);
+            let (exit, result) = world.call(&add, None).await;
+            let end = &id[1..];
+            let end: u8 = end.parse::<u8>().unwrap() + 4;
+            let expected = [format!("10.1.0.{end}/24"), format!("fd01::{end}/64")];
+            let found = [&result["ips"][0]["address"], &result["ips"][1]["address"]];
+            assert_eq!((exit, found[0], found[1]), (0, &json!(expected[0]), &json!(expected[1])), "{result}");
+        }
+        let mut add = delegated("ADD", "c3", json!({}));
+        add.args.push_str(";IP=10.1.0.7,10.1.0.8");
+        let (_, refused) = world.call(&add, None).await;
+        assert!(refused["msg"].as_str().unwrap().contains("two addresses of one family"), "{refused}");
+    });
+}
+
 /// Every way to request an address, through another plugin and through `patchbay-bridge`.
 fn ways(requested: &str, id: &str) -> Vec<Request> {
     let by_config = json!({"runtimeConfig": {"ips": [requested]}});
