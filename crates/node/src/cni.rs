@@ -4,13 +4,13 @@
 //! which the controller of this node keeps up to date. ADD to a network that is not ready fails with "try again later" and
 //! the reason; the runtime retries.
 
-mod address;
+pub(crate) mod address;
 mod caller;
 mod commands;
 mod install;
 mod metrics;
 mod thread_pool;
-mod tombstone;
+pub(crate) mod tombstone;
 
 use std::{
     collections::BTreeMap,

@@ -18,6 +18,8 @@ mod network;
 mod node_network;
 mod probe;
 mod socket;
+#[cfg(test)]
+mod state_compat;
 mod watch;
 
 use std::{

@@ -195,7 +195,7 @@ mod tests {
         fs::remove_dir_all(state).unwrap();
     }
 
-    /// Recorded from commit 6841d7b.
+    /// As commit 6841d7b writes it.
     #[test]
     fn the_format_on_disk_is_that_of_earlier_versions() {
         let bytes = concat!(
