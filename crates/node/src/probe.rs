@@ -183,8 +183,8 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_daemon_whose_loop_stands_still_is_not_alive() {
-        let dir = ProbeDir::new("still");
+    async fn a_daemon_whose_loop_stalls_is_not_alive() {
+        let dir = ProbeDir::new("stalled");
         let health = Arc::new(Health::new());
         let stop = CancellationToken::new();
         let _tasks = serve(admin::bind(&dir.0).unwrap(), &health, &stop);

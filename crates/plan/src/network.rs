@@ -83,7 +83,7 @@ pub struct NadState {
     /// The network's UID in the ownership annotation.
     pub network_uid: Option<String>,
     /// The annotation that binds the NAD to its namespace and name: see [`api::nad::origin_digest`].
-    pub place: Option<String>,
+    pub origin: Option<String>,
     pub config: Option<String>,
     /// The BridgeNetwork that the config attaches pods to.
     pub joins: Option<String>,
@@ -94,7 +94,7 @@ impl NadState {
     /// no owner.
     pub fn owner_uid(&self, at: &NadRef) -> Option<&str> {
         let uid = self.network_uid.as_deref()?;
-        (self.place.as_ref() == Some(&origin_digest(uid, at))).then_some(uid)
+        (self.origin.as_ref() == Some(&origin_digest(uid, at))).then_some(uid)
     }
 }
 
@@ -119,8 +119,8 @@ pub struct ClusterState {
     pub rejected: BTreeMap<String, BTreeMap<NadRef, String>>,
     /// Why a live read before the removal of a finalizer failed, by the UID of the network.
     pub live_read_failed: BTreeMap<String, String>,
-    /// A digest of each NAD's owner and config when it was last observed or written as desired. Tells a repair from a change
-    /// of the spec: see [`ClusterState::record_plan`].
+    /// A digest of each NAD's owner and config when it was last observed or written as desired. Distinguishes a repair from
+    /// a change of the spec: see [`ClusterState::record_plan`].
     pub synced_nads: BTreeMap<NadRef, u64>,
     pub blocks: BTreeMap<String, BlockState>,
     /// When each node that holds blocks was first observed missing, by its UID: see [`ClusterState::track_missing_nodes`].

@@ -42,11 +42,12 @@ pub const DEFAULT_IGNORED: &str = concat!(
 const EVENT_DEBOUNCE: Duration = Duration::from_millis(100);
 /// Bounds observations under an event storm to three per second.
 const MIN_OBSERVE_INTERVAL: Duration = Duration::from_millis(350);
-/// The condition about the container runtime.
-const RUNTIME_FOUND: &str = "RuntimeFound";
 const MIN_WRITE_INTERVAL: Duration = Duration::from_secs(1);
 /// The interval if the status of a bridge network changed: pods wait for it.
 const MIN_NETWORK_WRITE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// The condition about the container runtime.
+const RUNTIME_FOUND: &str = "RuntimeFound";
 
 /// A link as the kernel describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -291,8 +292,8 @@ fn underlay_mtu(observed: &KernelState, ignored: &IfNamePatterns) -> u32 {
     to_peers.or_else(|| possible.map(|link| link.mtu).min()).unwrap_or(ETHERNET_MTU)
 }
 
-/// Whether a link may be the output of a route: it is up, and its address, be it link-local, brings a route. Not a dummy,
-/// which transmits nothing, and not a link of Patchbay: the MTU of a network must not limit itself.
+/// Whether a link may be the output of a route: it is up and has an address, which may be link-local. Not a dummy, which
+/// transmits nothing, and not a link of Patchbay: the MTU of a network must not limit itself.
 fn carries_routes(link: &Link) -> bool {
     link.admin == AdminState::Up
         && matches!(link.oper, OperState::Up | OperState::Unknown)

@@ -51,7 +51,10 @@ pub async fn an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves(lab: L
         delete_node(&cluster, "mtu-b").await?;
         let possible = "MTU is 1350; 1450 is possible on the current nodes";
         held(&cluster, "mtu-unset", 1350, &format!("{possible}; set spec.mtu to 1450 to raise it")).await?;
-        let twice = format!("{possible}; to raise it, set spec.mtu to 1449 and then to 1450");
+        let twice = format!(
+            "{possible}; to raise it, set spec.mtu to 1449, wait until status.mtuFittedFrom.specMtu is 1449, then set \
+             spec.mtu to 1450"
+        );
         held(&cluster, "mtu-explicit", 1350, &twice).await?;
         // A new node with the small MTU can join: nothing has to come down.
         cluster.node("mtu-c", 1400).await?;

@@ -221,15 +221,15 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
             deleting: false,
             network: Some(name.clone()),
             network_uid: Some(format!("uid-{name}")),
-            place: None,
+            origin: None,
             config: None,
             joins: None,
         };
         let all = cluster.nads.as_mut().unwrap();
         for namespace in 0..10 {
             let at = api::selection::NadRef::new(format!("n{namespace}"), name.as_str());
-            let place = Some(api::nad::origin_digest(&format!("uid-{name}"), &at));
-            all.insert(at, plan::network::NadState { place, ..template.clone() });
+            let origin = Some(api::nad::origin_digest(&format!("uid-{name}"), &at));
+            all.insert(at, plan::network::NadState { origin, ..template.clone() });
         }
     }
     let unrelated = pod("blue");

@@ -229,7 +229,7 @@ pub fn nad(object: NadObject) -> Option<(api::selection::NadRef, NadState)> {
         deleting: metadata.deletion_timestamp.is_some(),
         network: value(&metadata.labels, NAD_NETWORK_LABEL),
         network_uid: value(&metadata.annotations, NAD_UID_ANNOTATION),
-        place: value(&metadata.annotations, NAD_ORIGIN_ANNOTATION),
+        origin: value(&metadata.annotations, NAD_ORIGIN_ANNOTATION),
         uid: metadata.uid?,
         version: metadata.resource_version?,
         joins: config.as_deref().and_then(network_of),

@@ -50,7 +50,7 @@ pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
     let links = LinkIndex::new(input);
     let networks: BTreeMap<&str, &LocalNetwork> =
         input.networks.iter().map(|network| (network.uid.as_str(), network)).collect();
-    let conflicts = conflict::conflicts(&claims(input));
+    let conflicts = conflict::conflicts(&desired_resources(input));
     let (uids, omitted) = selected(&links, &networks);
     let mut plan = BridgePlan { omitted, ..BridgePlan::default() };
     for uid in uids {
@@ -59,7 +59,7 @@ pub fn plan(input: &BridgeInput<'_>) -> BridgePlan {
     plan
 }
 
-fn claims(input: &BridgeInput<'_>) -> Vec<NodeResources> {
+fn desired_resources(input: &BridgeInput<'_>) -> Vec<NodeResources> {
     let wanted = input.networks.iter().filter(|network| network.desired == Desired::Present);
     wanted.map(NodeResources::of).collect()
 }

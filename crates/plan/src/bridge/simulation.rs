@@ -284,7 +284,7 @@ fn touched(action: &Action) -> Option<u32> {
 #[derive(Debug, Clone, Copy)]
 enum NodeEvent {
     /// A network is created, changed or deleted.
-    LocalNetwork(u8, u8),
+    Network(u8, u8),
     /// Another program changes a link.
     Drift(u8, u8),
     /// The daemon crashes after this many steps.
@@ -299,7 +299,7 @@ enum NodeEvent {
 
 fn events() -> impl Strategy<Value = Vec<NodeEvent>> {
     let event = prop_oneof![
-        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| NodeEvent::LocalNetwork(which, how)),
+        4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| NodeEvent::Network(which, how)),
         4 => (any::<u8>(), any::<u8>()).prop_map(|(which, how)| NodeEvent::Drift(which, how)),
         4 => (0..6_u8).prop_map(NodeEvent::Crash),
         4 => Just(NodeEvent::Pass),
@@ -387,7 +387,7 @@ impl BridgeSim {
 
     fn handle(&mut self, event: NodeEvent) {
         match event {
-            NodeEvent::LocalNetwork(which, how) => self.edit(which % 4, how),
+            NodeEvent::Network(which, how) => self.edit(which % 4, how),
             NodeEvent::Drift(which, how) => self.drift(which, how),
             NodeEvent::Crash(steps) => _ = self.pass(usize::from(steps)),
             NodeEvent::Pass => _ = self.pass(usize::MAX),

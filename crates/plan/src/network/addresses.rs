@@ -125,7 +125,7 @@ fn family(
 ) -> Option<IpFamilyStatus> {
     let Ok(spec) = &context.network.spec else { return old };
     let ipam_spec = spec.ipam.as_ref();
-    // If the status was lost, existing blocks tell the length.
+    // If the status was lost, existing blocks have the length.
     let whole =
         context.blocks.iter().map(|(_, block)| &block.object.spec).filter(|spec| spec.lender.is_none());
     let existing =

@@ -199,7 +199,7 @@ fn is_unmodified(at: &NadRef, nad: &NadState) -> bool {
 /// still identify the network. A NAD that was created under another name is a copy and has no owner.
 fn partially_marked_owner<'a>(state: &'a ClusterState, at: &NadRef, nad: &NadState) -> Option<&'a str> {
     let network = state.networks.get(nad.network.as_ref()?)?;
-    let matches = match (&nad.network_uid, &nad.place) {
+    let matches = match (&nad.network_uid, &nad.origin) {
         (Some(uid), None) => *uid == network.uid,
         (None, Some(marked)) => *marked == origin_digest(&network.uid, at),
         (None, None) => nad.joins == nad.network,

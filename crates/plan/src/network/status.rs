@@ -400,8 +400,8 @@ fn higher_mtu(higher: &HigherMtu, current: i32, spec_mtu: Option<i32>) -> String
     let (noun, have) = if nodes.len() == 1 { ("node", "has") } else { ("nodes", "have") };
     match (requested, nodes.is_empty()) {
         (true, _) => format!(
-            "MTU {current} stays in effect because {noun} {} may carry no more; it becomes {mtu} once they report a \
-             VTEP that carries it, see the condition VtepFound of their NodeNetworks",
+            "MTU {current} stays in effect because {noun} {} may carry no more; it becomes {mtu} once all nodes have \
+             reported a VTEP that carries it; see the condition VtepFound of their NodeNetworks",
             list(nodes)
         ),
         (false, false) => format!(
@@ -410,9 +410,14 @@ fn higher_mtu(higher: &HigherMtu, current: i32, spec_mtu: Option<i32>) -> String
             list(nodes)
         ),
         (false, true) => {
-            // Only a change of spec.mtu raises the MTU, so a value that is already set has to change twice.
+            // Only a change of spec.mtu raises the MTU, so a value that is already set has to change twice. The controller
+            // may not observe the first change if the second follows at once.
             let instruction = if spec_mtu == Some(*mtu) {
-                format!("to raise it, set spec.mtu to {} and then to {mtu}", mtu - 1)
+                let lower = mtu - 1;
+                format!(
+                    "to raise it, set spec.mtu to {lower}, wait until status.mtuFittedFrom.specMtu is {lower}, then \
+                     set spec.mtu to {mtu}"
+                )
             } else {
                 format!("set spec.mtu to {mtu} to raise it")
             };

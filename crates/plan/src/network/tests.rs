@@ -123,14 +123,14 @@ fn apply(state: &mut ClusterState, plan: &ClusterPlan) -> Vec<String> {
             done.push(format!("status {}", network_plan.name));
         }
     }
-    for label_patches in &plan.node_labels {
-        let labels = &mut state.nodes.get_mut(&label_patches.node).unwrap().labels;
-        for (label, value) in &label_patches.labels {
+    for patch in &plan.node_labels {
+        let labels = &mut state.nodes.get_mut(&patch.node).unwrap().labels;
+        for (label, value) in &patch.labels {
             match value {
                 Some(value) => _ = labels.insert(label.clone(), (*value).to_owned()),
                 None => _ = labels.remove(label),
             }
-            done.push(format!("label {} {label} {value:?}", label_patches.node));
+            done.push(format!("label {} {label} {value:?}", patch.node));
         }
     }
     for (at, _) in &plan.orphan_nads {
@@ -148,7 +148,7 @@ fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &Netwo
         deleting: false,
         network: Some(network_plan.name.clone()),
         network_uid: Some(network_plan.uid.clone()),
-        place: Some(origin_digest(&network_plan.uid, at)),
+        origin: Some(origin_digest(&network_plan.uid, at)),
         joins: api::nad::network_of(config),
         config: Some(config.clone()),
     };

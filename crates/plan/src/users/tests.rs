@@ -212,11 +212,11 @@ proptest! {
     ) {
         let mut index = UserIndex::default();
         let mut model: BTreeMap<String, BTreeSet<u8>> = BTreeMap::new();
-        for (object, references_of) in changes {
+        for (object, references) in changes {
             let name = format!("x{object}");
-            let networks: Vec<String> = references_of.iter().map(|net| format!("net-{net}")).collect();
+            let networks: Vec<String> = references.iter().map(|net| format!("net-{net}")).collect();
             index.apply(WorkloadKind::Pod, &annotated(&name, &networks.join(",")));
-            model.insert(name, references_of);
+            model.insert(name, references);
             for queried in [vec![0], vec![0, 1], vec![0, 1, 2]] {
                 let uses = |all: &BTreeSet<u8>| queried.iter().any(|net| all.contains(net));
                 let users = model.iter().filter(|(_, all)| uses(all)).map(|(name, _)| format!("Pod home/{name}"));

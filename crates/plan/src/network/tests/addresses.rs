@@ -129,10 +129,10 @@ fn blocks_are_deleted_before_their_network() {
     reconcile_until_stable(&mut state, at(9));
     assert!(state.networks.contains_key("blue"), "its blocks still exist");
     assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
-    let nad_plan = state.blocks.clone();
+    let blocks = state.blocks.clone();
     state.blocks.clear();
     reconcile_until_stable(&mut state, at(10));
     assert!(!state.networks.contains_key("blue"));
-    state.blocks = nad_plan;
+    state.blocks = blocks;
     assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"], "a block that was created late");
 }

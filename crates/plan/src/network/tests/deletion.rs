@@ -48,11 +48,11 @@ fn a_failed_live_read_is_reported_until_it_succeeds() {
     };
     for confirmed in ["no users left", "no node reports links"] {
         assert_eq!(steps_and_message(&state), (1, String::new()));
-        state.live_read_failed.insert("uid-blue".to_owned(), "etcd is away ".repeat(1000));
+        state.live_read_failed.insert("uid-blue".to_owned(), "etcd is down ".repeat(1000));
         let (steps, message) = steps_and_message(&state);
         assert_eq!(steps, 1, "the step is tried again");
         assert!(
-            message.contains(confirmed) && message.contains("etcd is away") && message.len() < 1000,
+            message.contains(confirmed) && message.contains("etcd is down") && message.len() < 1000,
             "{message}"
         );
         state.live_read_failed.clear();
@@ -115,7 +115,7 @@ fn orphan_nads_are_deleted_once_unused() {
         |nad| nad.config = nad.config.as_ref().map(|text| text.replace("blue", "red")),
         |nad| nad.network = Some("red".to_owned()),
         |nad| nad.network = None,
-        |nad| nad.place = Some("elsewhere".to_owned()),
+        |nad| nad.origin = Some("elsewhere".to_owned()),
     ];
     let here = NadRef::new("ns", "blue");
     let good = state.nads.as_ref().unwrap()[&here].clone();

@@ -126,7 +126,11 @@ fn an_overlay_does_not_rise_when_a_node_with_a_small_mtu_leaves() {
     for (text, kind, instruction) in [
         ("{}", ConditionStatus::False, "set spec.mtu to 1450 to raise it"),
         (r#"{"mtu": 9000}"#, ConditionStatus::True, "set spec.mtu to 1450 to raise it"),
-        (r#"{"mtu": 1450}"#, ConditionStatus::True, "to raise it, set spec.mtu to 1449 and then to 1450"),
+        (
+            r#"{"mtu": 1450}"#,
+            ConditionStatus::True,
+            "to raise it, set spec.mtu to 1449, wait until status.mtuFittedFrom.specMtu is 1449, then set spec.mtu to 1450",
+        ),
     ] {
         let mut state = state([overlay("blue", text)]);
         state.reports.get_mut("b").unwrap().vtep = Some(vtep("10.0.0.2", 1400));

@@ -19,7 +19,7 @@ fn a_changed_nad_is_repaired_and_a_foreign_one_is_left_alone() {
         |nad| nad.config = Some("{}".to_owned()),
         |nad| nad.network = None,
         |nad| nad.network_uid = None,
-        |nad| nad.place = None,
+        |nad| nad.origin = None,
     ];
     for edit in edits {
         let steps = change(&mut state, edit);
@@ -160,8 +160,7 @@ fn a_nad_that_left_the_spec_is_restored_for_a_late_user() {
     apply(&mut state, &first);
     uses(&mut state, "pod", "blue");
     assert_eq!(reconcile_until_stable(&mut state, at(1)), ["create ns/blue", "status blue"]);
-    let ready = plan(&state, at(1));
-    assert_eq!(ready, ClusterPlan::default(), "the NAD stays");
+    assert_eq!(plan(&state, at(1)), ClusterPlan::default(), "the NAD stays");
     state.users.delete(WorkloadKind::Pod, "ns", "pod");
     let done = reconcile_until_stable(&mut state, at(2));
     assert_eq!(done, ["delete ns/blue", "status blue", "confirm, used: false"]);
@@ -208,7 +207,7 @@ fn a_copy_of_a_nad_is_not_owned() {
     assert_eq!(state.nads.as_ref().unwrap().len(), 2);
     // Neither the copy nor a modified NAD is deleted as an orphan.
     let theirs =
-        NadState { place: Some(origin_digest("uid-blue", &here)), config: None, joins: None, ..copy };
+        NadState { origin: Some(origin_digest("uid-blue", &here)), config: None, joins: None, ..copy };
     state.nads.as_mut().unwrap().insert(here, theirs);
     assert_eq!(plan(&state, at(9)).orphan_nads, []);
 }
@@ -229,11 +228,11 @@ fn nads_of_and_networks_of_agree() {
     ];
     let all = state.nads.as_mut().unwrap();
     let good = all[&here].clone();
-    all.get_mut(&other).unwrap().place = None;
+    all.get_mut(&other).unwrap().origin = None;
     all.insert(copy.clone(), NadState { joins: None, ..good.clone() });
-    all.insert(by_hand.clone(), NadState { network: None, network_uid: None, place: None, ..good });
-    let deleted_nads = DeletedNad { network: "uid-red".to_owned(), uid: "x".to_owned() };
-    state.deleted_nads.insert(gone.clone(), deleted_nads);
+    all.insert(by_hand.clone(), NadState { network: None, network_uid: None, origin: None, ..good });
+    let deleted = DeletedNad { network: "uid-red".to_owned(), uid: "x".to_owned() };
+    state.deleted_nads.insert(gone.clone(), deleted);
     let mut found = 0;
     let rest = [NadRef::new("ns", "red"), NadRef::new("ns", "none")];
     for at in [here, other, bare, by_hand, copy, gone].iter().chain(&rest) {
@@ -255,7 +254,7 @@ fn users_of_foreign_nads_for_the_network_count() {
         deleting: false,
         network: None,
         network_uid: None,
-        place: None,
+        origin: None,
         config: None,
         joins: Some("blue".to_owned()),
     };
