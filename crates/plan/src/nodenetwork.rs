@@ -482,7 +482,7 @@ fn netfilter_off(netfilter: Netfilter) -> ConditionDraft {
 
 fn state_writable(problem: Option<&str>) -> ConditionDraft {
     let (reason, message) = match problem {
-        None => ("Writable", "the daemon can write its state".to_owned()),
+        None => ("Writable", "the daemon can write its address journal".to_owned()),
         Some(problem) => {
             let advice = "free disk space on the node, or make the directory writable";
             let effect = "pods can be deleted, but new pods get no address from this node";

@@ -44,6 +44,8 @@ use crate::{
 
 /// The timeout of an API request.
 const API_TIMEOUT: Duration = Duration::from_secs(10);
+/// How soon garbage collection runs again after the container runtime did not answer.
+const GC_RETRY: Duration = Duration::from_secs(60);
 /// How long the controller collects a burst of changes, unless an ADD waits.
 const BATCH_WINDOW: Duration = Duration::from_millis(50);
 /// How many attempts one reconcile makes.
@@ -112,7 +114,7 @@ impl Default for Timings {
     }
 }
 
-/// Lists the IDs of the IDs of the container runtime's sandboxes.
+/// Lists the IDs of the container runtime's sandboxes.
 pub type ListSandboxes =
     Box<dyn Fn(SandboxFilter) -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
 
@@ -647,6 +649,8 @@ impl BlockController {
         let live = match (self.sandboxes)(SandboxFilter::All).await {
             Ok(live) => live,
             Err(problem) => {
+                // The runtime may only be restarting.
+                self.next_gc = Instant::now() + GC_RETRY.min(self.timings.gc_interval);
                 return debug!(problem, "cannot list sandboxes; leases are not collected");
             }
         };
