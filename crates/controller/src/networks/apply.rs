@@ -134,16 +134,16 @@ pub struct NetworkWriter {
 
 impl NetworkWriter {
     pub fn new(client: Client, cache: ClusterCache, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let line = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
+        let fenced = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
         let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
             live_reader: LiveReader::new(client.clone(), metrics.clone()),
             recorder: Recorder::new(client.clone(), reporter),
-            network: line(ApiCallKind::Network),
-            nad: line(ApiCallKind::Attachment),
-            node: line(ApiCallKind::Node),
-            block: line(ApiCallKind::Block),
-            event: line(ApiCallKind::Event),
+            network: fenced(ApiCallKind::Network),
+            nad: fenced(ApiCallKind::Attachment),
+            node: fenced(ApiCallKind::Node),
+            block: fenced(ApiCallKind::Block),
+            event: fenced(ApiCallKind::Event),
             client,
             cache,
             metrics,
