@@ -82,7 +82,7 @@ pub struct IPBlockSpec {
     pub cidr: IpNet,
     /// The node that allocates the addresses.
     pub holder: NodeRef,
-    /// The node that lends the address. Set only on a single borrowed address, which lies in a block of the lender.
+    /// The node that lends the address. Set only on a single borrowed address, which is part of a block of the lender.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lender: Option<NodeRef>,
     /// The boot ID of the holder's machine when the holder last recorded the block. Empty in blocks of daemons that do not record it. After a boot, the holder allocates nothing from a block until the block carries the new boot ID. If the holder has lost its journal, another boot ID proves that no running pod has an address of the block.

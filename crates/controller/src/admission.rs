@@ -1,7 +1,7 @@
 //! The admission webhook: validation that needs other objects.
 //!
-//! A validation is a plain function of the object and the caches, so that the webhook and the reconcilers agree. A new path is
-//! one more variant of [`WebhookPath`] and its arm in [`validate`].
+//! A validation is a plain function of the object and the caches, so that the webhook and the reconcilers agree. A new
+//! path is one more variant of [`WebhookPath`] and its arm in [`validate`].
 
 use std::{sync::Arc, time::Duration};
 

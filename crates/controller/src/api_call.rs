@@ -1,4 +1,5 @@
-//! Requests to the API server: each with a timeout, counted when it fails, and a leader's writes only while its fence holds.
+//! Requests to the API server: each with a timeout, counted when it fails, and a leader's writes only while its fence
+//! holds.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -60,8 +61,8 @@ impl ApiCall {
         self.send(self.timeout, Verb::Read, request).await
     }
 
-    /// "Already exists" is a conflict. "Not found" is not: it means that the namespace is missing, and reading again does not
-    /// create it.
+    /// "Already exists" is a conflict. "Not found" is not: it means that the namespace is missing, and reading again
+    /// does not create it.
     pub async fn create<T>(&self, request: impl Future<Output = kube::Result<T>>) -> Result<T, Error> {
         self.write(Verb::Create, request).await
     }

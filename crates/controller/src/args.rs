@@ -5,10 +5,11 @@ use std::{
     time::Duration,
 };
 
-use api::names::{HEALTH_PORT, WEBHOOK_PORT, WEBHOOK_SERVICE};
+use api::{
+    duration,
+    names::{HEALTH_PORT, WEBHOOK_PORT, WEBHOOK_SERVICE},
+};
 use plan::{certs::MAX_CA_LIFETIME, lease::MAX_LEASE_DURATION};
-
-use api::duration;
 
 /// Settings of one replica. Every flag can also be set by an environment variable.
 #[derive(Clone, Debug, PartialEq, Eq, clap::Args)]

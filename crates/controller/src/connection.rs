@@ -25,8 +25,8 @@ const PREFACE_BYTES: usize = 24;
 /// How long a new connection may take to send them.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a connection may be idle afterwards. API servers close idle connections after 90 s or ping every 30 s, so none of
-/// theirs is cut.
+/// How long a connection may be idle afterwards. API servers close idle connections after 90 s or ping every 30 s, so
+/// none of theirs is cut.
 const IDLE_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// An acceptor that limits the connections of an inner one.

@@ -1,7 +1,7 @@
 //! The Patchbay controller: the leader's control loops, and the admission webhook that every replica serves.
 //!
-//! [`run`] runs one replica with the caller's client and cancellation token. The rules are in `plan`; this crate watches the
-//! API server, asks `plan` for decisions and applies them.
+//! [`run`] runs one replica with the caller's client and cancellation token. The rules are in `plan`; this crate
+//! watches the API server, asks `plan` for decisions and applies them.
 
 mod admission;
 mod api_call;

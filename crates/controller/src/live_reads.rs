@@ -31,7 +31,7 @@ use crate::{
 const PAGE_SIZE: u32 = 2000;
 /// NodeNetworks are larger than other objects.
 const NODE_NETWORK_PAGE_SIZE: u32 = 50;
-/// Stands for the user or node of an object that was not in the query, so that nothing of it is removed.
+/// The user or node of an object that was not in the query, so that nothing of it is removed.
 const NOT_QUERIED: &str = "unknown (not queried)";
 
 /// What to read.

@@ -99,8 +99,8 @@ impl LinkEditor {
                 self.set("make the link a bridge port", set(*link).number(IFLA_MASTER, *bridge))
             }
             Action::ClearMaster { link } => {
-                let parted = self.set("remove the port from its bridge", set(*link).number(IFLA_MASTER, 0));
-                ok_if(parted, &[Errno::ENODEV])
+                let cleared = self.set("remove the port from its bridge", set(*link).number(IFLA_MASTER, 0));
+                ok_if(cleared, &[Errno::ENODEV])
             }
             Action::AddFlood { vxlan, to } => {
                 /// `NLM_F_CREATE | NLM_F_APPEND`

@@ -229,7 +229,7 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
         lower: number(IFLA_LINK).or(lower).filter(|&index| same_namespace && index != 0),
         alias: text(IFLA_IFALIAS).unwrap_or_default(),
         addresses: Vec::new(),
-        ipv6_disabled: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_off(families)),
+        ipv6_disabled: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv6_disabled(families)),
         ipv4_isolated: all.get(&IFLA_AF_SPEC).and_then(|families| parse_ipv4_isolated(families)),
         vxlan,
     })
@@ -237,7 +237,7 @@ pub fn parse_link(body: &[u8]) -> Option<Link> {
 
 /// Whether IPv6 is disabled, from the `IFLA_AF_SPEC` of a link. None if the link has no IPv6 at all: the kernel has none,
 /// or the MTU is too small for it.
-fn parse_ipv6_off(families: &[u8]) -> Option<bool> {
+fn parse_ipv6_disabled(families: &[u8]) -> Option<bool> {
     const IFLA_INET6_CONF: u16 = 2;
     const DEVCONF_DISABLE_IPV6: usize = 26;
 
@@ -423,7 +423,7 @@ pub fn affects_observed(message: &NetlinkMessage<'_>) -> bool {
     }
 }
 
-/// Decodes a string of the kernel. Invalid UTF-8, control characters, white space other than the blank, and the
+/// Decodes a string of the kernel. Invalid UTF-8, control characters, white space other than spaces, and the
 /// backslash are written as `\xNN`, so that the text is safe on a terminal and two different names never look the same.
 fn escape_text(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
@@ -536,7 +536,7 @@ mod tests {
             parse_flood(&bytes);
             route_oif(&bytes);
             parse_vxlan(&bytes);
-            parse_ipv6_off(&bytes);
+            parse_ipv6_disabled(&bytes);
             parse_ipv4_isolated(&bytes);
             error_code(&bytes);
             escape_text(&bytes);

@@ -228,7 +228,7 @@ async fn routes_to_addresses_use_the_links_of_all_their_paths() {
     ] {
         ns.ip(line);
     }
-    let seen = monitor.observe().await.unwrap();
+    let observed = monitor.observe().await.unwrap();
     for (addresses, names) in [
         (&["10.9.0.2"][..], &["eth0", "eth1"][..]),
         (&["10.9.0.3"], &["eth2"]),
@@ -241,7 +241,7 @@ async fn routes_to_addresses_use_the_links_of_all_their_paths() {
     ] {
         let targets = addresses.iter().map(|address| address.parse().unwrap()).collect();
         let links = monitor.route_links(targets).await.unwrap();
-        let mut found: Vec<&str> = seen
+        let mut found: Vec<&str> = observed
             .links
             .iter()
             .filter(|link| links.contains(&link.index))

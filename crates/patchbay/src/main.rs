@@ -16,12 +16,12 @@ use clap::Parser;
 /// Exit codes: 0 success, 1 failure, 2 usage error (set by clap).
 fn main() -> ExitCode {
     let cli = cli::Cli::parse();
-    let logs = cli.is_service();
+    let is_service = cli.is_service();
     let Err(error) = cli.run() else {
         return ExitCode::SUCCESS;
     };
     let error = api::ErrorChain(error.as_ref());
-    if logs {
+    if is_service {
         tracing::error!(%error, "patchbay failed");
     } else {
         // If stderr is closed, only the exit code reports the failure.

@@ -66,7 +66,7 @@ fn mtu_decrease(cluster: &ClusterState, name: &str, spec: &BridgeNetworkSpec) ->
     let first = users.first.first()?;
     (new < old).then(|| {
         format!(
-            "the MTU cannot be lowered from {old} to {new} while the network has {} users, such as {first}; stop them first",
+            "the MTU cannot be lowered from {old} to {new} while the network is in use (users: {}, such as {first}); stop them first",
             users.count
         )
     })

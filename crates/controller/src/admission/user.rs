@@ -1,6 +1,6 @@
 //! Validates that an object does not start to use a network that is being deleted.
 //!
-//! This only tells users early. The order of deletion of a network keeps its links while pods use them.
+//! This only reports the error early. The order of deletion of a network keeps its links while pods use them.
 
 use std::collections::BTreeSet;
 

@@ -336,7 +336,7 @@ impl CacheFiller {
     }
 }
 
-/// Polls the watch, if there is one.
+/// Polls the watch. Without one, never resolves.
 async fn poll_watch<F: Future<Output = ()>>(watching: &mut Option<Pin<Box<F>>>) {
     match watching {
         Some(watching) => watching.await,

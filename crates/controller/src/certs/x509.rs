@@ -1,7 +1,7 @@
 //! X.509: creates certificates with rcgen, parses them with x509-parser, encodes them as PEM.
 //!
-//! Nothing parsed here is assumed to be well formed: whatever cannot be parsed counts as corrupt or missing, and `plan::certs`
-//! decides what to do about it.
+//! Nothing parsed here is assumed to be well formed: whatever cannot be parsed counts as corrupt or missing, and
+//! `plan::certs` decides what to do about it.
 
 #[cfg(test)]
 mod tests;

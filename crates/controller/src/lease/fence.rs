@@ -2,8 +2,8 @@
 //!
 //! `CLOCK_MONOTONIC` measures the fence and does not advance while a machine is suspended: a leader that resumes still
 //! considers itself the leader for up to two thirds of a lease duration. The API server rejects what it then writes: every
-//! write of a leader carries the resourceVersion (or, for a delete, the UID as well) of what it has read, and the new leader
-//! has written since.
+//! write of a leader carries the resourceVersion (or, for a delete, the UID as well) of what it has read, and the new
+//! leader has written since.
 
 use std::time::{Duration, Instant};
 

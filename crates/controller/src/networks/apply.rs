@@ -26,6 +26,17 @@ use crate::{
     metrics::{ApiCallKind, Metrics},
 };
 
+/// Reported if a status write changes nothing. The status backs off: otherwise it would be written every second.
+const STATUS_DROPPED: &str =
+    "the API server drops fields of the status; apply the CustomResourceDefinitions of this version";
+
+/// Whether the API server stored a status.
+enum StatusWrite {
+    Stored,
+    /// The object did not change, although the status differed: the CRD is of an older version and lacks a field.
+    Dropped,
+}
+
 /// Why a write failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -134,16 +145,16 @@ pub struct NetworkWriter {
 
 impl NetworkWriter {
     pub fn new(client: Client, cache: ClusterCache, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let line = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
+        let fenced = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
         let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
             live_reader: LiveReader::new(client.clone(), metrics.clone()),
             recorder: Recorder::new(client.clone(), reporter),
-            network: line(ApiCallKind::Network),
-            nad: line(ApiCallKind::Attachment),
-            node: line(ApiCallKind::Node),
-            block: line(ApiCallKind::Block),
-            event: line(ApiCallKind::Event),
+            network: fenced(ApiCallKind::Network),
+            nad: fenced(ApiCallKind::Attachment),
+            node: fenced(ApiCallKind::Node),
+            block: fenced(ApiCallKind::Block),
+            event: fenced(ApiCallKind::Event),
             client,
             cache,
             metrics,
@@ -181,7 +192,8 @@ impl NetworkWriter {
         let complete = !outcome.network_written && !outcome.conflicted && outcome.rejected.is_empty();
         if let Some(status) = plan.status.as_deref().filter(|_| complete) {
             match self.write_status(plan, status).await {
-                Ok(()) => outcome.network_written = true,
+                Ok(StatusWrite::Stored) => outcome.network_written = true,
+                Ok(StatusWrite::Dropped) => outcome.status_write_failed = Some(STATUS_DROPPED.to_owned()),
                 Err(error) if error.is_conflict() => outcome.conflicted = true,
                 // A failed status write does not fail the steps.
                 Err(error) => outcome.status_write_failed = Some(api::ErrorChain(&error).to_string()),
@@ -370,7 +382,11 @@ impl NetworkWriter {
 
     /// Replaces the whole status. A server-side apply could not remove what others added, and the API server rejects it if
     /// the stored spec violates the schema.
-    async fn write_status(&self, plan: &NetworkPlan, status: &BridgeNetworkStatus) -> Result<(), Error> {
+    async fn write_status(
+        &self,
+        plan: &NetworkPlan,
+        status: &BridgeNetworkStatus,
+    ) -> Result<StatusWrite, Error> {
         let patch = json!([
             {"op": "replace", "path": "/metadata/resourceVersion", "value": plan.version},
             {"op": "add", "path": "/status", "value": status},
@@ -383,7 +399,9 @@ impl NetworkWriter {
         let api = self.networks();
         let write = async { api.patch_status(&plan.name, &params, &Patch::Json::<()>(patch?)).await };
         let patched = self.network.change(write).await;
-        patched.map(drop).map_err(|source| Error::Network { name: plan.name.clone(), source })
+        let patched = patched.map_err(|source| Error::Network { name: plan.name.clone(), source })?;
+        let unchanged = patched.metadata.resource_version.as_ref() == Some(&plan.version);
+        Ok(if unchanged { StatusWrite::Dropped } else { StatusWrite::Stored })
     }
 
     /// The UID protects a Node that was recreated under the same name.

@@ -24,6 +24,8 @@ struct FakeApiServer {
     lists: Mutex<Vec<(&'static str, Value)>>,
     /// The requests to reject: method, end of the path, and message.
     rejections: Mutex<Vec<(&'static str, &'static str, String)>>,
+    /// The resourceVersion of objects after a write.
+    version_after_write: Mutex<Option<&'static str>>,
 }
 
 impl FakeApiServer {
@@ -40,7 +42,8 @@ impl FakeApiServer {
             let items = items.map_or_else(|| json!([]), |(_, items)| items.clone());
             json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items})
         } else {
-            json!({"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any"}})
+            let version = *self.version_after_write.lock().unwrap();
+            json!({"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any", "resourceVersion": version}})
         };
         http::Response::new(Body::from(response.to_string().into_bytes()))
     }
@@ -173,6 +176,23 @@ async fn a_rejected_status_does_not_delay_the_deletion() {
     controller.reconcile().await;
     let last = server.paths("PATCH").pop().unwrap();
     assert!(last.ends_with("/bridgenetworks/blue"), "{last}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_status_that_an_older_crd_drops_backs_off() {
+    for (version, expected) in [("1", 4), ("2", 10)] {
+        let (mut controller, server) = controller();
+        let finalizers = [FINALIZER_USERS, FINALIZER_NODES];
+        add(&controller, NetworkState { deleting: None, ..deleting("blue", &finalizers) });
+        *server.version_after_write.lock().unwrap() = Some(version);
+        for _ in 0..10 {
+            tokio::time::advance(pending::MIN_RETRY).await;
+            controller.reconcile().await;
+        }
+        let end = "/bridgenetworks/blue/status";
+        let writes = server.paths("PATCH").iter().filter(|path| path.ends_with(end)).count();
+        assert_eq!(writes, expected, "resourceVersion 1 before and {version} after the write");
+    }
 }
 
 #[tokio::test(start_paused = true)]

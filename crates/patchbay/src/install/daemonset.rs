@@ -5,13 +5,13 @@ use serde_json::{Value, json};
 
 use super::{BINARY, InstallOptions, NODE};
 
-/// Capabilities of the node daemon. `tests/tests/nodes/rbac.rs` shows what fails without each of them.
+/// Capabilities of the node daemon. `rbac.rs` and `cni_directory.rs` in `tests/tests/nodes` show what fails without each.
 const CAPABILITIES: &[&str] = &[
     // Create and change links and their settings, also the pod's end inside the pod's network namespace.
     "NET_ADMIN",
     // Enter a pod's network namespace to inspect its links.
     "SYS_ADMIN",
-    // Writing into a CNI directory that does not belong to root, as the official cni-plugins archives and Kubespray leave it.
+    // Write to a CNI directory that root does not own, as with the official cni-plugins archives and Kubespray.
     "DAC_OVERRIDE",
 ];
 
@@ -83,7 +83,9 @@ fn container(options: &InstallOptions) -> Value {
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            // Read-only: the daemon writes only to the other mounts. Without mount propagation: later mounts of the host are visible.
+            // Read-only: the daemon writes only to the other mounts. Without mount propagation, because it needs
+            // nothing that the host mounts later, and a pod with `HostToContainer` does not start where `/` is a
+            // private mount.
             {"name": "host", "mountPath": HOST_ROOT, "readOnly": true},
             {"name": "state", "mountPath": STATE_DIR},
             {"name": "run", "mountPath": RUN_DIR},

@@ -1,8 +1,8 @@
 //! The ValidatingAdmissionPolicies: they restrict a node daemon to the objects of its own node, and the controller to its
 //! own labels on Nodes.
 //!
-//! The API server evaluates them in process, so no controller needs to run. The token of a pod carries the name of the pod's
-//! node, which the holder of the token cannot forge.
+//! The API server evaluates them in process, so no controller needs to run. The token of a pod carries the name of the
+//! pod's node, which the holder of the token cannot forge.
 
 use api::{GROUP, bridgenetwork::READY_LABEL_PREFIX};
 use serde_json::{Value, json};
@@ -113,8 +113,9 @@ fn is_user(user: &str) -> String {
     format!("request.userInfo.username == '{user}'")
 }
 
-/// Only the holder of a block may write it: while the block exists, no other node may assign its addresses. The controller
-/// is exempt, because it deletes the blocks of deleted nodes.
+/// Only the holder of a block may write it: while the block exists, no other node may allocate its addresses, and the
+/// holder trusts its spec.bootID. The controller is exempt, because it deletes the blocks of deleted nodes and
+/// networks.
 fn block_policy(options: &InstallOptions) -> Vec<Value> {
     let not_controller = format!("request.userInfo.username != '{}'", options.controller_user());
     AdmissionPolicy {

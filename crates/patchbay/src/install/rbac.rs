@@ -149,7 +149,7 @@ fn node_cluster_rules() -> Value {
         },
         {"apiGroups": [GROUP], "resources": ["nodenetworks/status"], "verbs": ["patch"]},
         // The addresses of its pods: the daemon creates a block to acquire it, updates it to adopt one that the same node
-        // holds under an earlier Node UID, and deletes it to release it.
+        // holds under an earlier Node UID, patches its spec.bootID after a boot, and deletes it to release it.
         {
             "apiGroups": [GROUP],
             "resources": ["ipblocks"],

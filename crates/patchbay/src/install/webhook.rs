@@ -27,8 +27,8 @@ pub fn service(options: &InstallOptions) -> Value {
     })
 }
 
-/// The ValidatingWebhookConfiguration. It omits `caBundle`, which the controller owns; `kubectl apply` keeps fields that the
-/// manifest never had.
+/// The ValidatingWebhookConfiguration. It omits `caBundle`, which the controller owns; `kubectl apply` keeps fields
+/// that the manifest never had.
 pub fn configuration(options: &InstallOptions) -> Value {
     let mut webhooks = vec![node_networks(options), bridge_networks(options)];
     webhooks.extend(network_users(options));

@@ -1,7 +1,7 @@
 //! Writes values as readable YAML.
 //!
-//! The order of keys is fixed, so equal values give equal text. Strings that any YAML version could read as another type are
-//! quoted: kubectl still reads YAML 1.1, where `no` is a boolean and `1:30` a number.
+//! The order of keys is fixed, so equal values give equal text. Strings that any YAML version could read as another
+//! type are quoted: kubectl still reads YAML 1.1, where `no` is a boolean and `1:30` a number.
 
 use std::fmt::Write;
 
