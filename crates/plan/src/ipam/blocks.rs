@@ -58,7 +58,7 @@ pub struct PendingRequests {
 pub struct BlockPlanInput<'a> {
     /// This node.
     pub holder: &'a NodeRef,
-    /// The boot ID of this node's machine, empty if the kernel does not say. None if the API server does not keep boot IDs.
+    /// The boot ID of this node's machine; empty if unknown. `None` if the API server does not keep boot IDs.
     pub boot: Option<&'a str>,
     /// By UID; a network that is missing is deleted.
     pub networks: &'a BTreeMap<Uid, Arc<Pool>>,

@@ -41,8 +41,8 @@ fn grid(ipam: &IpamSpec) -> BlockGrid {
 /// Every allocatable address, in order.
 fn all(grid: &BlockGrid) -> Vec<IpAddr> {
     let mut found = BTreeSet::new();
-    for place in 0..grid.blocks() {
-        let block = grid.block(place).unwrap();
+    for index in 0..grid.blocks() {
+        let block = grid.block(index).unwrap();
         while let Some(one) = grid.free_in(block, None, |one| found.contains(&one)) {
             found.insert(one);
         }
