@@ -147,7 +147,7 @@ impl Ipam {
             match loaded {
                 Ok(ledger) => state.ledger = ledger,
                 Err(error) => {
-                    self.report_journal(Err(&error));
+                    self.report_journal(Some(&error));
                     return Err(error);
                 }
             }
@@ -178,7 +178,7 @@ impl Ipam {
             match saved {
                 Ok(()) => info!("the address journal can be written again"),
                 Err(error) => {
-                    debug!(error = %ErrorChain(&error), "the address journal still cannot be written")
+                    debug!(error = %ErrorChain(&error), "the address journal still cannot be written");
                 }
             }
         }
@@ -192,12 +192,12 @@ impl Ipam {
     /// Records changes durably, and applies them once they are.
     fn append(&self, state: &mut IpamState, records: &[LedgerRecord]) -> Result<(), JournalError> {
         let appended = state.append(records);
-        self.report_journal(appended.as_ref().map(|()| ()));
+        self.report_journal(appended.as_ref().err());
         appended
     }
 
-    fn report_journal(&self, written: Result<(), &JournalError>) {
-        let problem = written.err().map(|error| ErrorChain(error).to_string());
+    fn report_journal(&self, error: Option<&JournalError>) {
+        let problem = error.map(|error| ErrorChain(error).to_string());
         self.journal_problem.send_if_modified(|current| {
             let changed = *current != problem;
             *current = problem;

@@ -33,7 +33,7 @@ pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
             Ok(()) => removed = true,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => {
-                warn!(name, error = %ErrorChain(&error), "cannot remove an applied tombstone; retrying")
+                warn!(name, error = %ErrorChain(&error), "cannot remove an applied tombstone; retrying");
             }
         }
     }
