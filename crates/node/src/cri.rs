@@ -123,6 +123,8 @@ impl ContainerRuntime {
             Some(socket) => vec![socket],
             None => DEFAULT_SOCKETS.iter().map(PathBuf::from).collect(),
         };
+        // A sandbox without metadata has an empty UID, too.
+        let own_pod = own_pod.filter(|uid| !uid.is_empty());
         let (host_root, cache) = (host_root.to_owned(), Mutex::default());
         Self(Arc::new(RuntimeState { host_root, candidates, own_pod, cache }))
     }

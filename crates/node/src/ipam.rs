@@ -147,7 +147,7 @@ impl Ipam {
             match loaded {
                 Ok(ledger) => state.ledger = ledger,
                 Err(error) => {
-                    self.report_journal(Err(&error));
+                    self.report_journal(Some(&error));
                     return Err(error);
                 }
             }
@@ -178,7 +178,7 @@ impl Ipam {
             match saved {
                 Ok(()) => info!("the address journal can be written again"),
                 Err(error) => {
-                    debug!(error = %ErrorChain(&error), "the address journal still cannot be written")
+                    debug!(error = %ErrorChain(&error), "the address journal still cannot be written");
                 }
             }
         }
@@ -192,12 +192,12 @@ impl Ipam {
     /// Records changes durably, and applies them once they are.
     fn append(&self, state: &mut IpamState, records: &[LedgerRecord]) -> Result<(), JournalError> {
         let appended = state.append(records);
-        self.report_journal(appended.as_ref().map(|()| ()));
+        self.report_journal(appended.as_ref().err());
         appended
     }
 
-    fn report_journal(&self, written: Result<(), &JournalError>) {
-        let problem = written.err().map(|error| ErrorChain(error).to_string());
+    fn report_journal(&self, error: Option<&JournalError>) {
+        let problem = error.map(|error| ErrorChain(error).to_string());
         self.journal_problem.send_if_modified(|current| {
             let changed = *current != problem;
             *current = problem;
@@ -269,6 +269,10 @@ impl Ipam {
                 }
                 Err(shortage) => shortage,
             };
+            // A block is acquired, and an address released, only with a record.
+            if let Some(problem) = &*self.journal_problem.borrow() {
+                break Err(unwritable(problem));
+            }
             let requests: Vec<PendingRequest> = match shortage {
                 Shortage::Rejected(error) => break Err(rejection(&pool.name, &error)),
                 Shortage::Families(families) => {
@@ -307,8 +311,8 @@ impl Ipam {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Keeps the lease of an interface that asks again, although its release may have been requested before. The failed
-    /// write of that release may have reached the disk, so the journal is replaced before the interface is answered.
+    /// Keeps the lease of an attachment whose ADD is repeated after a release that is not on disk yet. The failed write of
+    /// that release may have reached the disk, so the journal is replaced before the ADD succeeds.
     fn keep_lease(&self, state: &mut IpamState, key: &AttachmentKey) -> Result<(), Error> {
         if !state.unsaved_releases.remove(key) {
             return Ok(());
@@ -350,6 +354,18 @@ impl Ipam {
     pub fn grant(&self, key: &AttachmentKey) -> Option<Grant> {
         let state = self.lock();
         state.ledger.grant(key).filter(|_| !state.unsaved_releases.contains(key))
+    }
+
+    /// Fails while the journal has not been read: an attachment may then have a lease that [`Self::grant`] does not know.
+    pub fn require_loaded(&self) -> Result<(), Error> {
+        if self.lock().journal.is_loaded() {
+            return Ok(());
+        }
+        let problem = self.journal_problem.borrow().clone().unwrap_or_default();
+        Err(Error::new(
+            Code::TryAgainLater,
+            format!("the addresses of this node are not known yet: {problem}"),
+        ))
     }
 
     pub fn leases(&self) -> Vec<Lease> {
@@ -594,11 +610,14 @@ fn rejection(network: &str, error: &AllocationError) -> Error {
     Error::new(code, format!("network {network:?}: {error}"))
 }
 
-/// The answer to an ADD whose allocation is not on disk.
+/// The reply to a call whose change is not on disk.
 fn not_recorded(error: &JournalError) -> Error {
+    unwritable(&ErrorChain(error).to_string())
+}
+
+fn unwritable(problem: &str) -> Error {
     let msg = format!(
-        "the allocation cannot be recorded on this node: {}; free disk space on the node, or make the directory writable",
-        ErrorChain(error)
+        "the allocation cannot be recorded on this node: {problem}; free disk space on the node, or make the directory writable"
     );
     Error::new(Code::Io, msg)
 }

@@ -116,6 +116,7 @@ impl CniHandler {
     pub(super) fn check_lease(&self, request: &Request, config: &Config) -> Result<Vec<IpNet>, Error> {
         let differs = |msg: String| Err(Error::new(Code::Differs, msg));
         let Some(grant) = self.ipam.grant(&attachment_key(request)) else {
+            self.ipam.require_loaded()?;
             return differs(
                 "the interface no longer has an address of patchbay-ipam; delete the pod".to_owned(),
             );

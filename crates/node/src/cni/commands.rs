@@ -106,15 +106,16 @@ impl CniHandler {
         let mtu = mtu(config, network, &ready)?;
         // A remaining tombstone would delete the new link and release its addresses.
         tombstone::remove(&self.tombstones, request).map_err(|error| {
-            Error::new(Code::Io, "remove the tombstone of an earlier interface").details(error.to_string())
+            Error::new(Code::Io, "cannot remove the tombstone of an earlier interface")
+                .details(error.to_string())
         })?;
-        let given = match leases {
+        let allocated = match leases {
             Some(requested) => self.allocate(&view, network, call, &args, requested)?,
             None => AllocatedIps::default(),
         };
-        let addresses: Vec<IpNet> = given.ips.iter().map(|ip| ip.address).collect();
+        let addresses: Vec<IpNet> = allocated.ips.iter().map(|ip| ip.address).collect();
         let routes: Vec<veth::Route> =
-            given.routes.iter().map(|route| veth::Route { dst: route.dst, gw: route.gw }).collect();
+            allocated.routes.iter().map(|route| veth::Route { dst: route.dst, gw: route.gw }).collect();
         let wanted = VethConfig {
             namespace: namespace.as_fd(),
             host: &id.host,
@@ -142,8 +143,8 @@ impl CniHandler {
             "attached a pod"
         );
         let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
-        let ips = given.ips.into_iter().map(inside).collect();
-        Ok(Success { interfaces: interfaces(request, &wanted), ips, routes: given.routes })
+        let ips = allocated.ips.into_iter().map(inside).collect();
+        Ok(Success { interfaces: interfaces(request, &wanted), ips, routes: allocated.routes })
     }
 
     /// Deletes the new link again if the network was removed in the meantime. The controller first publishes that a network
@@ -159,7 +160,7 @@ impl CniHandler {
             Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
             Ok(_) => Error::new(
                 Code::TryAgainLater,
-                format!("network {network:?} was recreated during the call; retrying"),
+                format!("network {network:?} was recreated during the call; the runtime retries"),
             ),
             Err(error) => error,
         };
@@ -179,9 +180,9 @@ impl CniHandler {
         if !still() {
             return Ok(());
         }
-        let place = attachment_key(request);
+        let key = attachment_key(request);
         if request.plugin == IPAM_PLUGIN {
-            self.ipam.release(&place);
+            self.ipam.release(&key);
             return Ok(());
         }
         match veth::detach(&id.host) {
@@ -194,7 +195,7 @@ impl CniHandler {
             Err(error) => return Err(attach_error(&error)),
         }
         // The addresses are released only after the link that carries them is deleted.
-        self.ipam.release(&place);
+        self.ipam.release(&key);
         Ok(())
     }
 
@@ -209,7 +210,8 @@ impl CniHandler {
         let text = previous.and_then(|interface| interface["mac"].as_str());
         let requested_mac = text.map(mac).transpose()?.or(requested_mac);
         let mtu = previous.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
-        let given = if uses_patchbay_ipam(config)? { self.check_lease(request, config)? } else { Vec::new() };
+        let addresses =
+            if uses_patchbay_ipam(config)? { self.check_lease(request, config)? } else { Vec::new() };
 
         let _lock = self.lock(&id.host);
         let view = self.view();
@@ -223,7 +225,7 @@ impl CniHandler {
             bridge: ready.bridge,
             alias: &attachment::alias(ready.uid, &config.name, id.container_id, id.ifname),
             proc_root: &self.proc_root,
-            addresses: &given,
+            addresses: &addresses,
             routes: &[],
         };
         let mut differences = veth::check(&wanted).map_err(|error| attach_error(&error))?;

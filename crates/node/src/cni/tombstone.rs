@@ -33,7 +33,7 @@ pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
             Ok(()) => removed = true,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => {
-                warn!(name, error = %ErrorChain(&error), "cannot remove an applied tombstone; retrying")
+                warn!(name, error = %ErrorChain(&error), "cannot remove an applied tombstone; retrying");
             }
         }
     }
@@ -44,7 +44,13 @@ pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
 
 /// Durably removes the tombstone of an interface before the interface is created again.
 pub fn remove(directory: &Path, request: &Request) -> io::Result<()> {
-    match fs::remove_file(directory.join(request.key())) {
+    let path = directory.join(request.key());
+    match fs::symlink_metadata(&path) {
+        // On a read-only disk, the removal of a file that does not exist fails too.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        _ => {}
+    }
+    match fs::remove_file(path) {
         Ok(()) => sync(directory),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),

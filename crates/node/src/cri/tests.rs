@@ -209,8 +209,10 @@ async fn an_explicit_socket_is_the_only_candidate() {
 async fn without_its_pod_uid_the_daemon_trusts_no_runtime() {
     let host = HostRoot::new("no-uid");
     let _tasks = host.serve_sandboxes(CONTAINERD, vec![own()]);
-    let error = ContainerRuntime::new(&host.0, None, None).live().await.unwrap_err();
-    assert!(matches!(error, Error::NoPodUid), "{error}");
+    for own_pod in [None, Some(String::new())] {
+        let error = ContainerRuntime::new(&host.0, None, own_pod).live().await.unwrap_err();
+        assert!(matches!(error, Error::NoPodUid), "{error}");
+    }
 }
 
 #[tokio::test]

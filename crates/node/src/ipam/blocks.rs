@@ -425,6 +425,8 @@ impl BlockController {
         }
         if now >= self.next_gc {
             self.next_gc = now + self.timings.gc_interval;
+            // The CRD may have been updated since.
+            self.boot_ids_dropped = false;
             self.collect_garbage().await;
         }
         match self.run_steps().await {
@@ -474,18 +476,32 @@ impl BlockController {
             ?wait,
             "the API server rejected a request for address blocks; retrying"
         );
-        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
+        if self.blocks_adds(&network, kind) {
             self.fail_waiters(Some(&network), &problem);
+        }
+    }
+
+    /// Whether an ADD of the network cannot succeed without a request of this kind. A block without a boot ID serves
+    /// addresses before it gets one.
+    fn blocks_adds(&self, network: &str, kind: RequestKind) -> bool {
+        let of_another_boot = |one: &ObservedIpBlock| {
+            let ours = one.spec.network_uid == network && one.spec.holder.uid == self.holder.uid;
+            ours && !carries_boot(one, self.ipam.boot())
+        };
+        match kind {
+            RequestKind::Acquire => true,
+            RequestKind::UpdateBoot => self.objects.iter().flatten().any(|(_, one)| of_another_boot(one)),
+            RequestKind::Lookup | RequestKind::Delete | RequestKind::UpdateStatus => false,
         }
     }
 
     /// Whether the backoff of a step still runs. If so, fails the ADDs that wait for it.
     fn is_backed_off(&self, step: &BlockStep, now: Instant) -> bool {
         let Some((network, kind)) = step.request_kind() else { return false };
-        let refusal = self.rejected.get(&(network.to_owned(), kind));
-        let Some(refusal) = refusal.filter(|one| one.until > now) else { return false };
-        if matches!(kind, RequestKind::Acquire | RequestKind::UpdateBoot) {
-            self.fail_waiters(Some(network), &refusal.problem);
+        let rejected = self.rejected.get(&(network.to_owned(), kind));
+        let Some(rejected) = rejected.filter(|one| one.until > now) else { return false };
+        if self.blocks_adds(network, kind) {
+            self.fail_waiters(Some(network), &rejected.problem);
         }
         true
     }
@@ -633,7 +649,7 @@ impl BlockController {
         }
     }
 
-    /// Lets only blocks serve addresses whose IPBlock is as expected.
+    /// Lets only blocks serve addresses that the API server shows as held by this node in the current boot.
     fn confirm_blocks(&self) {
         let all = self.objects.iter().flatten();
         let ours =

@@ -13,9 +13,13 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 use plan::ipam::{AttachmentKey, Lease, PodRef, Pool};
-use wire::cni::{Code, Error};
+use wire::{
+    cni::{Code, Error},
+    socket::Request,
+};
 
 use super::{Ipam, JournalError, Metrics};
+use crate::cni::tombstone;
 
 /// Runs a test with a directory on a file system of 256 KiB that only this thread sees.
 fn with_small_disk(name: &str, test: impl FnOnce(&SmallDisk) + Send + 'static) {
@@ -106,7 +110,8 @@ fn a_release_on_a_full_disk_succeeds_and_frees_the_address_once_it_is_written() 
         assert_eq!(ipam.leases().len(), 2, "its address stays allocated");
         assert!(ipam.journal_problem().borrow().is_some());
         assert_eq!(ipam.status().unwrap_err().code, Code::NotAvailable);
-        assert!(add(&ipam, "c").is_err(), "no address is free");
+        let refused = add(&ipam, "c").expect_err("no address is free");
+        assert!(refused.msg.contains("cannot be recorded on this node"), "{refused:?}");
         assert!(ipam.save_pending().is_err());
         disk.empty();
         ipam.save_pending().unwrap();
@@ -202,9 +207,27 @@ fn a_daemon_starts_on_a_read_only_disk_that_it_never_wrote_to() {
         let ipam = open(disk, "boot").unwrap();
         assert!(ipam.journal_problem().borrow().is_some());
         assert!(ipam.release(&key("a")), "whether it has addresses is unknown");
+        assert_eq!(ipam.require_loaded().unwrap_err().code, Code::TryAgainLater);
+        let refused = add(&ipam, "a").unwrap_err();
+        assert!(refused.msg.contains("cannot be recorded on this node"), "{refused:?}");
         disk.set_read_only(false);
         ipam.save_pending().unwrap();
+        ipam.require_loaded().unwrap();
         hold(&ipam);
         assert!(add(&ipam, "a").is_ok());
+    });
+}
+
+#[test]
+fn a_read_only_disk_without_the_tombstone_of_an_interface_does_not_fail_its_add() {
+    with_small_disk("tombstone", |disk| {
+        let interface = |id: &str| Request { container_id: id.to_owned(), ..Request::default() };
+        let (deleted, new) = (interface("deleted"), interface("new"));
+        fs::write(disk.path().join(deleted.key()), deleted.encode().unwrap()).unwrap();
+        disk.set_read_only(true);
+        tombstone::remove(disk.path(), &new).unwrap();
+        tombstone::remove(disk.path(), &deleted).unwrap_err();
+        disk.set_read_only(false);
+        tombstone::remove(disk.path(), &deleted).unwrap();
     });
 }

@@ -12,7 +12,10 @@ use std::{
 };
 
 use api::{ErrorChain, digest::digest};
-use nix::fcntl::{Flock, FlockArg};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+};
 use plan::ipam::{Ledger, LedgerRecord};
 use tracing::warn;
 
@@ -236,6 +239,9 @@ fn lock(path: &Path) -> Result<Flock<File>, Error> {
     loop {
         match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => return Ok(lock),
+            Err((_, errno)) if !matches!(errno, Errno::EWOULDBLOCK | Errno::EINTR) => {
+                return Err(failed("lock", path)(errno.into()));
+            }
             Err((back, _)) if started.elapsed() < LOCK_TIMEOUT => file = back,
             Err(_) => return Err(Error::Busy(path.to_owned())),
         }

@@ -58,7 +58,7 @@ pub struct PendingRequests {
 pub struct BlockPlanInput<'a> {
     /// This node.
     pub holder: &'a NodeRef,
-    /// The boot ID of this node's machine, empty if the kernel does not say. None if the API server does not keep boot IDs.
+    /// The boot ID of this node's machine; empty if unknown. `None` if the API server does not keep boot IDs.
     pub boot: Option<&'a str>,
     /// By UID; a network that is missing is deleted.
     pub networks: &'a BTreeMap<Uid, Arc<Pool>>,
@@ -282,8 +282,12 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
             Some(holding) if holding.stage == Stage::Unverified && is_of_another_boot(object, input.boot) => {
                 steps.push(BlockStep::Record(LedgerRecord::Acquiring { block, network }));
             }
-            // What its status says is lent is lent, whatever the journal has forgotten.
-            Some(holding) if matches!(holding.stage, Stage::Unverified | Stage::Acquiring) => {
+            // What its status says is lent is lent, whatever the journal has forgotten: after a boot, the journal may come
+            // from a backup of the disk.
+            Some(holding)
+                if matches!(holding.stage, Stage::Unverified | Stage::Acquiring)
+                    || (holding.stage == Stage::Open && is_of_another_boot(object, input.boot)) =>
+            {
                 let new = |lent: &&LentAddress| {
                     !holding.lent.contains_key(&lent.address) && !input.returned.contains(&lent.block)
                 };
@@ -294,8 +298,9 @@ fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bloc
                 }));
             }
             Some(_) => {}
-            // A create request that had been abandoned succeeded after all.
-            None if ledger.is_complete() => {
+            // A create request that had been abandoned succeeded after all. Such a block lends nothing; one that does has
+            // been used, and the journal is older than the block.
+            None if ledger.is_complete() && object.status.lent.is_empty() => {
                 steps.push(BlockStep::Record(LedgerRecord::Acquiring { block: block.clone(), network }));
                 steps.push(BlockStep::Record(LedgerRecord::Releasing { block }));
             }

@@ -462,11 +462,6 @@ impl Ledger {
         }
     }
 
-    /// An estimate of how many records restore this ledger.
-    pub fn record_count(&self) -> usize {
-        self.holdings.len() + self.leases.len()
-    }
-
     /// The records that restore this ledger from an empty one.
     pub fn records(&self) -> impl Iterator<Item = LedgerRecord> {
         // Leases before holdings: applying a lease moves `Holding::next`, which the holding then sets.

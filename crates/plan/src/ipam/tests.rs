@@ -41,8 +41,8 @@ fn grid(ipam: &IpamSpec) -> BlockGrid {
 /// Every allocatable address, in order.
 fn all(grid: &BlockGrid) -> Vec<IpAddr> {
     let mut found = BTreeSet::new();
-    for place in 0..grid.blocks() {
-        let block = grid.block(place).unwrap();
+    for index in 0..grid.blocks() {
+        let block = grid.block(index).unwrap();
         while let Some(one) = grid.free_in(block, None, |one| found.contains(&one)) {
             found.insert(one);
         }
@@ -739,5 +739,28 @@ fn after_a_boot_a_block_is_marked_before_it_is_used_and_one_without_a_mark_is_us
         let steps = node.settle();
         assert!(steps.iter().any(|step| matches!(step, BlockStep::UpdateBoot { .. })), "{steps:?}");
         assert_eq!(node.request("p", &[]).is_ok(), usable, "{of_block:?}");
+    }
+}
+
+#[test]
+fn what_is_lent_stays_lent_although_the_journal_comes_from_an_older_backup() {
+    // The journal is complete, and older than the loan or than the whole block.
+    for journal_has_block in [true, false] {
+        let mut node = TestNode::new(&["10.0.0.0/28"]);
+        let whole = block("10.0.0.0/28");
+        if journal_has_block {
+            node.acquire("10.0.0.0/28");
+        } else {
+            node.object("10.0.0.0/28", "10.0.0.0/28", me(), None);
+        }
+        let object = node.objects.values_mut().next().unwrap();
+        object.spec.boot_id = "an earlier boot".to_owned();
+        object.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "borrower".to_owned() }];
+        let steps = node.settle();
+        assert!(!steps.iter().any(|step| matches!(step, BlockStep::Delete { .. })), "{steps:?}");
+        assert_eq!(node.ledger.holdings()[&whole].stage, Stage::Open);
+        node.objects.values_mut().next().unwrap().spec.boot_id = node.boot.clone();
+        let refused = node.request("p", &["10.0.0.3"]);
+        assert_eq!(refused, Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.3")))));
     }
 }

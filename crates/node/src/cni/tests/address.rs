@@ -49,12 +49,12 @@ fn ours() -> Value {
 
 #[test]
 fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
-    on_server("addresses", async |world| {
-        world.set_ipam(&spec(dual()));
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
+    on_server("addresses", async |host| {
+        host.set_ipam(&spec(dual()));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let result = world.done("ADD", "c1", &pod, ours()).await;
+        let result = host.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(
             result["ips"],
             json!([
@@ -71,47 +71,47 @@ fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
         assert!(pod.ip("route").unwrap().contains("10.9.0.0/16 via 10.1.0.1"));
         assert!(pod.ip("-6 route").unwrap().contains("fd09::/64 via fd01::9"));
         // A repeated ADD returns the same result, and CHECK agrees.
-        assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
+        assert_eq!(host.done("ADD", "c1", &pod, ours()).await, result);
         let mut check = ours();
         check["prevResult"] = result.clone();
-        world.done("CHECK", "c1", &pod, check.clone()).await;
+        host.done("CHECK", "c1", &pod, check.clone()).await;
         pod.ip("addr del 10.1.0.2/24 dev net1").unwrap();
-        assert_eq!(world.refused("CHECK", "c1", &pod, check).await.0, 100);
+        assert_eq!(host.refused("CHECK", "c1", &pod, check).await.0, 100);
 
         let other = Namespace::new();
-        let second = world.done("ADD", "c2", &other, ours()).await;
+        let second = host.done("ADD", "c2", &other, ours()).await;
         assert_eq!(second["ips"][0]["address"], "10.1.0.3/24");
         for _ in 0..2 {
-            world.done("DEL", "c1", &pod, ours()).await;
+            host.done("DEL", "c1", &pod, ours()).await;
         }
-        assert_eq!(world.ipam.grant(&key("c1")), None);
-        assert!(world.ipam.grant(&key("c2")).is_some());
+        assert_eq!(host.ipam.grant(&key("c1")), None);
+        assert!(host.ipam.grant(&key("c2")).is_some());
     });
 }
 
 #[test]
 fn a_repeated_add_and_check_agree_with_the_first_add_after_the_subnet_is_removed() {
-    on_server("drained", async |world| {
-        world.set_ipam(&spec(dual()));
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
+    on_server("drained", async |host| {
+        host.set_ipam(&spec(dual()));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
-        let result = world.done("ADD", "c1", &pod, ours()).await;
-        let (_, theirs) = world.call(&delegated("ADD", "c2", json!({})), None).await;
+        let result = host.done("ADD", "c1", &pod, ours()).await;
+        let (_, theirs) = host.call(&delegated("ADD", "c2", json!({})), None).await;
         assert_eq!(theirs["ips"][0], json!({"address": "10.1.0.3/24", "gateway": "10.1.0.1"}));
         for subnets in [json!(["10.7.0.0/16", "fd07::/64"]), json!(["10.1.0.0/23"]), json!(["10.7.0.0/16"])] {
             let mut now = dual();
             (now["subnets"], now["gateways"]) = (subnets, json!([]));
-            world.set_ipam(&spec(now));
-            assert_eq!(world.done("ADD", "c1", &pod, ours()).await, result);
-            assert_eq!(world.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
+            host.set_ipam(&spec(now));
+            assert_eq!(host.done("ADD", "c1", &pod, ours()).await, result);
+            assert_eq!(host.call(&delegated("ADD", "c2", json!({})), None).await, (0, theirs.clone()));
             let mut check = ours();
             check["prevResult"] = result.clone();
-            world.done("CHECK", "c1", &pod, check.clone()).await;
+            host.done("CHECK", "c1", &pod, check.clone()).await;
             let same = delegated("CHECK", "c2", json!({"prevResult": theirs}));
-            assert_eq!(world.call(&same, None).await, (0, Value::Null));
+            assert_eq!(host.call(&same, None).await, (0, Value::Null));
             check["prevResult"]["ips"][0]["address"] = json!("10.1.0.2/32");
-            let (code, msg) = world.refused("CHECK", "c1", &pod, check).await;
+            let (code, msg) = host.refused("CHECK", "c1", &pod, check).await;
             assert!(code == 100 && msg.contains("was given 10.1.0.2/24"), "{code} {msg}");
         }
     });
@@ -123,53 +123,53 @@ fn key(id: &str) -> plan::ipam::AttachmentKey {
 
 #[test]
 fn other_plugins_get_addresses_in_the_result_format_of_their_version() {
-    on_server("delegated", async |world| {
-        world.set_ipam(&spec(dual()));
+    on_server("delegated", async |host| {
+        host.set_ipam(&spec(dual()));
         // The bridge need not be on this node.
-        world.set("red", NetworkState::NotSelected);
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
+        host.set("red", NetworkState::NotSelected);
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
         for (number, version) in wire::CNI_VERSIONS.iter().enumerate() {
             let id = format!("c{number}");
             let add = delegated("ADD", &id, json!({"cniVersion": version}));
-            let (exit, result) = world.call(&add, None).await;
+            let (exit, result) = host.call(&add, None).await;
             assert_eq!((exit, &result["cniVersion"]), (0, &json!(version)), "{result}");
             let four = format!("10.1.0.{}/24", number + 2);
             let address = if number < 2 { &result["ip4"]["ip"] } else { &result["ips"][0]["address"] };
             assert_eq!(address, &json!(four), "{result}");
             assert!(result.get("interfaces").is_none());
-            let lease = world.ipam.grant(&key(&id)).unwrap().lease;
+            let lease = host.ipam.grant(&key(&id)).unwrap().lease;
             assert_eq!((lease.addresses.len(), lease.config.as_str()), (2, "theirs"));
         }
-        let (_, result) = world.call(&delegated("ADD", "c6", json!({})), None).await;
+        let (_, result) = host.call(&delegated("ADD", "c6", json!({})), None).await;
         let check = delegated("CHECK", "c6", json!({"prevResult": result}));
-        assert_eq!(world.call(&check, None).await, (0, Value::Null));
+        assert_eq!(host.call(&check, None).await, (0, Value::Null));
         let check = delegated("CHECK", "c99", json!({"prevResult": result}));
-        assert_eq!(world.call(&check, None).await.1["code"], 100);
+        assert_eq!(host.call(&check, None).await.1["code"], 100);
         let valid = json!({"cni.dev/valid-attachments": [{"containerID": "c3", "ifname": "net1"}]});
-        assert_eq!(world.call(&delegated("GC", "", valid), None).await.0, 0);
-        let left = (0..7).filter(|number| world.ipam.grant(&key(&format!("c{number}"))).is_some());
+        assert_eq!(host.call(&delegated("GC", "", valid), None).await.0, 0);
+        let left = (0..7).filter(|number| host.ipam.grant(&key(&format!("c{number}"))).is_some());
         assert_eq!(left.collect::<Vec<_>>(), [3]);
-        assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
-        assert_eq!(world.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
-        assert_eq!(world.ipam.grant(&key("c3")), None);
+        assert_eq!(host.call(&delegated("STATUS", "", json!({})), None).await, (0, Value::Null));
+        assert_eq!(host.call(&delegated("DEL", "c3", json!({"ipam": null})), None).await.0, 0);
+        assert_eq!(host.ipam.grant(&key("c3")), None);
     });
 }
 
 #[test]
 fn a_requested_address_is_allocated_or_refused_with_a_reason() {
-    on_server("requested", async |world| {
-        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
+    on_server("requested", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"], "exclude": ["10.1.0.8/29"]})));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
         let with_ips = |ips: Value| json!({"runtimeConfig": {"ips": ips}});
         let add = |id: &str, changes: Value| delegated("ADD", id, changes);
-        let (_, result) = world.call(&add("c1", with_ips(json!(["10.1.0.5/24"]))), None).await;
+        let (_, result) = host.call(&add("c1", with_ips(json!(["10.1.0.5/24"]))), None).await;
         assert_eq!(result["ips"][0]["address"], "10.1.0.5/24", "{result}");
         let by_args = json!({"args": {"cni": {"ips": ["10.1.0.6"]}}});
-        assert_eq!(world.call(&add("c2", by_args), None).await.1["ips"][0]["address"], "10.1.0.6/24");
+        assert_eq!(host.call(&add("c2", by_args), None).await.1["ips"][0]["address"], "10.1.0.6/24");
         let mut third = add("c3", json!({}));
         third.args.push_str(";IP=10.1.0.7");
-        assert_eq!(world.call(&third, None).await.1["ips"][0]["address"], "10.1.0.7/24");
+        assert_eq!(host.call(&third, None).await.1["ips"][0]["address"], "10.1.0.7/24");
         for (ips, code, text) in [
             (json!(["10.1.0.5"]), 11, "in use by pod default/pod"),
             (json!(["10.1.0.9"]), 7, "excluded"),
@@ -184,7 +184,7 @@ fn a_requested_address_is_allocated_or_refused_with_a_reason() {
                 "with prefix length /16, but its subnet 10.1.0.0/24 has /24: request 10.1.0.3/24",
             ),
         ] {
-            let (_, answer) = world.call(&add("c9", with_ips(ips)), None).await;
+            let (_, answer) = host.call(&add("c9", with_ips(ips)), None).await;
             assert_eq!(answer["code"], code, "{answer}");
             assert!(answer["msg"].as_str().unwrap().contains(text), "{answer}");
         }
@@ -193,14 +193,14 @@ fn a_requested_address_is_allocated_or_refused_with_a_reason() {
 
 #[test]
 fn two_addresses_in_one_variable_are_both_allocated() {
-    on_server("two", async |world| {
-        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
+    on_server("two", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
         for (id, text) in [("c1", ";IP=10.1.0.5,fd01::5"), ("c2", ";IP=fd01::6/64, 10.1.0.6/24")] {
             let mut add = delegated("ADD", id, json!({}));
             add.args.push_str(text);
-            let (exit, result) = world.call(&add, None).await;
+            let (exit, result) = host.call(&add, None).await;
             let end = &id[1..];
             let end: u8 = end.parse::<u8>().unwrap() + 4;
             let expected = [format!("10.1.0.{end}/24"), format!("fd01::{end}/64")];
@@ -209,7 +209,7 @@ fn two_addresses_in_one_variable_are_both_allocated() {
         }
         let mut add = delegated("ADD", "c3", json!({}));
         add.args.push_str(";IP=10.1.0.7,10.1.0.8");
-        let (_, refused) = world.call(&add, None).await;
+        let (_, refused) = host.call(&add, None).await;
         assert!(refused["msg"].as_str().unwrap().contains("two addresses of one family"), "{refused}");
     });
 }
@@ -232,14 +232,14 @@ fn ways(requested: &str, id: &str) -> Vec<Request> {
 
 #[test]
 fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
-    on_server("length", async |world| {
-        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
+    on_server("length", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24", "fd01::/64"]})));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
         let pod = Namespace::new();
         for (requested, subnet) in [("10.1.0.5/25", "10.1.0.0/24"), ("fd01::5/48", "fd01::/64")] {
             for add in ways(requested, "c1") {
-                let (exit, answer) = world.call(&add, Some(&pod)).await;
+                let (exit, answer) = host.call(&add, Some(&pod)).await;
                 assert_eq!((exit, &answer["code"]), (1, &json!(7)), "{answer}");
                 let (address, length) = requested.split_once('/').unwrap();
                 let words = format!(
@@ -248,12 +248,12 @@ fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
                 assert!(answer["msg"].as_str().unwrap().contains(&words), "{answer}");
             }
         }
-        assert_eq!((world.ipam.leases(), pod.links()), (Vec::new(), 1));
+        assert_eq!((host.ipam.leases(), pod.links()), (Vec::new(), 1));
         for (number, requested) in ["10.1.0.5/24", "10.1.0.5/32", "10.1.0.5"].into_iter().enumerate() {
             for add in ways(requested, &format!("d{number}")) {
-                let (exit, result) = world.call(&add, Some(&pod)).await;
+                let (exit, result) = host.call(&add, Some(&pod)).await;
                 assert_eq!((exit, &result["ips"][0]["address"]), (0, &json!("10.1.0.5/24")), "{result}");
-                assert_eq!(world.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
+                assert_eq!(host.call(&Request { command: "DEL".to_owned(), ..add }, None).await.0, 0);
             }
         }
     });
@@ -261,36 +261,36 @@ fn a_requested_address_with_another_length_than_its_subnet_is_refused() {
 
 #[test]
 fn an_add_without_addresses_fails_with_the_reason() {
-    on_server("no-address", async |world| {
+    on_server("no-address", async |host| {
         let pod = Namespace::new();
-        let why = async |changes: Value, id: &str| world.refused("ADD", id, &pod, changes).await;
+        let why = async |changes: Value, id: &str| host.refused("ADD", id, &pod, changes).await;
         let (code, msg) = why(ours(), "c1").await;
         assert!(code == 11 && msg.contains("set spec.ipam"), "{msg}");
-        world.set_ipam(&spec(dual()));
+        host.set_ipam(&spec(dual()));
         let (code, msg) = why(ours(), "c1").await;
         assert!(code == 11 && msg.contains("has not yet read its address blocks"), "{msg}");
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        world.ipam.hold("uid-blue", "fd01::/120");
-        world.done("ADD", "c1", &pod, ours()).await;
-        world.ipam.lose_contact(Duration::from_secs(100));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
+        host.done("ADD", "c1", &pod, ours()).await;
+        host.ipam.lose_contact(Duration::from_secs(100));
         let second = Namespace::new();
-        world.done("ADD", "c2", &second, ours()).await;
-        world.ipam.lose_contact(Duration::from_secs(300));
+        host.done("ADD", "c2", &second, ours()).await;
+        host.ipam.lose_contact(Duration::from_secs(300));
         let third = Namespace::new();
-        let (code, msg) = world.refused("ADD", "c3", &third, ours()).await;
+        let (code, msg) = host.refused("ADD", "c3", &third, ours()).await;
         assert!(code == 11 && msg.contains("no new address"), "{msg}");
-        assert_eq!(world.call(&delegated("STATUS", "", json!({})), None).await.1["code"], 50);
+        assert_eq!(host.call(&delegated("STATUS", "", json!({})), None).await.1["code"], 50);
         // Existing leases are kept and can be released.
-        world.done("ADD", "c1", &pod, ours()).await;
-        world.done("DEL", "c1", &pod, ours()).await;
-        assert_eq!(world.ipam.grant(&key("c1")), None);
-        assert_eq!((third.links(), world.ipam.grant(&key("c3"))), (1, None));
+        host.done("ADD", "c1", &pod, ours()).await;
+        host.done("DEL", "c1", &pod, ours()).await;
+        assert_eq!(host.ipam.grant(&key("c1")), None);
+        assert_eq!((third.links(), host.ipam.grant(&key("c3"))), (1, None));
     });
 }
 
-/// Sends a request like a shim that does not wait for the answer.
-fn send(world: &TestHost, request: &Request, pod: &Namespace) -> UnixStream {
-    let client = UnixStream::connect(path(&world.paths.run_dir)).unwrap();
+/// Sends a request like a plugin that does not wait for the reply.
+fn send(host: &TestHost, request: &Request, pod: &Namespace) -> UnixStream {
+    let client = UnixStream::connect(path(&host.paths.run_dir)).unwrap();
     frames::send(&client, &request.encode().unwrap(), Some(pod.0.as_fd())).unwrap();
     client
 }
@@ -308,9 +308,9 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 }
 
 /// How many ADD calls have finished.
-fn finished(world: &TestHost) -> usize {
+fn finished(host: &TestHost) -> usize {
     let mut registry = Registry::default();
-    world.metrics.register(&mut registry);
+    host.metrics.register(&mut registry);
     let mut text = String::new();
     encode(&mut text, &registry).unwrap();
     let count = |line: &str| line.split_once("duration_seconds_count{command=\"Add\"} ")?.1.parse().ok();
@@ -319,30 +319,30 @@ fn finished(world: &TestHost) -> usize {
 
 #[test]
 fn a_plugin_that_disconnects_while_it_waits_gets_no_address() {
-    on_server("hung-up", async |world| {
-        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+    on_server("hung-up", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
         // The API server is reachable, and the network has no block.
-        world.ipam.hold("uid-red", "10.9.0.0/28");
+        host.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
         for add in [delegated("ADD", "c1", json!({})), request("ADD", "c1", ours())] {
-            let before = finished(world);
-            let client = send(world, &add, &pod);
-            until("the pod waits", || world.ipam.has_waiters()).await;
+            let before = finished(host);
+            let client = send(host, &add, &pod);
+            until("the pod waits", || host.ipam.has_waiters()).await;
             drop(client);
-            until("the call ends", || finished(world) > before).await;
-            assert!(!world.ipam.has_waiters());
+            until("the call ends", || finished(host) > before).await;
+            assert!(!host.ipam.has_waiters());
         }
 
         // One client disconnects at the last moment, another while it waits for the first.
-        let first = send(world, &request("ADD", "c1", ours()), &pod);
-        until("the pod waits", || world.ipam.has_waiters()).await;
-        drop(send(world, &request("ADD", "c1", json!({})), &pod));
+        let first = send(host, &request("ADD", "c1", ours()), &pod);
+        until("the pod waits", || host.ipam.has_waiters()).await;
+        drop(send(host, &request("ADD", "c1", json!({})), &pod));
         drop(first);
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("all calls end", || finished(world) == 4).await;
-        assert_eq!((world.ipam.grant(&key("c1")), pod.links()), (None, 1));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("all calls end", || finished(host) == 4).await;
+        assert_eq!((host.ipam.grant(&key("c1")), pod.links()), (None, 1));
 
-        let result = world.done("ADD", "c1", &pod, ours()).await;
+        let result = host.done("ADD", "c1", &pod, ours()).await;
         assert_eq!(result["ips"][0]["address"], "10.1.0.1/24");
     });
 }
@@ -351,16 +351,16 @@ fn a_plugin_that_disconnects_while_it_waits_gets_no_address() {
 fn a_plugin_that_closes_only_its_write_half_is_answered() {
     use std::net::Shutdown;
 
-    on_server("half-closed", async |world| {
-        world.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
-        world.ipam.hold("uid-red", "10.9.0.0/28");
+    on_server("half-closed", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        host.ipam.hold("uid-red", "10.9.0.0/28");
         let pod = Namespace::new();
-        let client = send(world, &delegated("ADD", "c1", json!({})), &pod);
+        let client = send(host, &delegated("ADD", "c1", json!({})), &pod);
         (&client).write_all(b"and more").unwrap();
         client.shutdown(Shutdown::Write).unwrap();
-        until("the pod waits", || world.ipam.has_waiters()).await;
-        world.ipam.hold("uid-blue", "10.1.0.0/28");
-        until("the call ends", || finished(world) == 1).await;
-        assert!(world.ipam.grant(&key("c1")).is_some());
+        until("the pod waits", || host.ipam.has_waiters()).await;
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        until("the call ends", || finished(host) == 1).await;
+        assert!(host.ipam.grant(&key("c1")).is_some());
     });
 }
