@@ -88,7 +88,10 @@ fn daemon_unavailable(request: &Request, frame: &[u8], error: &Error) -> PluginO
 
 fn is_disk_unwritable(error: &io::Error) -> bool {
     use io::ErrorKind;
+    /// A disk that fails.
+    const EIO: i32 = 5;
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::ReadOnlyFilesystem)
+        || error.raw_os_error() == Some(EIO)
 }
 
 /// Opens the pod's network namespace for commands that enter it.
