@@ -31,7 +31,7 @@ pub async fn a_pod_waits_until_its_node_has_the_network(lab: Lab) -> Result<()> 
         })
         .await?;
         ns.create_pod(attached_pod("client", "node-2", "zone")).await?;
-        let events = wait_for_event(ns, "not selected", Duration::from_secs(20)).await?;
+        let events = wait_for_event(ns, "does not select this node", Duration::from_secs(20)).await?;
         println!("events of the pod: {}", events.chars().take(300).collect::<String>());
         ensure!(link(&lab, "node-2", "br-zone").is_none(), "the CNI plugin must not create the bridge");
         lab.kubectl(&["label", "node", "node-2", "lab/zone=a"])?;
