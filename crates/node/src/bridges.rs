@@ -48,7 +48,7 @@ const MAX_BACKOFF: Duration = Duration::from_secs(30);
 
 /// Executes steps: on the kernel and on the link records.
 struct LinkExecutor {
-    changer: LinkEditor,
+    editor: LinkEditor,
     records: LinkRecords,
 }
 
@@ -99,7 +99,7 @@ pub struct NodeContext<'a> {
 /// The dependencies of a [`BridgeController`].
 pub struct Deps {
     pub boot: String,
-    pub changer: LinkEditor,
+    pub editor: LinkEditor,
     pub records: LinkRecords,
     pub servers: Vec<IpAddr>,
     pub published: watch::Sender<Arc<Networks>>,
@@ -120,11 +120,11 @@ enum StepError {
 
 impl BridgeController {
     pub fn new(deps: Deps) -> Self {
-        let Deps { boot, changer, records, servers, published, events, metrics } = deps;
+        let Deps { boot, editor, records, servers, published, events, metrics } = deps;
         Self {
             boot,
             records: records.all().clone(),
-            executor: Some(LinkExecutor { changer, records }),
+            executor: Some(LinkExecutor { editor, records }),
             networks: None,
             unreadable: BTreeMap::new(),
             peers: None,
@@ -302,7 +302,7 @@ impl BridgeController {
         let Some(mut executor) = self.executor.take_if(|_| wanted) else { return BTreeSet::new() };
         let servers = self.servers.clone();
         let lookup = task::spawn_blocking(move || {
-            let routes = servers.into_iter().map(|server| executor.changer.route_to(server));
+            let routes = servers.into_iter().map(|server| executor.editor.route_to(server));
             let routes = routes.collect::<Result<Vec<_>, _>>();
             (executor, routes)
         });
@@ -498,7 +498,7 @@ fn execute(mut executor: LinkExecutor, steps: Vec<BridgeStep>) -> (LinkExecutor,
         let result = match &step.action {
             Action::WriteRecord(record) => executor.records.put(record.clone()).map_err(StepError::from),
             Action::RemoveRecord => executor.records.remove(&step.network).map_err(StepError::from),
-            action => executor.changer.apply(action).map_err(StepError::from),
+            action => executor.editor.apply(action).map_err(StepError::from),
         };
         if result.is_err() {
             failed.insert(step.network.clone());

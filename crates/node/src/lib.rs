@@ -134,7 +134,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let (boot, block_events) = (host.boot_id.clone(), events.clone());
     let deps = Deps {
         boot: host.boot.clone(),
-        changer: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
+        editor: LinkEditor::open(&host.sysctls).map_err(Error::Kernel)?,
         records: LinkRecords::open(&state_dir).map_err(Error::Records)?,
         servers: resolve_api_server(api_server.as_deref()).await,
         published,

@@ -14,7 +14,7 @@ pub fn bridges(client: Client, metrics: Metrics) -> BridgeController {
     std::fs::remove_dir_all(&state).unwrap();
     BridgeController::new(Deps {
         boot: "boot".to_owned(),
-        changer: LinkEditor::open(std::path::Path::new("/nonexistent")).unwrap(),
+        editor: LinkEditor::open(std::path::Path::new("/nonexistent")).unwrap(),
         records,
         servers: Vec::new(),
         published: watch::channel(Arc::default()).0,

@@ -179,9 +179,9 @@ impl CniHandler {
         if !still() {
             return Ok(());
         }
-        let place = attachment_key(request);
+        let key = attachment_key(request);
         if request.plugin == IPAM_PLUGIN {
-            self.ipam.release(&place);
+            self.ipam.release(&key);
             return Ok(());
         }
         match veth::detach(&id.host) {
@@ -194,7 +194,7 @@ impl CniHandler {
             Err(error) => return Err(attach_error(&error)),
         }
         // The addresses are released only after the link that carries them is deleted.
-        self.ipam.release(&place);
+        self.ipam.release(&key);
         Ok(())
     }
 

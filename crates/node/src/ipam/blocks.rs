@@ -112,7 +112,7 @@ impl Default for Timings {
     }
 }
 
-/// Lists the IDs of the IDs of the container runtime's sandboxes.
+/// Lists the IDs of the container runtime's sandboxes.
 pub type ListSandboxes =
     Box<dyn Fn(SandboxFilter) -> BoxFuture<'static, Result<BTreeSet<String>, String>> + Send + Sync>;
 
