@@ -479,7 +479,7 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "idle").await?;
     let outcome = async {
         cluster.create_node("idle-a", 1500).await?;
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         cluster.create_network("idle", network_spec(&cluster)).await?;
         cluster.wait_for_nad("idle", "idle").await?;
         cluster.report_network("idle-a", "idle", true).await?;
@@ -487,19 +487,19 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
         cluster.wait_for_condition("idle", "Ready", "True").await?;
         // Lets the effects of the last writes settle.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "while idle: {writes:?}");
         // A burst of users causes one status write per second.
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         for number in 0..30 {
             cluster.create_pod(&format!("pod-{number}"), "idle").await?;
         }
         cluster.wait_for("idle", "all users", |network| network["status"]["users"]["count"] == 30).await?;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.len() <= 4, "30 pods: {writes:?}");
         cluster.delete_pods().await?;
         cluster.clear_report("idle-a").await?;
