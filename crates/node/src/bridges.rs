@@ -525,7 +525,8 @@ fn failure(action: &Action, error: &StepError) -> ApplyFailure {
          program"
             .to_owned()
     } else {
-        format!("{}: {}", ChangeVerb::of(action).sentence(), ErrorChain(error))
+        let (change, cause) = (ChangeVerb::of(action).sentence(), ErrorChain(error).to_string());
+        if cause.starts_with(change) { cause } else { format!("{change}: {cause}") }
     };
     ApplyFailure { reason: reason.to_owned(), message }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use api::IPBlock;
 use e2e::{
     bridge::{attached_pod, attachment_for, delete_network, start_network, wait_deleted, wait_for_event},
@@ -107,12 +107,18 @@ async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
     let (client, node) = (&ns.client, lab.node("node-1"));
     let kept = net1_addresses(&ns.pods().get("kept").await?)?;
     let fill = format!("dd if=/dev/zero of={STATE_DIR}/ballast bs=4k 2>/dev/null; true");
+    // The kernel refuses this while the daemon has the journal open, so it succeeds between two daemons.
+    let read_only = format!("until mount -o remount,ro {STATE_DIR} 2>/dev/null; do sleep 0.05; done");
     for (number, unwritable, writable) in [
         (0, fill, format!("rm {STATE_DIR}/ballast")),
-        (1, format!("mount -o remount,ro {STATE_DIR}"), format!("mount -o remount,rw {STATE_DIR}")),
+        (1, read_only, format!("mount -o remount,rw {STATE_DIR}")),
     ] {
-        node.output(&["sh", "-c", &unwritable])?;
+        let spoiled = {
+            let node = node.clone();
+            std::thread::spawn(move || node.output(&["sh", "-c", &unwritable]))
+        };
         restart_daemon(lab, client).await?;
+        spoiled.join().map_err(|_| anyhow!("the thread panicked"))??;
         wait_for_condition(lab, "False").await?;
         lab.kubectl(&["-n", &ns.namespace, "delete", "pod", &format!("deleted-{number}"), "--timeout=60s"])
             .context("a pod stays Terminating")?;
