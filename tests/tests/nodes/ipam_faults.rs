@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, ensure};
 use api::IPBlock;
 use e2e::{
     bridge::{attached_pod, attachment_for, delete_network, start_network, wait_deleted, wait_for_event},
@@ -91,9 +91,9 @@ pub async fn pods_terminate_while_the_daemon_cannot_write_its_state(lab: Lab) ->
             ns.start_pod(attached_pod(name, "node-1", "disk")).await?;
         }
         wait_for_used(&client, "disk", 3).await?;
-        mount_small_disk(&lab)?;
+        lab.node("node-1").output(&["sh", "-c", &move_to_small_disk()])?;
         let outcome = without_disk(&lab, ns).await;
-        unmount_small_disk(&lab)?;
+        unmount_small_disks(&lab)?;
         restart_daemon(&lab, &client).await?;
         outcome
     })
@@ -107,18 +107,14 @@ async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
     let (client, node) = (&ns.client, lab.node("node-1"));
     let kept = net1_addresses(&ns.pods().get("kept").await?)?;
     let fill = format!("dd if=/dev/zero of={STATE_DIR}/ballast bs=4k 2>/dev/null; true");
-    // The kernel refuses this while the daemon has the journal open, so it succeeds between two daemons.
-    let read_only = format!("until mount -o remount,ro {STATE_DIR} 2>/dev/null; do sleep 0.05; done");
+    // The kernel refuses this for the file system of the running daemon, which has its journal open.
+    let read_only = format!("{} && mount -o remount,ro {STATE_DIR}", move_to_small_disk());
     for (number, unwritable, writable) in [
         (0, fill, format!("rm {STATE_DIR}/ballast")),
         (1, read_only, format!("mount -o remount,rw {STATE_DIR}")),
     ] {
-        let spoiled = {
-            let node = node.clone();
-            std::thread::spawn(move || node.output(&["sh", "-c", &unwritable]))
-        };
+        node.output(&["sh", "-c", &unwritable])?;
         restart_daemon(lab, client).await?;
-        spoiled.join().map_err(|_| anyhow!("the thread panicked"))??;
         wait_for_condition(lab, "False").await?;
         lab.kubectl(&["-n", &ns.namespace, "delete", "pod", &format!("deleted-{number}"), "--timeout=60s"])
             .context("a pod stays Terminating")?;
@@ -135,18 +131,19 @@ async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
     Ok(())
 }
 
-/// Puts the state of node-1's daemon on a file system of 1 MiB.
-fn mount_small_disk(lab: &Lab) -> Result<()> {
-    let script = format!(
+/// A script that moves the daemon's state to a new file system of 1 MiB, mounted over the current one.
+fn move_to_small_disk() -> String {
+    format!(
         "rm -rf {COPY} && cp -a {STATE_DIR} {COPY} && mount -t tmpfs -o size=1m,mode=755 tmpfs {STATE_DIR} && cp -a {COPY}/. {STATE_DIR}/"
-    );
-    lab.node("node-1").output(&["sh", "-c", &script]).map(drop)
+    )
 }
 
-fn unmount_small_disk(lab: &Lab) -> Result<()> {
+/// Moves the state of node-1's daemon back to the disk of the node.
+fn unmount_small_disks(lab: &Lab) -> Result<()> {
     let script = format!(
         "mount -o remount,rw {STATE_DIR}; rm -f {STATE_DIR}/ballast; rm -rf {COPY} && cp -a {STATE_DIR} {COPY} && \
-         umount {STATE_DIR} && rm -rf {STATE_DIR}/* && cp -a {COPY}/. {STATE_DIR}/ && rm -rf {COPY}"
+         while umount {STATE_DIR} 2>/dev/null; do :; done && rm -rf {STATE_DIR}/* && cp -a {COPY}/. {STATE_DIR}/ && \
+         rm -rf {COPY}"
     );
     lab.node("node-1").output(&["sh", "-c", &script]).map(drop)
 }
