@@ -29,7 +29,7 @@ use tokio::{
     task::{JoinSet, spawn_blocking},
 };
 use tokio_util::sync::CancellationToken;
-use wire::cni::Error as Refused;
+use wire::cni::Error as CniError;
 
 /// Simulated nodes that share one network.
 pub struct Fleet {
@@ -172,7 +172,7 @@ impl Fleet {
         self.crash(number).await;
         let path = self.machines[number].dir.join("ipam/journal");
         let Ok(mut bytes) = fs::read(&path) else { return Ok(()) };
-        let ends = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(place, _)| place + 1);
+        let ends = bytes.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(index, _)| index + 1);
         let starts: Vec<usize> = std::iter::once(0).chain(ends).collect();
         let first = first % starts.len();
         let last = starts.get(first + count).copied().unwrap_or(bytes.len());
@@ -199,7 +199,7 @@ impl Fleet {
         container: &str,
         requested: Vec<IpAddr>,
         timeout: Duration,
-    ) -> impl Future<Output = Result<Result<Vec<IpAddr>, Refused>>> + use<> {
+    ) -> impl Future<Output = Result<Result<Vec<IpAddr>, CniError>>> + use<> {
         let machine = &self.machines[number];
         let ipam = machine.ipam.clone();
         machine.live().insert(container.to_owned());

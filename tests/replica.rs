@@ -23,7 +23,7 @@ use crate::patchbay::{self, NAMESPACE};
 /// Installs the manifests and points the webhook's Service at the replicas that the test starts.
 pub fn install(lab: &Lab, replicas: u8) -> Result<()> {
     let manifests = patchbay::manifests_dir();
-    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?])?;
     // Each replica has its own address in the control plane's network namespace.
     for number in 1..=replicas {
         let address = format!("{}/24", Replica::address(number));
@@ -46,7 +46,7 @@ pub fn set_webhook_endpoints(lab: &Lab, replicas: &[u8]) -> Result<()> {
     });
     let file = lab.kubeconfig().with_file_name("slice.json");
     fs::write(&file, slice.to_string())?;
-    lab.kubectl(&["apply", "-f", file.to_str().context("a path in UTF-8")?]).map(|_| ())
+    lab.kubectl(&["apply", "-f", file.to_str().context("the path is not UTF-8")?]).map(|_| ())
 }
 
 /// A controller process with the token of the installed ServiceAccount; killed on drop.
@@ -189,7 +189,7 @@ impl Replica {
     pub fn rss_mib(&self) -> Result<u64> {
         let text = fs::read_to_string(format!("/proc/{}/status", self.pid()?))?;
         let line = text.lines().find(|line| line.starts_with("VmRSS:")).context("no VmRSS in /proc")?;
-        let kilobytes: u64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
+        let kilobytes: u64 = line.split_whitespace().nth(1).context("VmRSS has no value")?.parse()?;
         Ok(kilobytes / 1024)
     }
 

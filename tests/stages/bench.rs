@@ -63,7 +63,7 @@ pub enum BenchPart {
     Addresses,
     /// IPAM on many simulated nodes.
     Fleets,
-    /// This version next to the baseline, installed in turn in one lab.
+    /// This version compared with the baseline, installed alternately in one lab.
     Compare,
 }
 
@@ -77,21 +77,19 @@ pub fn run(only: Option<BenchPart>) -> Result<()> {
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
     let selected = |part| only.is_none_or(|only| only == part);
-    let mut rows = Ok(Vec::new());
+    let mut rows = Vec::new();
     if only != Some(BenchPart::Compare) {
-        rows = measure(&lab, tar.as_deref(), selected);
+        let measured = measure(&lab, tar.as_deref(), selected);
         lab.down()?;
+        rows.extend(measured?);
     }
     if selected(BenchPart::Compare) {
         let compared = compare::run(&lab);
         lab.down()?;
-        rows = rows.and_then(|mut rows| {
-            rows.extend(compared?);
-            Ok(rows)
-        });
+        rows.extend(compared?);
     }
     println!("| what | measured |\n|---|---|");
-    for BenchRow(what, measured) in rows? {
+    for BenchRow(what, measured) in rows {
         println!("| {what} | {measured} |");
     }
     Ok(())

@@ -28,7 +28,7 @@ pub fn prepare() -> Result<()> {
 }
 
 /// The same as [`prepare`], and runs a build meanwhile: one uses the cores that the other leaves idle during downloads
-/// and links.
+/// and links. Waits for both, and fails if one fails.
 pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     if !nix::unistd::geteuid().is_root() {
         bail!("this creates namespaces, links and mounts; run it as root, for example with sudo");
@@ -40,14 +40,17 @@ pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Resul
         }
     }
     thread::scope(|scope| {
-        let programs = scope.spawn(|| lab_image(&Programs::prepare()?));
-        let built = build();
-        if let Err(e) = &built {
-            print_progress(format!("{e:#}"));
-        }
+        let programs =
+            scope.spawn(|| print_error(Programs::prepare().and_then(|programs| lab_image(&programs))));
+        let built = print_error(build());
         programs.join().map_err(|_| anyhow!("the thread that builds third-party programs panicked"))??;
         built
     })
+}
+
+/// Prints an error at once: the other build may take many minutes more.
+fn print_error<T>(result: Result<T>) -> Result<T> {
+    result.inspect_err(|e| print_progress(format!("{e:#}")))
 }
 
 fn install_packages() -> Result<()> {

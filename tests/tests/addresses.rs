@@ -1,5 +1,5 @@
 //! Address management of many simulated nodes against a real API server, in a lab without nodes.
-#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
+#![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -20,7 +20,8 @@ use kube::Client;
 use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
-const SOON: Duration = Duration::from_secs(10);
+/// The timeout of an ADD, and of an expected change.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 fn main() -> ExitCode {
     Suite {
@@ -68,7 +69,7 @@ async fn fleet(lab: &Lab, name: &str, ipam: Value, count: usize) -> Result<Fleet
 
 /// Adds one sandbox, which must succeed.
 async fn add(fleet: &Fleet, number: usize, container: &str) -> Result<Vec<IpAddr>> {
-    Ok(fleet.add(number, container, Vec::new(), SOON).await??)
+    Ok(fleet.add(number, container, Vec::new(), TIMEOUT).await??)
 }
 
 async fn nodes_acquire_blocks_and_allocate_every_address_once(lab: Lab) -> Result<()> {
@@ -104,7 +105,7 @@ async fn nodes_acquire_blocks_and_allocate_every_address_once(lab: Lab) -> Resul
         fleet.delete(*number, name)?;
         fleet.delete(*number, name)?;
     }
-    fleet.wait_until_released(SOON).await?;
+    fleet.wait_until_released(TIMEOUT).await?;
     fleet.shutdown().await;
     Ok(())
 }
@@ -120,14 +121,14 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
             found.extend(addresses);
         }
         ensure!(found.len() == count && fleet.check_no_duplicates()? == count, "{found:?}");
-        let last = fleet.add(0, "one-too-many", Vec::new(), SOON).await?;
+        let last = fleet.add(0, "one-too-many", Vec::new(), TIMEOUT).await?;
         let error = last.err().context("allocated more addresses than the subnet has")?;
         ensure!(error.code as u32 == 11 && error.msg.contains("no free"), "{error}");
         // An address released on one node is allocated on another.
         fleet.delete(0, "pod-0")?;
         let started = Instant::now();
-        wait::until(SOON, "the released address", || async {
-            Ok(fleet.add(1, "late", Vec::new(), SOON).await?.ok())
+        wait::until(TIMEOUT, "the released address", || async {
+            Ok(fleet.add(1, "late", Vec::new(), TIMEOUT).await?.ok())
         })
         .await
         .with_context(|| fleet.describe())?;
@@ -138,7 +139,7 @@ async fn a_small_subnet_is_usable_to_its_last_address_from_any_node(lab: Lab) ->
                 fleet.delete(number, &lease.key.container)?;
             }
         }
-        fleet.wait_until_released(SOON).await?;
+        fleet.wait_until_released(TIMEOUT).await?;
         fleet.crash(0).await;
         fleet.shutdown().await;
     }
@@ -154,7 +155,7 @@ async fn an_address_in_the_block_of_another_node_is_lent(lab: Lab) -> Result<()>
         IpAddr::V4((base + offset).into())
     };
     let wanted = (2..14).map(near).find(|one| *one != IpAddr::V4(first)).context("no other address")?;
-    let lent = fleet.add(1, "borrower", vec![wanted], SOON).await??;
+    let lent = fleet.add(1, "borrower", vec![wanted], TIMEOUT).await??;
     ensure!(lent == [wanted], "{lent:?}");
     let objects = fleet.objects().await?;
     let single = objects.iter().find(|one| one.spec.cidr == wanted.into()).context("the borrowed IPBlock")?;
@@ -165,24 +166,24 @@ async fn an_address_in_the_block_of_another_node_is_lent(lab: Lab) -> Result<()>
     ensure!(status.lent.iter().any(|one| one.address == wanted), "{status:?}");
     // Neither the lender nor the borrower allocates it twice.
     for number in [0, 1] {
-        let again = fleet.add(number, "duplicate", vec![wanted], SOON).await?;
+        let again = fleet.add(number, "duplicate", vec![wanted], TIMEOUT).await?;
         let error = again.err().context("it was allocated twice")?;
         println!("{error}");
     }
-    let used = fleet.add(1, "other", vec![IpAddr::V4(first)], SOON).await?;
+    let used = fleet.add(1, "other", vec![IpAddr::V4(first)], TIMEOUT).await?;
     let error = used.err().context("it was allocated twice")?;
     ensure!(error.msg.contains("in use on node sim-0"), "{error}");
     // The borrower returns it after its pod, and the lender can allocate it again.
     fleet.delete(1, "borrower")?;
-    wait::until(SOON, "the address to be returned", || async {
-        Ok(fleet.add(0, "next", vec![wanted], SOON).await?.ok())
+    wait::until(TIMEOUT, "the address to be returned", || async {
+        Ok(fleet.add(0, "next", vec![wanted], TIMEOUT).await?.ok())
     })
     .await
     .with_context(|| fleet.describe())?;
     for (number, name) in [(0, "first"), (0, "next"), (0, "duplicate"), (1, "duplicate"), (1, "other")] {
         fleet.delete(number, name)?;
     }
-    fleet.wait_until_released(SOON).await?;
+    fleet.wait_until_released(TIMEOUT).await?;
     fleet.shutdown().await;
     Ok(())
 }
@@ -194,30 +195,30 @@ async fn a_lender_that_does_not_answer_is_named(lab: Lab) -> Result<()> {
     let near = first.to_bits() ^ 1;
     let wanted: IpAddr = Ipv4Addr::from(if near.trailing_zeros() >= 4 { near ^ 2 } else { near }).into();
     fleet.crash(0).await;
-    let result = fleet.add(1, "borrower", vec![wanted], SOON).await?;
+    let result = fleet.add(1, "borrower", vec![wanted], TIMEOUT).await?;
     let error = result.err().context("it was allocated without its lender")?;
     ensure!(error.code as u32 == 11 && error.msg.contains("sim-0"), "{error}");
     println!("{error}");
     // After a restart it lends. After its Node is deleted, its block is deleted and another node can acquire it.
     fleet.start(0)?;
-    wait::until(SOON, "the address", || async {
-        Ok(fleet.add(1, "borrower", vec![wanted], SOON).await?.ok())
+    wait::until(TIMEOUT, "the address", || async {
+        Ok(fleet.add(1, "borrower", vec![wanted], TIMEOUT).await?.ok())
     })
     .await?;
     fleet.power_off(0).await;
     let deleted_nodes = BTreeSet::from([fleet.machines[0].holder.uid.clone()]);
     ensure!(fleet.delete_abandoned(&deleted_nodes).await? == 0, "a block with a lent address was deleted");
     fleet.delete(1, "borrower")?;
-    wait::until(SOON, "the block of the deleted node to be deleted", || async {
+    wait::until(TIMEOUT, "the block of the deleted node to be deleted", || async {
         fleet.delete_abandoned(&deleted_nodes).await?;
         let left = fleet.objects().await?;
         Ok((!left.iter().any(|one| deleted_nodes.contains(&one.spec.holder.uid))).then_some(()))
     })
     .await?;
-    let taken = fleet.add(2, "successor", vec![IpAddr::V4(first)], SOON).await??;
+    let taken = fleet.add(2, "successor", vec![IpAddr::V4(first)], TIMEOUT).await??;
     ensure!(taken == [IpAddr::V4(first)]);
     fleet.delete(2, "successor")?;
-    fleet.wait_until_released(SOON).await?;
+    fleet.wait_until_released(TIMEOUT).await?;
     fleet.shutdown().await;
     Ok(())
 }
@@ -231,13 +232,13 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     // The lease of a sandbox that was removed without DEL is collected; the other stays.
     add(&fleet, 0, "removed").await?;
     fleet.remove_sandbox(0, "removed");
-    wait::until(SOON, "the lease of the removed sandbox to be collected", || async {
+    wait::until(TIMEOUT, "the lease of the removed sandbox to be collected", || async {
         Ok((fleet.check_no_duplicates()? == 1).then_some(()))
     })
     .await?;
     // The Node was deleted and created again while the machine ran: it keeps its block.
     fleet.recreate_node(0, "crash-0-new");
-    wait::until(SOON, "the block to be adopted", || async {
+    wait::until(TIMEOUT, "the block to be adopted", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-new").then_some(()))
     })
@@ -247,7 +248,7 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     // A user deletes an IPBlock: the daemon creates it again, and no lease is lost.
     let name = ipblock(&fleet).await?;
     lab.kubectl(&["delete", "ipblock", &name, "--wait=false"])?;
-    wait::until(SOON, "the block to be created again", || async {
+    wait::until(TIMEOUT, "the block to be created again", || async {
         let objects = fleet.objects().await?;
         Ok((objects.len() == 1 && objects[0].metadata.deletion_timestamp.is_none()).then_some(()))
     })
@@ -258,7 +259,7 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     fleet.lose_disk(0).await;
     fleet.recreate_node(0, "crash-0-third");
     fleet.start(0)?;
-    wait::until(SOON, "the block to be adopted without a journal", || async {
+    wait::until(TIMEOUT, "the block to be adopted without a journal", || async {
         let objects = fleet.objects().await?;
         Ok(objects.iter().any(|one| one.spec.holder.uid == "crash-0-third").then_some(()))
     })
@@ -272,7 +273,7 @@ async fn blocks_survive_a_crash_and_a_new_node_object(lab: Lab) -> Result<()> {
     fleet.power_off(0).await;
     fleet.start(0)?;
     ensure!(fleet.check_no_duplicates()? == 0);
-    fleet.wait_until_released(SOON).await?;
+    fleet.wait_until_released(TIMEOUT).await?;
     fleet.shutdown().await;
     Ok(())
 }
@@ -287,7 +288,7 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     let spec = spec(json!({"subnets": ["10.6.0.0/16"]}))?;
     let mut fleet = Fleet::new(clients(&lab, 1).await?, "many", &spec, 10, node::ipam::Timings::default())?;
     fleet.start_all()?;
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     let started = Instant::now();
     let adds = (0..1000).map(|pod| {
         let fleet = &fleet;
@@ -298,7 +299,7 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
     ensure!(fleet.check_no_duplicates()? == 1000);
     let blocks = fleet.objects().await?.len();
     let of_ipblocks = |request: &AuditedRequest| request.resource == "ipblocks";
-    let requests: Vec<AuditedRequest> = lab.requests_since(mark)?.into_iter().filter(of_ipblocks).collect();
+    let requests: Vec<AuditedRequest> = lab.requests_since(offset)?.into_iter().filter(of_ipblocks).collect();
     let mut verbs: BTreeMap<String, usize> = BTreeMap::new();
     for request in &requests {
         *verbs.entry(request.verb.clone()).or_default() += 1;
@@ -314,12 +315,12 @@ async fn a_thousand_addresses_cost_few_requests(lab: Lab) -> Result<()> {
 }
 
 /// A small random number generator: the same seed yields the same history.
-struct Dice(u64);
+struct Lcg(u64);
 
-impl Dice {
-    fn roll(&mut self, sides: usize) -> usize {
+impl Lcg {
+    fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from((self.0 >> 33) % sides as u64).unwrap_or(0)
+        usize::try_from((self.0 >> 33) % bound as u64).unwrap_or(0)
     }
 }
 
@@ -350,10 +351,10 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     // Fewer addresses than pods, so that nodes borrow often.
     let subnets =
         [json!(["10.7.0.0/27"]), json!(["10.7.0.0/28", "10.7.9.0/29"]), json!(["10.7.0.0/27", "fd07::/123"])];
-    let mut dice = Dice(seed.wrapping_mul(977).wrapping_add(13));
-    let subnets = subnets[dice.roll(3)].clone();
+    let mut rng = Lcg(seed.wrapping_mul(977).wrapping_add(13));
+    let subnets = subnets[rng.below(3)].clone();
     let name = format!("h{seed}");
-    let count = 3 + dice.roll(6);
+    let count = 3 + rng.below(6);
     let mut fleet = fleet(lab, &name, json!({"subnets": subnets}), count).await?;
     let mut live: Vec<(usize, String)> = Vec::new();
     // The addresses that sandboxes really have, even if a daemon lost its journal.
@@ -361,18 +362,18 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     let mut deleted_nodes: BTreeSet<String> = BTreeSet::new();
     let mut recent: VecDeque<String> = VecDeque::new();
     for step in 0..steps {
-        let number = dice.roll(fleet.machines.len());
+        let number = rng.below(fleet.machines.len());
         let is_deleted = deleted_nodes.contains(&fleet.machines[number].holder.uid);
-        let action = match dice.roll(100) {
+        let action = match rng.below(100) {
             0..45 if fleet.is_up(number) => {
                 // Several concurrent ADDs, on several nodes.
                 let mut adds = Vec::new();
-                for _ in 0..=dice.roll(4) {
-                    let number = dice.roll(fleet.machines.len());
+                for _ in 0..=rng.below(4) {
+                    let number = rng.below(fleet.machines.len());
                     if fleet.is_up(number) {
                         let container = format!("{seed}-{step}-{}", adds.len());
-                        let requested = if dice.roll(5) == 0 {
-                            vec![IpAddr::from([10, 7, 0, 1 + u8::try_from(dice.roll(14)).unwrap_or(0)])]
+                        let requested = if rng.below(5) == 0 {
+                            vec![IpAddr::from([10, 7, 0, 1 + u8::try_from(rng.below(14)).unwrap_or(0)])]
                         } else {
                             Vec::new()
                         };
@@ -403,7 +404,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 "add"
             }
             45..80 if !live.is_empty() => {
-                let (number, container) = live.swap_remove(dice.roll(live.len()));
+                let (number, container) = live.swap_remove(rng.below(live.len()));
                 if fleet.is_up(number) {
                     fleet.delete(number, &container)?;
                 } else {
@@ -414,7 +415,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 "delete"
             }
             80..84 if !live.is_empty() => {
-                let (number, container) = live.swap_remove(dice.roll(live.len()));
+                let (number, container) = live.swap_remove(rng.below(live.len()));
                 fleet.remove_sandbox(number, &container);
                 "remove sandbox"
             }
@@ -423,7 +424,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
                 "crash"
             }
             87 => {
-                let (first, count) = (dice.roll(1000), 1 + dice.roll(20));
+                let (first, count) = (rng.below(1000), 1 + rng.below(20));
                 fleet.damage(number, first, count).await?;
                 "damage"
             }
@@ -487,7 +488,7 @@ async fn history(lab: &Lab, seed: u64, steps: usize) -> Result<BTreeMap<&'static
     for machine in &fleet.machines {
         deleted_nodes.extend(machine.former.iter().cloned());
     }
-    wait::until(SOON * 2, "all blocks and leases to be released", || async {
+    wait::until(TIMEOUT * 2, "all blocks and leases to be released", || async {
         fleet.check_no_duplicates()?;
         fleet.delete_abandoned(&deleted_nodes).await?;
         ensure!(fleet.leases().is_empty(), "{:?}", fleet.leases());

@@ -142,7 +142,7 @@ async fn the_webhook_denies_a_nodenetwork_without_a_node(lab: Lab) -> Result<()>
 fn write(lab: &Lab, name: &str, object: &serde_json::Value) -> Result<String> {
     let file = lab.kubeconfig().with_file_name(name);
     fs::write(&file, object.to_string())?;
-    Ok(file.to_str().context("a path in UTF-8")?.to_owned())
+    Ok(file.to_str().context("the path is not UTF-8")?.to_owned())
 }
 
 async fn a_replica_is_not_ready_before_its_caches_have_synced(lab: Lab) -> Result<()> {
@@ -214,7 +214,7 @@ async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<
     two.signal(Signal::SIGSTOP)?;
     let broken = r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#;
     lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     one.signal(Signal::SIGCONT)?;
     // It resumes as if it still led, and must exit without a write.
     let status = one.wait_for_exit(Duration::from_secs(8)).await?;
@@ -222,7 +222,7 @@ async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<
     let ours = |a: &lab::audit::AuditedRequest| {
         a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller")
     };
-    let writes: Vec<_> = lab.requests_since(mark)?.into_iter().filter(ours).collect();
+    let writes: Vec<_> = lab.requests_since(offset)?.into_iter().filter(ours).collect();
     ensure!(writes.is_empty(), "{writes:?}");
     ensure!(holder(&client).await? == "replica-2", "the new leader lost the Lease");
     ensure!(
@@ -425,7 +425,7 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
         wait_for_webhook(&client).await?;
     }
     let manifests = patchbay::manifests_dir();
-    lab.kubectl(&["apply", "-f", manifests.to_str().context("a path in UTF-8")?])?;
+    lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?])?;
     let outcome = admit(&client, "missing").await;
     ensure!(
         denied_by_webhook(&outcome),

@@ -10,6 +10,8 @@ mod cluster;
 mod conflicts;
 #[path = "networks/crashes.rs"]
 mod crashes;
+#[path = "networks/mtu.rs"]
+mod mtu;
 #[path = "networks/nad_repair.rs"]
 mod nad_repair;
 #[path = "networks/races.rs"]
@@ -45,6 +47,10 @@ use e2e::{Suite, replica, replica::Replica, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
+use mtu::{
+    an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
+    the_mtu_of_a_status_of_an_older_version_does_not_rise,
+};
 use nad_repair::{
     an_invalid_stored_network_can_be_deleted, every_nad_repair_is_counted_once,
     foreign_status_fields_are_reverted_without_a_write_loop, nads_follow_the_list_of_namespaces,
@@ -95,6 +101,8 @@ fn main() -> ExitCode {
             an_uplink_or_a_vni_serves_one_network_per_node,
             the_older_of_two_concurrent_conflicting_networks_wins,
             a_node_with_a_smaller_mtu_joins_an_overlay_in_use,
+            an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
+            the_mtu_of_a_status_of_an_older_version_does_not_rise,
             deletion_ignores_deleted_nodes_and_waits_for_nodes_that_are_not_ready,
             an_idle_controller_writes_nothing,
             the_controller_can_change_only_its_own_node_labels,
@@ -389,7 +397,7 @@ async fn the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest(lab:
         let error = cluster.create_error("second", same).await?;
         ensure!(
             error.contains(
-                "BridgeNetwork conflict already manages NetworkAttachmentDefinition conflict/conflict already"
+                "BridgeNetwork conflict already manages NetworkAttachmentDefinition conflict/conflict"
             ),
             "{error}"
         );
@@ -407,7 +415,7 @@ async fn the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest(lab:
         cluster.wait_for_condition("conflict", "Conflict", "False").await?;
         // An edit that adds no conflict is admitted.
         cluster.patch_spec("second", json!({"mtu": 1400})).await?;
-        // While the network is in use, its MTU can rise but not fall.
+        // While the network is in use, spec.mtu can raise its MTU but not lower it.
         let pod = cluster.create_pod("client", "conflict").await?;
         cluster.wait_for_condition("conflict", "InUse", "True").await?;
         let error = cluster
@@ -417,6 +425,8 @@ async fn the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest(lab:
             .context("lowered while in use")?;
         ensure!(format!("{error:#}").contains("cannot be lowered from 1450 to 1000"), "{error:#}");
         cluster.set_vtep_mtu("conflict-a", 9000).await?;
+        cluster.wait_for_reason("conflict", "MtuReduced", "HigherPossible").await?;
+        cluster.patch_spec("conflict", json!({"mtu": 8950})).await?;
         cluster.wait_for("conflict", "the higher MTU", |network| network["status"]["mtu"] == 8950).await?;
         cluster.set_vtep_mtu("conflict-a", 1400).await?;
         cluster.wait_for_reason("conflict", "MtuReduced", "NodeLimit").await?;
@@ -469,7 +479,7 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "idle").await?;
     let outcome = async {
         cluster.create_node("idle-a", 1500).await?;
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         cluster.create_network("idle", network_spec(&cluster)).await?;
         cluster.wait_for_nad("idle", "idle").await?;
         cluster.report_network("idle-a", "idle", true).await?;
@@ -477,19 +487,19 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
         cluster.wait_for_condition("idle", "Ready", "True").await?;
         // Lets the effects of the last writes settle.
         tokio::time::sleep(Duration::from_secs(2)).await;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         tokio::time::sleep(Duration::from_secs(4)).await;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "while idle: {writes:?}");
         // A burst of users causes one status write per second.
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         for number in 0..30 {
             cluster.create_pod(&format!("pod-{number}"), "idle").await?;
         }
         cluster.wait_for("idle", "all users", |network| network["status"]["users"]["count"] == 30).await?;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.len() <= 4, "30 pods: {writes:?}");
         cluster.delete_pods().await?;
         cluster.clear_report("idle-a").await?;

@@ -1,5 +1,5 @@
-//! From the baseline to this version and back, with pods that keep talking. Part of `make soak`.
-#![allow(clippy::print_stdout, reason = "a test without the standard harness prints what it measured")]
+//! Upgrades the baseline to this version and downgrades it again while pods ping each other. Part of `make soak`.
+#![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
 use std::{
     collections::BTreeMap,
@@ -33,10 +33,10 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-const STATUS: &str = "k8s.v1.cni.cncf.io/network-status";
-/// ADD and DEL pairs on each node: the journal is rewritten after 4,096 lines more than it needs.
+const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
+/// Pairs of ADD and DEL on each node: the daemon compacts the journal when it has 4,096 lines more than it needs.
 const PAIRS: usize = 1900;
-/// Addresses that stay allocated on each node beside those of pods.
+/// Addresses that stay allocated on each node, besides those of pods.
 const KEPT: usize = 150;
 
 fn main() -> ExitCode {
@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     .run()
 }
 
-/// Pings an address from a pod until it is stopped, and counts.
+/// Pings an address from a pod until it is stopped, and counts sent and lost packets.
 struct Pinger {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<(u32, u32)>>,
@@ -65,7 +65,7 @@ impl Pinger {
             let (mut sent, mut missing) = (0, 0);
             while !stopped.load(Ordering::Relaxed) {
                 let (count, address) = (Self::BATCH.to_string(), address.to_string());
-                // A lost packet is no failure of the command: it is counted.
+                // `ping` fails if packets are lost; they are counted instead.
                 let ping = format!("/usr/bin/ping -q -c {count} -i 0.1 -W 2 {address} || true");
                 missing += packets_lost(&exec_in_pod_netns(&lab, &pod, &["sh", "-c", &ping])?)?;
                 sent += Self::BATCH;
@@ -75,30 +75,32 @@ impl Pinger {
         Self { stop, thread }
     }
 
-    fn end(self) -> Result<(u32, u32)> {
+    fn stop(self) -> Result<(u32, u32)> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("a pinger panicked"))?
     }
 }
 
-/// Every address of a pod by interface, as the kernel has it, and as the status annotation says.
+/// The addresses of `net1` of a pod in the kernel, and the network-status annotation.
 fn addresses(lab: &Lab, pod: &Pod) -> Result<Value> {
     let links: Vec<Value> =
         serde_json::from_str(&exec_in_pod_netns(lab, pod, &["ip", "-j", "addr", "show", "dev", "net1"])?)?;
     let infos = links.iter().flat_map(|link| link["addr_info"].as_array().into_iter().flatten());
     let global = infos.filter(|info| info["scope"] == "global").map(|info| info["local"].clone());
     let kernel: Vec<Value> = global.collect();
-    let status: Value = serde_json::from_str(pod.annotations().get(STATUS).context("a network-status")?)?;
+    let status: Value = serde_json::from_str(
+        pod.annotations().get(NETWORK_STATUS_ANNOTATION).context("the network-status annotation")?,
+    )?;
     Ok(json!({"kernel": kernel, "status": status}))
 }
 
-fn first(addresses: &Value, six: bool) -> Result<IpAddr> {
+fn first_address(addresses: &Value, six: bool) -> Result<IpAddr> {
     let all = addresses["kernel"].as_array().into_iter().flatten().filter_map(Value::as_str);
     let mut all = all.filter_map(|text| text.parse::<IpAddr>().ok());
-    all.find(|address| address.is_ipv6() == six).context("an address of the family")
+    all.find(|address| address.is_ipv6() == six).context("the pod has no address of the family")
 }
 
-/// The ranges and holders of all blocks, and what is lent.
+/// The holder and the number of lent addresses of every block, by name.
 async fn blocks(client: &Client) -> Result<BTreeMap<String, (String, usize)>> {
     let all = Api::<IPBlock>::all(client.clone()).list(&ListParams::default()).await?;
     let one = |block: &IPBlock| {
@@ -108,7 +110,7 @@ async fn blocks(client: &Client) -> Result<BTreeMap<String, (String, usize)>> {
     Ok(all.items.iter().map(one).collect())
 }
 
-/// Fills the journal of a node through the address plugin, as a runtime would.
+/// Fills the journal of a node with calls of the IPAM plugin.
 fn fill_journal(lab: &Lab, node: &str) -> Result<()> {
     let config = json!({"cniVersion": "1.0.0", "name": "fill", "type": "macvlan",
         "ipam": {"type": "patchbay-ipam", "network": "fill"}});
@@ -121,8 +123,8 @@ fn fill_journal(lab: &Lab, node: &str) -> Result<()> {
     lab.node(node).output(&["sh", "-c", &script]).map(drop)
 }
 
-/// Waits until the status of a network counts so many IPv4 addresses as used. Holders report with a delay.
-async fn used(client: &Client, network: &str, count: i64) -> Result<()> {
+/// Waits until the status of a network counts this many used IPv4 addresses. Holders report with a delay.
+async fn wait_for_used(client: &Client, network: &str, count: i64) -> Result<()> {
     wait::until(WAIT_TIMEOUT, &format!("{count} addresses of {network} to be used"), || async {
         let ipam = networks(client).get(network).await?.status.and_then(|status| status.ipam);
         let used = ipam.and_then(|ipam| ipam.ipv4).map(|family| family.used);
@@ -167,14 +169,14 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
         }
         let old_blocks = blocks(&client).await?;
         println!(
-            "{} blocks, {:?}",
+            "{} blocks, {} of them lend addresses",
             old_blocks.len(),
             old_blocks.values().filter(|(_, lent)| *lent > 0).count()
         );
 
         for (what, release) in [("upgrade", Release::current()), ("downgrade", Release::baseline()?)] {
             let ping = |from: &str, to: &str, six: bool| {
-                anyhow::Ok(Pinger::start(&lab, &before[from].1, first(&before[to].0, six)?))
+                anyhow::Ok(Pinger::start(&lab, &before[from].1, first_address(&before[to].0, six)?))
             };
             let pingers = [
                 ping("client", "server", false)?,
@@ -182,26 +184,26 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
                 ping("client", "neighbour", false)?,
                 ping("borrower-1", "borrower-2", false)?,
             ];
-            let begun = Instant::now();
+            let start = Instant::now();
             patchbay::install_release(&lab, &release).await?;
-            // A new pod is served by the new daemon, and gets an address of its own.
-            let newcomer = ns.start_pod(attached_pod(&format!("after-{what}"), "node-1", "dual")).await?;
+            // The daemon of the installed version gives a new pod a unique address.
+            let new_pod = ns.start_pod(attached_pod(&format!("after-{what}"), "node-1", "dual")).await?;
             let (mut sent, mut missing) = (0, 0);
             for pinger in pingers {
-                let (more, lost) = pinger.end()?;
+                let (more, lost) = pinger.stop()?;
                 (sent, missing) = (sent + more, missing + lost);
             }
-            println!("{what}: {:.0} s, {sent} pings, {missing} lost", begun.elapsed().as_secs_f64());
+            println!("{what}: {:.0} s, {sent} pings, {missing} lost", start.elapsed().as_secs_f64());
             ensure!(missing == 0, "{what}: {missing} of {sent} pings were lost");
             for name in &pods {
                 let pod = ns.wait_pod_ready(name).await?;
                 let now = addresses(&lab, &pod)?;
                 ensure!(now == before[name].0, "{what}: {name} had {} and has {now}", before[name].0);
             }
-            let new = addresses(&lab, &newcomer)?;
+            let new = addresses(&lab, &new_pod)?;
             for (name, (old, _)) in &before {
                 for six in [false, true] {
-                    if let (Ok(one), Ok(other)) = (first(old, six), first(&new, six)) {
+                    if let (Ok(one), Ok(other)) = (first_address(old, six), first_address(&new, six)) {
                         ensure!(one != other, "{what}: {name} and the new pod both have {one}");
                     }
                 }
@@ -218,7 +220,7 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
                 let (ready, _, message) = condition(&networks(&client).get(name).await?, "Ready");
                 ensure!(ready == "True", "{what}: {name}: {message}");
             }
-            used(&client, "fill", 2 * i64::try_from(KEPT)?).await?;
+            wait_for_used(&client, "fill", 2 * i64::try_from(KEPT)?).await?;
         }
         Ok(())
     })

@@ -1,4 +1,4 @@
-//! The cgroups of a machine. Every process of a machine starts inside them, so they also tell which processes are
+//! The cgroups of a machine. Every process of a machine starts inside them, so they also list the processes that are
 //! alive: no stale pid files, and no process is lost after `kill -9`.
 
 use std::{

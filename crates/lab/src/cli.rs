@@ -123,8 +123,9 @@ fn run(cli: Cli) -> Result<ExitCode> {
             forward::run(&cgroup, &netns, target, &port_file, port)?;
         }
         LabCommand::Up { nodes, control_plane_only } => {
-            let shape = if control_plane_only { Topology::ControlPlaneOnly } else { Topology::Nodes(nodes) };
-            timed("up", async { lab.up(shape).await })?;
+            let topology =
+                if control_plane_only { Topology::ControlPlaneOnly } else { Topology::Nodes(nodes) };
+            timed("up", async { lab.up(topology).await })?;
         }
         LabCommand::Down { all } => {
             let labs =

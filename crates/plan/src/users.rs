@@ -90,7 +90,7 @@ pub struct WorkloadRefs {
 }
 
 impl WorkloadRefs {
-    /// The NADs that it names: sorted, without duplicates, limited to [`selection::MAX_REFERENCES`].
+    /// The NADs that it names: sorted, without duplicates, limited to [`selection::MAX_NAD_REFS`].
     pub fn references(&self) -> Vec<NadRef> {
         let annotated =
             selection::nad_refs(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);

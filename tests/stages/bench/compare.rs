@@ -1,4 +1,4 @@
-//! This version next to the baseline: both are installed in turn in one lab, three times each.
+//! Compares this version with the baseline: both are installed alternately in one lab, three times each.
 
 use std::time::{Duration, Instant};
 
@@ -74,7 +74,7 @@ pub fn run(lab: &Lab) -> Result<Vec<BenchRow>> {
 async fn sample(lab: &Lab, release: &Release) -> Result<Sample> {
     patchbay::install_release(lab, release).await?;
     if wait_idle().await.is_err() {
-        print_progress("the machine is busy: times are upper bounds");
+        print_progress("the machine is busy with other work; times are upper bounds");
     }
     let client = lab.client().await?;
     let timer = PluginTimer::new(lab)?;
@@ -82,17 +82,17 @@ async fn sample(lab: &Lab, release: &Release) -> Result<Sample> {
     let link = json!({"cniVersion": "1.0.0", "name": "bench", "type": "patchbay-bridge", "network": "bench"});
     let ipam = json!({"type": "patchbay-ipam", "network": "bench"});
     let address = json!({"cniVersion": "1.0.0", "name": "ours", "type": "bridge", "ipam": ipam});
-    let call = |plugin: &str, config: &Value, words: &[&str]| {
-        // Once, so that the first block and the plugin's pages are there.
-        timer.times::<2>(plugin, config, &[&["--count", "5"], words].concat())?;
-        let times = timer.times::<2>(plugin, config, &[&["--count", CALLS], words].concat())?;
+    let call = |plugin: &str, config: &Value, arguments: &[&str]| {
+        // Warm-up: acquires the first block, fills the page cache.
+        timer.times::<2>(plugin, config, &[&["--count", "5"], arguments].concat())?;
+        let times = timer.times::<2>(plugin, config, &[&["--count", CALLS], arguments].concat())?;
         anyhow::Ok(times.map(|times| percentiles(times).0))
     };
     let [bridge_add, bridge_del] = call("patchbay-bridge", &link, &[])?;
-    let [ipam_add, ipam_del] = call("patchbay-ipam", &address, &["--addresses"])?;
-    let repair = repairs(lab).await?;
-    remove(&client, "bench").await?;
-    let created = creations(&client).await?;
+    let [ipam_add, ipam_del] = call("patchbay-ipam", &address, &["--ipam"])?;
+    let repair = repair_time(lab).await?;
+    delete_network(&client, "bench").await?;
+    let created = creation_time(&client).await?;
     Ok([
         bridge_add,
         bridge_del,
@@ -105,24 +105,24 @@ async fn sample(lab: &Lab, release: &Release) -> Result<Sample> {
     ])
 }
 
-async fn remove(client: &Client, name: &str) -> Result<()> {
+async fn delete_network(client: &Client, name: &str) -> Result<()> {
     bridge::delete_network(client, name).await?;
     bridge::wait_deleted(client, name, Duration::from_secs(20)).await.map(drop)
 }
 
 /// The median time from a change of a bridge's MTU to its repair.
-async fn repairs(lab: &Lab) -> Result<u64> {
+async fn repair_time(lab: &Lab) -> Result<u64> {
     let node = lab.node("node-1");
     let mut times = Vec::new();
-    let right = node.output(&["cat", "/sys/class/net/br-bench/mtu"])?;
+    let expected = node.output(&["cat", "/sys/class/net/br-bench/mtu"])?;
     for _ in 0..REPAIRS {
-        // Repairs are throttled: an idle node repairs at once.
+        // Repairs are throttled: an idle node repairs without delay.
         tokio::time::sleep(Duration::from_millis(500)).await;
         let start = Instant::now();
         node.output(&["ip", "link", "set", "br-bench", "mtu", "1000"])?;
-        wait::until(Duration::from_secs(3), "the repair", || async {
+        wait::until(Duration::from_secs(3), "the repair of the MTU", || async {
             let mtu = node.output(&["cat", "/sys/class/net/br-bench/mtu"])?;
-            Ok((mtu == right).then_some(()))
+            Ok((mtu == expected).then_some(()))
         })
         .await?;
         times.push(u64::try_from(start.elapsed().as_micros())?);
@@ -131,15 +131,15 @@ async fn repairs(lab: &Lab) -> Result<u64> {
 }
 
 /// The median time from the creation of an overlay network to its condition Ready.
-async fn creations(client: &Client) -> Result<u64> {
+async fn creation_time(client: &Client) -> Result<u64> {
     let mut times = Vec::new();
     for _ in 0..NETWORKS {
         let spec = json!({"overlay": {"vni": 77}, "attachment": {"namespaces": ["default"]}});
         let start = Instant::now();
         bridge::create_network(client, "bench", spec).await?;
         bridge::wait_ready(client, "bench", Duration::from_secs(10)).await?;
-        times.push(u64::try_from(start.elapsed().as_micros()).context("a short time")?);
-        remove(client, "bench").await?;
+        times.push(u64::try_from(start.elapsed().as_micros()).context("the time does not fit a u64")?);
+        delete_network(client, "bench").await?;
     }
     Ok(percentiles(times).0)
 }

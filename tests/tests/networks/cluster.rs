@@ -189,7 +189,7 @@ impl TestCluster {
             .delete(name, &DeleteParams::default())
             .await
             .map(drop)
-            .context("delete")
+            .with_context(|| format!("delete network {name}"))
     }
 
     /// The error of a create request that must be rejected.
@@ -310,13 +310,13 @@ impl TestCluster {
         .await
     }
 
-    /// The writes of the controller since the mark, without its Lease.
-    pub fn controller_writes(lab: &Lab, mark: lab::audit::AuditOffset) -> Result<Vec<String>> {
+    /// The writes of the controller since the offset, without its Lease.
+    pub fn controller_writes(lab: &Lab, offset: lab::audit::AuditOffset) -> Result<Vec<String>> {
         let ours = |a: &lab::audit::AuditedRequest| {
             a.is_write() && a.user.ends_with("patchbay-controller") && a.resource != "leases"
         };
-        let asked = lab.requests_since(mark)?.into_iter().filter(ours);
-        Ok(asked
+        let requests = lab.requests_since(offset)?.into_iter().filter(ours);
+        Ok(requests
             .map(|a| format!("{} {} {}/{} {}", a.verb, a.resource, a.namespace, a.name, a.code))
             .collect())
     }

@@ -152,9 +152,9 @@ pub async fn foreign_status_fields_are_reverted_without_a_write_loop(lab: Lab) -
             )
             .await?;
         // Long enough for a write loop to show.
-        let mark = lab.audit_offset()?;
+        let offset = lab.audit_offset()?;
         tokio::time::sleep(DELETION_TIMEOUT).await;
-        let writes = TestCluster::controller_writes(&lab, mark)?;
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "write loop: {writes:?}");
         cluster.clear_report("foreign-status-a").await?;
         cluster.delete_network("foreign-status").await?;

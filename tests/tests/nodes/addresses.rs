@@ -183,7 +183,7 @@ pub async fn a_network_with_rejected_blocks_does_not_delay_other_networks(lab: L
         let client = &ns.client;
         let file = lab.kubeconfig().with_file_name("rejected.json");
         std::fs::write(&file, rejecting_policy("rejected").to_string())?;
-        let file = file.to_str().context("a UTF-8 path")?;
+        let file = file.to_str().context("the path is not UTF-8")?;
         lab.kubectl(&["apply", "-f", file])?;
         // The API server enforces a new policy with a delay.
         let probe = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "rejected"}});
@@ -334,7 +334,7 @@ pub async fn other_cni_plugins_and_requested_addresses_are_served(lab: Lab) -> R
         });
         let file = lab.kubeconfig().with_file_name("mac.json");
         std::fs::write(&file, nad.to_string())?;
-        lab.kubectl(&["apply", "-f", file.to_str().context("a UTF-8 path")?])?;
+        lab.kubectl(&["apply", "-f", file.to_str().context("the path is not UTF-8")?])?;
         let requesting = |name: &str, ip: &str| {
             let attachment = json!([{"name": "requested", "interface": "net1", "ips": [ip]}]).to_string();
             pod_on(name, "node-1", &attachment)

@@ -15,7 +15,7 @@ pub async fn the_plugin_is_installed_into_a_directory_of_another_user(lab: Lab) 
     let client = lab.client().await?;
     let node = lab.node("node-1");
     let owner = node.output(&["stat", "-c", "%u:%g", DIRECTORY])?;
-    // The official archives of the CNI plugins and Kubespray leave it so.
+    // The owner after an install from the official archives of the CNI plugins or with Kubespray.
     node.output(&["chown", "1001:1001", DIRECTORY])?;
     let outcome = restart_daemon(&lab, &client).await;
     node.output(&["chown", owner.trim(), DIRECTORY])?;
@@ -24,7 +24,10 @@ pub async fn the_plugin_is_installed_into_a_directory_of_another_user(lab: Lab) 
 
 async fn restart_daemon(lab: &Lab, client: &Client) -> Result<()> {
     let node = lab.node("node-1");
-    ensure!(node.output(&["stat", "-c", "%a", DIRECTORY])?.trim() == "755", "root cannot write as others");
+    ensure!(
+        node.output(&["stat", "-c", "%a", DIRECTORY])?.trim() == "755",
+        "only the owner must be able to write"
+    );
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
     let old = patchbay::daemon_pod(client, "node-1").await?;
     node.output(&["rm", "-f", PLUGINS[0], PLUGINS[1]])?;

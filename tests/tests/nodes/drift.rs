@@ -238,7 +238,7 @@ pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
 fn apply(lab: &Lab, object: &Value) -> Result<()> {
     let path = std::env::temp_dir().join(format!("patchbay-e2e-{}.json", std::process::id()));
     std::fs::write(&path, object.to_string())?;
-    let outcome = lab.kubectl(&["apply", "-f", path.to_str().context("a UTF-8 path")?]);
+    let outcome = lab.kubectl(&["apply", "-f", path.to_str().context("the path is not UTF-8")?]);
     std::fs::remove_file(&path)?;
     outcome.map(drop)
 }

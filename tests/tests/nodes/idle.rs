@@ -11,11 +11,11 @@ use lab::{
 };
 use serde_json::json;
 
-/// The writes of the controller and the node daemons since the mark, without Leases, which are renewed all the time.
-pub fn patchbay_writes(lab: &Lab, mark: AuditOffset) -> Result<Vec<AuditedRequest>> {
+/// The writes of the controller and the node daemons since the offset, without Leases, which are renewed all the time.
+pub fn patchbay_writes(lab: &Lab, offset: AuditOffset) -> Result<Vec<AuditedRequest>> {
     let ours =
         |a: &AuditedRequest| a.user_agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases";
-    Ok(lab.requests_since(mark)?.into_iter().filter(ours).collect())
+    Ok(lab.requests_since(offset)?.into_iter().filter(ours).collect())
 }
 
 /// Waits for a second without writes: a pending change is written within a second.
@@ -36,9 +36,9 @@ pub async fn wait_until_idle(lab: &Lab) -> Result<AuditOffset> {
 
 pub async fn an_idle_cluster_causes_no_writes(lab: Lab) -> Result<()> {
     let period = Duration::from_secs(if e2e::soak() { 120 } else { 15 });
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     tokio::time::sleep(period).await;
-    let found = patchbay_writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, offset)?;
     println!("{} writes in {period:?}", found.len());
     ensure!(found.is_empty(), "{found:?}");
     Ok(())
@@ -46,16 +46,16 @@ pub async fn an_idle_cluster_causes_no_writes(lab: Lab) -> Result<()> {
 
 pub async fn a_new_network_causes_few_writes_and_then_none(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     start_network(&client, "idle", json!({"attachment": {"namespaces": ["default"]}})).await?;
-    let mut creation = patchbay_writes(&lab, mark)?;
-    creation.retain(|asked| asked.resource != "events");
+    let mut creation = patchbay_writes(&lab, offset)?;
+    creation.retain(|request| request.resource != "events");
     println!("{} writes to create a network on two nodes", creation.len());
     ensure!(creation.len() <= 14, "{creation:#?}");
-    let mark = wait_until_idle(&lab).await?;
+    let offset = wait_until_idle(&lab).await?;
     let period = Duration::from_secs(if e2e::soak() { 120 } else { 10 });
     tokio::time::sleep(period).await;
-    let found = patchbay_writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, offset)?;
     ensure!(found.is_empty(), "{found:#?}");
     delete_network(&client, "idle").await?;
     wait_deleted(&client, "idle", Duration::from_secs(5)).await.map(drop)

@@ -73,7 +73,7 @@ pub async fn every_node_publishes_its_nics_and_its_vtep_address(lab: Lab) -> Res
 }
 
 pub async fn twenty_starting_pods_cause_no_write(lab: Lab) -> Result<()> {
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     with_namespace(&lab, "twenty", async |ns: &TestNamespace| {
         let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
         for (number, name) in names.iter().enumerate() {
@@ -87,7 +87,7 @@ pub async fn twenty_starting_pods_cause_no_write(lab: Lab) -> Result<()> {
         Ok(())
     })
     .await?;
-    let found = patchbay_writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, offset)?;
     ensure!(found.is_empty(), "{found:?}");
     Ok(())
 }
@@ -97,7 +97,7 @@ pub async fn nic_changes_are_published_within_1_s(lab: Lab) -> Result<()> {
     let node = lab.node("node-2");
     for round in 0..if e2e::soak() { 50 } else { 3 } {
         // Writes are limited to one per second, so the latency is guaranteed only for an idle node.
-        let mark = wait_until_idle(&lab).await?;
+        let offset = wait_until_idle(&lab).await?;
         node.output(&[
             "ip",
             "link",
@@ -120,7 +120,7 @@ pub async fn nic_changes_are_published_within_1_s(lab: Lab) -> Result<()> {
         let removed = wait_for_nic(&client, "node-2", "nic9", false, Duration::from_millis(1500)).await?;
         println!("round {round}: added after {added:?}, removed after {removed:?}");
         ensure!(added <= Duration::from_secs(1), "{added:?}");
-        let found = patchbay_writes(&lab, mark)?;
+        let found = patchbay_writes(&lab, offset)?;
         ensure!(found.len() <= 3, "{found:?}");
     }
     Ok(())
@@ -129,7 +129,7 @@ pub async fn nic_changes_are_published_within_1_s(lab: Lab) -> Result<()> {
 pub async fn a_flapping_nic_causes_at_most_one_write_per_second(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     let node = lab.node("node-1");
-    let (mark, started) = (lab.audit_offset()?, Instant::now());
+    let (offset, started) = (lab.audit_offset()?, Instant::now());
     while started.elapsed() < Duration::from_secs(5) {
         for state in ["down", "up"] {
             node.output(&["ip", "link", "set", "eth2", state])?;
@@ -140,7 +140,7 @@ pub async fn a_flapping_nic_causes_at_most_one_write_per_second(lab: Lab) -> Res
         Ok((interfaces(&client, "node-1").await?["eth2"]["state"] == "Up").then_some(()))
     })
     .await?;
-    let found = patchbay_writes(&lab, mark)?;
+    let found = patchbay_writes(&lab, offset)?;
     println!("{} writes in {seconds} s of flapping", found.len());
     ensure!(!found.is_empty() && found.len() as u64 <= seconds + 2, "{} writes in {seconds} s", found.len());
     Ok(())

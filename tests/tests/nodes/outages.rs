@@ -145,7 +145,7 @@ pub async fn patchbay_can_be_uninstalled_and_reinstalled(lab: Lab) -> Result<()>
     let links = || lab.node("node-1").output(&["ip", "-br", "link", "show", "type", "veth"]);
     let before = links()?;
     let file = patchbay::manifests_dir().join("10-patchbay.yaml");
-    let file = file.to_str().context("a UTF-8 path")?;
+    let file = file.to_str().context("the path is not UTF-8")?;
     let start = Instant::now();
     lab.kubectl(&["delete", "-f", file, "--timeout=90s"])?;
     println!("removed in {:?}", start.elapsed());
@@ -155,11 +155,11 @@ pub async fn patchbay_can_be_uninstalled_and_reinstalled(lab: Lab) -> Result<()>
         |text: &str| text.lines().filter(|l| l.starts_with("eth")).map(str::to_owned).collect::<Vec<_>>();
     ensure!(eths(&before) == eths(&links()?) && eths(&before).len() == 3, "links were changed");
     patchbay::install(&lab).await?;
-    let mark = lab.audit_offset()?;
+    let offset = lab.audit_offset()?;
     lab.node("node-1").output(&["ip", "link", "add", "nic6", "type", "veth", "peer", "vethnic6"])?;
     wait_for_nic(&client, "node-1", "nic6", true, Duration::from_secs(2)).await?;
     lab.node("node-1").output(&["ip", "link", "del", "nic6"])?;
-    ensure!(!patchbay_writes(&lab, mark)?.is_empty(), "the audit log has no writes");
+    ensure!(!patchbay_writes(&lab, offset)?.is_empty(), "the audit log has no writes");
     Ok(())
 }
 

@@ -175,7 +175,7 @@ pub async fn no_container_is_privileged_and_the_image_carries_its_commit(lab: La
     }
     // The capabilities of the running daemon, as the kernel reports them.
     let status = lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline | grep -q 'patchbay node' && grep -E 'CapEff|Seccomp:' $p/status; done; true"])?;
-    // DAC_OVERRIDE is bit 1, NET_ADMIN bit 12, SYS_ADMIN is bit 21; no other bit is set.
+    // DAC_OVERRIDE is bit 1, NET_ADMIN bit 12, SYS_ADMIN bit 21; no other bit is set.
     ensure!(status.contains("CapEff:\t0000000000201002") && status.contains("Seccomp:\t2"), "{status}");
     let version = lab.kubectl(&[
         "-n",
@@ -215,7 +215,7 @@ pub async fn the_daemon_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
     let all =
         json!(all)["spec"]["template"]["spec"]["containers"][0]["securityContext"]["capabilities"]["add"]
             .clone();
-    // DAC_OVERRIDE has a test of its own, `cni_directory`.
+    // The test of `cni_directory` covers DAC_OVERRIDE.
     ensure!(all == json!(["NET_ADMIN", "SYS_ADMIN", "DAC_OVERRIDE"]), "{all}: test every capability");
     set_capabilities(&["SYS_ADMIN"]).await?;
     create_network(&client, "caps", json!({"attachment": {"namespaces": ["default"]}})).await?;

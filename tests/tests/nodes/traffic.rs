@@ -50,8 +50,8 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
             start_pod_with_address(ns, "server", "node-1", "local@lan", "10.9.0.9/24"),
         );
         client_pod?;
-        // `join` sets an address on net1, but this interface is called lan.
-        server_pod.err().context("the interface of the server is net1, not lan")?;
+        // The helper adds the address to net1, but the interface of the server is lan.
+        server_pod.err().context("the server has net1 instead of lan")?;
         add_address(ns, "server", "lan", "10.9.0.2/24")?;
         wait_reachable(ns, "client", "10.9.0.2").await?;
         let object = networks(client).get("local").await?;

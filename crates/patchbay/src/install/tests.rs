@@ -210,6 +210,27 @@ fn the_node_daemon_has_no_capability_beyond_the_design() {
 }
 
 #[test]
+fn the_node_daemon_can_write_to_a_cni_directory_of_another_user() {
+    let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    assert!(list(&container["securityContext"]["capabilities"]["add"]).contains(&json!("DAC_OVERRIDE")));
+}
+
+#[test]
+fn no_mount_of_the_node_daemon_needs_a_shared_mount_of_the_host() {
+    let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    for mount in list(&container["volumeMounts"]) {
+        assert!(mount.get("mountPropagation").is_none(), "{mount}");
+    }
+}
+
+#[test]
+fn the_node_daemon_knows_the_uid_of_its_own_pod() {
+    let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    let uid = list(&container["env"]).iter().find(|variable| variable["name"] == "PATCHBAY_POD_UID").unwrap();
+    assert_eq!(uid["valueFrom"]["fieldRef"]["fieldPath"], "metadata.uid");
+}
+
+#[test]
 fn old_and_new_node_daemon_can_overlap_because_it_declares_no_port() {
     let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
     assert!(container.get("ports").is_none());
