@@ -33,7 +33,7 @@ const TEST_STAGES: &[&[TestStage]] = &[
     &[TestStage("doc examples", &["--workspace", "--doc"])],
     &[TestStage("command line", &["-p", "patchbay", "--test", "*"])],
     &[TestStage("dependencies", &["-p", "e2e", "--test", "dependencies"])],
-    &[TestStage("kernel", &["-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
+    &[TestStage("kernel", &["-p", "plan", "-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
     // Compares the state of the whole host, so nothing else may run meanwhile.
     &[TestStage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
     &[TestStage("controller", &["-p", "e2e", "--test", "control_plane"])],

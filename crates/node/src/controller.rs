@@ -445,7 +445,7 @@ impl NodeController {
             ObjectEvent::Changed(object) => self.bridges.apply_network(&object),
             ObjectEvent::Deleted(object) => self.bridges.delete_network(&object),
             ObjectEvent::Failed(error) => {
-                self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error)
+                self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error);
             }
         }
     }
@@ -476,7 +476,7 @@ impl NodeController {
             }
             ObjectEvent::Deleted(object) => self.bridges.delete_peer(&object),
             ObjectEvent::Failed(error) => {
-                self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error)
+                self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error);
             }
         }
     }
@@ -499,7 +499,7 @@ impl NodeController {
 /// Waits for the next change; forever if there is no sender.
 async fn next_change<T>(receiver: &mut Receiver<T>) {
     if receiver.changed().await.is_err() {
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
