@@ -4,7 +4,7 @@
 //! them accepts: counting a reference that Multus rejects does no harm, but overlooking one would let a network be
 //! deleted while a pod uses it.
 
-use std::{collections::BTreeSet, fmt};
+use std::fmt;
 
 use serde_json::{Map, Value};
 
@@ -12,13 +12,8 @@ use serde_json::{Map, Value};
 pub const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
 /// The annotation that names the network which replaces the pod's primary network.
 pub const DEFAULT_NETWORK_ANNOTATION: &str = "v1.multus-cni.io/default-network";
-/// The namespace in which Multus looks up a default network without a namespace.
-pub const MULTUS_NAMESPACE: &str = "kube-system";
 /// The maximum number of networks that are parsed from one annotation.
 pub const MAX_ELEMENTS: usize = 4096;
-/// The maximum number of NADs that count as used by one object. No pod has that many interfaces, and the bound limits
-/// the memory that an object with invented names can take.
-pub const MAX_NAD_REFS: usize = 64;
 /// The maximum length of user text in an error.
 const MAX_QUOTE: usize = 64;
 
@@ -166,32 +161,6 @@ impl NetworkSelection {
     }
 }
 
-/// The NADs that an object of this namespace references in its two annotations, sorted and without duplicates, at most
-/// [`MAX_NAD_REFS`].
-///
-/// Multus looks up a default network without a namespace in its own namespace; other consumers may use the pod's. Both
-/// count.
-pub fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
-    let networks = NetworkSelection::parse(networks.unwrap_or_default());
-    let default = NetworkSelection::parse(default.unwrap_or_default());
-    let namespaces = [namespace, MULTUS_NAMESPACE];
-    let default =
-        default.elements.iter().flat_map(|element| namespaces.map(|namespace| element.reference(namespace)));
-    limit_nad_refs(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
-}
-
-/// The first [`MAX_NAD_REFS`] of these references, sorted and without duplicates.
-pub fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRef> {
-    let mut found = BTreeSet::new();
-    for reference in references {
-        if found.len() >= MAX_NAD_REFS {
-            break;
-        }
-        found.insert(reference);
-    }
-    found.into_iter().collect()
-}
-
 /// Parses `[namespace/]name[@interface]`, with optional blanks around the parts.
 fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
     let (namespace, rest) = match text.split_once('/') {
@@ -268,7 +237,11 @@ mod tests {
     use super::*;
 
     fn references_in(networks: &str) -> Vec<String> {
-        nad_refs(Some(networks), None, "home").iter().map(NadRef::to_string).collect()
+        let mut found: Vec<NadRef> =
+            NetworkSelection::parse(networks).elements.iter().map(|one| one.reference("home")).collect();
+        found.sort();
+        found.dedup();
+        found.iter().map(NadRef::to_string).collect()
     }
 
     #[test]
@@ -319,24 +292,6 @@ mod tests {
     }
 
     #[test]
-    fn the_number_of_references_of_one_object_is_limited_without_duplicates() {
-        let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
-        assert_eq!(references_in(&many.join(",")).len(), MAX_NAD_REFS);
-        assert_eq!(nad_refs(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_NAD_REFS);
-        let one = format!("{}blue", "red,".repeat(MAX_NAD_REFS + 1));
-        assert_eq!(references_in(&one), ["home/blue", "home/red"]);
-    }
-
-    #[test]
-    fn a_default_network_counts_in_the_namespaces_of_multus_and_of_the_pod() {
-        let found = |text| nad_refs(None, Some(text), "home");
-        let [here, there] = ["home", "kube-system"].map(|namespace| NadRef::new(namespace, "a"));
-        assert_eq!(found("a"), [here.clone(), there.clone()]);
-        assert_eq!(found(r#"[{"name": "a"}]"#), [here, there]);
-        assert_eq!(found("other/a"), [NadRef::new("other", "a")]);
-    }
-
-    #[test]
     fn all_fields_of_an_element_are_parsed() {
         let text = r#"[{"name": "a", "interface": "net7", "mac": "02:00:00:00:00:01", "ips": ["10.0.0.1/24"],
             "cni-args": {"x": 1}, "ipam-claim-reference": "c", "default-route": ["10.0.0.254"]}]"#;
@@ -357,7 +312,8 @@ mod tests {
     proptest! {
         #[test]
         fn never_panics(text in any::<String>(), json in r#"\[[\[\]{}",:a-z/@0-9]*\]?"#) {
-            nad_refs(Some(&text), Some(&json), "home");
+            NetworkSelection::parse(&text);
+            NetworkSelection::parse(&json);
         }
     }
 }
