@@ -19,6 +19,7 @@ pub mod nad;
 pub mod names;
 pub mod nodenetwork;
 pub mod pattern;
+pub mod raw_json;
 pub mod selection;
 pub mod selector;
 
@@ -38,6 +39,7 @@ pub use nad::NetworkAttachmentDefinition;
 pub use nodenetwork::NodeNetwork;
 pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
 pub use pattern::{IfNamePattern, IfNamePatterns};
+pub use raw_json::{RawJson, RawObject};
 pub use selector::LabelSelector;
 
 /// The API group of Patchbay's kinds.

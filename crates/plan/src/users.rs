@@ -116,12 +116,14 @@ impl WorkloadRefs {
 /// Multus looks up a default network without a namespace in its own namespace; other consumers may use the pod's. Both
 /// count.
 fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
-    let networks = NetworkSelection::parse(networks.unwrap_or_default());
-    let default = NetworkSelection::parse(default.unwrap_or_default());
+    let networks = NetworkSelection::parse(networks);
+    let default = NetworkSelection::parse(default);
     let namespaces = [namespace, MULTUS_NAMESPACE];
-    let default =
-        default.elements.iter().flat_map(|element| namespaces.map(|namespace| element.reference(namespace)));
-    limit_nad_refs(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
+    let default = default
+        .entries
+        .iter()
+        .flat_map(|entry| namespaces.into_iter().filter_map(|namespace| entry.reference(namespace)));
+    limit_nad_refs(default.chain(networks.references(namespace)))
 }
 
 /// The first [`MAX_NAD_REFS`] of these references, sorted and without duplicates.
