@@ -195,7 +195,7 @@ impl NetworkSelection {
         match form {
             SelectionForm::Absent | SelectionForm::Empty => {}
             SelectionForm::Names => {
-                items(text).for_each(|item| selection.push(&mut cursor, item, parse_item))
+                items(text).for_each(|item| selection.push(&mut cursor, item, parse_item));
             }
             SelectionForm::Json => selection.parse_json(&mut cursor),
         }
