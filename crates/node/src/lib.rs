@@ -20,6 +20,7 @@ mod probe;
 mod socket;
 #[cfg(test)]
 mod state_compat;
+mod store;
 mod watch;
 
 use std::{
