@@ -114,11 +114,10 @@ impl PluginConfig {
         if plugin.is_empty() {
             return Err(value_error(path, "type", "the plugin has no type; set the name of its executable"));
         }
-        let ipam: Option<IpamSection> = read(&text, path, "ipam")?;
-        let ipam = ipam.and_then(|ipam| ipam.plugin).filter(|plugin| !plugin.is_empty());
-        if let Some(cause) = ipam.as_deref().and_then(invalid_plugin) {
-            return Err(value_error(path, "ipam.type", &cause));
-        }
+        let ipam = text.get("ipam").filter(|ipam| *ipam != "null").map(RawObject::parse).transpose();
+        let ipam = ipam.map_err(|error| value_error(path, "ipam", &error_text(&error)))?;
+        let ipam = ipam.map(|ipam| plugin_type(&ipam, &format!("{path}ipam."))).transpose()?;
+        let ipam = ipam.filter(|plugin| !plugin.is_empty());
         let capabilities = read(&text, path, "capabilities")?.unwrap_or_default();
         Ok(Self { plugin, capabilities, ipam, text })
     }
@@ -210,13 +209,6 @@ fn value_error(path: &str, key: &str, cause: &str) -> Error {
 
 fn quote(text: &str) -> String {
     text.chars().take(64).collect()
-}
-
-/// The part of an IPAM section that names its plugin. It may have any other content.
-#[derive(Deserialize)]
-struct IpamSection {
-    #[serde(rename = "type", default)]
-    plugin: Option<String>,
 }
 
 /// A boolean that may be written as a string.
@@ -340,6 +332,7 @@ mod tests {
                 r#"{"type":"a","name":"a b"}"#,
                 "spec.config: name: \"a b\" is not a name of a network: use letters, digits, '_', '.' and '-', and start with a letter or digit",
             ),
+            (r#"{"type":"a","ipam":["x"]}"#, "spec.config: ipam: invalid type: sequence, expected an object"),
             (r#"{"type":"a","name":7}"#, "spec.config: name: invalid type: integer `7`, expected a string"),
             (
                 r#"{"type":"a","capabilities":{"mac":1}}"#,

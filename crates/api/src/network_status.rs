@@ -264,7 +264,9 @@ impl NetworkStatusList {
 
 impl StatusEntry {
     fn parse(text: &str) -> serde_json::Result<Self> {
-        Ok(Self { text: RawJson::parse(text)?, status: serde_json::from_str(text).ok() })
+        // Serde would read a list into a struct too.
+        let status = if text.starts_with('{') { serde_json::from_str(text).ok() } else { None };
+        Ok(Self { text: RawJson::parse(text)?, status })
     }
 
     fn new(status: &NetworkStatus) -> Self {
@@ -520,7 +522,7 @@ mod tests {
     fn entries_of_other_writers_keep_their_bytes_and_place() {
         let foreign = r#"{ "name":"x", "example.com/y" : 1e3 }"#;
         let text = format!(
-            r#"[ {foreign} , {{"name":"default/blue","interface":"net1"}}, 7,{{"name": 7}}, {{"name":"default/red"}}]"#
+            r#"[ {foreign} , {{"name":"default/blue","interface":"net1"}}, ["default/blue"],{{"name": 7}}, {{"name":"default/red"}}]"#
         );
         let blue = |status: &NetworkStatus| status.name == "default/blue";
         let mut list = NetworkStatusList::parse(Some(&text)).unwrap();
@@ -540,13 +542,15 @@ mod tests {
         list.replace(blue, &[status("default/blue", "net1"), status("default/blue", "net2")]);
         let two = rendered("default/blue", "net2");
         let expected = format!(
-            r#"[{foreign},{{"name":"default/blue","interface":"net1"}},{two},7,{{"name": 7}},{{"name":"default/red"}}]"#
+            r#"[{foreign},{{"name":"default/blue","interface":"net1"}},{two},["default/blue"],{{"name": 7}},{{"name":"default/red"}}]"#
         );
         assert_eq!(list.render(), expected);
         list.replace(|status| status.name == "new", &[status("new", "a")]);
         list.retain(|status| !blue(status));
-        let expected =
-            format!(r#"[{foreign},7,{{"name": 7}},{{"name":"default/red"}},{}]"#, rendered("new", "a"));
+        let expected = format!(
+            r#"[{foreign},["default/blue"],{{"name": 7}},{{"name":"default/red"}},{}]"#,
+            rendered("new", "a")
+        );
         assert_eq!(list.render(), expected);
     }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::{NadRef, Parsed, Problem, is_name, split_item, truncate};
 use crate::{
     IfName, RawJson, RawObject,
-    raw_json::{error_text, same_key},
+    raw_json::{error_text, list_items, same_key},
 };
 
 /// One network that a pod requests.
@@ -247,8 +247,8 @@ fn read(
         )?,
         mac: reader.hardware_address("mac", "a MAC address")?,
         infiniband_guid: reader.hardware_address("infiniband-guid", "a GUID")?,
-        port_mappings: reader.value("portMappings")?.unwrap_or_default(),
-        bandwidth: reader.value("bandwidth")?,
+        port_mappings: reader.objects("portMappings")?.unwrap_or_default(),
+        bandwidth: reader.objects("bandwidth")?,
         cni_args: reader.object("cni-args")?,
         default_route: reader.value("default-route")?.unwrap_or_default(),
         device_id: reader.text("deviceID")?,
@@ -274,6 +274,15 @@ impl Reader<'_> {
         self.0
             .read(key)
             .map_err(|error| self.problem(key, format!("{key}: {}", truncate(&error_text(&error)))))
+    }
+
+    /// An object or a list of objects. Serde alone would read a list into a struct too.
+    fn objects<T: DeserializeOwned>(&self, key: &'static str) -> Result<Option<T>, Problem> {
+        let items = self.0.get(key).and_then(|text| list_items(text).ok()).unwrap_or_default();
+        if items.iter().any(|item| !item.starts_with('{')) {
+            return Err(self.problem(key, format!("{key}: expected an object")));
+        }
+        self.value(key)
     }
 
     /// A text that is not blank.

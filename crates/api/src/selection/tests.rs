@@ -220,6 +220,8 @@ fn an_invalid_key_is_reported_with_its_position_and_the_others_are_attached() {
             "portMappings: invalid type: floating point `1.0`, expected u16",
         ),
         (r#""bandwidth": {"ingressRate": -1}"#, 14, "bandwidth: invalid value: integer `-1`, expected u64"),
+        (r#""portMappings": [[1, 2]]"#, 17, "portMappings: expected an object"),
+        (r#""bandwidth": [1, 2, 3, 4]"#, 14, "bandwidth: expected an object"),
         (r#""cni-args": []"#, 13, "cni-args: invalid type: sequence, expected an object"),
         (r#""default-route": ["x"]"#, 18, "default-route: invalid IP address syntax"),
         (r#""deviceID": {}"#, 13, "deviceID: invalid type: map, expected a string"),

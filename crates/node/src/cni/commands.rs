@@ -209,15 +209,16 @@ fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value>
 fn success(netns: &str, attached: AttachResult) -> Success {
     let AttachResult { host, inside, mac, mtu, allocated } = attached;
     let mtu = Some(mtu);
-    let host = Interface { name: host.to_string(), mtu, mac: None, sandbox: None };
+    let host = Interface { name: host.to_string(), mtu, ..Interface::default() };
     let inside = Interface {
         name: inside.to_string(),
         mac: Some(mac.to_string()),
         mtu,
         sandbox: Some(netns.to_owned()),
+        ..Interface::default()
     };
     let (ips, routes) = ips_and_routes(allocated, Some(1));
-    Success { interfaces: vec![host, inside], ips, routes }
+    Success { interfaces: vec![host, inside], ips, routes, ..Success::default() }
 }
 
 /// The addresses and routes of a result, of the interface with this index.
@@ -227,6 +228,6 @@ pub(super) fn ips_and_routes(
 ) -> (Vec<Ip>, Vec<Route>) {
     let AllocatedAddresses { addresses, routes } = allocated;
     let ips = addresses.into_iter().map(|info| Ip { address: info.net, gateway: info.gateway, interface });
-    let routes = routes.into_iter().map(|route| Route { dst: route.dst, gw: route.gw });
+    let routes = routes.into_iter().map(|route| Route { dst: route.dst, gw: route.gw, ..Route::default() });
     (ips.collect(), routes.collect())
 }
