@@ -247,8 +247,8 @@ fn read(
         )?,
         mac: reader.hardware_address("mac", "a MAC address")?,
         infiniband_guid: reader.hardware_address("infiniband-guid", "a GUID")?,
-        port_mappings: reader.objects("portMappings")?.unwrap_or_default(),
-        bandwidth: reader.objects("bandwidth")?,
+        port_mappings: reader.fields_list("portMappings")?,
+        bandwidth: reader.fields("bandwidth")?,
         cni_args: reader.object("cni-args")?,
         default_route: reader.value("default-route")?.unwrap_or_default(),
         device_id: reader.text("deviceID")?,
@@ -276,13 +276,21 @@ impl Reader<'_> {
             .map_err(|error| self.problem(key, format!("{key}: {}", truncate(&error_text(&error)))))
     }
 
-    /// An object or a list of objects. Serde alone would read a list into a struct too.
-    fn objects<T: DeserializeOwned>(&self, key: &'static str) -> Result<Option<T>, Problem> {
-        let items = self.0.get(key).and_then(|text| list_items(text).ok()).unwrap_or_default();
-        if items.iter().any(|item| !item.starts_with('{')) {
+    /// An object in Rust's types. Serde alone would read a list into a struct too.
+    fn fields<T: DeserializeOwned>(&self, key: &'static str) -> Result<Option<T>, Problem> {
+        if self.0.get(key).is_some_and(|text| text.starts_with('[')) {
             return Err(self.problem(key, format!("{key}: expected an object")));
         }
         self.value(key)
+    }
+
+    /// A list of objects in Rust's types.
+    fn fields_list<T: DeserializeOwned>(&self, key: &'static str) -> Result<Vec<T>, Problem> {
+        let items = self.0.get(key).and_then(|text| list_items(text).ok()).unwrap_or_default();
+        if items.iter().any(|item| item.starts_with('[')) {
+            return Err(self.problem(key, format!("{key}: expected a list of objects")));
+        }
+        Ok(self.value(key)?.unwrap_or_default())
     }
 
     /// A text that is not blank.
