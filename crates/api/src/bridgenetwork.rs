@@ -18,8 +18,6 @@ pub const MAX_STATUS_ENTRIES: usize = 10;
 pub const MAX_CONDITIONS: usize = 16;
 /// The maximum number of namespaces with a NAD of the network.
 pub const MAX_NAMESPACES: usize = 256;
-/// The MTU of a network without `spec.mtu` and without an overlay.
-pub const DEFAULT_MTU: i32 = 1500;
 /// The UDP port that IANA assigned to VXLAN.
 pub const DEFAULT_VXLAN_PORT: i32 = 4789;
 

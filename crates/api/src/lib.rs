@@ -16,9 +16,12 @@ pub mod ipblock;
 mod list_schema;
 pub mod mac;
 pub mod nad;
+pub mod nad_config;
 pub mod names;
+pub mod network_status;
 pub mod nodenetwork;
 pub mod pattern;
+pub mod raw_json;
 pub mod selection;
 pub mod selector;
 
@@ -38,6 +41,7 @@ pub use nad::NetworkAttachmentDefinition;
 pub use nodenetwork::NodeNetwork;
 pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
 pub use pattern::{IfNamePattern, IfNamePatterns};
+pub use raw_json::{RawJson, RawObject};
 pub use selector::LabelSelector;
 
 /// The API group of Patchbay's kinds.

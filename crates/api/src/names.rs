@@ -28,5 +28,3 @@ pub const STATE_DIR: &str = "/var/lib/patchbay";
 pub const HOST_ROOT: &str = "/host";
 /// The directory of CNI plugins, on the host and in the node daemon's pod.
 pub const CNI_BIN_DIR: &str = "/opt/cni/bin";
-/// The path in the image of the CNI plugin that the daemon installs in [`CNI_BIN_DIR`].
-pub const CNI_SHIM: &str = "/usr/bin/patchbay-cni";

@@ -1,24 +1,28 @@
 //! The annotations by which pods request networks: those of the multi-network de-facto standard and of Multus.
 //!
-//! Users write these annotations, and their consumers differ in strictness. This parser accepts everything that any of
-//! them accepts: counting a reference that Multus rejects does no harm, but overlooking one would let a network be
-//! deleted while a pod uses it.
+//! Users write these annotations, and their consumers differ in strictness. [`NetworkSelection::references`] accepts
+//! everything that any of them accepts: counting a reference that Multus rejects does no harm, but overlooking one would let
+//! a network be deleted while a pod uses it. [`NetworkSelection::elements`] has only the elements whose every key is valid;
+//! one invalid element does not affect the others.
 
-use std::{collections::BTreeSet, fmt};
+mod editor;
+mod element;
 
-use serde_json::{Map, Value};
+use std::fmt;
+
+pub use editor::SelectionEditor;
+pub use element::{Bandwidth, NetworkSelectionElement, PortMapping};
+
+use crate::raw_json::{RawObject, error_text, list_items, span_of};
 
 /// The annotation that lists the secondary networks of a pod.
 pub const NETWORKS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/networks";
 /// The annotation that names the network which replaces the pod's primary network.
 pub const DEFAULT_NETWORK_ANNOTATION: &str = "v1.multus-cni.io/default-network";
-/// The namespace in which Multus looks up a default network without a namespace.
-pub const MULTUS_NAMESPACE: &str = "kube-system";
 /// The maximum number of networks that are parsed from one annotation.
 pub const MAX_ELEMENTS: usize = 4096;
-/// The maximum number of NADs that count as used by one object. No pod has that many interfaces, and the bound limits
-/// the memory that an object with invented names can take.
-pub const MAX_NAD_REFS: usize = 64;
+/// The maximum length of an annotation in bytes. The API server accepts at most this many in all annotations of an object.
+pub const MAX_LENGTH: usize = 256 * 1024;
 /// The maximum length of user text in an error.
 const MAX_QUOTE: usize = 64;
 
@@ -31,51 +35,93 @@ pub struct NadRef {
     pub name: String,
 }
 
-/// One network that a pod requests.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct NetworkSelectionElement {
-    /// The namespace of the NAD, if it is given.
-    pub namespace: Option<String>,
-    /// The name of the NAD.
-    pub name: String,
-    /// The requested name of the interface in the pod.
-    pub interface: Option<String>,
-    /// The requested MAC address.
-    pub mac: Option<String>,
-    /// The requested IP addresses.
-    pub ips: Vec<String>,
-    /// Additional arguments for the plugin.
-    pub cni_args: Option<Map<String, Value>>,
-    /// The name of the IPAMClaim with its addresses.
-    pub ipam_claim: Option<String>,
-    /// The gateways of the pod's default route, if it uses this network.
-    pub default_route: Vec<String>,
+/// How an annotation is written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum SelectionForm {
+    /// The object does not have the annotation.
+    #[default]
+    Absent,
+    /// The annotation is empty or blank. It requests no network, like an absent one or `[]`.
+    Empty,
+    /// Names separated by commas, each `[NAMESPACE/]NAME[@INTERFACE]`.
+    Names,
+    /// A JSON list.
+    Json,
 }
 
-/// The result of parsing an annotation: all valid elements, and the first error.
-#[derive(Debug, Clone, Default, PartialEq)]
+/// The result of parsing an annotation.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetworkSelection {
-    /// The valid elements, in the order of the annotation.
-    pub elements: Vec<NetworkSelectionElement>,
-    /// The first error.
+    /// How the annotation is written.
+    pub form: SelectionForm,
+    /// The elements, in the order of the annotation. Empty names between commas are left out.
+    pub entries: Vec<SelectionEntry>,
+    /// Why the annotation as a whole is invalid. Consumers such as Multus then attach none of its networks.
     pub error: Option<Error>,
 }
 
-/// Why a part of an annotation is invalid.
+/// One element of an annotation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SelectionEntry {
+    /// The namespace, if it is given, and the name of the NAD. Known even if other keys are invalid.
+    nad: Option<(Option<String>, String)>,
+    /// The element, or why it is invalid.
+    pub element: Result<NetworkSelectionElement, ElementError>,
+}
+
+/// A position in an annotation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Position {
+    /// The line, from 1.
+    pub line: usize,
+    /// The column in bytes, from 1.
+    pub column: usize,
+}
+
+/// Why an annotation is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// Invalid JSON.
-    #[error("invalid JSON: {0}")]
-    Json(String),
-    /// JSON that is not a list of objects with names.
+    #[error("invalid JSON at {position}: {cause}")]
+    Json {
+        /// Where the parser stopped.
+        position: Position,
+        /// What it expected.
+        cause: String,
+    },
+    /// JSON that is not a list.
     #[error("expected a JSON list of objects, each with a name")]
-    Shape,
-    /// An invalid name.
-    #[error("{0:?} is not [NAMESPACE/]NAME[@INTERFACE]")]
-    Name(String),
+    NotAList,
     /// Too many networks.
     #[error("the annotation lists more than {MAX_ELEMENTS} networks; the rest is ignored")]
     TooMany,
+    /// Too long for an annotation.
+    #[error("the annotation has {0} bytes, an object can have {MAX_LENGTH} bytes of annotations")]
+    TooLong(usize),
+    /// An invalid element.
+    #[error(transparent)]
+    Element(#[from] ElementError),
+}
+
+/// Why one element of an annotation is invalid.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("element [{index}] at {position}: {message}")]
+pub struct ElementError {
+    /// The index of the element, from 0.
+    pub index: usize,
+    /// Where the invalid value starts; the element itself if it is invalid as a whole.
+    pub position: Position,
+    /// The invalid key.
+    pub key: Option<&'static str>,
+    /// What is invalid.
+    pub message: String,
+}
+
+/// A problem in the text of an element, at an offset in that text.
+struct Problem {
+    offset: usize,
+    key: Option<&'static str>,
+    message: String,
 }
 
 impl NadRef {
@@ -86,8 +132,8 @@ impl NadRef {
 
     /// Parses `name` or `namespace/name`, the form in which virtual machines refer to a NAD.
     pub fn parse(text: &str, namespace: &str) -> Option<Self> {
-        let element = parse_item(text)?;
-        Some(element.reference(namespace))
+        let item = split_item(text)?;
+        Some(Self::new(item.namespace.unwrap_or(namespace), item.name))
     }
 }
 
@@ -97,103 +143,188 @@ impl fmt::Display for NadRef {
     }
 }
 
-impl NetworkSelectionElement {
-    /// The NAD that the element refers to in an object of this namespace.
-    pub fn reference(&self, namespace: &str) -> NadRef {
-        NadRef::new(self.namespace.as_deref().unwrap_or(namespace), self.name.as_str())
+impl fmt::Display for Position {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {} column {}", self.line, self.column)
+    }
+}
+
+/// Finds the positions of bytes in one pass over a text.
+struct PositionCursor<'a> {
+    text: &'a str,
+    offset: usize,
+    position: Position,
+}
+
+impl<'a> PositionCursor<'a> {
+    fn new(text: &'a str) -> Self {
+        Self { text, offset: 0, position: Position { line: 1, column: 1 } }
+    }
+
+    /// The position of a byte, which is not before the byte of the last call.
+    fn at(&mut self, offset: usize) -> Position {
+        for byte in self.text.bytes().take(offset).skip(self.offset) {
+            self.position.column += 1;
+            if byte == b'\n' {
+                self.position = Position { line: self.position.line + 1, column: 1 };
+            }
+        }
+        self.offset = offset;
+        self.position
+    }
+}
+
+impl SelectionForm {
+    fn of(text: Option<&str>) -> Self {
+        match text {
+            None => Self::Absent,
+            Some(text) if text.trim().is_empty() => Self::Empty,
+            Some(text) if text.contains(['[', '{', '"']) => Self::Json,
+            Some(_) => Self::Names,
+        }
     }
 }
 
 impl NetworkSelection {
     /// Parses the value of an annotation.
-    pub fn parse(text: &str) -> Self {
-        let mut selection = Self::default();
-        if text.contains(['[', '{', '"']) {
-            selection.parse_json(text);
-        } else {
-            selection.parse_text(text);
+    pub fn parse(text: Option<&str>) -> Self {
+        let form = SelectionForm::of(text);
+        let mut selection = Self { form, ..Self::default() };
+        let text = text.unwrap_or_default();
+        let mut cursor = PositionCursor::new(text);
+        match form {
+            SelectionForm::Absent | SelectionForm::Empty => {}
+            SelectionForm::Names => {
+                items(text).for_each(|item| selection.push(&mut cursor, item, parse_item));
+            }
+            SelectionForm::Json => selection.parse_json(&mut cursor),
         }
         selection
     }
 
-    fn parse_text(&mut self, text: &str) {
-        for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
-            match parse_item(item) {
-                Some(element) => self.push(element),
-                None => self.fail(Error::Name(truncate(item))),
+    fn parse_json(&mut self, cursor: &mut PositionCursor<'_>) {
+        let text = cursor.text;
+        match list_items(text) {
+            Ok(list) => list.into_iter().for_each(|value| self.push(cursor, value, parse_value)),
+            Err(error) if error.is_data() => {
+                self.fail(Error::NotAList);
+                self.push(cursor, text.trim(), parse_value);
+            }
+            Err(error) => {
+                let position = Position { line: error.line(), column: error.column() };
+                self.fail(Error::Json { position, cause: truncate(&error_text(&error)) });
             }
         }
     }
 
-    fn parse_json(&mut self, text: &str) {
-        match serde_json::from_str(text) {
-            Ok(Value::Array(list)) => list.iter().for_each(|value| self.parse_value(value)),
-            Ok(value @ (Value::Object(_) | Value::String(_))) => {
-                self.fail(Error::Shape);
-                self.parse_value(&value);
-            }
-            Ok(Value::Null | Value::Bool(_) | Value::Number(_)) => self.fail(Error::Shape),
-            Err(error) => self.fail(Error::Json(truncate(&error.to_string()))),
+    fn push(&mut self, cursor: &mut PositionCursor<'_>, part: &str, parse: fn(&str) -> Parsed) {
+        let index = self.entries.len();
+        if index >= MAX_ELEMENTS {
+            return self.fail(Error::TooMany);
         }
-    }
-
-    fn parse_value(&mut self, value: &Value) {
-        match value {
-            Value::Object(fields) => match parse_object(fields) {
-                Some(element) => self.push(element),
-                None => self.fail(Error::Shape),
-            },
-            Value::String(text) => {
-                self.fail(Error::Shape);
-                if let Some(element) = parse_item(text) {
-                    self.push(element);
-                }
-            }
-            Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) => self.fail(Error::Shape),
-        }
-    }
-
-    fn push(&mut self, element: NetworkSelectionElement) {
-        if self.elements.len() < MAX_ELEMENTS {
-            self.elements.push(element);
-        } else {
-            self.fail(Error::TooMany);
-        }
+        let start = span_of(cursor.text, part).start;
+        self.entries.push(parse(part).into_entry(index, |offset| cursor.at(start + offset)));
     }
 
     fn fail(&mut self, error: Error) {
         self.error.get_or_insert(error);
     }
-}
 
-/// The NADs that an object of this namespace references in its two annotations, sorted and without duplicates, at most
-/// [`MAX_NAD_REFS`].
-///
-/// Multus looks up a default network without a namespace in its own namespace; other consumers may use the pod's. Both
-/// count.
-pub fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
-    let networks = NetworkSelection::parse(networks.unwrap_or_default());
-    let default = NetworkSelection::parse(default.unwrap_or_default());
-    let namespaces = [namespace, MULTUS_NAMESPACE];
-    let default =
-        default.elements.iter().flat_map(|element| namespaces.map(|namespace| element.reference(namespace)));
-    limit_nad_refs(default.chain(networks.elements.iter().map(|element| element.reference(namespace))))
-}
-
-/// The first [`MAX_NAD_REFS`] of these references, sorted and without duplicates.
-pub fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRef> {
-    let mut found = BTreeSet::new();
-    for reference in references {
-        if found.len() >= MAX_NAD_REFS {
-            break;
-        }
-        found.insert(reference);
+    /// The valid elements, each with its index.
+    pub fn elements(&self) -> impl Iterator<Item = (usize, &NetworkSelectionElement)> {
+        self.entries
+            .iter()
+            .enumerate()
+            .filter_map(|(index, entry)| Some((index, entry.element.as_ref().ok()?)))
     }
-    found.into_iter().collect()
+
+    /// The problems with the annotation and its elements, in their order.
+    pub fn errors(&self) -> impl Iterator<Item = Error> {
+        let of_elements = self.entries.iter().filter_map(|entry| entry.element.as_ref().err().cloned());
+        self.error.iter().cloned().chain(of_elements.map(Error::Element))
+    }
+
+    /// The NADs that the annotation names in an object of this namespace, those of invalid elements included.
+    pub fn references(&self, namespace: &str) -> impl Iterator<Item = NadRef> {
+        self.entries.iter().filter_map(move |entry| entry.reference(namespace))
+    }
 }
 
-/// Parses `[namespace/]name[@interface]`, with optional blanks around the parts.
-fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
+impl SelectionEntry {
+    /// The NAD that the element names in an object of this namespace. An invalid element may name one too.
+    pub fn reference(&self, namespace: &str) -> Option<NadRef> {
+        let (own, name) = self.nad.as_ref()?;
+        Some(NadRef::new(own.as_deref().unwrap_or(namespace), name.as_str()))
+    }
+}
+
+/// What the text of one element says.
+struct Parsed {
+    nad: Option<(Option<String>, String)>,
+    element: Result<NetworkSelectionElement, Problem>,
+}
+
+impl Parsed {
+    fn invalid(message: impl Into<String>) -> Self {
+        Self { nad: None, element: Err(Problem { offset: 0, key: None, message: message.into() }) }
+    }
+
+    fn into_entry(self, index: usize, position: impl FnOnce(usize) -> Position) -> SelectionEntry {
+        let element = self.element.map_err(|Problem { offset, key, message }| ElementError {
+            index,
+            position: position(offset),
+            key,
+            message,
+        });
+        SelectionEntry { nad: self.nad, element }
+    }
+}
+
+/// The parts of `[namespace/]name[@interface]`.
+struct Item<'a> {
+    namespace: Option<&'a str>,
+    name: &'a str,
+    interface: Option<&'a str>,
+}
+
+/// The names in a list with commas, without the white space around them and without empty ones.
+fn items(text: &str) -> impl Iterator<Item = &str> {
+    text.split(',').map(str::trim).filter(|item| !item.is_empty())
+}
+
+fn parse_item(text: &str) -> Parsed {
+    let Some(item) = split_item(text) else {
+        return Parsed::invalid(format!("{:?} is not [NAMESPACE/]NAME[@INTERFACE]", truncate(text)));
+    };
+    let nad = Some((item.namespace.map(str::to_owned), item.name.to_owned()));
+    let element = item.interface.map(str::parse).transpose().map_err(|error: crate::ifname::Error| Problem {
+        offset: text.find('@').map_or(0, |at| at + 1),
+        key: Some("interface"),
+        message: error.to_string(),
+    });
+    let element = element.map(|interface| NetworkSelectionElement {
+        namespace: item.namespace.map(str::to_owned),
+        name: item.name.to_owned(),
+        interface,
+        ..NetworkSelectionElement::default()
+    });
+    Parsed { nad, element }
+}
+
+/// Parses one value of a JSON list.
+fn parse_value(text: &str) -> Parsed {
+    if let Ok(object) = RawObject::parse(text) {
+        return element::parse(&object);
+    }
+    let mut parsed = Parsed::invalid("expected an object with a name");
+    if let Ok(name) = serde_json::from_str::<String>(text) {
+        parsed.nad = parse_item(&name).nad;
+    }
+    parsed
+}
+
+/// Splits `[namespace/]name[@interface]`, with optional blanks around the parts.
+fn split_item(text: &str) -> Option<Item<'_>> {
     let (namespace, rest) = match text.split_once('/') {
         Some((namespace, rest)) => (Some(namespace.trim()), rest),
         None => (None, text),
@@ -203,49 +334,10 @@ fn parse_item(text: &str) -> Option<NetworkSelectionElement> {
         None => (rest.trim(), None),
     };
     let namespace = namespace.filter(|namespace| !namespace.is_empty());
-    if !namespace.is_none_or(is_name) || !is_name(name) || interface.is_some_and(|it| it.contains(['@', '/']))
-    {
-        return None;
-    }
-    Some(NetworkSelectionElement {
-        namespace: namespace.map(str::to_owned),
-        name: name.to_owned(),
-        interface: interface.filter(|it| !it.is_empty()).map(str::to_owned),
-        ..NetworkSelectionElement::default()
-    })
-}
-
-fn parse_object(fields: &Map<String, Value>) -> Option<NetworkSelectionElement> {
-    // Like Go's JSON decoder, which Multus uses, accept keys in any case.
-    let field = |key: &str| {
-        let exact = fields.get(key);
-        exact.or_else(|| {
-            fields.iter().find(|(name, _)| name.eq_ignore_ascii_case(key)).map(|(_, value)| value)
-        })
-    };
-    let text = |key: &str| field(key)?.as_str().map(str::trim).filter(|text| !text.is_empty());
-    let list = |key: &str| match field(key) {
-        Some(Value::Array(list)) => list.iter().filter_map(|one| one.as_str().map(str::to_owned)).collect(),
-        Some(Value::String(one)) => vec![one.clone()],
-        _ => Vec::new(),
-    };
-    // The standard does not allow `namespace/name` here, but it is in use.
-    let named = parse_item(text("name")?)?;
-    let namespace = match text("namespace") {
-        Some(namespace) if !is_name(namespace) => return None,
-        Some(namespace) => Some(namespace.to_owned()),
-        None => named.namespace,
-    };
-    Some(NetworkSelectionElement {
-        namespace,
-        name: named.name,
-        interface: text("interface").or(text("interfaceRequest")).map(str::to_owned).or(named.interface),
-        mac: text("mac").map(str::to_owned),
-        ips: list("ips"),
-        cni_args: field("cni-args").and_then(Value::as_object).cloned(),
-        ipam_claim: text("ipam-claim-reference").map(str::to_owned),
-        default_route: list("default-route"),
-    })
+    let valid = namespace.is_none_or(is_name)
+        && is_name(name)
+        && !interface.is_some_and(|interface| interface.contains(['@', '/']));
+    valid.then_some(Item { namespace, name, interface: interface.filter(|it| !it.is_empty()) })
 }
 
 /// Whether this is a valid object name.
@@ -262,102 +354,4 @@ fn truncate(text: &str) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn references_in(networks: &str) -> Vec<String> {
-        nad_refs(Some(networks), None, "home").iter().map(NadRef::to_string).collect()
-    }
-
-    #[test]
-    fn parses_every_form_of_a_reference() {
-        for (text, expected) in [
-            ("", &[][..]),
-            (" , ,", &[]),
-            ("a", &["home/a"]),
-            ("other/a", &["other/a"]),
-            ("a@eth1", &["home/a"]),
-            ("other/a@eth1", &["other/a"]),
-            (" other / a @ eth1 ", &["other/a"]),
-            ("/a", &["home/a"]),
-            ("a,b , other/c@x", &["home/a", "home/b", "other/c"]),
-            ("a,a@eth2", &["home/a"]),
-            (r#"[{"name": "a"}]"#, &["home/a"]),
-            (r#"[{"name": "a", "namespace": "other"}]"#, &["other/a"]),
-            (r#"[{"name": "a", "namespace": ""}]"#, &["home/a"]),
-            (r#"[{"Name": "a", "Namespace": "other"}]"#, &["other/a"]),
-            (r#"[{"name": "other/a"}]"#, &["other/a"]),
-            (r#" [ {"name": "a", "interface": "x"}, {"name": "b"} ] "#, &["home/a", "home/b"]),
-            (r#"{"name": "a"}"#, &["home/a"]),
-            (r#"["a", "other/b"]"#, &["home/a", "other/b"]),
-            ("a.b-c", &["home/a.b-c"]),
-        ] {
-            assert_eq!(references_in(text), expected, "{text}");
-        }
-    }
-
-    #[test]
-    fn valid_elements_are_kept_and_the_first_error_is_reported() {
-        for (text, expected, error) in [
-            ("a,B!,c", &["home/a", "home/c"][..], Error::Name("B!".into())),
-            ("x/y/z", &[], Error::Name("x/y/z".into())),
-            ("a@b@c", &[], Error::Name("a@b@c".into())),
-            (r#"[{"name": "a"}, 7, {"mac": "x"}, {"name": "b"}]"#, &["home/a", "home/b"], Error::Shape),
-            (r#"[{"name": 7}]"#, &[], Error::Shape),
-        ] {
-            assert_eq!(
-                (references_in(text), NetworkSelection::parse(text).error),
-                (expected.iter().map(|it| (*it).to_owned()).collect(), Some(error))
-            );
-        }
-        assert!(matches!(NetworkSelection::parse("[{").error, Some(Error::Json(_))));
-        assert!(matches!(NetworkSelection::parse(&"[".repeat(100_000)).error, Some(Error::Json(_))));
-        let many = NetworkSelection::parse(&"a,".repeat(MAX_ELEMENTS + 1));
-        assert_eq!((many.elements.len(), many.error), (MAX_ELEMENTS, Some(Error::TooMany)));
-    }
-
-    #[test]
-    fn the_number_of_references_of_one_object_is_limited_without_duplicates() {
-        let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
-        assert_eq!(references_in(&many.join(",")).len(), MAX_NAD_REFS);
-        assert_eq!(nad_refs(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_NAD_REFS);
-        let one = format!("{}blue", "red,".repeat(MAX_NAD_REFS + 1));
-        assert_eq!(references_in(&one), ["home/blue", "home/red"]);
-    }
-
-    #[test]
-    fn a_default_network_counts_in_the_namespaces_of_multus_and_of_the_pod() {
-        let found = |text| nad_refs(None, Some(text), "home");
-        let [here, there] = ["home", "kube-system"].map(|namespace| NadRef::new(namespace, "a"));
-        assert_eq!(found("a"), [here.clone(), there.clone()]);
-        assert_eq!(found(r#"[{"name": "a"}]"#), [here, there]);
-        assert_eq!(found("other/a"), [NadRef::new("other", "a")]);
-    }
-
-    #[test]
-    fn all_fields_of_an_element_are_parsed() {
-        let text = r#"[{"name": "a", "interface": "net7", "mac": "02:00:00:00:00:01", "ips": ["10.0.0.1/24"],
-            "cni-args": {"x": 1}, "ipam-claim-reference": "c", "default-route": ["10.0.0.254"]}]"#;
-        let expected = NetworkSelectionElement {
-            namespace: None,
-            name: "a".to_owned(),
-            interface: Some("net7".to_owned()),
-            mac: Some("02:00:00:00:00:01".to_owned()),
-            ips: vec!["10.0.0.1/24".to_owned()],
-            cni_args: serde_json::json!({"x": 1}).as_object().cloned(),
-            ipam_claim: Some("c".to_owned()),
-            default_route: vec!["10.0.0.254".to_owned()],
-        };
-        assert_eq!(NetworkSelection::parse(text), NetworkSelection { elements: vec![expected], error: None });
-        assert_eq!(NetworkSelection::parse("a@net7").elements[0].interface.as_deref(), Some("net7"));
-    }
-
-    proptest! {
-        #[test]
-        fn never_panics(text in any::<String>(), json in r#"\[[\[\]{}",:a-z/@0-9]*\]?"#) {
-            nad_refs(Some(&text), Some(&json), "home");
-        }
-    }
-}
+mod tests;

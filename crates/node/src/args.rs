@@ -4,10 +4,13 @@ use std::{path::PathBuf, time::Duration};
 
 use api::{
     IfNamePatterns, duration,
-    names::{CNI_BIN_DIR, CNI_SHIM, HOST_ROOT, RUN_DIR, STATE_DIR},
+    names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
 use crate::Probe;
+
+/// The path in the image of the CNI plugin that the daemon installs in [`CNI_BIN_DIR`].
+const CNI_SHIM: &str = "/usr/bin/patchbay-cni";
 
 /// Flags of `patchbay node`.
 #[derive(Debug, Clone, clap::Args)]

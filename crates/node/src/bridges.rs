@@ -6,7 +6,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
-    sync::Arc,
     time::Duration,
 };
 
@@ -19,15 +18,15 @@ use plan::{
     },
     nodenetwork::{self, KernelState, NodeInfo},
 };
-use tokio::{sync::watch, task, time::Instant};
+use tokio::{task, time::Instant};
 use tracing::{debug, info, warn};
 
 use crate::{
-    cni::{NetworkState, NetworkView, Networks},
     event::{EventReason, Events},
     link_records::{self, LinkRecords},
     metrics::{ChangeLabels, ChangeVerb, Metrics, ResultLabel},
     network::{self, Labels, ParsedNetwork},
+    network_snapshot::{NetworkState, NetworkView, Networks, NetworksWriter},
 };
 
 /// Bounds one reconcile; the remaining steps are left to the next one.
@@ -74,7 +73,7 @@ pub struct BridgeController {
     /// The addresses of the API server.
     servers: Vec<IpAddr>,
     /// The networks for the CNI server and IPAM.
-    published: watch::Sender<Arc<Networks>>,
+    published: NetworksWriter,
     events: Events,
     metrics: Metrics,
 }
@@ -102,7 +101,7 @@ pub struct Deps {
     pub editor: LinkEditor,
     pub records: LinkRecords,
     pub servers: Vec<IpAddr>,
-    pub published: watch::Sender<Arc<Networks>>,
+    pub published: NetworksWriter,
     pub events: Events,
     pub metrics: Metrics,
 }
@@ -174,13 +173,7 @@ impl BridgeController {
 
     /// The Node object does not exist: other nodes may acquire the address blocks that this node holds.
     pub fn clear_own_node(&self) {
-        self.published.send_if_modified(|networks| {
-            let changed = networks.node.is_some();
-            if changed {
-                Arc::make_mut(networks).node = None;
-            }
-            changed
-        });
+        self.published.clear_node();
     }
 
     /// Replaces all peers by the NodeNetworks of all nodes but `own`.
@@ -413,7 +406,7 @@ impl BridgeController {
             self.reports.iter().map(|report| (report.uid.as_str(), report)).collect();
         let indexes: BTreeMap<&str, u32> =
             observed.links.iter().map(|link| (link.name.as_str(), link.index)).collect();
-        let previous = Arc::clone(&self.published.borrow());
+        let previous = self.published.current();
         // Pods can still join a bridge that was ready while it is changed in place.
         let was_ready = |network: &ParsedNetwork, bridge: u32| {
             previous.by_name.get(network.name()).is_some_and(|view| {
@@ -460,14 +453,7 @@ impl BridgeController {
             })
             .chain(unreadable)
             .collect();
-        let current = Networks { synced: true, node: Some(node), by_name };
-        self.published.send_if_modified(|published| {
-            let changed = **published != current;
-            if changed {
-                *published = Arc::new(current);
-            }
-            changed
-        })
+        self.published.publish(Networks { synced: true, node: Some(node), by_name })
     }
 }
 

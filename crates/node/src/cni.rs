@@ -1,8 +1,7 @@
 //! The CNI server. It handles the calls that the runtime makes to the Patchbay plugins on this node.
 //!
-//! The server creates and removes links of pods and nothing else. It reads the networks and their state from [`Networks`],
-//! which the controller of this node keeps up to date. ADD to a network that is not ready fails with "try again later" and
-//! the reason; the runtime retries.
+//! The server reads calls from its socket, translates them into calls of the [`Attacher`], and writes the answers. ADD to a
+//! network that is not ready fails with "try again later" and the reason; the runtime retries.
 
 pub(crate) mod address;
 mod caller;
@@ -13,7 +12,6 @@ mod thread_pool;
 pub(crate) mod tombstone;
 
 use std::{
-    collections::BTreeMap,
     io::{self, Write as _},
     os::{
         fd::OwnedFd,
@@ -21,13 +19,12 @@ use std::{
     },
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use api::{ErrorChain, IfName, digest::digest, ipblock::NodeRef};
-use plan::ipam::Pool;
-use tokio::{sync::watch, task::spawn_blocking, time::interval};
+use api::ErrorChain;
+use tokio::{task::spawn_blocking, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use wire::{
@@ -35,8 +32,9 @@ use wire::{
     socket::{self as frames, Message, Reply, Request},
 };
 
-use crate::{Error, ipam::Ipam, socket};
+use crate::{Error, attach::Attacher, socket};
 
+pub use crate::network_snapshot::{NetworkState, NetworkView, Networks};
 pub use install::{Error as InstallError, install};
 pub use metrics::Metrics;
 
@@ -48,60 +46,8 @@ use thread_pool::ThreadPool;
 const IO_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long running calls may continue after a stop.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// Locks for host interfaces. Calls for one interface never run concurrently; two interfaces rarely share a lock.
-const LOCK_SHARDS: usize = 1024;
 /// How often the server applies tombstones.
 const TOMBSTONE_INTERVAL: Duration = Duration::from_secs(20);
-
-/// The networks that this node knows.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Networks {
-    /// Whether the list from the API server is complete.
-    pub synced: bool,
-    /// This node, once its Node has been read.
-    pub node: Option<NodeRef>,
-    pub by_name: BTreeMap<String, NetworkView>,
-}
-
-/// A network as the CNI server sees it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NetworkView {
-    pub uid: String,
-    pub state: NetworkState,
-    /// Its address pool, if it has IPAM.
-    pub ipam: Option<Arc<Pool>>,
-}
-
-/// The state of a network on this node.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum NetworkState {
-    /// The bridge exists. A network that is being deleted but still has users accepts more pods, so that a pod that was
-    /// created just before is not stranded.
-    Ready {
-        bridge_index: u32,
-        mtu: u32,
-        removing: bool,
-    },
-    NotReady {
-        reason: String,
-        message: String,
-    },
-    /// The network's selector does not match this node.
-    NotSelected,
-    /// The daemon is removing its links.
-    Removing,
-}
-
-/// Directories of the CNI server.
-#[derive(Debug, Clone)]
-pub struct CniPaths {
-    /// Holds the sockets.
-    pub run_dir: PathBuf,
-    /// Survives a restart; the plugin writes its tombstones there.
-    pub state_dir: PathBuf,
-    /// `/proc` of the host.
-    pub proc_root: PathBuf,
-}
 
 /// Listens on the CNI socket.
 pub struct CniServer {
@@ -111,32 +57,15 @@ pub struct CniServer {
 
 /// Handles CNI calls; shared by all worker threads.
 struct CniHandler {
-    networks: watch::Receiver<Arc<Networks>>,
-    ipam: Arc<Ipam>,
-    tombstones: PathBuf,
-    proc_root: PathBuf,
-    locks: Vec<Mutex<()>>,
+    attacher: Arc<Attacher>,
     metrics: Metrics,
 }
 
 impl CniServer {
-    /// Opens the socket.
-    pub fn bind(
-        paths: &CniPaths,
-        networks: watch::Receiver<Arc<Networks>>,
-        ipam: Arc<Ipam>,
-        metrics: Metrics,
-    ) -> Result<Self, Error> {
-        let CniPaths { run_dir, state_dir, proc_root } = paths;
-        let handler = CniHandler {
-            networks,
-            ipam,
-            tombstones: state_dir.join(frames::TOMBSTONE_DIR),
-            proc_root: proc_root.clone(),
-            locks: (0..LOCK_SHARDS).map(|_| Mutex::new(())).collect(),
-            metrics,
-        };
-        Ok(Self { listener: socket::bind(run_dir, frames::SOCKET_NAME)?, handler: Arc::new(handler) })
+    /// Opens the socket in a directory.
+    pub fn bind(run_dir: &Path, attacher: Arc<Attacher>, metrics: Metrics) -> Result<Self, Error> {
+        let handler = Arc::new(CniHandler { attacher, metrics });
+        Ok(Self { listener: socket::bind(run_dir, frames::SOCKET_NAME)?, handler })
     }
 
     /// Applies the tombstones, then serves until `stop`.
@@ -144,7 +73,7 @@ impl CniServer {
         let Self { listener, handler } = self;
         let startup = Arc::clone(&handler);
         spawn_blocking(move || {
-            tombstone::remove_abandoned(&startup.tombstones);
+            tombstone::remove_abandoned(startup.attacher.tombstones());
             startup.apply_tombstones();
         })
         .await
@@ -200,7 +129,7 @@ impl CniHandler {
         let verb = request.command.parse::<Verb>().ok();
         let Request { command, container_id, ifname, .. } = &request;
         let serve = || self.serve(&request, namespace.as_ref(), &Caller::of(stream));
-        // State behind a poisoned lock stays usable: every change is preceded by a comparison with the kernel.
+        // What a panic left behind stays usable: every change is preceded by a comparison with the kernel.
         let result = catch_unwind(AssertUnwindSafe(serve)).unwrap_or_else(|_| {
             Err(protocol::Error::new(
                 Code::Io,
@@ -226,16 +155,11 @@ impl CniHandler {
         }
     }
 
-    /// Locks the pair of links with this host end.
-    fn lock(&self, host: &IfName) -> Option<MutexGuard<'_, ()>> {
-        let shard = usize::try_from(digest([host.as_str()]) % LOCK_SHARDS as u64).ok()?;
-        Some(self.locks.get(shard)?.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
     /// Runs the DEL calls that the plugin recorded while the daemon did not answer.
     fn apply_tombstones(&self) {
-        tombstone::apply_all(&self.tombstones, |path, request| {
-            match self.delete_if(request, || path.exists()) {
+        tombstone::apply_all(self.attacher.tombstones(), |path, request| {
+            let detach = |id| self.attacher.detach_if(&id, commands::scope(request), || path.exists());
+            match commands::attachment_id(request).and_then(detach) {
                 Ok(()) => true,
                 Err(error) => {
                     warn!(container_id = request.container_id, %error, "cannot apply a tombstone; retrying");

@@ -154,7 +154,7 @@ impl ContainerRuntime {
                 continue;
             }
             if !known.contains_key(id) {
-                let request = PodSandboxStatusRequest { pod_sandbox_id: id.clone() };
+                let request = PodSandboxStatusRequest { pod_sandbox_id: id.clone(), verbose: false };
                 let status = call(&channel, &path, cri::POD_SANDBOX_STATUS, request);
                 // A sandbox without an answer counts: too many witnesses keep a block closed, too few open it too early.
                 if let Ok(Ok(status)) = timeout_at(deadline, status).await {

@@ -5,6 +5,7 @@
 
 mod admin;
 mod args;
+mod attach;
 mod bridges;
 pub mod cni;
 mod controller;
@@ -15,11 +16,13 @@ pub mod ipam;
 mod link_records;
 mod metrics;
 mod network;
+mod network_snapshot;
 mod node_network;
 mod probe;
 mod socket;
 #[cfg(test)]
 mod state_compat;
+mod store;
 mod watch;
 
 use std::{
@@ -47,6 +50,7 @@ pub use args::{Args, ProbeArgs};
 pub use probe::{Probe, probe};
 
 use crate::{
+    attach::Attacher,
     bridges::{BridgeController, Deps},
     controller::{NodeConfig, NodeController},
     cri::ContainerRuntime,
@@ -55,6 +59,7 @@ use crate::{
     ipam::{BlockController, Ipam, SandboxFilter, Timings},
     link_records::LinkRecords,
     metrics::Metrics,
+    network_snapshot::NetworksWriter,
 };
 
 /// How often the daemon checks that the CNI plugin is installed.
@@ -130,7 +135,8 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let health = Arc::new(Health::new());
     let (metrics, mut registry) = Metrics::new();
     let (events, sender) = Events::new(client.clone(), &node_name);
-    let (published, networks) = channel::channel(Arc::default());
+    let published = NetworksWriter::default();
+    let networks = published.subscribe();
     let (boot, block_events) = (host.boot_id.clone(), events.clone());
     let deps = Deps {
         boot: host.boot.clone(),
@@ -141,13 +147,12 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         events,
         metrics: metrics.clone(),
     };
-    let paths = cni::CniPaths { run_dir: run_dir.clone(), state_dir, proc_root: host.proc };
     let cni_metrics = cni::Metrics::default();
     cni_metrics.register(&mut registry);
     let ipam_metrics = ipam::Metrics::default();
     ipam_metrics.register(&mut registry);
     let (runtime_status, runtime) = channel::channel(RuntimeStatus::default());
-    let ipam = open_ipam(&paths.state_dir, boot, ipam_metrics).await?;
+    let ipam = open_ipam(&state_dir, boot, ipam_metrics).await?;
     let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
@@ -162,7 +167,8 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     );
     let state_problem = ipam.journal_problem();
     let journal = Arc::clone(&ipam);
-    let cni = cni::CniServer::bind(&paths, networks, ipam, cni_metrics)?;
+    let attacher = Arc::new(Attacher::new(networks, ipam, &state_dir, host.proc));
+    let cni = cni::CniServer::bind(&run_dir, attacher, cni_metrics)?;
     let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
     let config = NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem };
     let monitor = Monitor::open().map_err(Error::Kernel)?;

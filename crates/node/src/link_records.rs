@@ -1,11 +1,6 @@
 //! Link records on disk, one file per network, from which uplinks are restored to their original state.
 
-use std::{
-    collections::BTreeMap,
-    fs::{self, File},
-    io::{self, Write as _},
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, io, path::Path};
 
 use api::IfName;
 use plan::{
@@ -13,97 +8,55 @@ use plan::{
     nodenetwork::AdminState,
 };
 use serde::{Deserialize, Serialize};
-use tracing::warn;
+
+pub use crate::store::records::Error;
+use crate::store::records::{RecordCodec, Records};
+
+/// The directory in the state directory of the daemon.
+const DIRECTORY: &str = "networks";
+const SUFFIX: &str = ".json";
 
 /// The link records in the state directory.
-pub struct LinkRecords {
-    dir: PathBuf,
-    all: BTreeMap<Uid, LinkRecord>,
-}
-
-/// Why the records could not be read or changed.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("read the records in {path}")]
-    Read { path: PathBuf, source: io::Error },
-    #[error("write the record {path}")]
-    Write { path: PathBuf, source: io::Error },
-    #[error("remove the record {path}")]
-    Remove { path: PathBuf, source: io::Error },
-}
+pub struct LinkRecords(Records<LinkRecordCodec>);
 
 impl LinkRecords {
     /// Reads all records. Malformed files are logged and left in place.
     pub fn open(state_dir: &Path) -> Result<Self, Error> {
-        let dir = state_dir.join("networks");
-        // A full or read-only disk must not keep the daemon from starting: writing a record reports it.
-        if let Err(error) = fs::create_dir_all(&dir)
-            && !dir.is_dir()
-        {
-            warn!(path = %dir.display(), %error, "cannot create the directory of link records");
-            return Ok(Self { dir, all: BTreeMap::new() });
-        }
-        let failed = |source| Error::Read { path: dir.clone(), source };
-        let mut all = BTreeMap::new();
-        for entry in fs::read_dir(&dir).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            if path.extension().is_none_or(|extension| extension != "json") {
-                continue;
-            }
-            let bytes = fs::read(&path).map_err(failed)?;
-            match serde_json::from_slice::<StoredRecord>(&bytes) {
-                Ok(stored) => {
-                    let record = LinkRecord::from(stored);
-                    all.insert(record.uid.clone(), record);
-                }
-                Err(error) => warn!(path = %path.display(), %error, "ignoring malformed link record"),
-            }
-        }
-        Ok(Self { dir, all })
+        Records::open(state_dir.join(DIRECTORY), SUFFIX).map(Self)
     }
 
     pub fn all(&self) -> &BTreeMap<Uid, LinkRecord> {
-        &self.all
+        self.0.all()
     }
 
     /// Writes a record durably: it survives a power failure once this returns.
     pub fn put(&mut self, record: LinkRecord) -> Result<(), Error> {
-        let path = self.path(&record.uid);
-        let write = || {
-            match fs::create_dir(&self.dir) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-                _ => {}
-            }
-            let temporary = path.with_extension("tmp");
-            let mut file = File::create(&temporary)?;
-            file.write_all(&serde_json::to_vec(&StoredRecord::from(&record))?)?;
-            file.sync_all()?;
-            fs::rename(&temporary, &path)?;
-            File::open(&self.dir)?.sync_all()
-        };
-        write().map_err(|source| Error::Write { path: path.clone(), source })?;
-        self.all.insert(record.uid.clone(), record);
-        Ok(())
+        self.0.put(record)
     }
 
     /// Removes a record durably.
     pub fn remove(&mut self, uid: &str) -> Result<(), Error> {
-        let path = self.path(uid);
-        let remove = || match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => File::open(&self.dir)?.sync_all(),
-        };
-        remove().map_err(|source| Error::Remove { path: path.clone(), source })?;
-        self.all.remove(uid);
-        Ok(())
+        self.0.remove(uid)
+    }
+}
+
+/// Link records as JSON, by the UID of their network.
+struct LinkRecordCodec;
+
+impl RecordCodec for LinkRecordCodec {
+    type Record = LinkRecord;
+    type Error = serde_json::Error;
+
+    fn key(record: &LinkRecord) -> &str {
+        &record.uid
     }
 
-    /// UIDs consist of letters, digits and dashes; anything else is replaced by its digest.
-    fn path(&self, uid: &str) -> PathBuf {
-        let plain = (1..=63).contains(&uid.len())
-            && uid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
-        let stem = if plain { uid.to_owned() } else { format!("{:016x}", api::digest::digest([uid])) };
-        self.dir.join(format!("{stem}.json"))
+    fn encode(record: &LinkRecord) -> io::Result<Vec<u8>> {
+        Ok(serde_json::to_vec(&StoredRecord::from(record))?)
+    }
+
+    fn decode(bytes: &[u8]) -> Result<LinkRecord, serde_json::Error> {
+        serde_json::from_slice::<StoredRecord>(bytes).map(LinkRecord::from)
     }
 }
 
@@ -157,6 +110,8 @@ impl From<StoredRecord> for LinkRecord {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn record(uid: &str) -> LinkRecord {

@@ -6,9 +6,15 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    time::Instant,
 };
 
-use plan::{ipam::Stage, nodenetwork::AdminState};
+use api::ipam::IpamSpec;
+use plan::{
+    ipam::{AttachmentKey, Lease, PodRef, Pool, Stage},
+    nodenetwork::AdminState,
+};
+use wire::cni::Code;
 
 use crate::{
     cni::{address::attachment_key, tombstone},
@@ -24,8 +30,12 @@ struct RecordedState(PathBuf);
 
 impl RecordedState {
     fn of(node: &str) -> Self {
+        Self::copy(node, node)
+    }
+
+    fn copy(node: &str, name: &str) -> Self {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("testdata/state-6841d7b").join(node);
-        let target = std::env::temp_dir().join(format!("patchbay-state-{}-{node}", std::process::id()));
+        let target = std::env::temp_dir().join(format!("patchbay-state-{}-{name}", std::process::id()));
         for dir in fs::read_dir(source).unwrap() {
             let dir = dir.unwrap();
             let copy = target.join(dir.file_name());
@@ -51,9 +61,8 @@ impl Drop for RecordedState {
 
 /// The addresses of each pod.
 fn addresses(ipam: &Ipam) -> BTreeMap<String, Vec<String>> {
-    let one = |lease: plan::ipam::Lease| {
-        (lease.pod.name, lease.addresses.iter().map(ToString::to_string).collect::<Vec<_>>())
-    };
+    let one =
+        |lease: Lease| (lease.pod.name, lease.addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     ipam.leases().into_iter().map(one).collect()
 }
 
@@ -105,4 +114,44 @@ fn a_journal_of_6841d7b_with_borrowed_addresses_is_continued() {
     drop(ipam);
     // After a boot, all of it is free.
     assert!(addresses(&state.open("another boot")).is_empty());
+}
+
+/// A later version wrote the journal, and the user went back to this one.
+#[test]
+fn a_journal_of_a_newer_format_serves_del_and_refuses_add_with_the_reason() {
+    let state = RecordedState::copy("node-1", "newer");
+    let (journal, format) = (state.0.join("ipam/journal"), state.0.join("ipam/format"));
+    let bytes = fs::read(&journal).unwrap();
+    fs::write(&format, "2\n").unwrap();
+    let ipam = state.open(BOOT);
+    let problem = ipam.journal_problem().borrow().clone().unwrap();
+    assert!(problem.contains("says format 2") && problem.contains("upgrade the node daemon"), "{problem}");
+    assert!(ipam.leases().is_empty() && ipam.holdings().is_empty(), "nothing of it is read");
+
+    let spec: IpamSpec = serde_json::from_str(r#"{"subnets": ["10.0.0.0/24"]}"#).unwrap();
+    let pool = Pool::new("blue", &spec, |family| family.block_length(&spec), true);
+    let key = AttachmentKey { container: "new".to_owned(), interface: "net1".to_owned() };
+    let lease = Lease {
+        key: key.clone(),
+        pod: PodRef::default(),
+        network: "net".to_owned(),
+        config: "blue".to_owned(),
+        boot: BOOT.to_owned(),
+        since: 1,
+        addresses: Vec::new(),
+    };
+    let refused = ipam.allocate_until(&pool, lease, &[], Instant::now()).unwrap_err();
+    assert!(refused.msg.contains("says format 2"), "{refused:?}");
+    assert_eq!(ipam.status().unwrap_err().code, Code::NotAvailable);
+    assert_eq!(ipam.require_loaded().unwrap_err().code, Code::TryAgainLater);
+    assert!(ipam.release(&key), "whether it has addresses is unknown");
+    assert!(ipam.save_pending().is_err());
+    assert_eq!((fs::read(&journal).unwrap(), fs::read(&format).unwrap()), (bytes, b"2\n".to_vec()));
+
+    // A daemon that knows the format, or a user who removed the file, continues.
+    fs::remove_file(&format).unwrap();
+    ipam.save_pending().unwrap();
+    assert_eq!(addresses(&ipam).len(), 5);
+    assert_eq!(ipam.journal_problem().borrow().clone(), None);
+    assert_eq!(fs::read(&format).unwrap(), b"1\n");
 }

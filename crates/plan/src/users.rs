@@ -12,7 +12,13 @@ use std::{
     sync::Arc,
 };
 
-use api::selection::{self, NadRef};
+use api::selection::{NadRef, NetworkSelection};
+
+/// The namespace in which Multus looks up a default network without a namespace.
+const MULTUS_NAMESPACE: &str = "kube-system";
+/// The maximum number of NADs that count as used by one object. No pod has that many interfaces, and the bound limits
+/// the memory that an object with invented names can take.
+pub const MAX_NAD_REFS: usize = 64;
 
 /// A kind that can use a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -90,12 +96,11 @@ pub struct WorkloadRefs {
 }
 
 impl WorkloadRefs {
-    /// The NADs that it names: sorted, without duplicates, limited to [`selection::MAX_NAD_REFS`].
+    /// The NADs that it names: sorted, without duplicates, limited to [`MAX_NAD_REFS`].
     pub fn references(&self) -> Vec<NadRef> {
-        let annotated =
-            selection::nad_refs(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
+        let annotated = nad_refs(self.networks.as_deref(), self.default_network.as_deref(), &self.namespace);
         let multus = self.multus.iter().filter_map(|name| NadRef::parse(name, &self.namespace));
-        selection::limit_nad_refs(annotated.into_iter().chain(multus))
+        limit_nad_refs(annotated.into_iter().chain(multus))
     }
 
     /// Whether it counts as a user. A pod does until it has finished; any other object with an owner is counted through that
@@ -103,6 +108,34 @@ impl WorkloadRefs {
     pub fn is_user(&self, kind: WorkloadKind) -> bool {
         !self.finished && (kind == WorkloadKind::Pod || self.owner.is_none())
     }
+}
+
+/// The NADs that an object of this namespace references in its two annotations, sorted and without duplicates, at most
+/// [`MAX_NAD_REFS`].
+///
+/// Multus looks up a default network without a namespace in its own namespace; other consumers may use the pod's. Both
+/// count.
+fn nad_refs(networks: Option<&str>, default: Option<&str>, namespace: &str) -> Vec<NadRef> {
+    let networks = NetworkSelection::parse(networks);
+    let default = NetworkSelection::parse(default);
+    let namespaces = [namespace, MULTUS_NAMESPACE];
+    let default = default
+        .entries
+        .iter()
+        .flat_map(|entry| namespaces.into_iter().filter_map(|namespace| entry.reference(namespace)));
+    limit_nad_refs(default.chain(networks.references(namespace)))
+}
+
+/// The first [`MAX_NAD_REFS`] of these references, sorted and without duplicates.
+fn limit_nad_refs(references: impl IntoIterator<Item = NadRef>) -> Vec<NadRef> {
+    let mut found = BTreeSet::new();
+    for reference in references {
+        if found.len() >= MAX_NAD_REFS {
+            break;
+        }
+        found.insert(reference);
+    }
+    found.into_iter().collect()
 }
 
 /// An object that uses a NAD. Ordered by kind, namespace and name.

@@ -1,7 +1,6 @@
 //! The memory of the index of users, measured in a separate process.
 
-use api::selection::MAX_NAD_REFS;
-use plan::users::{UserIndex, WorkloadKind, WorkloadRefs};
+use plan::users::{MAX_NAD_REFS, UserIndex, WorkloadKind, WorkloadRefs};
 
 const OBJECTS: usize = 2000;
 /// The limit for one reference to a nonexistent NAD, in bytes.

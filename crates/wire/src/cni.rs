@@ -1,6 +1,7 @@
 //! The Container Network Interface, <https://www.cni.dev/docs/spec/>: requests of a runtime, and results in every version.
 
 mod config;
+mod output;
 mod result;
 
 use std::{fmt, str::FromStr};
@@ -8,7 +9,8 @@ use std::{fmt, str::FromStr};
 use serde_json::{Value, json};
 
 pub use config::{Args, Attachment, Config, Ipam, Pod};
-pub use result::{Interface, Ip, Route, Success};
+pub use output::PluginError;
+pub use result::{Dns, Interface, Ip, Route, Success};
 
 /// A CNI command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,6 +1,11 @@
 //! The part of the Container Runtime Interface (CRI) v1 that Patchbay uses. Decoding skips all other fields.
 
+mod sandbox_info;
+
+use std::collections::BTreeMap;
+
 pub use prost::Message;
+pub use sandbox_info::{InfoError, SandboxInfo, SandboxNetwork};
 
 /// The method that lists pod sandboxes.
 pub const LIST_POD_SANDBOX: &str = "/runtime.v1.RuntimeService/ListPodSandbox";
@@ -56,18 +61,29 @@ pub const POD_SANDBOX_STATUS: &str = "/runtime.v1.RuntimeService/PodSandboxStatu
 pub struct PodSandboxStatusRequest {
     #[prost(string, tag = "1")]
     pub pod_sandbox_id: String,
+    /// Whether the response has `info`.
+    #[prost(bool, tag = "2")]
+    pub verbose: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PodSandboxStatusResponse {
     #[prost(message, optional, tag = "1")]
     pub status: Option<PodSandboxStatus>,
+    /// What the runtime says in its own format: see [`SandboxInfo`].
+    #[prost(btree_map = "string, string", tag = "2")]
+    pub info: BTreeMap<String, String>,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct PodSandboxStatus {
+    #[prost(enumeration = "PodSandboxState", tag = "3")]
+    pub state: i32,
     #[prost(message, optional, tag = "6")]
     pub linux: Option<LinuxPodSandboxStatus>,
+    /// The name of the runtime class' handler; empty for the default one.
+    #[prost(string, tag = "9")]
+    pub runtime_handler: String,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]
@@ -129,10 +145,21 @@ mod tests {
         let response = PodSandboxStatusResponse::decode(&bytes[..]).unwrap();
         let options = NamespaceOption { network: NamespaceMode::Node.into() };
         let namespaces = Some(Namespace { options: Some(options) });
-        let status = PodSandboxStatus { linux: Some(LinuxPodSandboxStatus { namespaces }) };
-        assert_eq!(response.status, Some(status));
-        let request = PodSandboxStatusRequest { pod_sandbox_id: "s1".into() };
+        let linux = Some(LinuxPodSandboxStatus { namespaces });
+        assert_eq!(response.status, Some(PodSandboxStatus { linux, ..PodSandboxStatus::default() }));
+        let request = PodSandboxStatusRequest { pod_sandbox_id: "s1".into(), verbose: false };
         assert_eq!(request.encode_to_vec(), b"\x0a\x02s1");
+    }
+
+    #[test]
+    fn a_verbose_status_is_decoded_by_field_number() {
+        let request = PodSandboxStatusRequest { pod_sandbox_id: "s1".into(), verbose: true };
+        assert_eq!(request.encode_to_vec(), b"\x0a\x02s1\x10\x01");
+        let bytes = b"\x0a\x0c\x0a\x02s1\x18\x01\x4a\x04runc\x12\x0a\x0a\x04info\x12\x02{}";
+        let response = PodSandboxStatusResponse::decode(&bytes[..]).unwrap();
+        let status = response.status.unwrap();
+        assert_eq!((status.state(), status.runtime_handler.as_str()), (PodSandboxState::NotReady, "runc"));
+        assert_eq!(response.info, BTreeMap::from([("info".to_owned(), "{}".to_owned())]));
     }
 
     proptest! {

@@ -17,7 +17,7 @@ pub fn bridges(client: Client, metrics: Metrics) -> BridgeController {
         editor: LinkEditor::open(std::path::Path::new("/nonexistent")).unwrap(),
         records,
         servers: Vec::new(),
-        published: watch::channel(Arc::default()).0,
+        published: NetworksWriter::default(),
         events: Events::new(client, "a").0,
         metrics,
     })

@@ -1,42 +1,25 @@
-//! The CNI commands: ADD, DEL, CHECK, GC and STATUS.
+//! The CNI commands ADD, DEL, CHECK, GC and STATUS of `patchbay-bridge`: translations of calls into calls of the
+//! [`Attacher`](crate::attach::Attacher), and of its results.
 
-use std::{
-    collections::BTreeSet,
-    os::fd::{AsFd as _, OwnedFd},
-    sync::Arc,
-};
+use std::os::fd::{AsFd as _, OwnedFd};
 
-use api::{ErrorChain, IfName, Mac, ipam::IPAM_PLUGIN};
+use api::{Mac, ipam::IPAM_PLUGIN};
 use ipnet::IpNet;
-use link::veth::{self, VethConfig, VethProperty};
-use plan::attachment;
+use plan::ipam::PodRef;
 use serde_json::Value;
-use tracing::info;
 use wire::{
-    cni::{self, Args, Code, Config, Error, Interface, Ip, Success, Verb},
+    cni::{self, Args, Attachment, Code, Config, Error, Interface, Ip, Route, Success, Verb},
     socket::Request,
 };
 
 use super::{
-    CniHandler, NetworkState, NetworkView, Networks,
-    address::{AllocatedIps, attachment_key, requested_addresses},
+    CniHandler,
+    address::{prev_result_addresses, requested_addresses},
     caller::Caller,
-    tombstone,
 };
-
-/// A network that a pod can join.
-struct ReadyNetwork<'a> {
-    uid: &'a str,
-    bridge: u32,
-    mtu: u32,
-}
-
-/// A sandbox's interface and the name of its host end.
-pub(super) struct AttachmentId<'a> {
-    container_id: &'a str,
-    ifname: &'a str,
-    pub(super) host: IfName,
-}
+use crate::attach::{
+    AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope, CheckRequest,
+};
 
 /// A call with a valid configuration.
 pub(super) struct CniCall<'a> {
@@ -57,7 +40,7 @@ impl CniHandler {
         // DEL must succeed even if the configuration is no longer readable.
         match verb {
             Verb::Del => {
-                self.delete(request)?;
+                self.attacher.detach(&attachment_id(request)?, scope(request))?;
                 self.apply_tombstones();
                 return Ok(Vec::new());
             }
@@ -83,13 +66,13 @@ impl CniHandler {
         let CniCall { request, config, caller } = *call;
         let args = Args::parse(&request.args)?;
         let id = attachment_id(request)?;
-        let inside = inside(request)?;
+        id.inside()?;
         let namespace = namespace.ok_or_else(missing_namespace)?;
-        let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
+        let mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let network = network(config)?;
-        let requested_ips = requested_addresses(config, &args)?;
-        let leases = uses_patchbay_ipam(config)?.then_some(&requested_ips);
-        if let (None, Some(address)) = (leases, requested_ips.first()) {
+        let requested = requested_addresses(config, &args)?;
+        let addresses = uses_patchbay_ipam(config)?.then_some(&requested[..]);
+        if let (None, Some(address)) = (addresses, requested.first()) {
             let msg = format!(
                 "address {} is requested, but this attachment has no IPAM: set \"ipam\": {{\"type\": \
                 \"{IPAM_PLUGIN}\"}} in its configuration, or request no address",
@@ -97,261 +80,74 @@ impl CniHandler {
             );
             return Err(Error::new(Code::InvalidConfig, msg));
         }
-
-        let _lock = self.lock(&id.host);
-        // The previous holder of the lock may have taken long, and may have been the DEL of this interface.
-        caller.check_connected()?;
-        let view = self.view();
-        let ready = ready(&view, network)?;
-        let mtu = mtu(config, network, &ready)?;
-        // A remaining tombstone would delete the new link and release its addresses.
-        tombstone::remove(&self.tombstones, request).map_err(|error| {
-            Error::new(Code::Io, "cannot remove the tombstone of an earlier interface")
-                .details(error.to_string())
-        })?;
-        let allocated = match leases {
-            Some(requested) => self.allocate(&view, network, call, &args, requested)?,
-            None => AllocatedIps::default(),
-        };
-        let addresses: Vec<IpNet> = allocated.ips.iter().map(|ip| ip.address).collect();
-        let routes: Vec<veth::Route> =
-            allocated.routes.iter().map(|route| veth::Route { dst: route.dst, gw: route.gw }).collect();
-        let wanted = VethConfig {
+        let attached = self.attacher.attach(&AttachRequest {
+            id: &id,
             namespace: namespace.as_fd(),
-            host: &id.host,
-            inside: &inside,
-            mac: requested_mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
-            mtu,
-            bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, &config.name, id.container_id, id.ifname),
-            proc_root: &self.proc_root,
-            addresses: &addresses,
-            routes: &routes,
-        };
-        let created = veth::attach(&wanted).map_err(|error| attach_error(&error))?;
-        self.verify_still_ready(&view, network, &id.host)?;
-        info!(
+            pod: pod_ref(args),
             network,
-            container_id = id.container_id,
-            ifname = id.ifname,
-            pod = format!("{}/{}", args.pod.namespace, args.pod.name),
-            host = %id.host,
-            mac = %wanted.mac,
-            mtu,
-            ?addresses,
-            already_existed = created == veth::AttachOutcome::Unchanged,
-            "attached a pod"
-        );
-        let inside = |ip: Ip| Ip { interface: Some(1), ..ip };
-        let ips = allocated.ips.into_iter().map(inside).collect();
-        Ok(Success { interfaces: interfaces(request, &wanted), ips, routes: allocated.routes })
-    }
-
-    /// Deletes the new link again if the network was removed in the meantime. The controller first publishes that a network
-    /// is being removed and then lists the links of pods, so one of the two sees the other.
-    pub(super) fn verify_still_ready(
-        &self,
-        before: &Networks,
-        network: &str,
-        host: &IfName,
-    ) -> Result<(), Error> {
-        let (joined, now) = (ready(before, network)?, self.view());
-        let error = match ready(&now, network) {
-            Ok(now) if (now.uid, now.bridge) == (joined.uid, joined.bridge) => return Ok(()),
-            Ok(_) => Error::new(
-                Code::TryAgainLater,
-                format!("network {network:?} was recreated during the call; the runtime retries"),
-            ),
-            Err(error) => error,
-        };
-        veth::detach(host).map_err(|error| attach_error(&error))?;
-        Err(error)
-    }
-
-    /// Deletes the links of this sandbox and interface, whatever else the call contains.
-    fn delete(&self, request: &Request) -> Result<(), Error> {
-        self.delete_if(request, || true)
-    }
-
-    /// Does the same if `still` holds once the pair of links is locked.
-    pub(super) fn delete_if(&self, request: &Request, still: impl FnOnce() -> bool) -> Result<(), Error> {
-        let id = attachment_id(request)?;
-        let _lock = self.lock(&id.host);
-        if !still() {
-            return Ok(());
-        }
-        let key = attachment_key(request);
-        if request.plugin == IPAM_PLUGIN {
-            self.ipam.release(&key);
-            return Ok(());
-        }
-        match veth::detach(&id.host) {
-            Ok(true) => {
-                let AttachmentId { container_id, ifname, host } = id;
-                info!(container_id, ifname, %host, "detached a pod");
-            }
-            // A foreign link of this name does not belong to the pod.
-            Ok(false) | Err(veth::Error::NotAVeth { .. }) => {}
-            Err(error) => return Err(attach_error(&error)),
-        }
-        // The addresses are released only after the link that carries them is deleted.
-        self.ipam.release(&key);
-        Ok(())
+            config: &config.name,
+            plugin: &request.plugin,
+            addresses,
+            mac,
+            mtu: config.mtu,
+            caller_alive: &|| caller.check_connected(),
+        })?;
+        Ok(success(&request.netns, attached))
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
         let args = Args::parse(&request.args)?;
         let id = attachment_id(request)?;
-        let inside = inside(request)?;
+        id.inside()?;
         let namespace = namespace.ok_or_else(missing_namespace)?;
         let network = network(config)?;
         let requested_mac = config.mac.as_deref().or(args.mac.as_deref()).map(mac).transpose()?;
         let previous = previous_interface(config, &request.ifname);
         let text = previous.and_then(|interface| interface["mac"].as_str());
-        let requested_mac = text.map(mac).transpose()?.or(requested_mac);
+        let mac = text.map(mac).transpose()?.or(requested_mac);
         let mtu = previous.and_then(|interface| u32::try_from(interface["mtu"].as_u64()?).ok());
-        let addresses =
-            if uses_patchbay_ipam(config)? { self.check_lease(request, config)? } else { Vec::new() };
-
-        let _lock = self.lock(&id.host);
-        let view = self.view();
-        let ready = ready(&view, network)?;
-        let wanted = VethConfig {
+        let reported: Option<Vec<IpNet>> = uses_patchbay_ipam(config)?.then(|| prev_result_addresses(config));
+        self.attacher.check(&CheckRequest {
+            id: &id,
             namespace: namespace.as_fd(),
-            host: &id.host,
-            inside: &inside,
-            mac: requested_mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
-            mtu: mtu.unwrap_or(ready.mtu),
-            bridge: ready.bridge,
-            alias: &attachment::alias(ready.uid, &config.name, id.container_id, id.ifname),
-            proc_root: &self.proc_root,
-            addresses: &addresses,
-            routes: &[],
-        };
-        let mut differences = veth::check(&wanted).map_err(|error| attach_error(&error))?;
-        // The host end follows a raised MTU of the network, and only CNI 1.1.0 records the MTU that the pod got.
-        differences.retain(|difference| {
-            difference.property != VethProperty::Mtu || (mtu.is_some() && difference.link == inside)
-        });
-        if differences.is_empty() {
-            return Ok(());
-        }
-        let list: Vec<String> = differences.iter().map(ToString::to_string).collect();
-        let msg = format!("the pod's link to network {network:?} differs from the result of ADD");
-        Err(Error::new(Code::Differs, msg).details(list.join("; ")))
+            network,
+            config: &config.name,
+            addresses: reported.as_deref(),
+            mac,
+            mtu,
+        })
     }
 
     /// Deletes links of this configuration that are not among the runtime's valid attachments.
     fn collect_garbage(&self, config: &Config) -> Result<(), Error> {
         let network = network(config)?;
-        let valid = config.valid_attachments.as_ref().ok_or_else(|| {
-            Error::new(
-                Code::InvalidConfig,
-                "GC needs cni.dev/valid-attachments; without it, it would delete every link",
-            )
-        })?;
-        let view = self.view();
-        let Some(NetworkView { uid, .. }) = view.by_name.get(network) else {
-            // An unknown network has no links here once the networks are synced.
-            return require_synced(&view, Code::TryAgainLater);
-        };
-        let hosts = valid.iter().map(|valid| attachment::host_ifname(&valid.container_id, &valid.ifname));
-        let keep: BTreeSet<IfName> = hosts.filter_map(Result::ok).collect();
-        let ends = veth::host_veths(&attachment::alias_prefix(uid, &config.name))
-            .map_err(|error| attach_error(&error))?;
-        let names = ends.iter().filter_map(|end| end.name.parse::<IfName>().ok());
-        let mut problem = None;
-        for host in names.filter(|name| !keep.contains(name)) {
-            let _lock = self.lock(&host);
-            match veth::detach(&host) {
-                Ok(_) => info!(network, %host, "deleted a link that the runtime no longer uses"),
-                Err(error) => problem = Some(attach_error(&error)),
-            }
-        }
-        match problem {
-            Some(problem) => Err(problem),
-            // The addresses are released only after the links that carry them are deleted.
-            None => self.gc_addresses(uid, config, valid),
-        }
+        let msg = "GC needs cni.dev/valid-attachments; without it, it would delete every link";
+        let valid = valid_attachments(config, msg)?;
+        self.attacher.collect_garbage(network, &config.name, valid, AttachmentScope::Interface)
     }
 
     fn status(&self, config: &Config) -> Result<(), Error> {
-        require_synced(&self.view(), Code::NotAvailable)?;
-        if uses_patchbay_ipam(config)? { self.ipam.status() } else { Ok(()) }
-    }
-
-    pub(super) fn view(&self) -> Arc<Networks> {
-        Arc::clone(&self.networks.borrow())
-    }
-}
-
-const NOT_SYNCED: &str = "the patchbay node daemon has not yet read the networks from the API server; \
-    if this persists, see the log of its pod on this node";
-
-/// Fails until the networks have been read from the API server.
-pub(super) fn require_synced(view: &Networks, code: Code) -> Result<(), Error> {
-    if view.synced { Ok(()) } else { Err(Error::new(code, NOT_SYNCED)) }
-}
-
-fn ready<'a>(view: &'a Networks, name: &str) -> Result<ReadyNetwork<'a>, Error> {
-    let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
-    match view.by_name.get(name) {
-        None if !view.synced => later(NOT_SYNCED.to_owned()),
-        None => later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration")),
-        Some(NetworkView { uid, state, .. }) => match state {
-            NetworkState::Ready { bridge_index, mtu, removing: _ } => {
-                Ok(ReadyNetwork { uid, bridge: *bridge_index, mtu: *mtu })
-            }
-            NetworkState::NotReady { reason, message } => later(format!(
-                "network {name:?} is not ready on this node ({reason}): {message}; \
-                the pod starts once the network is ready"
-            )),
-            NetworkState::NotSelected => later(format!(
-                "network {name:?} does not select this node: run the pod on a node with the label \
-                network.patchbay.dev/{name}=true, or change spec.nodeSelector of the BridgeNetwork"
-            )),
-            NetworkState::Removing => later(format!(
-                "network {name:?} is being removed from this node: remove it from the pod, or create it again"
-            )),
-        },
-    }
-}
-
-/// The MTU of the pod's link. While an MTU is being raised, a NetworkAttachmentDefinition can be ahead of this node, so a
-/// larger value is retried.
-fn mtu(config: &Config, network: &str, ready: &ReadyNetwork<'_>) -> Result<u32, Error> {
-    match config.mtu {
-        Some(requested) if requested > ready.mtu => {
-            let has = ready.mtu;
-            let msg = format!(
-                "mtu {requested} exceeds the MTU {has} of network {network:?} on this node: wait if it was just raised, \
-                otherwise set {has} or less"
-            );
-            Err(Error::new(Code::TryAgainLater, msg))
-        }
-        requested => Ok(requested.unwrap_or(ready.mtu)),
+        self.attacher.networks().require_synced(Code::NotAvailable)?;
+        if uses_patchbay_ipam(config)? { self.attacher.ipam().status() } else { Ok(()) }
     }
 }
 
 pub(super) fn attachment_id(request: &Request) -> Result<AttachmentId<'_>, Error> {
-    let refused = |msg: &str| Error::new(Code::InvalidEnvironment, msg);
-    let Request { container_id, ifname, .. } = request;
-    if container_id.is_empty() {
-        return Err(refused("CNI_CONTAINERID is missing"));
-    }
-    if ifname.is_empty() {
-        return Err(refused("CNI_IFNAME is missing"));
-    }
-    let host = attachment::host_ifname(container_id, ifname).map_err(|error| refused(&error.to_string()))?;
-    Ok(AttachmentId { container_id, ifname, host })
+    AttachmentId::new(&request.container_id, &request.ifname)
 }
 
-fn inside(request: &Request) -> Result<IfName, Error> {
-    let refused = |error: api::ifname::Error| {
-        Error::new(Code::InvalidEnvironment, "CNI_IFNAME is not a valid interface name")
-            .details(error.to_string())
-    };
-    request.ifname.parse().map_err(refused)
+/// What the DEL of a plugin removes.
+pub(super) fn scope(request: &Request) -> AttachmentScope {
+    if request.plugin == IPAM_PLUGIN { AttachmentScope::Addresses } else { AttachmentScope::Interface }
+}
+
+pub(super) fn pod_ref(args: Args) -> PodRef {
+    let cni::Pod { namespace, name, uid } = args.pod;
+    PodRef { namespace, name, uid }
+}
+
+pub(super) fn valid_attachments<'a>(config: &'a Config, missing: &str) -> Result<&'a [Attachment], Error> {
+    config.valid_attachments.as_deref().ok_or_else(|| Error::new(Code::InvalidConfig, missing))
 }
 
 fn missing_namespace() -> Error {
@@ -409,30 +205,29 @@ fn previous_interface<'a>(config: &'a Config, ifname: &str) -> Option<&'a Value>
     interfaces.iter().filter(inside).find(|interface| interface["name"] == ifname)
 }
 
-fn interfaces(request: &Request, attached: &VethConfig<'_>) -> Vec<Interface> {
-    let mtu = Some(attached.mtu);
-    let host = Interface { name: attached.host.to_string(), mtu, mac: None, sandbox: None };
+/// The result of ADD, for the sandbox at this path.
+fn success(netns: &str, attached: AttachResult) -> Success {
+    let AttachResult { host, inside, mac, mtu, allocated } = attached;
+    let mtu = Some(mtu);
+    let host = Interface { name: host.to_string(), mtu, ..Interface::default() };
     let inside = Interface {
-        name: attached.inside.to_string(),
-        mac: Some(attached.mac.to_string()),
+        name: inside.to_string(),
+        mac: Some(mac.to_string()),
         mtu,
-        sandbox: Some(request.netns.clone()),
+        sandbox: Some(netns.to_owned()),
+        ..Interface::default()
     };
-    vec![host, inside]
+    let (ips, routes) = ips_and_routes(allocated, Some(1));
+    Success { interfaces: vec![host, inside], ips, routes, ..Success::default() }
 }
 
-/// The CNI error for a failed kernel operation.
-fn attach_error(error: &veth::Error) -> Error {
-    use veth::Error as E;
-    let code = match error {
-        E::NameTaken { .. } | E::RouteConflict { .. } | E::NotANamespace(_) | E::HostNamespace => {
-            Code::InvalidEnvironment
-        }
-        E::MtuTooSmallForIpv6 { .. } | E::FamilyMismatch { .. } | E::GatewayUnreachable { .. } => {
-            Code::InvalidConfig
-        }
-        E::BridgeNotFound(_) => Code::TryAgainLater,
-        E::NotAVeth { .. } | E::LinkGone { .. } | E::NoIpv6 | E::Sysctl { .. } | E::Kernel(_) => Code::Io,
-    };
-    Error::new(code, ErrorChain(error).to_string())
+/// The addresses and routes of a result, of the interface with this index.
+pub(super) fn ips_and_routes(
+    allocated: AllocatedAddresses,
+    interface: Option<usize>,
+) -> (Vec<Ip>, Vec<Route>) {
+    let AllocatedAddresses { addresses, routes } = allocated;
+    let ips = addresses.into_iter().map(|info| Ip { address: info.net, gateway: info.gateway, interface });
+    let routes = routes.into_iter().map(|route| Route { dst: route.dst, gw: route.gw, ..Route::default() });
+    (ips.collect(), routes.collect())
 }

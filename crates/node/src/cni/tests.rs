@@ -12,15 +12,20 @@ use nix::{
     sched::{CloneFlags, unshare},
     unistd::geteuid,
 };
-use plan::attachment;
+use plan::{attachment, ipam::PodRef};
 use prometheus_client::{encoding::text::encode, registry::Registry};
 use serde_json::{Value, json};
 use tokio::{
     runtime::Builder,
+    sync::watch,
     time::{sleep, timeout},
 };
 
 use super::*;
+use crate::{
+    attach::{AllocatedAddresses, AttachRequest, AttachmentId, AttachmentScope, CheckRequest},
+    ipam::Ipam,
+};
 
 mod address;
 
@@ -56,10 +61,16 @@ impl Namespace {
 struct TestHost {
     namespace: Namespace,
     bridge: u32,
-    paths: CniPaths,
+    paths: TestPaths,
     networks: watch::Sender<Arc<Networks>>,
     metrics: Metrics,
     ipam: Arc<Ipam>,
+    attacher: Arc<Attacher>,
+}
+
+struct TestPaths {
+    run_dir: PathBuf,
+    state_dir: PathBuf,
 }
 
 impl TestHost {
@@ -146,22 +157,21 @@ fn beside_server(
     host.ip("link add br0 mtu 1400 type bridge").unwrap();
     host.ip("link set br0 up").unwrap();
     let bridge = host.ip("-o link show br0").unwrap().split(':').next().unwrap().parse().unwrap();
-    let paths = CniPaths {
-        run_dir: root.join("run"),
-        state_dir: root.join("state"),
-        proc_root: PathBuf::from("/proc"),
-    };
+    let paths = TestPaths { run_dir: root.join("run"), state_dir: root.join("state") };
     let networks = watch::Sender::new(Arc::new(Networks { synced: true, ..Networks::default() }));
     let inside = File::try_clone(&host.0).unwrap();
     let ipam = Arc::new(Ipam::open(&paths.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
-    let host = TestHost { namespace: host, bridge, paths, networks, metrics: Metrics::default(), ipam };
+    let (reader, proc_root) = (networks.subscribe(), PathBuf::from("/proc"));
+    let attacher = Arc::new(Attacher::new(reader, Arc::clone(&ipam), &paths.state_dir, proc_root));
+    let metrics = Metrics::default();
+    let host = TestHost { namespace: host, bridge, paths, networks, metrics, ipam, attacher };
     host.set("blue", host.ready());
     before(&host);
     let run = || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let (networks, ipam) = (host.networks.subscribe(), Arc::clone(&host.ipam));
-            let server = CniServer::bind(&host.paths, networks, ipam, host.metrics.clone());
+            let attacher = Arc::clone(&host.attacher);
+            let server = CniServer::bind(&host.paths.run_dir, attacher, host.metrics.clone());
             tokio::select! {
                 ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
                 done = timeout(Duration::from_secs(60), test(&host)) => done.unwrap(),
@@ -251,19 +261,105 @@ fn a_new_link_is_deleted_if_its_network_was_removed_meanwhile() {
             host.done("ADD", "c1", &pod, json!({})).await;
             let before = Arc::clone(&host.networks.borrow());
             host.set("blue", state);
-            let handler = CniHandler {
-                networks: host.networks.subscribe(),
-                ipam: Arc::clone(&host.ipam),
-                tombstones: PathBuf::new(),
-                proc_root: PathBuf::new(),
-                locks: Vec::new(),
-                metrics: Metrics::default(),
-            };
-            let error =
-                handler.verify_still_ready(&before, "blue", &attachment::host_ifname("c1", "net1").unwrap());
+            let host_end = attachment::host_ifname("c1", "net1").unwrap();
+            let error = host.attacher.verify_still_ready(&before, "blue", &host_end);
             assert_eq!(error.unwrap_err().code, Code::TryAgainLater);
             assert_eq!(pod.links(), 1);
         }
+    });
+}
+
+/// As a caller without a CNI call attaches interface `net1` to network `blue`.
+fn direct<'a>(
+    id: &'a AttachmentId<'a>,
+    pod: &'a Namespace,
+    caller_alive: &'a dyn Fn() -> Result<(), protocol::Error>,
+) -> AttachRequest<'a> {
+    AttachRequest {
+        id,
+        namespace: pod.0.as_fd(),
+        pod: PodRef { namespace: "default".to_owned(), name: "pod".to_owned(), uid: "uid".to_owned() },
+        network: "blue",
+        config: "blue",
+        plugin: "patchbay-bridge",
+        addresses: None,
+        mac: None,
+        mtu: None,
+        caller_alive,
+    }
+}
+
+#[test]
+fn attach_and_detach_need_no_cni_call_and_agree_with_cni_calls() {
+    on_server("direct", async |host| {
+        let (pod, id) = (Namespace::new(), AttachmentId::new("c1", "net1").unwrap());
+        let attached = host.attacher.attach(&direct(&id, &pod, &|| Ok(()))).unwrap();
+        assert_eq!(attached.host.to_string(), host_end("c1"));
+        assert_eq!((attached.inside.to_string(), attached.mtu), ("net1".to_owned(), MTU));
+        assert_eq!(attached.mac, attachment::mac("c1", "net1", "uid-blue"));
+        assert_eq!(attached.allocated, AllocatedAddresses::default());
+        // ADD finds the interface as it is, and CHECK agrees.
+        let result = host.done("ADD", "c1", &pod, json!({})).await;
+        assert_eq!(result["interfaces"][1]["mac"], attached.mac.to_string());
+        host.done("CHECK", "c1", &pod, json!({"prevResult": result})).await;
+        let check = |mac| {
+            let (namespace, config) = (pod.0.as_fd(), "blue");
+            let check = CheckRequest {
+                id: &id,
+                namespace,
+                network: "blue",
+                config,
+                addresses: None,
+                mac,
+                mtu: Some(MTU),
+            };
+            host.attacher.check(&check)
+        };
+        check(None).unwrap();
+        assert_eq!(check(Some("02:00:00:00:00:01".parse().unwrap())).unwrap_err().code, Code::Differs);
+        for _ in 0..2 {
+            host.attacher.detach(&id, AttachmentScope::Interface).unwrap();
+            assert_eq!((pod.links(), host.namespace.links()), (1, 2));
+        }
+        // What a direct caller attached, DEL detaches.
+        host.attacher.attach(&direct(&id, &pod, &|| Ok(()))).unwrap();
+        host.done("DEL", "c1", &pod, json!({})).await;
+        assert_eq!(pod.links(), 1);
+    });
+}
+
+#[test]
+fn a_direct_attach_fails_as_add_does_and_creates_nothing() {
+    on_server("direct-fails", async |host| {
+        let (pod, id) = (Namespace::new(), AttachmentId::new("c1", "net1").unwrap());
+        let alive = || Ok(());
+        let gone = || Err(protocol::Error::new(Code::TryAgainLater, "the caller has gone"));
+        let request = || direct(&id, &pod, &alive);
+        for (request, text) in [
+            (AttachRequest { caller_alive: &gone, ..request() }, "the caller has gone"),
+            (AttachRequest { network: "red", ..request() }, "there is no BridgeNetwork \"red\""),
+            (AttachRequest { mtu: Some(MTU + 1), ..request() }, "set 1400 or less"),
+            (AttachRequest { addresses: Some(&[]), ..request() }, "has no addresses: set spec.ipam"),
+        ] {
+            let error = host.attacher.attach(&request).unwrap_err();
+            assert!(error.code == Code::TryAgainLater && error.msg.contains(text), "{error:?}");
+        }
+        let invalid = AttachmentId::new("c1", "../net1").unwrap();
+        let error = host.attacher.attach(&direct(&invalid, &pod, &alive)).unwrap_err();
+        assert_eq!(error.code, Code::InvalidEnvironment);
+        assert_eq!((pod.links(), host.namespace.links()), (1, 2));
+    });
+}
+
+#[test]
+fn a_direct_attach_removes_the_tombstone_of_an_earlier_interface() {
+    on_server("direct-tombstone", async |host| {
+        let (pod, id) = (Namespace::new(), AttachmentId::new("c1", "net1").unwrap());
+        let path = tombstone(host, "c1");
+        host.attacher.attach(&direct(&id, &pod, &|| Ok(()))).unwrap();
+        assert!(!path.exists());
+        host.done("DEL", "c2", &Namespace::new(), json!({})).await;
+        assert_eq!(pod.links(), 2, "no tombstone is applied to the new link");
     });
 }
 

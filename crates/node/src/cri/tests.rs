@@ -95,15 +95,17 @@ fn with_status(items: Vec<PodSandbox>) -> (Router, Arc<AtomicUsize>) {
     let counter = Arc::clone(&queries);
     let status = move |request: Bytes| async move {
         counter.fetch_add(1, Ordering::Relaxed);
-        let PodSandboxStatusRequest { pod_sandbox_id } = Message::decode(&request[5..]).unwrap();
+        let PodSandboxStatusRequest { pod_sandbox_id, .. } = Message::decode(&request[5..]).unwrap();
         if pod_sandbox_id.starts_with("gone") {
             return response(&[], "5");
         }
         let host = pod_sandbox_id.starts_with("host");
         let network = if host { NamespaceMode::Node } else { NamespaceMode::Pod }.into();
         let namespaces = Some(Namespace { options: Some(NamespaceOption { network }) });
-        let status = PodSandboxStatus { linux: Some(LinuxPodSandboxStatus { namespaces }) };
-        response(&PodSandboxStatusResponse { status: Some(status) }.encode_to_vec(), "0")
+        let linux = Some(LinuxPodSandboxStatus { namespaces });
+        let status = Some(PodSandboxStatus { linux, ..PodSandboxStatus::default() });
+        let status = PodSandboxStatusResponse { status, ..PodSandboxStatusResponse::default() };
+        response(&status.encode_to_vec(), "0")
     };
     let list = listing(ListPodSandboxResponse { items }.encode_to_vec(), "0");
     (list.route(cri::POD_SANDBOX_STATUS, post(status)), queries)

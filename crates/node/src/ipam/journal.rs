@@ -1,80 +1,43 @@
-//! The ledger on disk: a file of records, one per line, each with a digest in front.
+//! The journal of the ledger: which records it has, and what a lost or damaged journal means for addresses.
 //!
-//! Records survive a power cut once [`Journal::append`] has returned. A truncated last line was never acknowledged and is
-//! dropped. A line that was damaged later makes all held blocks unverified.
+//! The file itself is a [`store::journal`](crate::store::journal). A damaged line makes all held blocks unverified.
 
-use std::{
-    fs::{self, File},
-    io::{self, Write as _},
-    os::unix::fs::OpenOptionsExt as _,
-    path::{Path, PathBuf},
-    time::{Duration, Instant},
-};
+use std::path::Path;
 
-use api::{ErrorChain, digest::digest};
-use nix::{
-    errno::Errno,
-    fcntl::{Flock, FlockArg},
-};
+use api::ErrorChain;
 use plan::ipam::{Ledger, LedgerRecord};
 use tracing::warn;
 
+pub use crate::store::journal::Error;
+use crate::store::journal::{self, Codec, Damage};
+
 /// The journal's directory in the state directory of the daemon.
 const DIRECTORY: &str = "ipam";
-const FILE: &str = "journal";
-const SNAPSHOT: &str = "journal.new";
-const LOCK: &str = "lock";
-/// How long the previous daemon may take to exit and unlock the journal.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
-const LOCK_RETRY: Duration = Duration::from_millis(20);
-/// A journal is compacted when it has this many lines more than needed.
-const COMPACT_AFTER: usize = 4096;
-/// The hexadecimal digits of a digest.
-const DIGEST_DIGITS: usize = 16;
 
-/// Why the journal cannot be read or written.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("{what} {}", path.display())]
-    Disk { what: &'static str, path: PathBuf, source: io::Error },
-    #[error("another patchbay node daemon holds the journal lock {}; stop it first", .0.display())]
-    Busy(PathBuf),
-    #[error("the address journal cannot be read: {0}")]
-    Unavailable(String),
+/// Records of the ledger as JSON.
+struct LedgerCodec;
+
+impl Codec for LedgerCodec {
+    type Record = LedgerRecord;
+    const FORMAT: u32 = 1;
+
+    fn encode(record: &LedgerRecord) -> String {
+        // Cannot fail: all map keys of a record serialize as strings.
+        serde_json::to_string(record).unwrap_or_default()
+    }
+
+    fn decode(text: &str) -> Option<LedgerRecord> {
+        serde_json::from_str(text).ok()
+    }
 }
 
-/// The journal file.
-///
-/// A journal that cannot be written, because the disk is full or read-only, is no reason not to start: everything that was
-/// recorded is known, and only new records fail. One that cannot even be read knows nothing until [`Self::load`] succeeds.
-pub struct Journal {
-    state_dir: PathBuf,
-    dir: PathBuf,
-    /// None after a failed write: what the file then holds is unknown, and the next write replaces it.
-    file: Option<File>,
-    lines: usize,
-    /// Compaction is tried above this many lines.
-    compact_above: usize,
-    length: u64,
-    /// Why the journal could not be loaded.
-    unavailable: Option<String>,
-    /// Held as long as the journal is open.
-    lock: Option<Flock<File>>,
-}
+/// The ledger on disk.
+pub struct Journal(journal::Journal<LedgerCodec>);
 
 impl Journal {
     /// Opens the journal and reads what earlier runs recorded. Fails only while another daemon has it open.
     pub fn open(state_dir: &Path) -> Result<(Self, Ledger), Error> {
-        let mut journal = Self {
-            state_dir: state_dir.to_owned(),
-            dir: state_dir.join(DIRECTORY),
-            file: None,
-            lines: 0,
-            compact_above: 0,
-            length: 0,
-            unavailable: None,
-            lock: None,
-        };
+        let mut journal = Self(journal::Journal::new("address journal", state_dir.join(DIRECTORY)));
         let mut ledger = match journal.load() {
             Ok(ledger) => ledger,
             Err(error @ Error::Busy(_)) => return Err(error),
@@ -85,7 +48,7 @@ impl Journal {
         };
         if !journal.is_loaded() {
             ledger.apply(&LedgerRecord::Incomplete);
-        } else if let Err(error) = journal.replace(&ledger) {
+        } else if let Err(error) = journal.0.replace(ledger.records()) {
             warn!(error = %ErrorChain(&error), "cannot write the address journal, retrying; no address is allocated");
         }
         Ok((journal, ledger))
@@ -93,204 +56,29 @@ impl Journal {
 
     /// Reads what earlier runs recorded. The journal belongs to this process once this succeeds.
     pub fn load(&mut self) -> Result<Ledger, Error> {
-        let loaded = self.lock_and_read();
-        self.unavailable = loaded.as_ref().err().map(|error| ErrorChain(error).to_string());
-        loaded
-    }
-
-    /// Whether [`Self::load`] has succeeded.
-    pub fn is_loaded(&self) -> bool {
-        self.unavailable.is_none()
-    }
-
-    fn lock_and_read(&mut self) -> Result<Ledger, Error> {
-        // On a read-only disk the directory and the lock of an earlier run are enough.
-        let created = self.create_dir();
-        if self.lock.is_none() {
-            self.lock = match lock(&self.dir.join(LOCK)) {
-                Ok(lock) => Some(lock),
-                Err(error @ Error::Busy(_)) => return Err(error),
-                Err(error) => return Err(created.err().unwrap_or(error)),
-            };
-        }
-        let path = self.dir.join(FILE);
-        let read = match fs::read(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-            other => Some(other.map_err(failed("read", &path))?),
-        };
         let mut ledger = Ledger::default();
-        // A journal that was ever written is not empty.
-        if read.as_ref().is_none_or(Vec::is_empty) {
+        let loaded = self.0.load(|record| ledger.apply(&record))?;
+        if loaded.is_empty {
             ledger.apply(&LedgerRecord::Incomplete);
         }
-        if replay(&read.unwrap_or_default(), &mut ledger) == Damage::Inside {
+        if loaded.damage == Damage::Inside {
+            let path = self.0.path();
             warn!(path = %path.display(), "the address journal is damaged; its blocks are unverified and allocate nothing");
             mark_unverified(&mut ledger);
         }
         Ok(ledger)
     }
 
-    fn create_dir(&self) -> Result<(), Error> {
-        fs::create_dir_all(&self.dir).map_err(failed("create directory", &self.dir))?;
-        // A directory entry that is lost in a power cut takes everything below it with it.
-        for parent in [Some(self.state_dir.as_path()), self.state_dir.parent()].into_iter().flatten() {
-            let sync = File::open(parent).and_then(|directory| directory.sync_all());
-            sync.map_err(failed("sync directory", parent))?;
-        }
-        Ok(())
+    /// Whether [`Self::load`] has succeeded.
+    pub fn is_loaded(&self) -> bool {
+        self.0.is_loaded()
     }
 
     /// When this succeeds, the records survive a power cut. When it fails, they may or may not be on disk, and the next
     /// write replaces the whole file with `before` first.
     pub fn append(&mut self, records: &[LedgerRecord], before: &Ledger) -> Result<(), Error> {
-        if let Some(reason) = &self.unavailable {
-            return Err(Error::Unavailable(reason.clone()));
-        }
-        if self.file.is_none() {
-            self.replace(before)?;
-        } else if self.lines > self.compact_above {
-            self.compact(before)?;
-        }
-        let text: Vec<u8> = records.iter().flat_map(line).collect();
-        let Some(file) = self.file.as_mut().filter(|_| !text.is_empty()) else { return Ok(()) };
-        if let Err(source) = file.write_all(&text).and_then(|()| file.sync_data()) {
-            let _ = file.set_len(self.length);
-            self.file = None;
-            return Err(failed("write", &self.dir.join(FILE))(source));
-        }
-        self.length += text.len() as u64;
-        self.lines += records.len();
-        Ok(())
+        self.0.append(records, || before.records())
     }
-
-    /// Replaces a file that has grown. A disk with room for a record but not for a second file is no reason to fail.
-    fn compact(&mut self, ledger: &Ledger) -> Result<(), Error> {
-        match Snapshot::write(&self.dir, ledger) {
-            Ok(snapshot) => self.install(snapshot),
-            Err(error) => {
-                warn!(error = %ErrorChain(&error), "cannot compact the address journal, trying again later");
-                self.compact_above = self.lines + COMPACT_AFTER;
-                Ok(())
-            }
-        }
-    }
-
-    /// Replaces the file with one that holds this ledger and nothing else.
-    fn replace(&mut self, ledger: &Ledger) -> Result<(), Error> {
-        let snapshot = Snapshot::write(&self.dir, ledger)?;
-        self.install(snapshot)
-    }
-
-    fn install(&mut self, snapshot: Snapshot) -> Result<(), Error> {
-        let path = self.dir.join(FILE);
-        // From here on the old file may have lost its name.
-        self.file = None;
-        let install = || fs::rename(&snapshot.path, &path).and_then(|()| File::open(&self.dir)?.sync_all());
-        install().map_err(failed("replace", &path))?;
-        self.compact_above = COMPACT_AFTER + 2 * snapshot.lines;
-        (self.file, self.length, self.lines) = (Some(snapshot.file), snapshot.length, snapshot.lines);
-        Ok(())
-    }
-}
-
-/// A whole ledger in a file that does not have the journal's name yet.
-struct Snapshot {
-    path: PathBuf,
-    file: File,
-    length: u64,
-    lines: usize,
-}
-
-impl Snapshot {
-    fn write(dir: &Path, ledger: &Ledger) -> Result<Self, Error> {
-        let path = dir.join(SNAPSHOT);
-        let (mut text, mut lines) = (Vec::new(), 0);
-        for record in ledger.records() {
-            text.extend(line(&record));
-            lines += 1;
-        }
-        let write = || {
-            let mut file = File::options().create(true).truncate(true).write(true).mode(0o600).open(&path)?;
-            file.write_all(&text)?;
-            file.sync_all()?;
-            Ok(file)
-        };
-        match write() {
-            Ok(file) => Ok(Self { path, file, length: text.len() as u64, lines }),
-            Err(source) => {
-                // A part of it must not take the last of a full disk.
-                let _ = fs::remove_file(&path);
-                Err(failed("write", &path)(source))
-            }
-        }
-    }
-}
-
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.to_owned();
-    move |source| Error::Disk { what, path, source }
-}
-
-fn lock(path: &Path) -> Result<Flock<File>, Error> {
-    let create = || File::options().create(true).truncate(false).write(true).mode(0o600).open(path);
-    let mut file =
-        create().or_else(|error| File::open(path).map_err(|_| error)).map_err(failed("open", path))?;
-    let started = Instant::now();
-    loop {
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => return Ok(lock),
-            Err((_, errno)) if !matches!(errno, Errno::EWOULDBLOCK | Errno::EINTR) => {
-                return Err(failed("lock", path)(errno.into()));
-            }
-            Err((back, _)) if started.elapsed() < LOCK_TIMEOUT => file = back,
-            Err(_) => return Err(Error::Busy(path.to_owned())),
-        }
-        std::thread::park_timeout(LOCK_RETRY);
-    }
-}
-
-fn line(record: &LedgerRecord) -> Vec<u8> {
-    // Cannot fail: all map keys of a record serialize as strings.
-    let text = serde_json::to_string(record).unwrap_or_default();
-    format!("{:016x} {text}\n", digest([text.as_str()])).into_bytes()
-}
-
-/// What replay found wrong with a journal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Damage {
-    None,
-    /// A line other than a truncated last one is invalid.
-    Inside,
-}
-
-fn replay(bytes: &[u8], ledger: &mut Ledger) -> Damage {
-    let (mut damage, mut bad, mut good) = (Damage::None, false, false);
-    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
-        match parse(line) {
-            Some(record) => {
-                if bad {
-                    damage = Damage::Inside;
-                }
-                good = true;
-                ledger.apply(&record);
-            }
-            None => bad = true,
-        }
-    }
-    // A truncated line is a non-empty part of a line without a newline and without zeros. The first line was written in
-    // full or not at all.
-    let whole = bytes.last() == Some(&b'\n') || bytes.contains(&0);
-    if bad && (!good || whole) { Damage::Inside } else { damage }
-}
-
-fn parse(line: &[u8]) -> Option<LedgerRecord> {
-    let text = str::from_utf8(line).ok()?.strip_suffix('\n')?;
-    let (expected, rest) = text.split_at_checked(DIGEST_DIGITS)?;
-    let rest = rest.strip_prefix(' ')?;
-    if u64::from_str_radix(expected, 16).ok()? != digest([rest]) {
-        return None;
-    }
-    serde_json::from_str(rest).ok()
 }
 
 /// Marks everything unverified. A lost record may have been a lease of any block, or a boot, so the boot ID is unknown
@@ -313,12 +101,22 @@ fn mark_unverified(ledger: &mut Ledger) {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, net::IpAddr};
+    use std::{collections::BTreeSet, fs, net::IpAddr, path::PathBuf, time::Duration};
 
+    use api::digest::digest;
     use ipnet::IpNet;
     use plan::ipam::{AddressInfo, AttachmentKey, BlockKey, Grant, Lease, PodRef, Stage};
 
     use super::*;
+    use crate::store::journal::COMPACT_AFTER;
+
+    fn line(record: &LedgerRecord) -> Vec<u8> {
+        journal::line::<LedgerCodec>(record)
+    }
+
+    fn parse(line: &[u8]) -> Option<LedgerRecord> {
+        journal::parse_record::<LedgerCodec>(line)
+    }
 
     fn acquired(range: &str) -> [LedgerRecord; 2] {
         let block = BlockKey { network: "net".to_owned(), range: range.parse().unwrap() };
@@ -497,6 +295,30 @@ mod tests {
         assert!(later.holdings().values().all(|one| one.stage == Stage::Unverified), "{later:?}");
         later.apply(&LedgerRecord::Booted("next".to_owned()));
         assert!(later.holdings().values().all(|one| one.stage == Stage::Acquiring), "{later:?}");
+    }
+
+    #[test]
+    fn an_unknown_kind_of_record_is_damage_unless_it_is_ignorable() {
+        let dir = JournalDir::new("unknown");
+        let ledger = filled(&dir);
+        let whole = fs::read(dir.file()).unwrap();
+        let unknown = r#"{"invented":{"since":"the next version"}}"#;
+        let required = format!("{:016x} {unknown}\n", digest([unknown]));
+        let ignorable = format!("{:016x}?{unknown}\n", digest(["?", unknown]));
+
+        fs::write(dir.file(), [ignorable.as_bytes(), &whole].concat()).unwrap();
+        let (mut journal, read) = Journal::open(&dir.0).unwrap();
+        assert_eq!(read, ledger);
+        let freed = LedgerRecord::Freed(AttachmentKey { container: "b".into(), interface: "net1".into() });
+        journal.append(std::slice::from_ref(&freed), &read).unwrap();
+        drop(journal);
+        let snapshot: Vec<u8> = ledger.records().flat_map(|record| line(&record)).collect();
+        let expected = [&snapshot[..], ignorable.as_bytes(), &line(&freed)].concat();
+        assert_eq!(fs::read(dir.file()).unwrap(), expected);
+
+        fs::write(dir.file(), [&whole, required.as_bytes()].concat()).unwrap();
+        let (_, read) = Journal::open(&dir.0).unwrap();
+        assert!(read.holdings().values().all(|one| one.stage == Stage::Unverified), "{read:?}");
     }
 
     #[test]

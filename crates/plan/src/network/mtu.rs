@@ -1,15 +1,14 @@
 //! The effective MTU of a network.
 
-use api::{
-    BridgeNetworkSpec,
-    bridgenetwork::{DEFAULT_MTU, MtuFittedFrom},
-};
+use api::{BridgeNetworkSpec, bridgenetwork::MtuFittedFrom};
 
 use super::NetworkContext;
 
 /// The bytes that VXLAN adds to a packet, by the address family of the VTEPs.
 const VXLAN_OVERHEAD_IPV4: i32 = 50;
 const VXLAN_OVERHEAD_IPV6: i32 = 70;
+/// The MTU of a network without `spec.mtu` and without an overlay.
+const DEFAULT_MTU: i32 = 1500;
 /// The smallest MTU of a network. RFC 791 requires every host to accept packets of this size.
 pub const MIN_MTU: i32 = 576;
 /// The largest MTU that spec.mtu accepts.

@@ -3,10 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
-    digest::digest,
-    nad::{config_equals, is_plugin_config, origin_digest, plugin_config},
-    selection::NadRef,
+    bridgenetwork::BRIDGE_PLUGIN, digest::digest, ipam::IPAM_PLUGIN, nad::origin_digest, selection::NadRef,
 };
+use serde_json::{Value, json};
 
 use super::{
     ClusterState, EventDraft, NadState, NamespacePhase, NetworkContext, NetworkState, NetworkStep, status,
@@ -262,4 +261,60 @@ fn repair_event(at: &NadRef, what: &str) -> EventDraft {
         "NetworkAttachmentDefinition {at} {what}: its BridgeNetwork owns it; edit or delete the BridgeNetwork instead"
     );
     EventDraft { nad: Some(at.clone()), warning: true, reason: status::ATTACHMENT_REPAIRED, note }
+}
+
+/// The CNI config of a NAD that Patchbay manages for a network.
+fn plugin_config(nad: &str, network: &str, mtu: i32, addresses: bool) -> Value {
+    let mut config = json!({
+        "cniVersion": "1.0.0",
+        "name": nad,
+        "type": BRIDGE_PLUGIN,
+        "network": network,
+        "mtu": mtu,
+        "capabilities": {"mac": true},
+    });
+    if addresses {
+        config["ipam"] = json!({"type": IPAM_PLUGIN, "network": network});
+        config["capabilities"]["ips"] = json!(true);
+    }
+    config
+}
+
+/// Whether this text is JSON that equals the config, whatever its formatting.
+fn config_equals(text: Option<&str>, config: &Value) -> bool {
+    text.and_then(|text| serde_json::from_str::<Value>(text).ok()).as_ref() == Some(config)
+}
+
+/// Whether this text is a config from [`plugin_config`] for this NAD and network, with any MTU.
+fn is_plugin_config(text: &str, nad: &str, network: &str) -> bool {
+    let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
+    let mtu = value["mtu"].as_i64().and_then(|mtu| i32::try_from(mtu).ok());
+    mtu.is_some_and(|mtu| [true, false].iter().any(|ipam| value == plugin_config(nad, network, mtu, *ipam)))
+}
+
+#[cfg(test)]
+mod config_tests {
+    use super::*;
+
+    #[test]
+    fn configs_are_compared_as_json() {
+        let ours = plugin_config("nad", "blue", 1450, false);
+        let addresses = plugin_config("nad", "blue", 1450, true);
+        assert!(!config_equals(Some(&ours.to_string()), &addresses));
+        assert!(is_plugin_config(&addresses.to_string(), "nad", "blue"));
+        let pretty = serde_json::to_string_pretty(&ours).unwrap();
+        assert!(config_equals(Some(&pretty), &ours) && config_equals(Some(&ours.to_string()), &ours));
+        assert!(!config_equals(Some(&pretty), &plugin_config("nad", "blue", 1400, false)));
+        assert!(!config_equals(Some("junk"), &ours) && !config_equals(None, &ours));
+        assert!(
+            is_plugin_config(&pretty, "nad", "blue") && is_plugin_config(&ours.to_string(), "nad", "blue")
+        );
+        assert!(!is_plugin_config(&pretty, "nad", "red") && !is_plugin_config(&pretty, "copy", "blue"));
+        for (key, value) in [("mtu", json!("1450")), ("ipam", json!({})), ("type", json!("bridge"))] {
+            let mut edited = ours.clone();
+            edited[key] = value;
+            assert!(!is_plugin_config(&edited.to_string(), "nad", "blue"), "{edited}");
+        }
+        assert!(!is_plugin_config("junk", "nad", "blue") && !is_plugin_config("7", "nad", "blue"));
+    }
 }

@@ -198,11 +198,33 @@ fn hostile_objects_take_bounded_memory() {
         };
         index.apply(WorkloadKind::Deployment, &hostile);
     }
-    assert_eq!((index.len(), index.nads.len()), (100, 100 * selection::MAX_NAD_REFS));
+    assert_eq!((index.len(), index.nads.len()), (100, 100 * MAX_NAD_REFS));
     for object in 0..100 {
         index.delete(WorkloadKind::Deployment, "home", &format!("x{object}"));
     }
     assert!(index.is_empty() && index.nads.is_empty());
+}
+
+fn references_in(networks: &str) -> Vec<String> {
+    nad_refs(Some(networks), None, "home").iter().map(NadRef::to_string).collect()
+}
+
+#[test]
+fn the_number_of_references_of_one_object_is_limited_without_duplicates() {
+    let many: Vec<String> = (0..10_000).map(|number| format!("n{number}")).collect();
+    assert_eq!(references_in(&many.join(",")).len(), MAX_NAD_REFS);
+    assert_eq!(nad_refs(Some(&many.join(",")), Some(&many.join(",")), "home").len(), MAX_NAD_REFS);
+    let one = format!("{}blue", "red,".repeat(MAX_NAD_REFS + 1));
+    assert_eq!(references_in(&one), ["home/blue", "home/red"]);
+}
+
+#[test]
+fn a_default_network_counts_in_the_namespaces_of_multus_and_of_the_pod() {
+    let found = |text| nad_refs(None, Some(text), "home");
+    let [here, there] = ["home", "kube-system"].map(|namespace| NadRef::new(namespace, "a"));
+    assert_eq!(found("a"), [here.clone(), there.clone()]);
+    assert_eq!(found(r#"[{"name": "a"}]"#), [here, there]);
+    assert_eq!(found("other/a"), [NadRef::new("other", "a")]);
 }
 
 proptest! {

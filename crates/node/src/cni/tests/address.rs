@@ -90,6 +90,30 @@ fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
 }
 
 #[test]
+fn a_direct_attach_journals_its_lease_and_detach_releases_it() {
+    on_server("direct-addresses", async |host| {
+        host.set_ipam(&spec(dual()));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
+        let (pod, id) = (Namespace::new(), AttachmentId::new("c1", "net1").unwrap());
+        let requested = ["10.1.0.9/32".parse().unwrap()];
+        let request = AttachRequest { addresses: Some(&requested), ..direct(&id, &pod, &|| Ok(())) };
+        let attached = host.attacher.attach(&request).unwrap();
+        let nets = attached.allocated.addresses.iter().map(|info| info.net.to_string());
+        assert_eq!(nets.collect::<Vec<_>>(), ["10.1.0.9/24", "fd01::2/64"]);
+        assert_eq!(attached.allocated.routes.len(), 2);
+        let journal = fs::read_to_string(host.paths.state_dir.join("ipam/journal")).unwrap();
+        assert!(journal.lines().last().unwrap().contains(r#""container":"c1""#), "{journal}");
+        assert_eq!(host.attacher.attach(&request).unwrap(), attached);
+        // ADD of the same interface returns the same addresses.
+        let added = host.done("ADD", "c1", &pod, ours()).await;
+        assert_eq!(added["ips"][0]["address"], "10.1.0.9/24");
+        host.attacher.detach(&id, AttachmentScope::Interface).unwrap();
+        assert_eq!((host.ipam.grant(&key("c1")), pod.links()), (None, 1));
+    });
+}
+
+#[test]
 fn a_repeated_add_and_check_agree_with_the_first_add_after_the_subnet_is_removed() {
     on_server("drained", async |host| {
         host.set_ipam(&spec(dual()));
