@@ -48,7 +48,7 @@ pub async fn wait_ready(lab: &Lab) -> Result<()> {
         lab.kubectl(&["-n", NAMESPACE, "rollout", "status", workload, "--timeout=90s"])?;
     }
     let nodes = lab.nodes();
-    wait::until(Duration::from_secs(10), "a NodeNetwork for each node", || async {
+    wait::until(Duration::from_secs(60), "a NodeNetwork for each node", || async {
         let names = lab.kubectl(&["get", "nodenetworks", "-o", "name"])?;
         Ok(nodes.iter().all(|n| names.contains(n.as_str())).then_some(()))
     })

@@ -21,7 +21,7 @@ use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
 /// The timeout of an ADD, and of an expected change.
-const TIMEOUT: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
     Suite {

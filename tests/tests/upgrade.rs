@@ -227,7 +227,7 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
     .await?;
     for name in ["dual", "tiny"] {
         delete_network(&client, name).await?;
-        wait_deleted(&client, name, WAIT_TIMEOUT).await?;
+        wait_deleted(&client, name).await?;
     }
     Ok(())
 }

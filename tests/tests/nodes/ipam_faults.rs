@@ -61,7 +61,7 @@ pub async fn a_reimaged_node_reuses_its_blocks(lab: Lab) -> Result<()> {
     .await?;
     patchbay::wait_ready(&lab).await?;
     delete_network(&client, "reimage").await?;
-    wait_deleted(&client, "reimage", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "reimage").await.map(drop)
 }
 
 async fn block_names(client: &Client) -> Result<Vec<String>> {
@@ -100,7 +100,7 @@ pub async fn pods_terminate_while_the_daemon_cannot_write_its_state(lab: Lab) ->
     .await?;
     patchbay::wait_ready(&lab).await?;
     delete_network(&client, "disk").await?;
-    wait_deleted(&client, "disk", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "disk").await.map(drop)
 }
 
 async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
@@ -112,7 +112,7 @@ async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
     lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "deleted", "--timeout=60s"])
         .context("a pod stays Terminating")?;
     ns.create_pod(attached_pod("new", "node-1", "disk")).await?;
-    wait_for_event(ns, "cannot be recorded on this node", TIMEOUT).await?;
+    wait_for_event(ns, "cannot be recorded on this node").await?;
     node.output(&["rm", &format!("{STATE_DIR}/ballast")])?;
     wait_for_condition(lab, "True").await?;
     let new = ns.wait_pod_ready("new").await?;
