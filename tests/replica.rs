@@ -27,7 +27,7 @@ pub fn install(lab: &Lab, replicas: u8) -> Result<()> {
     // Each replica has its own address in the control plane's network namespace.
     for number in 1..=replicas {
         let address = format!("{}/24", Replica::address(number));
-        lab.control_plane().output(&["ip", "addr", "add", &address, "dev", "sw0"])?;
+        lab.control_plane().output(&["ip", "addr", "replace", &address, "dev", "sw0"])?;
     }
     set_webhook_endpoints(lab, &(1..=replicas).collect::<Vec<_>>())
 }

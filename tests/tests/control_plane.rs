@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
     Suite, patchbay,
     replica::{self, Replica},
-    tests,
+    run_suites, tests,
 };
 use k8s_openapi::{
     api::{
@@ -38,7 +38,7 @@ const NAMESPACE: &str = patchbay::NAMESPACE;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
-    Suite {
+    run_suites(&[Suite {
         name: "t-controller",
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { replica::install(&lab, 2) }),
@@ -52,8 +52,7 @@ fn main() -> ExitCode {
             certificates_rotate_under_load_without_a_failed_admission,
             damaged_certificates_and_bundles_are_repaired,
         ],
-    }
-    .run()
+    }])
 }
 
 fn leases(client: &Client) -> Api<Lease> {

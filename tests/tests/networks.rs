@@ -43,7 +43,7 @@ use crashes::{
     an_unserved_crd_does_not_block_deletion_and_counts_again_when_served,
     another_replica_finishes_the_deletion_of_a_killed_leader, deleted_crds_do_not_block_deletion,
 };
-use e2e::{Suite, replica, replica::Replica, tests};
+use e2e::{Suite, replica, replica::Replica, run_suites, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
@@ -71,7 +71,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 const REPAIR_LIMIT: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
-    Suite {
+    run_suites(&[Suite {
         name: "t-networks",
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| {
@@ -116,8 +116,7 @@ fn main() -> ExitCode {
             no_pod_loses_its_nad_when_its_namespace_leaves_the_list,
             a_controller_with_thousands_of_users_stays_small_and_fast,
         ],
-    }
-    .run()
+    }])
 }
 
 /// Starts a controller, waits until it leads and its webhook responds, and creates the namespace of this test.

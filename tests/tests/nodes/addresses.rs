@@ -70,11 +70,11 @@ async fn kill_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
     lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &name, "--force", "--grace-period=0"]).map(drop)
 }
 
-/// The addresses that do not answer a ping of the pod.
+/// The addresses that do not answer a ping of the pod; it pings all of them at the same time.
 fn unreachable(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
     let list: Vec<String> = all.iter().map(ToString::to_string).collect();
     let script = format!(
-        "for address in {}; do /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; done",
+        "for address in {}; do {{ /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; }} & done; wait",
         list.join(" ")
     );
     exec_in_pod_netns(lab, pod, &["sh", "-c", &script])

@@ -233,7 +233,7 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
             wait_ready(&client, "edit").await.map(drop)
         };
         edit(json!({"mtu": 1480})).await?;
-        edit(json!({"uplink": "eth1"})).await?;
+        edit(json!({"uplink": "eth2"})).await?;
         wait::until(WAIT_TIMEOUT, "pods with the old MTU to be counted", || async {
             let status = networks(&client).get("edit").await?.status.unwrap_or_default();
             Ok((status.mtu == Some(1480) && status.pods_with_old_mtu == Some(2)).then_some(()))
@@ -262,7 +262,7 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         }
         edit(json!({"uplink": null})).await?;
         ensure!(
-            link(&lab, "node-1", "eth1").is_some_and(|l| l["master"].is_null()),
+            link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()),
             "the uplink was not released"
         );
         Ok(())
