@@ -22,8 +22,10 @@ use serde_json::{Value, json};
 
 /// How soon a network must be Ready after it was applied.
 pub const READY_LIMIT: Duration = Duration::from_secs(2);
+/// How soon a network must be deleted after its last user.
+pub const DELETION_LIMIT: Duration = Duration::from_secs(3);
 /// The timeout for waits that are not about time; generous, since other tests run in parallel.
-pub const WAIT_TIMEOUT: Duration = Duration::from_secs(30);
+pub const WAIT_TIMEOUT: Duration = Duration::from_secs(90);
 
 pub fn networks(client: &Client) -> Api<BridgeNetwork> {
     Api::all(client.clone())
@@ -49,25 +51,32 @@ pub fn condition(object: &BridgeNetwork, kind: &str) -> (String, String, String)
 }
 
 /// Waits until the network is Ready in its current generation; returns how long that took.
-pub async fn wait_ready(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+pub async fn wait_ready(client: &Client, name: &str) -> Result<Duration> {
     let start = Instant::now();
-    wait::until(within, &format!("BridgeNetwork {name} to be Ready"), || async {
-        let object = networks(client).get(name).await?;
-        let current =
-            object.status.as_ref().and_then(|s| s.observed_generation) == object.metadata.generation;
-        match condition(&object, "Ready").0.as_str() {
-            "True" if current => Ok(Some(())),
-            _ => bail!("{}", serde_json::to_string(&object.status)?),
-        }
-    })
-    .await?;
+    wait::until(WAIT_TIMEOUT, &format!("BridgeNetwork {name} to be Ready"), || ready(client, name)).await?;
     Ok(start.elapsed())
+}
+
+/// The same within the product's limit.
+pub async fn wait_ready_in_time(client: &Client, name: &str) -> Result<Duration> {
+    let what = format!("BridgeNetwork {name} to be Ready");
+    let ((), took) = wait::within(READY_LIMIT, &what, || ready(client, name)).await?;
+    Ok(took)
+}
+
+async fn ready(client: &Client, name: &str) -> Result<Option<()>> {
+    let object = networks(client).get(name).await?;
+    let current = object.status.as_ref().and_then(|s| s.observed_generation) == object.metadata.generation;
+    match condition(&object, "Ready").0.as_str() {
+        "True" if current => Ok(Some(())),
+        _ => bail!("{}", serde_json::to_string(&object.status)?),
+    }
 }
 
 /// Creates a network and waits until it is Ready.
 pub async fn start_network(client: &Client, name: &str, spec: Value) -> Result<()> {
     create_network(client, name, spec).await?;
-    wait_ready(client, name, WAIT_TIMEOUT).await.map(drop)
+    wait_ready(client, name).await.map(drop)
 }
 
 /// Deletes a network without waiting.
@@ -80,16 +89,25 @@ pub async fn delete_network(client: &Client, name: &str) -> Result<()> {
 }
 
 /// Waits until a network is deleted; returns how long that took.
-pub async fn wait_deleted(client: &Client, name: &str, within: Duration) -> Result<Duration> {
+pub async fn wait_deleted(client: &Client, name: &str) -> Result<Duration> {
     let start = Instant::now();
-    wait::until(within, &format!("BridgeNetwork {name} to be deleted"), || async {
-        match networks(client).get_opt(name).await? {
-            None => Ok(Some(())),
-            Some(object) => bail!("{}", serde_json::to_string(&object)?),
-        }
-    })
-    .await?;
+    wait::until(WAIT_TIMEOUT, &format!("BridgeNetwork {name} to be deleted"), || deleted(client, name))
+        .await?;
     Ok(start.elapsed())
+}
+
+/// The same within the product's limit.
+pub async fn wait_deleted_in_time(client: &Client, name: &str) -> Result<Duration> {
+    let what = format!("BridgeNetwork {name} to be deleted");
+    let ((), took) = wait::within(DELETION_LIMIT, &what, || deleted(client, name)).await?;
+    Ok(took)
+}
+
+async fn deleted(client: &Client, name: &str) -> Result<Option<()>> {
+    match networks(client).get_opt(name).await? {
+        None => Ok(Some(())),
+        Some(object) => bail!("{}", serde_json::to_string(&object)?),
+    }
 }
 
 /// The entry of a network in a node's NodeNetwork status.
@@ -110,9 +128,9 @@ pub fn attachment_for(ns: &TestNamespace) -> Value {
 }
 
 /// Waits until an event of the test namespace contains the text; returns the messages of all events.
-pub async fn wait_for_event(ns: &TestNamespace, text: &str, within: Duration) -> Result<String> {
+pub async fn wait_for_event(ns: &TestNamespace, text: &str) -> Result<String> {
     let arguments = ["-n", &ns.namespace, "get", "events", "-o", "jsonpath={.items[*].message}"];
-    wait::until(within, &format!("an event that contains {text:?}"), || async {
+    wait::until(WAIT_TIMEOUT, &format!("an event that contains {text:?}"), || async {
         let events = ns.lab.kubectl(&arguments)?;
         Ok(events.contains(text).then_some(events))
     })

@@ -50,16 +50,28 @@ pub struct Suite {
 /// The name of a failed test, and its error with a dump of the lab.
 type TestFailure = (&'static str, anyhow::Error);
 
+/// The `main` of a test program without the standard harness; prints in the format of that harness. The suites run in
+/// parallel, each on its own lab.
+pub fn run_suites(suites: &[Suite]) -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    if arguments.iter().any(|a| a == "--list") {
+        let tests = suites.iter().flat_map(|suite| suite.tests.iter().copied().flatten());
+        tests.for_each(|(name, _)| println!("{name}: test"));
+        return ExitCode::SUCCESS;
+    }
+    let filters: Vec<&String> = arguments.iter().filter(|a| !a.starts_with('-')).collect();
+    let passed = thread::scope(|scope| {
+        let running: Vec<_> =
+            suites.iter().map(|suite| scope.spawn(|| suite.run_selected(&filters))).collect();
+        running.into_iter().all(|suite| suite.join().unwrap_or(false))
+    });
+    if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
 impl Suite {
-    /// The `main` of a test program without the standard harness; prints in the format of that harness.
-    pub fn run(&self) -> ExitCode {
-        let arguments: Vec<String> = env::args().skip(1).collect();
+    /// Runs the tests whose name contains one of the filters; returns whether all of them passed.
+    fn run_selected(&self, filters: &[&String]) -> bool {
         let total = self.tests.iter().map(|group| group.len()).sum::<usize>();
-        if arguments.iter().any(|a| a == "--list") {
-            self.tests.iter().copied().flatten().for_each(|(name, _)| println!("{name}: test"));
-            return ExitCode::SUCCESS;
-        }
-        let filters: Vec<&String> = arguments.iter().filter(|a| !a.starts_with('-')).collect();
         let selected = |name: &str| filters.is_empty() || filters.iter().any(|f| name.contains(f.as_str()));
         let groups = self.tests.iter().map(|group| group.iter().filter(|(name, _)| selected(name)).collect());
         let groups: Vec<Vec<&Test>> = groups.collect();
@@ -67,14 +79,14 @@ impl Suite {
         println!("\nrunning {count} tests");
         if count == 0 {
             println!("\ntest result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; {total} filtered out");
-            return ExitCode::SUCCESS;
+            return true;
         }
         let start = Instant::now();
         let failures = match self.run_groups(&groups) {
             Ok(failures) => failures,
             Err(e) => {
                 println!("test result: FAILED. 0 passed; {count} failed; set-up: {e:#}");
-                return ExitCode::FAILURE;
+                return false;
             }
         };
         for (name, e) in &failures {
@@ -88,13 +100,15 @@ impl Suite {
             total - count,
             start.elapsed().as_secs_f64(),
         );
-        if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        failures.is_empty()
     }
 
     fn run_groups(&self, groups: &[Vec<&Test>]) -> Result<Vec<TestFailure>> {
         let lab = Lab::new(self.name.parse()?);
         // An interrupted run may have left its lab.
-        lab.down()?;
+        if !keep_lab() {
+            lab.down()?;
+        }
         let start = Instant::now();
         let ready = block_on(async {
             lab.up(self.topology).await.context("bring the lab up")?;
@@ -104,7 +118,7 @@ impl Suite {
             self.take_down(&lab)?;
             return Err(e);
         }
-        println!("set up in {:.1} s", start.elapsed().as_secs_f64());
+        println!("lab {} set up in {:.1} s", self.name, start.elapsed().as_secs_f64());
         let mut failures = Vec::new();
         for group in groups {
             // Each test has its own thread and runtime, so that a blocking call delays no other test.
@@ -128,13 +142,10 @@ impl Suite {
         Ok(failures)
     }
 
-    /// Takes the lab down, unless `KEEP_LAB` is set.
+    /// Takes the lab down, unless it is to be kept.
     fn take_down(&self, lab: &Lab) -> Result<()> {
-        if env::var_os("KEEP_LAB").is_some() {
-            println!(
-                "KEEP_LAB is set: lab {} stays up; remove it with `lab --name {} down`",
-                self.name, self.name
-            );
+        if keep_lab() {
+            println!("KEEP_LAB is set: lab {} stays up; `make down` removes it", self.name);
             return Ok(());
         }
         lab.down()
@@ -169,6 +180,11 @@ fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let outcome = runtime.block_on(future);
     runtime.shutdown_timeout(Duration::from_secs(5));
     outcome
+}
+
+/// Whether suites use a lab that is up, and keep it after the tests.
+fn keep_lab() -> bool {
+    env::var_os("KEEP_LAB").is_some()
 }
 
 /// Whether to run the long variants of the tests (`make soak`).

@@ -48,7 +48,7 @@ pub async fn wait_ready(lab: &Lab) -> Result<()> {
         lab.kubectl(&["-n", NAMESPACE, "rollout", "status", workload, "--timeout=90s"])?;
     }
     let nodes = lab.nodes();
-    wait::until(Duration::from_secs(10), "a NodeNetwork for each node", || async {
+    wait::until(Duration::from_secs(60), "a NodeNetwork for each node", || async {
         let names = lab.kubectl(&["get", "nodenetworks", "-o", "name"])?;
         Ok(nodes.iter().all(|n| names.contains(n.as_str())).then_some(()))
     })
@@ -75,6 +75,20 @@ pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
         .find(on_node)
         .map(ResourceExt::name_any)
         .with_context(|| format!("no daemon pod on {node}"))
+}
+
+/// Deletes the daemon's pod on a node without a grace period, and waits until the new one is ready.
+pub async fn restart_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
+    let old = daemon_pod(client, node).await?;
+    lab.kubectl(&["-n", NAMESPACE, "delete", "pod", &old, "--force", "--grace-period=0"])?;
+    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    wait::until(Duration::from_secs(90), &format!("a new daemon on {node} that is ready"), || async {
+        let Ok(name) = daemon_pod(client, node).await else { return Ok(None) };
+        let pod = pods.get_opt(&name).await?.filter(|_| name != old);
+        let conditions = pod.and_then(|pod| pod.status?.conditions).unwrap_or_default();
+        Ok(conditions.iter().any(|one| one.type_ == "Ready" && one.status == "True").then_some(()))
+    })
+    .await
 }
 
 /// Diagnostics of the lab and of Patchbay, for the error of a failed test.

@@ -27,7 +27,7 @@ pub fn install(lab: &Lab, replicas: u8) -> Result<()> {
     // Each replica has its own address in the control plane's network namespace.
     for number in 1..=replicas {
         let address = format!("{}/24", Replica::address(number));
-        lab.control_plane().output(&["ip", "addr", "add", &address, "dev", "sw0"])?;
+        lab.control_plane().output(&["ip", "addr", "replace", &address, "dev", "sw0"])?;
     }
     set_webhook_endpoints(lab, &(1..=replicas).collect::<Vec<_>>())
 }
@@ -107,7 +107,7 @@ impl Replica {
 
     pub async fn start_ready(lab: &Lab, number: u8, extra_args: &[&str]) -> Result<Self> {
         let replica = Self::start(lab, number, extra_args)?;
-        wait::until(Duration::from_secs(20), "the replica to be ready", || async {
+        wait::until(Duration::from_secs(60), "the replica to be ready", || async {
             Ok((replica.probe("readyz") == 200).then_some(()))
         })
         .await
@@ -197,8 +197,17 @@ impl Replica {
         Ok(self.child.try_wait()?.is_none())
     }
 
-    pub async fn wait_for_exit(&mut self, limit: Duration) -> Result<ExitStatus> {
-        wait::until(limit, "the replica to exit", || {
+    pub async fn wait_for_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
+        wait::until(timeout, "the replica to exit", || {
+            let status = self.child.try_wait();
+            async move { Ok(status?) }
+        })
+        .await
+    }
+
+    /// The same within a limit of the product; returns how long it took.
+    pub async fn wait_for_exit_within(&mut self, limit: Duration) -> Result<(ExitStatus, Duration)> {
+        wait::within(limit, "the replica to exit", || {
             let status = self.child.try_wait();
             async move { Ok(status?) }
         })

@@ -2,12 +2,13 @@
 
 use std::{fmt::Write as _, process::Command, thread, time::Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use lab::print_progress;
 
 use crate::{
     image, packages,
-    step::{TestCount, cargo, run_command, run_tests},
+    step::{TestCount, cargo, low_priority_cargo, run_command, run_tests},
+    test_program::{self, TargetKind, TestProgram},
 };
 
 /// How long the repeated and randomized tests run.
@@ -24,81 +25,176 @@ struct StageResult {
     seconds: f64,
 }
 
-/// A group of tests: its name and the arguments of `cargo test`.
-struct TestStage(&'static str, &'static [&'static str]);
+/// The test programs of a stage.
+enum Selection {
+    /// The tests beside the code of all packages.
+    Unit,
+    /// The examples in doc comments, which cargo compiles and runs itself.
+    Doc,
+    /// The test programs of a package, by its directory.
+    Package(&'static str),
+    /// The test programs of all packages that no other stage runs.
+    Rest,
+    /// One test program of this package.
+    EndToEnd(&'static str),
+}
 
-/// The stages of a group run in parallel: they mostly wait, and each has its own lab.
-const TEST_STAGES: &[&[TestStage]] = &[
-    &[TestStage("unit", &["--workspace", "--lib", "--bins"])],
-    &[TestStage("doc examples", &["--workspace", "--doc"])],
-    &[TestStage("command line", &["-p", "patchbay", "--test", "*"])],
-    &[TestStage("dependencies", &["-p", "e2e", "--test", "dependencies"])],
-    &[TestStage("kernel", &["-p", "plan", "-p", "link", "-p", "node", "-p", "cni", "--test", "*"])],
-    // Compares the state of the whole host, so nothing else may run meanwhile.
-    &[TestStage("lab", &["-p", "e2e", "--test", "lab", "--", "--test-threads=1"])],
-    &[TestStage("controller", &["-p", "e2e", "--test", "control_plane"])],
+/// A group of tests: its name, its programs and their arguments.
+struct TestStage(&'static str, Selection, &'static [&'static str]);
+
+/// The stages of a group run in parallel: they mostly wait, and each has its own lab. The compiler works meanwhile.
+const STAGES_BESIDE_BUILDS: &[&[TestStage]] = &[
+    &[TestStage("unit", Selection::Unit, &[])],
+    &[TestStage("doc examples", Selection::Doc, &[])],
+    &[TestStage("command line", Selection::Package("crates/patchbay"), &[])],
+    &[TestStage("dependencies", Selection::EndToEnd("dependencies"), &[])],
+    &[TestStage("kernel", Selection::Rest, &[])],
     &[
-        TestStage("networks", &["-p", "e2e", "--test", "networks"]),
-        TestStage("addresses", &["-p", "e2e", "--test", "addresses"]),
+        TestStage("controller", Selection::EndToEnd("control_plane"), &[]),
+        TestStage("networks", Selection::EndToEnd("networks"), &[]),
+        TestStage("addresses", Selection::EndToEnd("addresses"), &[]),
     ],
-    &[TestStage("nodes", &["-p", "e2e", "--test", "nodes"])],
+];
+
+/// The stages that need the image, or the machine for themselves.
+const STAGES_ALONE: &[&[TestStage]] = &[
+    // Compares the state of the whole host and measures starts, so nothing else may run meanwhile.
+    &[TestStage("lab", Selection::EndToEnd("lab"), &["--test-threads=1"])],
+    &[TestStage("nodes", Selection::EndToEnd("nodes"), &[])],
 ];
 
 /// The stages that only `make soak` runs.
-const SOAK_STAGES: &[&[TestStage]] = &[&[TestStage("upgrade", &["-p", "e2e", "--test", "upgrade"])]];
+const SOAK_STAGES: &[&[TestStage]] = &[&[TestStage("upgrade", Selection::EndToEnd("upgrade"), &[])]];
 
-/// Runs all stages, also after a failed one.
+/// Runs all stages, also after a failed one. Without test programs there is nothing more to run.
 pub fn run(length: TestLength) -> Result<()> {
-    let mut results = packages::prepare_while(|| Ok(run_build_stages(length)))?;
-    let soak_stages = if length == TestLength::Long { SOAK_STAGES } else { &[] };
-    for group in TEST_STAGES.iter().chain(soak_stages) {
-        results.extend(run_parallel(length, group)?);
+    let mut results = Vec::new();
+    let programs = packages::prepare_while(|| {
+        if length == TestLength::Short {
+            results.push(build_stage("format", || run_command(&mut cargo(&["fmt", "--all", "--check"]))));
+        }
+        let mut programs = Vec::new();
+        results.push(build_stage("build", || {
+            programs = test_program::build_all()?;
+            check_all_selected(&programs)
+        }));
+        Ok(programs)
+    })?;
+    if !programs.is_empty() {
+        let (tests, builds) = thread::scope(|scope| {
+            let builds = scope.spawn(|| run_builds(length));
+            let tests = run_groups(length, STAGES_BESIDE_BUILDS, &programs);
+            (tests, builds.join().map_err(|_| anyhow!("the thread of the builds panicked")))
+        });
+        results.extend(builds?);
+        results.extend(tests?);
+        results.extend(run_groups(length, STAGES_ALONE, &programs)?);
+        if length == TestLength::Long {
+            results.extend(run_groups(length, SOAK_STAGES, &programs)?);
+        }
     }
     print_summary(&results)
 }
 
-/// The stages that run no tests.
-fn run_build_stages(length: TestLength) -> Vec<StageResult> {
+/// The builds that the first tests do not need, at a low priority: tests run at the same time.
+fn run_builds(length: TestLength) -> Vec<StageResult> {
     let mut results = Vec::new();
-    let mut stage = |name: &'static str, action: &mut dyn FnMut() -> Result<()>| {
-        print_progress(format!("stage {name}"));
-        let start = Instant::now();
-        let outcome = action();
-        if let Err(e) = &outcome {
-            print_progress(format!("{name}: {e:#}"));
-        }
-        let seconds = start.elapsed().as_secs_f64();
-        results.push(StageResult { name, passed: outcome.is_ok(), count: None, seconds });
-    };
     if length == TestLength::Short {
-        stage("format", &mut || run_command(&mut cargo(&["fmt", "--all", "--check"])));
         let clippy = ["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"];
-        stage("clippy", &mut || run_command(&mut cargo(&clippy)));
+        results.push(build_stage("clippy", || run_command(&mut low_priority_cargo(&clippy))));
     }
-    stage("build", &mut || run_command(&mut cargo(&["build", "--locked", "--workspace", "--all-targets"])));
-    stage("image", &mut || image::build().map(|_| ()));
+    results.push(build_stage("image", || image::build().map(drop)));
     results
 }
 
+/// Runs a stage without tests.
+fn build_stage(name: &'static str, action: impl FnOnce() -> Result<()>) -> StageResult {
+    print_progress(format!("stage {name}"));
+    let start = Instant::now();
+    let outcome = action();
+    if let Err(e) = &outcome {
+        print_progress(format!("{name}: {e:#}"));
+    }
+    StageResult { name, passed: outcome.is_ok(), count: None, seconds: start.elapsed().as_secs_f64() }
+}
+
 impl TestStage {
-    fn run(&self, length: TestLength, prefix: &str) -> Result<StageResult> {
-        let Self(name, arguments) = *self;
+    fn selects(&self, program: &TestProgram) -> bool {
+        let TestProgram { package, target, kind, .. } = program;
+        match self.1 {
+            Selection::Unit => *kind == TargetKind::LibraryOrBinary,
+            Selection::Doc => false,
+            Selection::Package(directory) => *kind == TargetKind::Test && package == directory,
+            Selection::Rest => {
+                *kind == TargetKind::Test && !["crates/patchbay", "tests"].contains(&package.as_str())
+            }
+            Selection::EndToEnd(name) => *kind == TargetKind::Test && package == "tests" && target == name,
+        }
+    }
+
+    fn commands(&self, programs: &[TestProgram]) -> Vec<Command> {
+        let mut commands: Vec<Command> = match self.1 {
+            Selection::Doc => vec![cargo(&["test", "--locked", "--workspace", "--doc"])],
+            _ => programs.iter().filter(|program| self.selects(program)).map(TestProgram::command).collect(),
+        };
+        for command in &mut commands {
+            command.args(self.2);
+        }
+        commands
+    }
+
+    fn run(&self, length: TestLength, programs: &[TestProgram], prefix: &str) -> Result<StageResult> {
+        let name = self.0;
         print_progress(format!("stage {name}"));
         let start = Instant::now();
-        let mut command: Command = cargo(&["test", "--locked"]);
-        command.args(arguments);
-        if length == TestLength::Long {
-            command.env("PATCHBAY_SOAK", "1");
+        let (mut passed, mut count) = (true, TestCount::default());
+        for mut command in self.commands(programs) {
+            if length == TestLength::Long {
+                command.env("PATCHBAY_SOAK", "1");
+            }
+            let (ok, counted) = run_tests(&mut command, prefix)?;
+            if !ok {
+                print_progress(format!("{name}: {command:?} failed"));
+            }
+            passed &= ok;
+            count.passed += counted.passed;
+            count.failed += counted.failed;
         }
-        let (passed, count) = run_tests(&mut command, prefix)?;
         Ok(StageResult { name, passed, count: Some(count), seconds: start.elapsed().as_secs_f64() })
     }
 }
 
-fn run_parallel(length: TestLength, stages: &[TestStage]) -> Result<Vec<StageResult>> {
+/// Fails if no stage runs one of the programs.
+fn check_all_selected(programs: &[TestProgram]) -> Result<()> {
+    let stages =
+        || [STAGES_BESIDE_BUILDS, STAGES_ALONE, SOAK_STAGES].into_iter().flatten().copied().flatten();
+    let unselected = |program: &&TestProgram| !stages().any(|stage| stage.selects(program));
+    match programs.iter().find(unselected) {
+        Some(program) => bail!("no stage runs the tests of {program:?}"),
+        None => Ok(()),
+    }
+}
+
+fn run_groups(
+    length: TestLength,
+    groups: &[&[TestStage]],
+    programs: &[TestProgram],
+) -> Result<Vec<StageResult>> {
+    let mut results = Vec::new();
+    for group in groups {
+        results.extend(run_parallel(length, group, programs)?);
+    }
+    Ok(results)
+}
+
+fn run_parallel(
+    length: TestLength,
+    stages: &[TestStage],
+    programs: &[TestProgram],
+) -> Result<Vec<StageResult>> {
     let prefix = |stage: &TestStage| if stages.len() > 1 { format!("{}: ", stage.0) } else { String::new() };
     thread::scope(|scope| {
-        let start = |stage| scope.spawn(move || TestStage::run(stage, length, &prefix(stage)));
+        let start = |stage| scope.spawn(move || TestStage::run(stage, length, programs, &prefix(stage)));
         let running: Vec<_> = stages.iter().map(start).collect();
         let join = |stage: thread::ScopedJoinHandle<'_, _>| {
             stage.join().unwrap_or_else(|_| bail!("the thread of a stage panicked"))

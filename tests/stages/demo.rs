@@ -87,7 +87,7 @@ fn bridge_network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> 
     println!("Create an L2 network, here a VXLAN overlay between the nodes:\n");
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
     tour.kubectl("apply -f docs/examples/blue.yaml")?;
-    let elapsed = runtime.block_on(e2e::bridge::wait_ready(&client, "blue", Duration::from_secs(10)))?;
+    let elapsed = runtime.block_on(e2e::bridge::wait_ready(&client, "blue"))?;
     println!("Ready on both nodes after {} ms\n", elapsed.as_millis());
     tour.kubectl("get bnet")?;
     println!(
@@ -124,7 +124,7 @@ fn bridge_network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> 
     tour.kubectl(&format!("get bnet blue -o {in_use}"))?;
     tour.kubectl("exec client -- ping -c 1 10.1.0.2")?;
     tour.kubectl("delete pod client server --now")?;
-    let elapsed = runtime.block_on(e2e::bridge::wait_deleted(&client, "blue", Duration::from_secs(10)))?;
+    let elapsed = runtime.block_on(e2e::bridge::wait_deleted(&client, "blue"))?;
     println!(
         "The network was deleted {} ms after its last pod. No bridge is left on the node:",
         elapsed.as_millis()
@@ -145,7 +145,7 @@ fn ip_addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     println!("Create a network with IPv4 and IPv6 subnets. Pods get their addresses from Patchbay:\n");
     print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
     tour.kubectl("apply -f docs/examples/green.yaml")?;
-    runtime.block_on(e2e::bridge::wait_ready(&client, "green", Duration::from_secs(10)))?;
+    runtime.block_on(e2e::bridge::wait_ready(&client, "green"))?;
     for (name, node) in [("client", "node-1"), ("server", "node-2")] {
         tour.attach(name, node, "green")?;
     }
@@ -166,7 +166,7 @@ fn ip_addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let tiny = r#"{"apiVersion":"patchbay.dev/v1alpha1","kind":"BridgeNetwork","metadata":{"name":"tiny"},"spec":{"attachment":{"namespaces":["default"]},"ipam":{"subnets":["10.21.0.0/30"]}}}"#;
     println!("$ echo '{tiny}' | kubectl create -f -");
     tour.create(tiny)?;
-    runtime.block_on(e2e::bridge::wait_ready(&client, "tiny", Duration::from_secs(10)))?;
+    runtime.block_on(e2e::bridge::wait_ready(&client, "tiny"))?;
     for (name, node) in [("db-0", "node-1"), ("db-1", "node-2")] {
         tour.attach(name, node, "tiny")?;
     }

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use lab::{image::Image, machine::capture, print_progress, tar::TarBuilder};
 
-use crate::step::{cargo, run_command};
+use crate::step::{low_priority_cargo, run_command};
 
 const RELEASE_PROFILE: &str = "dist";
 const MAX_IMAGE_SIZE: u64 = 30_000_000;
@@ -74,7 +74,7 @@ fn plugin_target() -> String {
 fn compile(package: &str, program: &str, target: &str, profile: &str) -> Result<PathBuf> {
     let arguments = ["build", "--locked", "--profile", profile, "-p", package, "--target", target];
     // With an explicit target, RUSTFLAGS does not apply to build scripts and procedural macros.
-    run_command(cargo(&arguments).env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
+    run_command(low_priority_cargo(&arguments).env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
     let directory = if profile == "dev" { "debug" } else { profile };
     Ok(e2e::repository().join("target").join(target).join(directory).join(program))
 }

@@ -7,6 +7,7 @@ mod demo;
 mod image;
 mod packages;
 mod step;
+mod test_program;
 
 use std::process::ExitCode;
 

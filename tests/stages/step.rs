@@ -9,7 +9,17 @@ use anyhow::{Context as _, Result, bail};
 
 /// A cargo command at the repository's root.
 pub fn cargo(arguments: &[&str]) -> Command {
-    let mut command = Command::new("cargo");
+    cargo_with(Command::new("cargo"), arguments)
+}
+
+/// The same for builds beside tests: what the tests do comes first.
+pub fn low_priority_cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new("nice");
+    command.args(["-n", "10", "cargo"]);
+    cargo_with(command, arguments)
+}
+
+fn cargo_with(mut command: Command, arguments: &[&str]) -> Command {
     // No progress bar: other builds may print at the same time.
     command.args(arguments).current_dir(e2e::repository()).env("CARGO_TERM_PROGRESS_WHEN", "never");
     // The outer `cargo run` sets these for this package; an inner cargo would see them as changed and run build scripts again.

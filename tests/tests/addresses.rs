@@ -13,7 +13,7 @@ use api::ipam::IpamSpec as Spec;
 use e2e::{
     Suite,
     fleet::{FAST, Fleet},
-    patchbay, tests,
+    patchbay, run_suites, tests,
 };
 use futures::{StreamExt as _, future::join_all};
 use kube::Client;
@@ -21,10 +21,10 @@ use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
 /// The timeout of an ADD, and of an expected change.
-const TIMEOUT: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn main() -> ExitCode {
-    Suite {
+    run_suites(&[Suite {
         name: "t-addresses",
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| Box::pin(async move { install(&lab) }),
@@ -37,8 +37,7 @@ fn main() -> ExitCode {
             a_thousand_addresses_cost_few_requests,
             random_histories_never_allocate_an_address_twice_and_leak_none,
         ],
-    }
-    .run()
+    }])
 }
 
 /// Installs only the CRDs; another suite tests RBAC.

@@ -43,7 +43,7 @@ use crashes::{
     an_unserved_crd_does_not_block_deletion_and_counts_again_when_served,
     another_replica_finishes_the_deletion_of_a_killed_leader, deleted_crds_do_not_block_deletion,
 };
-use e2e::{Suite, replica, replica::Replica, tests};
+use e2e::{Suite, replica, replica::Replica, run_suites, tests};
 use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
@@ -65,13 +65,13 @@ use user_count::{
     the_status_shows_the_user_count_and_the_first_ten,
 };
 
-/// The default timeout for an expected change.
-const TIMEOUT: Duration = Duration::from_secs(5);
-/// How soon a network without users must be deleted.
-const DELETION_TIMEOUT: Duration = Duration::from_secs(3);
+/// The timeout for waits that are not about time; generous, since other suites run in parallel.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// How soon a NAD that was changed or deleted must be repaired.
+const REPAIR_LIMIT: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
-    Suite {
+    run_suites(&[Suite {
         name: "t-networks",
         topology: Topology::ControlPlaneOnly,
         set_up: |lab| {
@@ -116,8 +116,7 @@ fn main() -> ExitCode {
             no_pod_loses_its_nad_when_its_namespace_leaves_the_list,
             a_controller_with_thousands_of_users_stays_small_and_fast,
         ],
-    }
-    .run()
+    }])
 }
 
 /// Starts a controller, waits until it leads and its webhook responds, and creates the namespace of this test.
@@ -149,7 +148,7 @@ async fn crds_installed_later_are_detected(lab: Lab) -> Result<()> {
         cluster.create_network("without-nads", json!({"nodeSelector": cluster.node_selector()})).await?;
         cluster.wait_for_finalizer("without-nads", "patchbay.dev/users", true).await?;
         cluster.delete_network("without-nads").await?;
-        cluster.wait_until_deleted("without-nads", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("without-nads").await?;
         cluster.install_nad_crd().await?;
         cluster.wait_for_nad("late", "late").await?;
         cluster.wait_for_condition("late", "Ready", "True").await?;
@@ -160,7 +159,7 @@ async fn crds_installed_later_are_detected(lab: Lab) -> Result<()> {
         cluster.wait_for_condition("late", "InUse", "False").await?;
         cluster.clear_report("late-a").await?;
         cluster.delete_network("late").await?;
-        cluster.wait_until_deleted("late", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("late").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -197,7 +196,7 @@ async fn a_network_gets_nads_status_and_node_labels_and_is_deleted_in_order(lab:
         cluster.wait_for_finalizer("basic", "patchbay.dev/users", false).await?;
         ensure!(cluster.get_nad("basic", "basic").await?.is_none(), "the NAD still exists");
         cluster.clear_report("basic-a").await?;
-        cluster.wait_until_deleted("basic", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("basic").await?;
         println!("deleted {:?} after its last user", started.elapsed());
         cluster.wait_for_label("basic-a", "basic", false).await
     };
@@ -264,7 +263,7 @@ async fn invalid_specs_are_rejected_with_a_reason(lab: Lab) -> Result<()> {
         }
         for name in ["valid", "plain"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         Ok(())
     };
@@ -286,29 +285,27 @@ async fn own_nads_are_repaired_and_foreign_nads_are_not_touched(lab: Lab) -> Res
         let message = &condition(&network, "Conflict").context("Conflict")?["message"];
         ensure!(message.as_str().is_some_and(|it| it.contains("repair/theirs")), "{message}");
         let api = cluster.api(&cluster::nads(), Some("repair"));
-        let started = Instant::now();
         api.delete("repair", &DeleteParams::default()).await?;
-        cluster.wait_for_nad("repair", "repair").await?;
-        println!("recreated after {:?}", started.elapsed());
-        ensure!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+        let recreated = || cluster.get_nad("repair", "repair");
+        let (_, took) = wait::within(REPAIR_LIMIT, "the NAD to be recreated", recreated).await?;
+        println!("recreated after {took:?}");
         for patch in [
             json!({"spec": {"config": "{}"}}),
             json!({"metadata": {"labels": {"patchbay.dev/network": null}}}),
         ] {
-            let started = Instant::now();
             cluster.merge_patch(&cluster::nads(), Some("repair"), "repair", &patch).await?;
-            wait::until(Duration::from_secs(1), &format!("{patch} to be reverted"), || async {
+            let repaired = || async {
                 let now = cluster.wait_for_nad("repair", "repair").await?;
                 let same =
                     now["spec"] == nad["spec"] && now["metadata"]["labels"] == nad["metadata"]["labels"];
                 Ok(same.then_some(()))
-            })
-            .await?;
-            println!("repaired after {:?}", started.elapsed());
+            };
+            let ((), took) = wait::within(REPAIR_LIMIT, &format!("{patch} to be reverted"), repaired).await?;
+            println!("repaired after {took:?}");
         }
         for name in ["repair", "theirs"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         let left = cluster.get_nad("repair", "theirs").await?.context("the foreign NAD was deleted")?;
         ensure!(left["spec"] == foreign["spec"] && left["metadata"].get("labels").is_none(), "{left}");
@@ -335,7 +332,7 @@ async fn every_kind_of_workload_blocks_deletion_until_it_is_deleted(lab: Lab) ->
         cluster.wait_for_reason(&name, "Ready", "DeletionBlocked").await?;
         cluster.delete_workload(&workload).await?;
         let started = Instant::now();
-        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await.with_context(|| what.clone())?;
+        cluster.wait_until_deleted_in_time(&name).await.with_context(|| what.clone())?;
         println!("{what}: deleted after {:?}", started.elapsed());
         anyhow::Ok(())
     };
@@ -359,7 +356,7 @@ async fn a_recreated_namespace_gets_its_nad_back(lab: Lab) -> Result<()> {
         let namespaces = cluster::resource("", "v1", "Namespace", "namespaces");
         let api = cluster.api(&namespaces, None);
         api.delete("tenant", &DeleteParams::default()).await?;
-        wait::until(TIMEOUT * 3, "the namespace to be deleted", || async {
+        wait::until(TIMEOUT, "the namespace to be deleted", || async {
             Ok(api.get_opt("tenant").await?.is_none().then_some(()))
         })
         .await?;
@@ -369,7 +366,7 @@ async fn a_recreated_namespace_gets_its_nad_back(lab: Lab) -> Result<()> {
         cluster.wait_for_condition("recreated", "Ready", "True").await?;
         cluster.clear_report("recreated-a").await?;
         cluster.delete_network("recreated").await?;
-        cluster.wait_until_deleted("recreated", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("recreated").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -434,7 +431,7 @@ async fn the_webhook_rejects_conflicts_and_the_controller_resolves_the_rest(lab:
         cluster.wait_for("conflict", "the lower MTU", |network| network["status"]["mtu"] == 1350).await?;
         for name in ["second", "conflict"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         cluster.wait_for_event("Conflict").await
     };
@@ -470,7 +467,7 @@ async fn deletion_ignores_deleted_nodes_and_waits_for_nodes_that_are_not_ready(l
         cluster.wait_for("not-ready", "to wait for the node that is not ready", waits_for_b).await?;
         let nodes = cluster::resource("", "v1", "Node", "nodes");
         cluster.api(&nodes, None).delete("not-ready-b", &DeleteParams::default()).await?;
-        cluster.wait_until_deleted("not-ready", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("not-ready").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -494,17 +491,18 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
         let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "while idle: {writes:?}");
         // A burst of users causes one status write per second.
-        let offset = lab.audit_offset()?;
+        let (offset, started) = (lab.audit_offset()?, Instant::now());
         for number in 0..30 {
             cluster.create_pod(&format!("pod-{number}"), "idle").await?;
         }
         cluster.wait_for("idle", "all users", |network| network["status"]["users"]["count"] == 30).await?;
         let writes = TestCluster::controller_writes(&lab, offset)?;
-        ensure!(writes.len() <= 4, "30 pods: {writes:?}");
+        let seconds = started.elapsed().as_secs();
+        ensure!(writes.len() as u64 <= seconds + 2, "30 pods, {seconds} s: {writes:?}");
         cluster.delete_pods().await?;
         cluster.clear_report("idle-a").await?;
         cluster.delete_network("idle").await?;
-        cluster.wait_until_deleted("idle", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("idle").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -563,7 +561,7 @@ async fn a_controller_killed_after_any_step_resumes(lab: Lab) -> Result<()> {
         };
         let started = Instant::now();
         while !reached().await? {
-            ensure!(started.elapsed() < TIMEOUT * 2, "step {step:?} was not reached: {}", replica.tail());
+            ensure!(started.elapsed() < TIMEOUT, "step {step:?} was not reached: {}", replica.tail());
         }
         replica.signal(nix::sys::signal::Signal::SIGKILL)?;
         replica.wait_for_exit(TIMEOUT).await?;
@@ -574,7 +572,7 @@ async fn a_controller_killed_after_any_step_resumes(lab: Lab) -> Result<()> {
     }
     cluster.clear_report("kill-a").await?;
     let outcome = async {
-        cluster.wait_until_deleted("kill", TIMEOUT).await?;
+        cluster.wait_until_deleted("kill").await?;
         ensure!(cluster.get_nad("kill", "kill").await?.is_none(), "the NAD was not deleted");
         cluster.wait_for_label("kill-a", "kill", false).await
     };
@@ -622,10 +620,9 @@ async fn a_controller_with_thousands_of_users_stays_small_and_fast(lab: Lab) -> 
         cluster.wait_for_reason("thousands", "Ready", "DeletionBlocked").await?;
         let after_list = replica.rss_mib()?;
         let started = Instant::now();
-        let within = if e2e::soak() { TIMEOUT * 6 } else { TIMEOUT };
         let deletions = unused.iter().map(async |name| {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, within).await
+            cluster.wait_until_deleted(name).await
         });
         futures::future::try_join_all(deletions).await?;
         println!(
@@ -640,7 +637,7 @@ async fn a_controller_with_thousands_of_users_stays_small_and_fast(lab: Lab) -> 
         let vm_kind = cluster::resource("kubevirt.io", "v1", "VirtualMachine", "virtualmachines");
         cluster.delete_all(&vm_kind).await?;
         cluster.delete_all(&cluster::resource("", "v1", "Pod", "pods")).await?;
-        cluster.wait_until_deleted("thousands", TIMEOUT * 6).await.with_context(|| replica.tail())
+        cluster.wait_until_deleted("thousands").await.with_context(|| replica.tail())
     };
     outcome.await
 }

@@ -22,7 +22,7 @@ use e2e::{
         WAIT_TIMEOUT, attached_pod, attachment_for, condition, delete_network, exec_in_pod_netns, networks,
         packets_lost, start_network, wait_deleted,
     },
-    patchbay, tests,
+    patchbay, run_suites, tests,
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{Api, Client, ResourceExt as _, api::ListParams};
@@ -40,13 +40,12 @@ const PAIRS: usize = 1900;
 const KEPT: usize = 150;
 
 fn main() -> ExitCode {
-    Suite {
+    run_suites(&[Suite {
         name: "t-upgrade",
         topology: Topology::Nodes(2),
         set_up: |lab| Box::pin(async move { patchbay::install_release(&lab, &Release::baseline()?).await }),
         tests: tests![an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping],
-    }
-    .run()
+    }])
 }
 
 /// Pings an address from a pod until it is stopped, and counts sent and lost packets.
@@ -227,7 +226,7 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
     .await?;
     for name in ["dual", "tiny"] {
         delete_network(&client, name).await?;
-        wait_deleted(&client, name, WAIT_TIMEOUT).await?;
+        wait_deleted(&client, name).await?;
     }
     Ok(())
 }

@@ -23,6 +23,7 @@ pub mod program;
 mod progress;
 mod rootfs;
 pub mod snapshot;
+pub mod stall;
 mod status;
 mod switch;
 pub mod tar;

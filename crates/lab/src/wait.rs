@@ -5,7 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow, bail};
+
+use crate::stall::StallClock;
 
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -27,6 +29,30 @@ where
         };
         if start.elapsed() >= timeout {
             return timed_out(what, timeout, cause);
+        }
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+}
+
+/// Polls until `check` returns `Some`, for a change that must happen within `limit`; returns how long it took. Time in which
+/// the machine was overloaded does not count, see [`StallClock`].
+pub async fn within<T, F, Fut>(limit: Duration, what: &str, mut check: F) -> Result<(T, Duration)>
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = Result<Option<T>>>,
+{
+    let clock = StallClock::start();
+    loop {
+        let outcome = tokio::time::timeout(limit * 10, check()).await.context("the last check timed out");
+        let unstalled = clock.unstalled();
+        let cause = match outcome.flatten() {
+            Ok(Some(found)) => return Ok((found, clock.elapsed())),
+            Ok(None) => None,
+            Err(e) => Some(e),
+        };
+        if unstalled >= limit {
+            let what = format!("{what} (limit {limit:?}; {unstalled:?} without stalls of the machine)");
+            return timed_out(&what, clock.elapsed(), cause);
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     }
@@ -59,6 +85,16 @@ fn timed_out<T>(what: &str, timeout: Duration, cause: Option<anyhow::Error>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_change_that_comes_too_late_fails_although_it_comes() {
+        let start = Instant::now();
+        let late = || async { Ok((start.elapsed() > Duration::from_secs(5)).then_some(())) };
+        let failed = within(Duration::from_millis(100), "a Ready node", late).await.unwrap_err();
+        assert!(failed.to_string().contains("for a Ready node (limit 100ms; "), "{failed:#}");
+        let (found, _) = within(Duration::from_secs(1), "now", || async { Ok(Some(7)) }).await.unwrap();
+        assert_eq!(found, 7);
+    }
 
     #[test]
     fn a_timeout_names_the_condition_and_the_last_error() {

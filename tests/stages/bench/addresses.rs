@@ -36,7 +36,7 @@ async fn create_network(client: &Client) -> Result<()> {
 
 async fn delete_network(client: &Client) -> Result<()> {
     bridge::delete_network(client, NETWORK).await?;
-    bridge::wait_deleted(client, NETWORK, Duration::from_secs(20)).await.map(drop)
+    bridge::wait_deleted(client, NETWORK).await.map(drop)
 }
 
 fn ours() -> Value {

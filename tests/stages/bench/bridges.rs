@@ -57,7 +57,7 @@ async fn compare_plugins(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>) -
         rows.push(BenchRow(what, compare(ours, reference)));
     }
     bridge::delete_network(client, "bench").await?;
-    bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await.map(drop)
+    bridge::wait_deleted(client, "bench").await.map(drop)
 }
 
 async fn create_and_delete(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>) -> Result<()> {
@@ -68,7 +68,7 @@ async fn create_and_delete(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>)
         let spec = json!({"overlay": {"vni": 77}, "attachment": {"namespaces": ["default"]}});
         let start = Instant::now();
         bridge::create_network(client, "bench", spec).await?;
-        bridge::wait_ready(client, "bench", Duration::from_secs(10)).await?;
+        bridge::wait_ready(client, "bench").await?;
         created.push(micros(start.elapsed()));
         let requests = lab.requests_since(offset)?;
         let ours = |a: &&lab::audit::AuditedRequest| {
@@ -77,7 +77,7 @@ async fn create_and_delete(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>)
         writes.push(requests.iter().filter(ours).count() as u64);
         let start = Instant::now();
         bridge::delete_network(client, "bench").await?;
-        bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await?;
+        bridge::wait_deleted(client, "bench").await?;
         deleted.push(micros(start.elapsed()));
     }
     for (what, times) in [
@@ -123,7 +123,7 @@ async fn repair(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>) -> Result<
         format!("{} / {} ms", p50 / 1000, p99 / 1000),
     ));
     bridge::delete_network(client, "bench").await?;
-    bridge::wait_deleted(client, "bench", Duration::from_secs(10)).await.map(drop)
+    bridge::wait_deleted(client, "bench").await.map(drop)
 }
 
 /// Measures whether the cost per network stays constant as the number of networks grows.
@@ -138,7 +138,7 @@ async fn create_many(lab: &Lab, client: &Client, rows: &mut Vec<BenchRow>) -> Re
             bridge::create_network(client, name, json!({"mtu": 1400})).await?;
         }
         for name in &names {
-            bridge::wait_ready(client, name, Duration::from_secs(120)).await?;
+            bridge::wait_ready(client, name).await?;
         }
         costs.push(start.elapsed() / u32::try_from(NETWORKS / 4)?);
     }

@@ -7,7 +7,7 @@ use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT, TIMEOUT,
+    TIMEOUT,
     cluster::{TestCluster, Workload, condition, resource},
     network_spec, start_controller, workloads,
 };
@@ -86,7 +86,7 @@ pub async fn a_terminating_network_accepts_no_new_users_of_any_kind(lab: Lab) ->
 /// Deletes all workloads and waits until the network is deleted.
 async fn delete_all_users(cluster: &TestCluster) -> Result<()> {
     cluster.delete_workloads().await?;
-    cluster.wait_until_deleted(&cluster.namespace, DELETION_TIMEOUT).await
+    cluster.wait_until_deleted_in_time(&cluster.namespace).await
 }
 
 pub async fn children_of_existing_users_are_admitted(lab: Lab) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use e2e::replica::Replica;
+use e2e::{bridge::DELETION_LIMIT, replica::Replica};
 use kube::{
     Api, Client, ResourceExt as _,
     api::{DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
@@ -81,7 +81,7 @@ impl TestCluster {
         });
         self.apply(&crds(), None, &crd).await?;
         let api = self.api(&resource(group, "v1", kind, plural), None);
-        wait::until(TIMEOUT * 2, &format!("{kind} to be served"), || async {
+        wait::until(TIMEOUT, &format!("{kind} to be served"), || async {
             Ok(Some(api.list(&ListParams::default().limit(1)).await?))
         })
         .await
@@ -133,7 +133,7 @@ impl TestCluster {
         let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork",
             "metadata": {"name": name, "ownerReferences": owner}});
         let node_networks = resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks");
-        wait::until(TIMEOUT * 4, "the NodeNetwork to be admitted", || async {
+        wait::until(TIMEOUT, "the NodeNetwork to be admitted", || async {
             self.apply(&node_networks, None, &object).await.map(Some)
         })
         .await?;
@@ -286,13 +286,21 @@ impl TestCluster {
         self.wait_for(name, finalizer, |network| has(network) == present).await.map(drop)
     }
 
-    pub async fn wait_until_deleted(&self, name: &str, within: Duration) -> Result<()> {
-        wait::until(within, &format!("network {name} to be deleted"), || async {
-            let network = self.get_network(name).await?;
-            ensure!(network.is_none(), "{:#}", network.unwrap_or_default());
-            Ok(Some(()))
-        })
-        .await
+    pub async fn wait_until_deleted(&self, name: &str) -> Result<()> {
+        wait::until(TIMEOUT, &format!("network {name} to be deleted"), || self.deleted(name)).await
+    }
+
+    /// The same within the product's limit for a network without users.
+    pub async fn wait_until_deleted_in_time(&self, name: &str) -> Result<()> {
+        let what = format!("network {name} to be deleted");
+        let ((), _) = wait::within(DELETION_LIMIT, &what, || self.deleted(name)).await?;
+        Ok(())
+    }
+
+    async fn deleted(&self, name: &str) -> Result<Option<()>> {
+        let network = self.get_network(name).await?;
+        ensure!(network.is_none(), "{:#}", network.unwrap_or_default());
+        Ok(Some(()))
     }
 
     pub async fn has_label(&self, node: &str, network: &str) -> Result<bool> {

@@ -5,7 +5,6 @@ use lab::Lab;
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT,
     cluster::{TestCluster, condition},
     start_controller,
 };
@@ -86,14 +85,14 @@ pub async fn an_uplink_or_a_vni_serves_one_network_per_node(lab: Lab) -> Result<
         // Deleting the winner resolves the conflict.
         for name in ["first-nic", "first-vni"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         for name in ["second-nic", "second-vni"] {
             cluster.wait_for_condition(name, "Conflict", "False").await?;
         }
         for name in ["second-nic", "second-vni", "other-port"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         Ok(())
     };
@@ -136,7 +135,7 @@ pub async fn the_older_of_two_concurrent_conflicting_networks_wins(lab: Lab) -> 
         println!("the webhook admitted both networks of {both} of 6 pairs");
         for round in 0..6 {
             for name in ["x", "y"] {
-                cluster.wait_until_deleted(&format!("{name}-{round}"), DELETION_TIMEOUT).await?;
+                cluster.wait_until_deleted_in_time(&format!("{name}-{round}")).await?;
             }
         }
         Ok(())
@@ -191,7 +190,7 @@ pub async fn a_node_with_a_smaller_mtu_joins_an_overlay_in_use(lab: Lab) -> Resu
         cluster.wait_for("joins", "its MTU over IPv6", |it| it["status"]["mtu"] == 1430).await?;
         for name in ["joins", "unused", "explicit"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         Ok(())
     };

@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT, TIMEOUT,
+    TIMEOUT,
     cluster::{self, TestCluster, condition},
     network_spec, start_controller,
     watch_log::{ChangeType, ObjectKind, WatchLog},
@@ -59,7 +59,7 @@ pub async fn a_controller_killed_between_deletion_steps_resumes(lab: Lab) -> Res
                 ensure!(released.is_empty(), "{name}: the nodes were released while a pod uses it");
                 cluster.delete_workload(&pod).await?;
             }
-            cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(&name).await?;
         }
         println!("killed {hits} of {rounds} times between NAD deletion and release");
         ensure!(hits > 0, "every kill came too late");
@@ -78,7 +78,7 @@ pub async fn a_controller_killed_between_deletion_steps_resumes(lab: Lab) -> Res
         ensure!(has_finalizer(Some(&terminating), "patchbay.dev/nodes"), "{terminating:#}");
         ensure!(cluster.get_nad("killed", "last").await?.is_none(), "the NAD was recreated without a user");
         cluster.clear_report("killed-a").await?;
-        cluster.wait_until_deleted("last", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("last").await?;
         cluster.wait_for_label("killed-a", "last", false).await
     };
     watch_log.record_during(all).await.with_context(|| Replica::log(&lab, 1))
@@ -111,10 +111,10 @@ async fn fail_over(lab: &Lab, cluster: &TestCluster, watch_log: &WatchLog) -> Re
         Ok(rejected.then_some(()))
     })
     .await?;
-    cluster.wait_until_deleted("unused", DELETION_TIMEOUT + TIMEOUT).await?;
+    cluster.wait_until_deleted("unused").await?;
     ensure!(cluster.get_nad("two", "in-use").await?.is_some(), "the NAD of a pod was deleted");
     cluster.delete_workload(&client).await?;
-    cluster.wait_until_deleted("in-use", DELETION_TIMEOUT).await
+    cluster.wait_until_deleted_in_time("in-use").await
 }
 
 pub async fn another_replica_finishes_the_deletion_of_a_killed_leader(lab: Lab) -> Result<()> {
@@ -133,7 +133,7 @@ pub async fn another_replica_finishes_the_deletion_of_a_killed_leader(lab: Lab) 
 async fn delete_crd(cluster: &TestCluster, name: &str) -> Result<()> {
     let api = cluster.api(&cluster::crds(), None);
     api.delete(name, &DeleteParams::default()).await?;
-    wait::until(TIMEOUT * 2, &format!("CRD {name} to be deleted"), || async {
+    wait::until(TIMEOUT, &format!("CRD {name} to be deleted"), || async {
         Ok(api.get_opt(name).await?.is_none().then_some(()))
     })
     .await
@@ -160,12 +160,12 @@ pub async fn an_unserved_crd_does_not_block_deletion_and_counts_again_when_serve
         cluster.delete_network("unserved").await?;
         cluster.wait_for_reason("unserved", "Ready", "DeletionBlocked").await?;
         serve_vms(&cluster, false).await?;
-        let deleted = cluster.wait_until_deleted("unserved", TIMEOUT * 2).await;
+        let deleted = cluster.wait_until_deleted("unserved").await;
         let unused = cluster.wait_for_condition("served", "InUse", "False").await;
         serve_vms(&cluster, true).await?;
         deleted.and(unused.map(drop))?;
         // The VM does not change, so only a new list shows it to the controller.
-        wait::until(TIMEOUT * 6, "the VM to count again", || async {
+        wait::until(TIMEOUT, "the VM to count again", || async {
             let network = cluster.get_network("served").await?.context("the network does not exist")?;
             let used = condition(&network, "InUse").is_some_and(|it| it["status"] == "True");
             Ok(used.then_some(()))
@@ -173,7 +173,7 @@ pub async fn an_unserved_crd_does_not_block_deletion_and_counts_again_when_serve
         .await?;
         cluster.delete_workloads().await?;
         cluster.delete_network("served").await?;
-        cluster.wait_until_deleted("served", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("served").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -194,7 +194,7 @@ pub async fn deleted_crds_do_not_block_deletion(lab: Lab) -> Result<()> {
         cluster.wait_for_reason("vm-user", "Ready", "DeletionBlocked").await?;
         delete_crd(&cluster, "virtualmachineinstances.kubevirt.io").await?;
         delete_crd(&cluster, "virtualmachines.kubevirt.io").await?;
-        cluster.wait_until_deleted("vm-user", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("vm-user").await?;
         // This deletes all NADs of all networks.
         delete_crd(&cluster, "network-attachment-definitions.k8s.cni.cncf.io").await?;
         cluster.wait_for_reason("pod-user", "Ready", "AttachmentsMissing").await?;
@@ -206,13 +206,13 @@ pub async fn deleted_crds_do_not_block_deletion(lab: Lab) -> Result<()> {
         cluster.create_network("without-nads", json!({"nodeSelector": cluster.node_selector()})).await?;
         cluster.wait_for_finalizer("without-nads", "patchbay.dev/users", true).await?;
         cluster.delete_network("without-nads").await?;
-        cluster.wait_until_deleted("without-nads", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("without-nads").await?;
         // The NAD is recreated for the user that remains.
         cluster.install_nad_crd().await?;
         cluster.wait_for_nad("crds", "pod-user").await?;
         cluster.delete_workload(&pod).await?;
         cluster.clear_report("crds-a").await?;
-        cluster.wait_until_deleted("pod-user", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("pod-user").await
     };
     outcome.await.with_context(|| replica.tail())
 }

@@ -6,7 +6,6 @@ use lab::Lab;
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT,
     cluster::{TestCluster, bridge_networks, condition, resource},
     start_controller,
 };
@@ -83,7 +82,7 @@ pub async fn an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves(lab: L
         cluster.delete_workload(&pod).await?;
         for name in ["mtu-unset", "mtu-explicit"] {
             cluster.delete_network(name).await?;
-            cluster.wait_until_deleted(name, DELETION_TIMEOUT).await?;
+            cluster.wait_until_deleted_in_time(name).await?;
         }
         Ok(())
     };
@@ -117,7 +116,7 @@ pub async fn the_mtu_of_a_status_of_an_older_version_does_not_rise(lab: Lab) -> 
         cluster.patch_spec("older", json!({"mtu": 1450})).await?;
         cluster.wait_for("older", "the raised MTU", |it| it["status"]["mtu"] == 1450).await?;
         cluster.delete_network("older").await?;
-        cluster.wait_until_deleted("older", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("older").await
     };
     outcome.await.with_context(|| replica.tail())
 }

@@ -1,12 +1,14 @@
 //! NADs that others change, NADs in a changing list of namespaces, and foreign or invalid contents of a network.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, bail, ensure};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT, TIMEOUT,
+    TIMEOUT,
     cluster::{self, TestCluster, condition},
     network_spec, start_controller,
 };
@@ -61,7 +63,7 @@ pub async fn every_nad_repair_is_counted_once(lab: Lab) -> Result<()> {
         cluster.wait_for_condition("count", "InUse", "True").await?;
         cluster.delete_workload(&pod).await?;
         cluster.delete_network("count").await?;
-        cluster.wait_until_deleted("count", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("count").await?;
         let left = cluster.get_nad("count", "count").await?.context("the foreign NAD was deleted")?;
         ensure!(left["spec"] == nad["spec"], "{left:#}");
         ensure!(
@@ -117,7 +119,7 @@ pub async fn nads_follow_the_list_of_namespaces(lab: Lab) -> Result<()> {
         wait_until_deleted("more").await?;
         cluster.clear_report("list-a").await?;
         cluster.delete_network("list").await?;
-        cluster.wait_until_deleted("list", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("list").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -153,12 +155,12 @@ pub async fn foreign_status_fields_are_reverted_without_a_write_loop(lab: Lab) -
             .await?;
         // Long enough for a write loop to show.
         let offset = lab.audit_offset()?;
-        tokio::time::sleep(DELETION_TIMEOUT).await;
+        tokio::time::sleep(Duration::from_secs(3)).await;
         let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "write loop: {writes:?}");
         cluster.clear_report("foreign-status-a").await?;
         cluster.delete_network("foreign-status").await?;
-        cluster.wait_until_deleted("foreign-status", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("foreign-status").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -199,7 +201,7 @@ pub async fn an_invalid_stored_network_can_be_deleted(lab: Lab) -> Result<()> {
     ];
     let creation = async {
         for (name, spec) in &rows {
-            wait::until(TIMEOUT * 2, "the open schema to be in force", || async {
+            wait::until(TIMEOUT, "the open schema to be in force", || async {
                 match cluster.create_network(name, spec.clone()).await {
                     Ok(()) => Ok(Some(())),
                     Err(error) if format!("{error:#}").contains("already exists") => Ok(Some(())),
@@ -215,7 +217,7 @@ pub async fn an_invalid_stored_network_can_be_deleted(lab: Lab) -> Result<()> {
     created.with_context(|| replica.tail())?;
     let outcome = async {
         // The strict schema is in force again.
-        wait::until(TIMEOUT * 2, "the strict schema to be in force", || async {
+        wait::until(TIMEOUT, "the strict schema to be in force", || async {
             match cluster.create_network("invalid-probe", json!({"mtu": 100})).await {
                 Ok(()) => {
                     cluster.delete_network("invalid-probe").await?;
@@ -237,7 +239,7 @@ pub async fn an_invalid_stored_network_can_be_deleted(lab: Lab) -> Result<()> {
                 Err(error) => errors.push(format!("{error:#}")),
             }
             cluster.delete_network(name).await?;
-            if let Err(error) = cluster.wait_until_deleted(name, DELETION_TIMEOUT).await {
+            if let Err(error) = cluster.wait_until_deleted_in_time(name).await {
                 errors.push(format!("{error:#}"));
             }
         }

@@ -8,7 +8,7 @@ use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT, TIMEOUT,
+    TIMEOUT,
     cluster::{TestCluster, condition},
     network_spec, start_controller,
     watch_log::{ChangeType, ObjectKind, WatchLog},
@@ -44,7 +44,7 @@ async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'
     let (rejected, deleted) = tokio::join!(create, delete);
     deleted?;
     if rejected? {
-        cluster.wait_until_deleted(&name, TIMEOUT * 2).await?;
+        cluster.wait_until_deleted(&name).await?;
         return Ok("rejected");
     }
     // The pod was admitted: the network and its NAD must stay as long as the pod exists.
@@ -60,7 +60,7 @@ async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     cluster.delete_workload(&cluster.pod_ref(&name)).await?;
-    cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+    cluster.wait_until_deleted_in_time(&name).await?;
     Ok("admitted")
 }
 
@@ -143,9 +143,9 @@ async fn create_unreviewed_pod(
         // Gives a wrong deletion time to happen; the watch log would show it.
         tokio::time::sleep(delay(400)).await;
         cluster.delete_workload(&pod).await?;
-        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time(&name).await?;
     } else {
-        cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time(&name).await?;
         cluster.delete_workload(&pod).await?;
     }
     check_order(watch_log, &name, outcomes).await
@@ -256,7 +256,7 @@ async fn race_pod_with_namespace_removal(
     })
     .await?;
     cluster.delete_network(&name).await?;
-    cluster.wait_until_deleted(&name, DELETION_TIMEOUT).await?;
+    cluster.wait_until_deleted_in_time(&name).await?;
     Ok(outcome)
 }
 

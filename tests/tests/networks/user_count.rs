@@ -9,7 +9,7 @@ use lab::{Lab, wait};
 use serde_json::{Value, json};
 
 use crate::{
-    DELETION_TIMEOUT, TIMEOUT,
+    TIMEOUT,
     cluster::{TestCluster, Workload, condition, resource},
     network_spec, start_controller, workloads,
 };
@@ -59,7 +59,7 @@ pub async fn finished_pods_and_jobs_do_not_count_as_users(lab: Lab) -> Result<()
         let expected = json!(["Job finished/complete", format!("Pod finished/{}", pod.name_any())]);
         cluster.wait_for("finished", "the last Job", |it| it["status"]["users"]["first"] == expected).await?;
         set_phase(&cluster, &pod.name_any(), "Succeeded").await?;
-        cluster.wait_until_deleted("finished", DELETION_TIMEOUT).await?;
+        cluster.wait_until_deleted_in_time("finished").await?;
         // The finished pods and Jobs still exist.
         for (workload, kind) in [(&complete, "Complete"), (&failed, "Failed")] {
             let job = cluster.api(&workload.resource, Some("finished")).get(&workload.name).await?;
@@ -109,7 +109,7 @@ pub async fn children_of_counted_workloads_are_not_counted_again(lab: Lab) -> Re
         cluster.wait_for("counted", "the pod in addition", |it| it["status"]["users"]["count"] == 5).await?;
         cluster.delete_workloads().await?;
         cluster.delete_network("counted").await?;
-        cluster.wait_until_deleted("counted", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("counted").await
     };
     outcome.await.with_context(|| replica.tail())
 }
@@ -149,7 +149,7 @@ pub async fn the_status_shows_the_user_count_and_the_first_ten(lab: Lab) -> Resu
         cluster.delete_workloads().await?;
         cluster.clear_report("many-a").await?;
         cluster.delete_network("many").await?;
-        cluster.wait_until_deleted("many", DELETION_TIMEOUT).await
+        cluster.wait_until_deleted_in_time("many").await
     };
     outcome.await.with_context(|| replica.tail())
 }

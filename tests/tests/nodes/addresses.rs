@@ -70,11 +70,11 @@ async fn kill_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
     lab.kubectl(&["-n", patchbay::NAMESPACE, "delete", "pod", &name, "--force", "--grace-period=0"]).map(drop)
 }
 
-/// The addresses that do not answer a ping of the pod.
+/// The addresses that do not answer a ping of the pod; it pings all of them at the same time.
 fn unreachable(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
     let list: Vec<String> = all.iter().map(ToString::to_string).collect();
     let script = format!(
-        "for address in {}; do /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; done",
+        "for address in {}; do {{ /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; }} & done; wait",
         list.join(" ")
     );
     exec_in_pod_netns(lab, pod, &["sh", "-c", &script])
@@ -142,7 +142,7 @@ pub async fn pods_get_unique_reachable_addresses_even_if_a_daemon_is_killed(lab:
         }
         wait_for_used(client, "unique", 0).await?;
         delete_network(client, "unique").await?;
-        wait_deleted(client, "unique", Duration::from_secs(10)).await?;
+        wait_deleted(client, "unique").await?;
         ensure!(blocks(client, "unique").await?.is_empty(), "blocks were not deleted");
         Ok(())
     })
@@ -202,7 +202,7 @@ pub async fn a_network_with_rejected_blocks_does_not_delay_other_networks(lab: L
             start_network(client, network, spec).await?;
         }
         ns.create_pod(pod_on("pending", "node-1", "rejected")).await?;
-        wait_for_event(ns, "rejected by test policy", RETRY_TIMEOUT).await?;
+        wait_for_event(ns, "rejected by test policy").await?;
         let started = Instant::now();
         ns.create_pod(pod_on("client", "node-1", "allowed")).await?;
         ns.wait_pod_ready("client").await?;
@@ -282,7 +282,7 @@ pub async fn two_nodes_use_a_small_subnet_to_its_last_address(lab: Lab) -> Resul
             pods.iter().map(net1_addresses).collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
         ensure!(found.len() == 14, "{found:?}");
         ns.create_pod(pod_on("waiting", "node-1", "exhausted")).await?;
-        wait_for_event(ns, "has no free IPv4 address left", RETRY_TIMEOUT).await?;
+        wait_for_event(ns, "has no free IPv4 address left").await?;
         wait::until(RETRY_TIMEOUT, "condition AddressesExhausted", || async {
             let object = networks(client).get("exhausted").await?;
             Ok((condition(&object, "AddressesExhausted").0 == "True").then_some(()))
@@ -314,7 +314,7 @@ pub async fn two_nodes_use_a_small_subnet_to_its_last_address(lab: Lab) -> Resul
 async fn delete_and_wait(lab: &Lab, name: &str) -> Result<()> {
     let client = lab.client().await?;
     delete_network(&client, name).await?;
-    wait_deleted(&client, name, Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, name).await.map(drop)
 }
 
 pub async fn other_cni_plugins_and_requested_addresses_are_served(lab: Lab) -> Result<()> {
@@ -354,14 +354,9 @@ pub async fn other_cni_plugins_and_requested_addresses_are_served(lab: Lab) -> R
         ensure!(lost.trim().is_empty(), "{lost}");
         // The same address requested on the other node: the error names the node that uses it.
         ns.create_pod(requesting("duplicate", "10.54.0.200").on("node-2")).await?;
-        wait_for_event(
-            ns,
-            "address 10.54.0.200 of network \"requested\" is in use on node node-1",
-            RETRY_TIMEOUT,
-        )
-        .await?;
+        wait_for_event(ns, "address 10.54.0.200 of network \"requested\" is in use on node node-1").await?;
         ns.create_pod(requesting("outside", "10.99.0.1")).await?;
-        wait_for_event(ns, "10.99.0.1 is in no subnet", RETRY_TIMEOUT).await?;
+        wait_for_event(ns, "10.99.0.1 is in no subnet").await?;
         // Pods that use another main plugin block deletion too.
         for name in ["duplicate", "outside", "db-0", "mac-2"] {
             ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
@@ -374,7 +369,7 @@ pub async fn other_cni_plugins_and_requested_addresses_are_served(lab: Lab) -> R
         })
         .await?;
         ns.pods().delete("mac-1", &DeleteParams::default().grace_period(0)).await?;
-        wait_deleted(client, "requested", Duration::from_secs(30)).await.map(drop)
+        wait_deleted(client, "requested").await.map(drop)
     });
     Box::pin(test).await
 }

@@ -1,13 +1,11 @@
 //! Deletion of networks with users, with deleted nodes, and on nodes that a network no longer selects.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
     bridge::{
         WAIT_TIMEOUT, attached_pod, attachment_for, condition, create_network, delete_network, link,
-        networks, node_report, start_network, start_pods_with_addresses, wait_deleted, wait_for_event,
-        wait_reachable, wait_ready,
+        networks, node_report, start_network, start_pods_with_addresses, wait_deleted, wait_deleted_in_time,
+        wait_for_event, wait_reachable, wait_ready,
     },
     patchbay,
 };
@@ -31,11 +29,11 @@ pub async fn a_pod_waits_until_its_node_has_the_network(lab: Lab) -> Result<()> 
         })
         .await?;
         ns.create_pod(attached_pod("client", "node-2", "zone")).await?;
-        let events = wait_for_event(ns, "does not select this node", Duration::from_secs(20)).await?;
+        let events = wait_for_event(ns, "does not select this node").await?;
         println!("events of the pod: {}", events.chars().take(300).collect::<String>());
         ensure!(link(&lab, "node-2", "br-zone").is_none(), "the CNI plugin must not create the bridge");
         lab.kubectl(&["label", "node", "node-2", "lab/zone=a"])?;
-        wait_ready(client, "zone", WAIT_TIMEOUT).await?;
+        wait_ready(client, "zone").await?;
         ns.wait_pod_ready("client").await?;
         let object = networks(client).get("zone").await?;
         ensure!(
@@ -56,7 +54,7 @@ pub async fn a_pod_waits_until_its_node_has_the_network(lab: Lab) -> Result<()> 
         })
         .await?;
         delete_network(client, "zone").await?;
-        wait_deleted(client, "zone", WAIT_TIMEOUT).await.map(drop)
+        wait_deleted(client, "zone").await.map(drop)
     })
     .await
 }
@@ -71,7 +69,7 @@ pub async fn a_network_in_use_is_deleted_within_3_s_of_its_last_user(lab: Lab) -
         )
         .await?;
         lab.kubectl(&["delete", "bnet", "used", "--wait=false", "--cascade=foreground"])?;
-        let blocked = wait::until(Duration::from_secs(3), "the condition InUse", || async {
+        let blocked = wait::until(WAIT_TIMEOUT, "the condition InUse", || async {
             let object = networks(client).get("used").await?;
             let (status, _, message) = condition(&object, "InUse");
             Ok((status == "True" && message.contains('2')).then_some(object))
@@ -100,13 +98,13 @@ pub async fn a_network_in_use_is_deleted_within_3_s_of_its_last_user(lab: Lab) -
             "links were deleted while in use"
         );
         ns.pods().delete("client", &DeleteParams::default().grace_period(0)).await?;
-        wait::until(Duration::from_secs(3), "one user", || async {
+        wait::until(WAIT_TIMEOUT, "one user", || async {
             let users = networks(client).get("used").await?.status.and_then(|s| s.users).unwrap_or_default();
             Ok((users.count == 1).then_some(()))
         })
         .await?;
         lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "server", "--now"])?;
-        let took = wait_deleted(client, "used", Duration::from_secs(3)).await?;
+        let took = wait_deleted_in_time(client, "used").await?;
         println!("deleted {took:?} after its last user");
         ensure!(
             link(&lab, "node-1", "br-used").is_none() && link(&lab, "node-2", "br-used").is_none(),
@@ -123,13 +121,13 @@ pub async fn a_deleted_node_does_not_block_deletion(lab: Lab) -> Result<()> {
     lab.partition("node-2")?;
     lab.kubectl(&["delete", "node", "node-2", "--wait=false"])?;
     delete_network(&client, "lost").await?;
-    wait_deleted(&client, "lost", Duration::from_secs(30)).await?;
+    wait_deleted(&client, "lost").await?;
     ensure!(link(&lab, "node-2", "br-lost").is_some(), "the partitioned node must keep the bridge");
     // After the partition, the node deletes the leftover bridge.
     lab.heal("node-2")?;
     lab.reboot("node-2").await?;
     patchbay::wait_ready(&lab).await?;
-    wait::until(Duration::from_secs(30), "the leftover bridge to be deleted", || async {
+    wait::until(WAIT_TIMEOUT, "the leftover bridge to be deleted", || async {
         Ok(link(&lab, "node-2", "br-lost").is_none().then_some(()))
     })
     .await

@@ -1,13 +1,12 @@
 //! Drift: changed links are repaired; foreign links and NADs are not touched; unusable uplinks and ports are reported.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        READY_LIMIT, WAIT_TIMEOUT, attachment_for, condition, create_network, delete_network, host_state,
-        link, networks, node_report, start_network, start_pods_with_addresses, wait_deleted, wait_reachable,
-        wait_ready,
+        WAIT_TIMEOUT, attachment_for, condition, create_network, delete_network, host_state, link, networks,
+        node_report, start_network, start_pods_with_addresses, wait_deleted, wait_reachable, wait_ready,
     },
     patchbay,
 };
@@ -20,21 +19,21 @@ use serde_json::{Value, json};
 
 use crate::NODES;
 
-/// Runs `damage` on node-1, and returns how long it takes until `is_repaired`.
-async fn repair_time(
+/// How soon drift must be repaired.
+const REPAIR_LIMIT: Duration = Duration::from_secs(1);
+
+/// Runs `damage` on node-1, and asserts that it is repaired in time.
+async fn damage_and_wait(
     lab: &Lab,
     what: &str,
     damage: &[&str],
     is_repaired: impl Fn() -> bool,
-) -> Result<Duration> {
+) -> Result<()> {
     lab.node("node-1").output(damage).with_context(|| what.to_owned())?;
-    let start = Instant::now();
-    wait::until(Duration::from_secs(1), &format!("repair of {what}"), || async {
-        Ok(is_repaired().then_some(()))
-    })
-    .await?;
-    println!("{what}: repaired after {:?}", start.elapsed());
-    Ok(start.elapsed())
+    let repaired = || async { Ok(is_repaired().then_some(())) };
+    let ((), took) = wait::within(REPAIR_LIMIT, &format!("repair of {what}"), repaired).await?;
+    println!("{what}: repaired after {took:?}");
+    Ok(())
 }
 
 pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
@@ -66,55 +65,55 @@ pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
             .context("the pod's port")?
             .to_owned();
         let is_port = || link(&lab, "node-1", &port).is_some_and(|l| l["master"] == "br-drift");
-        repair_time(&lab, "mtu", &["ip", "link", "set", "br-drift", "mtu", "1000"], || bridge("mtu") == 1450)
+        damage_and_wait(&lab, "mtu", &["ip", "link", "set", "br-drift", "mtu", "1000"], || {
+            bridge("mtu") == 1450
+        })
+        .await?;
+        damage_and_wait(&lab, "down", &["ip", "link", "set", "br-drift", "down"], || is_up(&bridge("flags")))
             .await?;
-        repair_time(&lab, "down", &["ip", "link", "set", "br-drift", "down"], || is_up(&bridge("flags")))
-            .await?;
-        repair_time(&lab, "vxlan mtu", &["ip", "link", "set", "vx-drift", "mtu", "1000"], || {
+        damage_and_wait(&lab, "vxlan mtu", &["ip", "link", "set", "vx-drift", "mtu", "1000"], || {
             vxlan("mtu") == 1450
         })
         .await?;
-        repair_time(&lab, "vxlan down", &["ip", "link", "set", "vx-drift", "down"], || {
+        damage_and_wait(&lab, "vxlan down", &["ip", "link", "set", "vx-drift", "down"], || {
             is_up(&vxlan("flags")) && has_flood_entry()
         })
         .await?;
-        repair_time(&lab, "vxlan port", &["ip", "link", "set", "vx-drift", "nomaster"], || {
+        damage_and_wait(&lab, "vxlan port", &["ip", "link", "set", "vx-drift", "nomaster"], || {
             vxlan("master") == "br-drift"
         })
         .await?;
-        repair_time(&lab, "vxlan deleted", &["ip", "link", "del", "vx-drift"], || {
+        damage_and_wait(&lab, "vxlan deleted", &["ip", "link", "del", "vx-drift"], || {
             vxlan("master") == "br-drift" && is_up(&vxlan("flags")) && has_flood_entry()
         })
         .await?;
         let entry = ["bridge", "fdb", "del", "00:00:00:00:00:00", "dev", "vx-drift", "dst", "172.30.0.12"];
-        repair_time(&lab, "flood entry", &entry, has_flood_entry).await?;
+        damage_and_wait(&lab, "flood entry", &entry, has_flood_entry).await?;
         let entry = ["bridge", "fdb", "append", "00:00:00:00:00:00", "dev", "vx-drift", "dst", "192.0.2.9"];
-        repair_time(&lab, "foreign flood entry", &entry, || {
+        damage_and_wait(&lab, "foreign flood entry", &entry, || {
             lab.node("node-1")
                 .output(&["bridge", "fdb", "show", "dev", "vx-drift"])
                 .is_ok_and(|t| !t.contains("192.0.2.9"))
         })
         .await?;
-        repair_time(&lab, "address", &["ip", "addr", "add", "10.6.0.77/24", "dev", "br-drift"], || {
+        damage_and_wait(&lab, "address", &["ip", "addr", "add", "10.6.0.77/24", "dev", "br-drift"], || {
             lab.node("node-1")
                 .output(&["ip", "-o", "addr", "show", "dev", "br-drift"])
                 .is_ok_and(|t| t.trim().is_empty())
         })
         .await?;
-        repair_time(&lab, "pod's port", &["ip", "link", "set", &port, "nomaster"], is_port).await?;
-        repair_time(&lab, "bridge deleted", &["ip", "link", "del", "br-drift"], || {
+        damage_and_wait(&lab, "pod's port", &["ip", "link", "set", &port, "nomaster"], is_port).await?;
+        damage_and_wait(&lab, "bridge deleted", &["ip", "link", "del", "br-drift"], || {
             is_up(&bridge("flags")) && vxlan("master") == "br-drift" && is_port()
         })
         .await?;
         wait_reachable(ns, "client", "10.6.0.2").await?;
         // A deleted NAD.
-        let started = Instant::now();
-        lab.kubectl(&["-n", &ns.namespace, "delete", "net-attach-def", "drift"])?;
-        wait::until(Duration::from_secs(1), "the NAD to be recreated", || async {
-            lab.kubectl(&["-n", &ns.namespace, "get", "net-attach-def", "drift"]).map(Some)
-        })
-        .await?;
-        println!("NAD deleted: recreated after {:?}", started.elapsed());
+        lab.kubectl(&["-n", &ns.namespace, "delete", "net-attach-def", "drift", "--wait=false"])?;
+        let recreated =
+            || async { lab.kubectl(&["-n", &ns.namespace, "get", "net-attach-def", "drift"]).map(Some) };
+        let (_, took) = wait::within(REPAIR_LIMIT, "the NAD to be recreated", recreated).await?;
+        println!("NAD deleted: recreated after {took:?}");
         let daemon = patchbay::daemon_pod(&client, "node-1").await?;
         let metrics = lab.kubectl(&[
             "-n",
@@ -131,7 +130,7 @@ pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
             .find_map(|l| l.strip_prefix("patchbay_node_repairs_total "))
             .context("patchbay_node_repairs_total")?;
         ensure!(repairs.trim().parse::<f64>()? >= 11.0, "{repairs}");
-        wait::until(Duration::from_secs(5), "an event Repaired", || async {
+        wait::until(WAIT_TIMEOUT, "an event Repaired", || async {
             let events =
                 lab.kubectl(&["get", "events", "-A", "--field-selector", "involvedObject.name=drift"])?;
             Ok(events.contains("Repaired").then_some(()))
@@ -140,14 +139,14 @@ pub async fn link_drift_is_repaired_within_1_s(lab: Lab) -> Result<()> {
     })
     .await?;
     delete_network(&client, "drift").await?;
-    wait_deleted(&client, "drift", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "drift").await.map(drop)
 }
 
 pub async fn an_uplink_that_a_node_needs_is_rejected_only_on_that_node(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     lab.node("node-1").output(&["ip", "addr", "add", "192.0.2.1/24", "dev", "eth2"])?;
     create_network(&client, "needed", json!({"uplink": "eth2"})).await?;
-    let rejected = wait::until(Duration::from_secs(3), "node-1 to reject the uplink", || async {
+    let rejected = wait::until(WAIT_TIMEOUT, "node-1 to reject the uplink", || async {
         let (one, two) = (
             node_report(&client, "node-1", "needed").await?,
             node_report(&client, "node-2", "needed").await?,
@@ -158,7 +157,7 @@ pub async fn an_uplink_that_a_node_needs_is_rejected_only_on_that_node(lab: Lab)
     .await?;
     println!("{rejected}");
     ensure!(rejected["message"].as_str().is_some_and(|m| m.contains("192.0.2.1")), "{rejected}");
-    let object = wait::until(Duration::from_secs(2), "the network's status", || async {
+    let object = wait::until(WAIT_TIMEOUT, "the network's status", || async {
         let object = networks(&client).get("needed").await?;
         let reported = object
             .status
@@ -170,19 +169,19 @@ pub async fn an_uplink_that_a_node_needs_is_rejected_only_on_that_node(lab: Lab)
     ensure!(condition(&object, "Ready").0 == "False", "{object:?}");
     ensure!(link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()), "the NIC was changed");
     lab.node("node-1").output(&["ip", "addr", "del", "192.0.2.1/24", "dev", "eth2"])?;
-    wait_ready(&client, "needed", READY_LIMIT).await?;
+    wait_ready(&client, "needed").await?;
     delete_network(&client, "needed").await?;
-    wait_deleted(&client, "needed", Duration::from_secs(5)).await?;
+    wait_deleted(&client, "needed").await?;
     // eth0 has the default route, the node's address and the connection to the API server.
     create_network(&client, "needed", json!({"uplink": "eth0"})).await?;
     for node in NODES {
-        wait::until(Duration::from_secs(3), "both nodes to reject the uplink", || async {
+        wait::until(WAIT_TIMEOUT, "both nodes to reject the uplink", || async {
             Ok(node_report(&client, node, "needed").await?.filter(|entry| entry["reason"] == "UplinkRefused"))
         })
         .await?;
     }
     delete_network(&client, "needed").await?;
-    wait_deleted(&client, "needed", Duration::from_secs(5)).await.map(drop)
+    wait_deleted(&client, "needed").await.map(drop)
 }
 
 pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
@@ -199,7 +198,7 @@ pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
         let get = ["-n", &ns.namespace, "get", "net-attach-def", "theirs", "-o", "yaml"];
         let nad_before = lab.kubectl(&get)?;
         create_network(client, "theirs", json!({"attachment": attachment_for(ns)})).await?;
-        let object = wait::until(Duration::from_secs(3), "condition Conflict", || async {
+        let object = wait::until(WAIT_TIMEOUT, "condition Conflict", || async {
             let object = networks(client).get("theirs").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
         })
@@ -207,7 +206,7 @@ pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
         let (_, _, message) = condition(&object, "Conflict");
         println!("{message}");
         ensure!(message.contains(&format!("{}/theirs", ns.namespace)), "{message}");
-        let entry = wait::until(Duration::from_secs(3), "reason ForeignLink on node-1", || async {
+        let entry = wait::until(WAIT_TIMEOUT, "reason ForeignLink on node-1", || async {
             Ok(node_report(client, "node-1", "theirs")
                 .await?
                 .filter(|entry| entry["reason"] == "ForeignLink"))
@@ -215,10 +214,10 @@ pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
         .await?;
         ensure!(entry["message"].as_str().is_some_and(|m| m.contains("br-theirs")), "{entry}");
         delete_network(client, "theirs").await?;
-        wait_deleted(client, "theirs", Duration::from_secs(5)).await?;
+        wait_deleted(client, "theirs").await?;
         // A foreign link alone is also a conflict.
         create_network(client, "link", json!({"bridge": "br-theirs"})).await?;
-        let object = wait::until(Duration::from_secs(3), "condition Conflict", || async {
+        let object = wait::until(WAIT_TIMEOUT, "condition Conflict", || async {
             let object = networks(client).get("link").await?;
             Ok((condition(&object, "Conflict").0 == "True").then_some(object))
         })
@@ -227,7 +226,7 @@ pub async fn foreign_links_and_nads_are_not_touched(lab: Lab) -> Result<()> {
         println!("{message}");
         ensure!(message.contains("node-1") && message.contains("br-theirs"), "{message}");
         delete_network(client, "link").await?;
-        wait_deleted(client, "link", Duration::from_secs(5)).await?;
+        wait_deleted(client, "link").await?;
         ensure!(host_state(&lab, "node-1")? == before, "the foreign bridge was changed");
         ensure!(lab.kubectl(&get)? == nad_before, "the foreign NAD was changed");
         lab.node("node-1").output(&["ip", "link", "del", "br-theirs"]).map(drop)
@@ -268,7 +267,7 @@ pub async fn a_vxlan_port_in_use_fails_only_on_that_node(lab: Lab) -> Result<()>
     lab.node("node-1").output(&["sh", "-c", "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | grep -q '^[^ ]*tool echo 4790' && kill -9 ${p#/proc/}; done; true"])?;
     holder.wait()?;
     println!("{}", entry?["message"]);
-    wait_ready(&client, "port-in-use", Duration::from_secs(40)).await?;
+    wait_ready(&client, "port-in-use").await?;
     delete_network(&client, "port-in-use").await?;
-    wait_deleted(&client, "port-in-use", WAIT_TIMEOUT).await.map(drop)
+    wait_deleted(&client, "port-in-use").await.map(drop)
 }

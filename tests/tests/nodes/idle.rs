@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use e2e::bridge::{delete_network, start_network, wait_deleted};
+use e2e::bridge::{WAIT_TIMEOUT, delete_network, start_network, wait_deleted};
 use lab::{
     Lab,
     audit::{AuditOffset, AuditedRequest},
@@ -21,7 +21,7 @@ pub fn patchbay_writes(lab: &Lab, offset: AuditOffset) -> Result<Vec<AuditedRequ
 /// Waits for a second without writes: a pending change is written within a second.
 pub async fn wait_until_idle(lab: &Lab) -> Result<AuditOffset> {
     let mut since = (lab.audit_offset()?, Instant::now());
-    wait::until(Duration::from_secs(10), "a second without a write", || {
+    wait::until(WAIT_TIMEOUT, "a second without a write", || {
         let observed = lab.audit_offset().and_then(|now| Ok((now, patchbay_writes(lab, since.0)?)));
         let outcome = observed.map(|(now, found)| {
             if !found.is_empty() {
@@ -58,5 +58,5 @@ pub async fn a_new_network_causes_few_writes_and_then_none(lab: Lab) -> Result<(
     let found = patchbay_writes(&lab, offset)?;
     ensure!(found.is_empty(), "{found:#?}");
     delete_network(&client, "idle").await?;
-    wait_deleted(&client, "idle", Duration::from_secs(5)).await.map(drop)
+    wait_deleted(&client, "idle").await.map(drop)
 }

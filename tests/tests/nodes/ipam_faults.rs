@@ -6,10 +6,9 @@ use anyhow::{Context as _, Result, ensure};
 use api::IPBlock;
 use e2e::{
     bridge::{attached_pod, attachment_for, delete_network, start_network, wait_deleted, wait_for_event},
-    patchbay::{self, NAMESPACE},
+    patchbay,
 };
-use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, Client, ResourceExt as _};
+use kube::Client;
 use lab::{
     Lab,
     test_namespace::{TestNamespace, with_namespace},
@@ -61,7 +60,7 @@ pub async fn a_reimaged_node_reuses_its_blocks(lab: Lab) -> Result<()> {
     .await?;
     patchbay::wait_ready(&lab).await?;
     delete_network(&client, "reimage").await?;
-    wait_deleted(&client, "reimage", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "reimage").await.map(drop)
 }
 
 async fn block_names(client: &Client) -> Result<Vec<String>> {
@@ -94,25 +93,25 @@ pub async fn pods_terminate_while_the_daemon_cannot_write_its_state(lab: Lab) ->
         mount_small_disk(&lab)?;
         let outcome = without_disk(&lab, ns).await;
         unmount_small_disk(&lab)?;
-        restart_daemon(&lab, &client).await?;
+        patchbay::restart_daemon(&lab, &client, "node-1").await?;
         outcome
     })
     .await?;
     patchbay::wait_ready(&lab).await?;
     delete_network(&client, "disk").await?;
-    wait_deleted(&client, "disk", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "disk").await.map(drop)
 }
 
 async fn without_disk(lab: &Lab, ns: &TestNamespace) -> Result<()> {
     let (client, node) = (&ns.client, lab.node("node-1"));
     let kept = net1_addresses(&ns.pods().get("kept").await?)?;
     node.output(&["sh", "-c", &format!("dd if=/dev/zero of={STATE_DIR}/ballast bs=4k 2>/dev/null; true")])?;
-    restart_daemon(lab, client).await?;
+    patchbay::restart_daemon(lab, client, "node-1").await?;
     wait_for_condition(lab, "False").await?;
     lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "deleted", "--timeout=60s"])
         .context("a pod stays Terminating")?;
     ns.create_pod(attached_pod("new", "node-1", "disk")).await?;
-    wait_for_event(ns, "cannot be recorded on this node", TIMEOUT).await?;
+    wait_for_event(ns, "cannot be recorded on this node").await?;
     node.output(&["rm", &format!("{STATE_DIR}/ballast")])?;
     wait_for_condition(lab, "True").await?;
     let new = ns.wait_pod_ready("new").await?;
@@ -143,20 +142,6 @@ async fn wait_for_condition(lab: &Lab, status: &str) -> Result<()> {
         let found = lab.kubectl(&["get", "nodenetwork", "node-1", "-o", path])?;
         ensure!(found == status, "{found}");
         Ok(Some(()))
-    })
-    .await
-}
-
-/// Replaces the daemon of node-1, and waits until the new one is ready.
-async fn restart_daemon(lab: &Lab, client: &Client) -> Result<()> {
-    let old = patchbay::daemon_pod(client, "node-1").await?;
-    lab.kubectl(&["-n", NAMESPACE, "delete", "pod", &old, "--force", "--grace-period=0"])?;
-    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
-    wait::until(TIMEOUT, "a new daemon that is ready", || async {
-        let Ok(name) = patchbay::daemon_pod(client, "node-1").await else { return Ok(None) };
-        let pod = pods.get_opt(&name).await?.filter(|pod| pod.name_any() != old);
-        let conditions = pod.and_then(|pod| pod.status?.conditions).unwrap_or_default();
-        Ok(conditions.iter().any(|one| one.type_ == "Ready" && one.status == "True").then_some(()))
     })
     .await
 }

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::{
-        add_address, attached_pod, attachment_for, condition, delete_network, link, networks, start_network,
-        start_pod_with_address, start_pods_with_addresses, wait_deleted, wait_for_event, wait_reachable,
+        WAIT_TIMEOUT, add_address, attached_pod, attachment_for, condition, delete_network, link, networks,
+        start_network, start_pod_with_address, start_pods_with_addresses, wait_deleted, wait_for_event,
+        wait_reachable,
     },
     patchbay::{self, NAMESPACE},
 };
@@ -38,13 +39,12 @@ pub async fn a_deleted_leader_is_replaced_within_15_s(lab: Lab) -> Result<()> {
     };
     let leader = lease_holder()?;
     lab.kubectl(&["-n", NAMESPACE, "delete", "pod", &leader, "--force", "--grace-period=0"])?;
-    let start = Instant::now();
-    wait::until(Duration::from_secs(15), "a new leader", || async {
+    let replaced = || async {
         let now = lease_holder()?;
         Ok((now != leader && !now.is_empty()).then_some(()))
-    })
-    .await?;
-    println!("replaced after {:?}", start.elapsed());
+    };
+    let ((), took) = wait::within(Duration::from_secs(15), "a new leader", replaced).await?;
+    println!("replaced after {took:?}");
     patchbay::wait_ready(&lab).await
 }
 
@@ -68,16 +68,16 @@ pub async fn an_api_server_outage_restarts_no_daemon(lab: Lab) -> Result<()> {
     lab.node("node-1").output(&["ip", "link", "add", "nic8", "type", "veth", "peer", "vethnic8"])?;
     tokio::time::sleep(Duration::from_secs(12)).await;
     lab.resume("apiserver")?;
-    let took = wait_for_nic(&client, "node-1", "nic8", true, Duration::from_secs(60)).await?;
+    let took = wait_for_nic(&client, "node-1", "nic8", true).await?;
     println!("published {took:?} after the API server resumed");
     lab.kill("apiserver")?;
     lab.node("node-1").output(&["ip", "link", "add", "nic7", "type", "veth", "peer", "vethnic7"])?;
     lab.up(Topology::Nodes(2)).await?;
-    let took = wait_for_nic(&client, "node-1", "nic7", true, Duration::from_secs(60)).await?;
+    let took = wait_for_nic(&client, "node-1", "nic7", true).await?;
     println!("published {took:?} after the API server restarted");
     lab.node("node-1").output(&["ip", "link", "del", "nic7"])?;
     lab.node("node-1").output(&["ip", "link", "del", "nic8"])?;
-    wait_for_nic(&client, "node-1", "nic8", false, Duration::from_secs(5)).await?;
+    wait_for_nic(&client, "node-1", "nic8", false).await?;
     ensure!(
         restarts()? == before,
         "a daemon was restarted: {} restarts before, {} after",
@@ -95,7 +95,7 @@ pub async fn a_node_catches_up_after_a_partition(lab: Lab) -> Result<()> {
     lab.node("node-2").output(&["ip", "link", "add", "nic5", "type", "veth", "peer", "vethnic5"])?;
     delete_network(&client, "part").await?;
     // The leader may be on that node: another one takes over after ten seconds.
-    let object = wait::until(Duration::from_secs(25), "the network to wait for node-2", || async {
+    let object = wait::until(WAIT_TIMEOUT, "the network to wait for node-2", || async {
         let object = networks(&client).get("part").await?;
         let (_, _, message) = condition(&object, "Ready");
         Ok((message.contains("node-2") && link(&lab, "node-1", "br-part").is_none()).then_some(object))
@@ -108,14 +108,12 @@ pub async fn a_node_catches_up_after_a_partition(lab: Lab) -> Result<()> {
     ensure!(link(&lab, "node-2", "br-part").is_some(), "the partitioned node must keep the bridge");
     lab.heal("node-2")?;
     ensure!(unpublished, "the partitioned node published a NIC");
-    let (published, deleted) = tokio::try_join!(
-        wait_for_nic(&client, "node-2", "nic5", true, Duration::from_secs(45)),
-        wait_deleted(&client, "part", Duration::from_secs(90)),
-    )?;
+    let (published, deleted) =
+        tokio::try_join!(wait_for_nic(&client, "node-2", "nic5", true), wait_deleted(&client, "part"),)?;
     println!("after the partition: NIC published in {published:?}, network deleted in {deleted:?}");
     ensure!(link(&lab, "node-2", "br-part").is_none(), "the bridge was not deleted");
     lab.node("node-2").output(&["ip", "link", "del", "nic5"])?;
-    wait_for_nic(&client, "node-2", "nic5", false, Duration::from_secs(5)).await?;
+    wait_for_nic(&client, "node-2", "nic5", false).await?;
     patchbay::wait_ready(&lab).await
 }
 
@@ -123,13 +121,13 @@ pub async fn nodenetworks_follow_joining_and_leaving_nodes(lab: Lab) -> Result<(
     let client = lab.client().await?;
     let started = Instant::now();
     let name = lab.add_node().await?;
-    wait::until(Duration::from_secs(60), "the new node's NodeNetwork", || async {
+    wait::until(WAIT_TIMEOUT, "the new node's NodeNetwork", || async {
         Ok(nodenetworks(&client).get_opt(&name).await?.filter(|n| n.status.is_some()).map(|_| ()))
     })
     .await?;
     println!("the new node published after {:?}", started.elapsed());
     lab.remove_node(&name).await?;
-    wait::until(Duration::from_secs(60), "its NodeNetwork to be deleted", || async {
+    wait::until(WAIT_TIMEOUT, "its NodeNetwork to be deleted", || async {
         Ok(nodenetworks(&client).get_opt(&name).await?.is_none().then_some(()))
     })
     .await?;
@@ -157,7 +155,7 @@ pub async fn patchbay_can_be_uninstalled_and_reinstalled(lab: Lab) -> Result<()>
     patchbay::install(&lab).await?;
     let offset = lab.audit_offset()?;
     lab.node("node-1").output(&["ip", "link", "add", "nic6", "type", "veth", "peer", "vethnic6"])?;
-    wait_for_nic(&client, "node-1", "nic6", true, Duration::from_secs(2)).await?;
+    wait_for_nic(&client, "node-1", "nic6", true).await?;
     lab.node("node-1").output(&["ip", "link", "del", "nic6"])?;
     ensure!(!patchbay_writes(&lab, offset)?.is_empty(), "the audit log has no writes");
     Ok(())
@@ -182,13 +180,13 @@ pub async fn while_the_daemon_is_down_pods_are_deleted_and_new_ones_wait(lab: La
         // The node selector keeps the DaemonSet from recreating the pod on node-1.
         lab.kubectl(&["label", "node", "node-2", "lab/daemon=wanted"])?;
         patchbay::patch_daemons(&client, json!({"nodeSelector": {"lab/daemon": "wanted"}})).await?;
-        wait::until(Duration::from_secs(60), "node-1 to have no daemon", || async {
+        wait::until(WAIT_TIMEOUT, "node-1 to have no daemon", || async {
             Ok(patchbay::daemon_pod(&client, "node-1").await.is_err().then_some(()))
         })
         .await?;
         wait_reachable(ns, "client", "10.3.0.2").await?;
         ns.create_pod(attached_pod("new-client", "node-1", "down")).await?;
-        wait_for_event(ns, "does not answer", Duration::from_secs(30)).await?;
+        wait_for_event(ns, "does not answer").await?;
         ns.create_pod(attached_pod("new", "node-1", "ipam")).await?;
         lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "server", "deleted", "--now", "--timeout=30s"])?;
         let tombstones = lab.node("node-1").output(&["ls", "/var/lib/patchbay/tombstones"])?;
@@ -211,7 +209,7 @@ pub async fn while_the_daemon_is_down_pods_are_deleted_and_new_ones_wait(lab: La
     Box::pin(test).await?;
     for name in ["down", "ipam"] {
         delete_network(&client, name).await?;
-        wait_deleted(&client, name, Duration::from_secs(30)).await?;
+        wait_deleted(&client, name).await?;
     }
     Ok(())
 }
@@ -232,16 +230,14 @@ pub async fn after_a_reboot_pods_recover_and_lost_nics_are_not_published(lab: La
             statuses.map(|s| s.restart_count).sum::<i32>()
         };
         lab.node("node-2").output(&["ip", "link", "add", "nic7", "type", "veth", "peer", "vethnic7"])?;
-        wait_for_nic(&client, "node-2", "nic7", true, Duration::from_secs(2)).await?;
+        wait_for_nic(&client, "node-2", "nic7", true).await?;
         let started = Instant::now();
         lab.reboot("node-2").await?;
         println!("rebooted after {:?}", started.elapsed());
-        wait_for_nic(&client, "node-2", "nic7", false, Duration::from_secs(60))
-            .await
-            .context("a NIC that was lost in the reboot")?;
+        wait_for_nic(&client, "node-2", "nic7", false).await.context("a NIC that was lost in the reboot")?;
         println!("published after {:?}", started.elapsed());
         for name in ["server-0", "server-1"] {
-            wait::until(Duration::from_secs(90), "the pod to restart", || async {
+            wait::until(WAIT_TIMEOUT, "the pod to restart", || async {
                 let pod = ns.pods().get(name).await?;
                 let ready = pod.status.iter().flat_map(|s| s.conditions.iter().flatten());
                 let ready = ready.filter(|c| c.type_ == "Ready").any(|c| c.status == "True");
@@ -257,5 +253,5 @@ pub async fn after_a_reboot_pods_recover_and_lost_nics_are_not_published(lab: La
     .await?;
     patchbay::wait_ready(&lab).await?;
     delete_network(&client, "boot").await?;
-    wait_deleted(&client, "boot", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "boot").await.map(drop)
 }

@@ -105,11 +105,9 @@ pub async fn random_operations_converge_to_the_model(lab: Lab) -> Result<()> {
             bridge::delete_network(&client, name).await?;
         }
         for name in NAMES {
-            bridge::wait_deleted(&client, name, CONVERGENCE_TIMEOUT)
-                .await
-                .with_context(|| operations.clone())?;
+            bridge::wait_deleted(&client, name).await.with_context(|| operations.clone())?;
         }
-        wait::until(Duration::from_secs(5), "the initial state", || async {
+        wait::until(bridge::WAIT_TIMEOUT, "the initial state", || async {
             let now = cluster_state(&lab, &client).await?;
             ensure!(now == clean, "before:\n{clean}\nafter:\n{now}");
             Ok(Some(()))
@@ -132,7 +130,7 @@ async fn random_operation(
     match (model.get(name).cloned(), rng.below(16)) {
         (None, _) => {
             // An earlier network of this name may still be terminating.
-            bridge::wait_deleted(client, name, CONVERGENCE_TIMEOUT).await?;
+            bridge::wait_deleted(client, name).await?;
             let desired = DesiredNetwork::random(name, rng);
             retry_webhook(|| bridge::create_network(client, name, desired.spec())).await?;
             model.insert(name, desired);
@@ -191,7 +189,7 @@ async fn random_operation(
                 .collect();
             // Half of the damage hits a ready network, half one that may still be created.
             if rng.below(2) == 0 {
-                bridge::wait_ready(client, name, CONVERGENCE_TIMEOUT).await?;
+                bridge::wait_ready(client, name).await?;
             }
             // The link may not exist.
             let done = lab.node(node).output(&command).is_ok();
@@ -371,7 +369,7 @@ pub async fn a_pod_created_during_deletion_is_rejected_or_keeps_its_network(lab:
                     .await?;
                 }
             }
-            bridge::wait_deleted(client, &name, Duration::from_secs(20)).await?;
+            bridge::wait_deleted(client, &name).await?;
         }
         Ok(())
     })

@@ -1,12 +1,10 @@
 //! Traffic between pods on bridge networks: on one node, over an overlay, and through an uplink.
 
-use std::time::Duration;
-
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::bridge::{
-    READY_LIMIT, WAIT_TIMEOUT, add_address, attached_pod, attachment_for, condition, create_network,
-    delete_network, exec_in_pod_netns, host_state, link, networks, packets_lost, start_network,
-    start_pod_with_address, start_pods_with_addresses, wait_deleted, wait_reachable, wait_ready,
+    WAIT_TIMEOUT, add_address, attached_pod, attachment_for, condition, create_network, delete_network,
+    exec_in_pod_netns, host_state, link, networks, packets_lost, start_network, start_pod_with_address,
+    start_pods_with_addresses, wait_deleted, wait_reachable, wait_ready, wait_ready_in_time,
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::{
@@ -27,7 +25,7 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
         let client = &ns.client;
         let before = host_state(&lab, "node-1")?;
         create_network(client, "local", json!({"attachment": attachment_for(ns)})).await?;
-        let took = wait_ready(client, "local", READY_LIMIT).await?;
+        let took = wait_ready_in_time(client, "local").await?;
         println!("ready on two nodes after {took:?}");
         for node in NODES {
             let bridge = link(&lab, node, "br-local").context("the bridge")?;
@@ -55,7 +53,7 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
         add_address(ns, "server", "lan", "10.9.0.2/24")?;
         wait_reachable(ns, "client", "10.9.0.2").await?;
         let object = networks(client).get("local").await?;
-        wait::until(Duration::from_secs(3), "two users", || async {
+        wait::until(WAIT_TIMEOUT, "two users", || async {
             let users = networks(client).get("local").await?.status.and_then(|s| s.users).unwrap_or_default();
             Ok((users.count == 2 && users.first.iter().all(|u| u.contains(&ns.namespace))).then_some(()))
         })
@@ -70,7 +68,7 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
             ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
         }
         delete_network(client, "local").await?;
-        wait_deleted(client, "local", Duration::from_secs(15)).await?;
+        wait_deleted(client, "local").await?;
         let after = host_state(&lab, "node-1")?;
         ensure!(before == after, "before:\n{before}\nafter:\n{after}");
         for node in NODES {
@@ -152,7 +150,7 @@ pub async fn an_overlay_connects_pods_across_nodes_up_to_its_mtu(lab: Lab) -> Re
         delete_network(&client, name).await?;
     }
     for name in ["over", "over2"] {
-        wait_deleted(&client, name, Duration::from_secs(30)).await?;
+        wait_deleted(&client, name).await?;
     }
     ensure!(
         link(&lab, "node-1", "vx-over").is_none() && link(&lab, "node-2", "br-over").is_none(),
@@ -181,7 +179,7 @@ pub async fn an_uplink_connects_pods_and_is_restored_after_deletion(lab: Lab) ->
     })
     .await?;
     delete_network(&client, "up").await?;
-    wait_deleted(&client, "up", Duration::from_secs(30)).await?;
+    wait_deleted(&client, "up").await?;
     let after = [host_state(&lab, "node-1")?, host_state(&lab, "node-2")?];
     lab.node("node-1").output(&["ip", "link", "set", "eth1", "mtu", "1500", "up"])?;
     ensure!(before == after, "before: {before:#?}\nafter: {after:#?}");
@@ -204,7 +202,7 @@ pub async fn a_network_with_a_small_mtu_connects_pods(lab: Lab) -> Result<()> {
     })
     .await?;
     delete_network(&client, "small").await?;
-    wait_deleted(&client, "small", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "small").await.map(drop)
 }
 
 pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> {
@@ -232,11 +230,11 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         let edit = async |spec: Value| -> Result<()> {
             let patch = Patch::Merge(json!({"spec": spec}));
             networks(&client).patch("edit", &PatchParams::default(), &patch).await?;
-            wait_ready(&client, "edit", Duration::from_secs(3)).await.map(drop)
+            wait_ready(&client, "edit").await.map(drop)
         };
         edit(json!({"mtu": 1480})).await?;
-        edit(json!({"uplink": "eth1"})).await?;
-        wait::until(Duration::from_secs(3), "pods with the old MTU to be counted", || async {
+        edit(json!({"uplink": "eth2"})).await?;
+        wait::until(WAIT_TIMEOUT, "pods with the old MTU to be counted", || async {
             let status = networks(&client).get("edit").await?.status.unwrap_or_default();
             Ok((status.mtu == Some(1480) && status.pods_with_old_mtu == Some(2)).then_some(()))
         })
@@ -264,12 +262,12 @@ pub async fn edits_converge_in_place_and_lose_no_packet(lab: Lab) -> Result<()> 
         }
         edit(json!({"uplink": null})).await?;
         ensure!(
-            link(&lab, "node-1", "eth1").is_some_and(|l| l["master"].is_null()),
+            link(&lab, "node-1", "eth2").is_some_and(|l| l["master"].is_null()),
             "the uplink was not released"
         );
         Ok(())
     })
     .await?;
     delete_network(&client, "edit").await?;
-    wait_deleted(&client, "edit", Duration::from_secs(30)).await.map(drop)
+    wait_deleted(&client, "edit").await.map(drop)
 }
