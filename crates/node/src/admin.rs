@@ -56,7 +56,11 @@ async fn live(State(health): State<Arc<Health>>) -> (StatusCode, String) {
 }
 
 async fn ready(State(health): State<Arc<Health>>) -> (StatusCode, String) {
-    response("not ready", health.problem())
+    let (status, mut text) = response("not ready", health.problem());
+    for warning in health.warnings() {
+        text += &format!("warning: {warning}\n");
+    }
+    (status, text)
 }
 
 fn response(failure: &str, problem: Option<String>) -> (StatusCode, String) {

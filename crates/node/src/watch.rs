@@ -72,6 +72,13 @@ where
         watch
     }
 
+    /// Watches the objects that the field selector selects.
+    pub fn selected(api: Api<K>, fields: &str) -> Self {
+        let mut watch = Self::all(api);
+        watch.config = watch.config.fields(fields);
+        watch
+    }
+
     /// Watches every object of the kind.
     pub fn all(api: Api<K>) -> Self {
         Self {
