@@ -141,9 +141,10 @@ impl EventRecorder {
             secondary: None,
         };
         let object = regarding.name.clone();
-        match self.queue.try_send((regarding, event)) {
-            Ok(()) => throttle.remember(key, Instant::now()),
-            Err(_) => debug!(object, reason, "event queue is full, dropping an event"),
+        if self.queue.try_send((regarding, event)).is_ok() {
+            throttle.remember(key, Instant::now());
+        } else {
+            debug!(object, reason, "event queue is full, dropping an event");
         }
     }
 }

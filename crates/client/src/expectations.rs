@@ -76,10 +76,10 @@ mod tests {
         let mut writes = Expectations::new(TTL);
         let start = Instant::now();
         writes.expect("blue", Some("7"), start);
-        let cached = |version: Option<&'static str>| move |before: &Option<&str>| *before == version;
-        assert_eq!(writes.remaining(&"blue", start, cached(Some("7"))), Some(TTL));
-        assert_eq!(writes.remaining(&"blue", start, cached(Some("8"))), None, "the watch delivered it");
-        assert_eq!(writes.remaining(&"red", start, cached(Some("7"))), None);
+        assert_eq!(writes.remaining(&"blue", start, |before| *before == Some("7")), Some(TTL));
+        let delivered = writes.remaining(&"blue", start, |before| *before == Some("8"));
+        assert_eq!(delivered, None, "the cache shows another version");
+        assert_eq!(writes.remaining(&"red", start, |_| true), None);
         writes.retain(|_, before| before.is_none());
         assert!(writes.is_empty());
     }
