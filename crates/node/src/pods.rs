@@ -13,6 +13,7 @@ use std::{
 };
 
 use api::{ErrorChain, selection::NETWORKS_ANNOTATION};
+use client::watch::{ObjectEvent, ObjectWatch, WatchConfig};
 use jiff::Timestamp;
 use k8s_openapi::{
     NamespaceResourceScope,
@@ -27,7 +28,7 @@ use tracing::{info, warn};
 use crate::{
     Error,
     health::{Component, Health, HealthChange},
-    watch::{ObjectEvent, ObjectWatch},
+    watch::backoff,
 };
 
 const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
@@ -179,12 +180,9 @@ impl Subscriber {
 }
 
 impl PodState {
-    fn replace(&mut self, objects: Vec<PodObject>) {
-        let new: BTreeMap<PodUid, Arc<OwnPod>> = objects
-            .into_iter()
-            .filter_map(PodObject::into_pod)
-            .map(|pod| (pod.uid.clone(), Arc::new(pod)))
-            .collect();
+    fn replace(&mut self, listed: impl IntoIterator<Item = OwnPod>) {
+        let new: BTreeMap<PodUid, Arc<OwnPod>> =
+            listed.into_iter().map(|pod| (pod.uid.clone(), Arc::new(pod))).collect();
         let old = self.pods.take().unwrap_or_default();
         let changed = new.iter().filter(|(uid, pod)| old.get(*uid) != Some(*pod)).map(|(uid, _)| uid);
         let gone = old.keys().filter(|uid| !new.contains_key(*uid));
@@ -193,8 +191,8 @@ impl PodState {
         self.notify(&changed);
     }
 
-    fn apply(&mut self, object: PodObject) {
-        let (Some(pods), Some(pod)) = (&mut self.pods, object.into_pod()) else { return };
+    fn apply(&mut self, pod: OwnPod) {
+        let Some(pods) = &mut self.pods else { return };
         if pods.get(&pod.uid).is_some_and(|known| **known == pod) {
             return;
         }
@@ -203,9 +201,8 @@ impl PodState {
         self.notify(&BTreeSet::from([uid]));
     }
 
-    fn delete(&mut self, object: PodObject) {
-        let (Some(pods), Some(uid)) = (&mut self.pods, object.metadata.uid) else { return };
-        if pods.remove(&uid).is_some() {
+    fn delete(&mut self, uid: &str) {
+        if let Some((uid, _)) = self.pods.as_mut().and_then(|pods| pods.remove_entry(uid)) {
             self.notify(&BTreeSet::from([uid]));
         }
     }
@@ -231,17 +228,20 @@ impl OwnPodsWatch {
             stop.cancelled().await;
             return Ok(());
         }
-        let mut watch = ObjectWatch::selected(self.api.clone(), &format!("spec.nodeName={}", self.node));
+        let selector = format!("spec.nodeName={}", self.node);
+        let config = WatchConfig::all().fields(&selector).backoff(backoff());
+        let mut watch = ObjectWatch::projected(self.api.clone(), config, PodObject::into_pod);
         while let Some(event) = stop.run_until_cancelled(watch.next()).await {
             match event {
-                ObjectEvent::Synced(objects) => {
-                    if self.health.ok(Component::PodWatch) == HealthChange::Changed {
-                        info!(count = objects.len(), "watching the pods of this node works again");
-                    }
-                    self.pods.lock().replace(objects);
+                ObjectEvent::Synced(listed) => {
+                    self.pods.lock().replace(listed.into_iter().flatten());
+                    self.recovered();
                 }
-                ObjectEvent::Changed(object) => self.pods.lock().apply(object),
-                ObjectEvent::Deleted(object) => self.pods.lock().delete(object),
+                ObjectEvent::Changed(Some(pod)) => self.pods.lock().apply(pod),
+                ObjectEvent::Deleted(Some(pod)) => self.pods.lock().delete(&pod.uid),
+                // Every object of the API server has a UID.
+                ObjectEvent::Changed(None) | ObjectEvent::Deleted(None) => {}
+                ObjectEvent::Resumed => self.recovered(),
                 ObjectEvent::Failed(error) => {
                     let problem = format!("watch the pods of this node: {}", ErrorChain(&error));
                     if self.health.fail(Component::PodWatch, problem.clone()) == HealthChange::Changed {
@@ -251,6 +251,12 @@ impl OwnPodsWatch {
             }
         }
         Ok(())
+    }
+
+    fn recovered(&self) {
+        if self.health.ok(Component::PodWatch) == HealthChange::Changed {
+            info!("watching the pods of this node works again");
+        }
     }
 }
 

@@ -58,8 +58,19 @@ fn events(events: &[(&str, Value)]) -> (u16, String) {
     (200, events.iter().map(line).collect())
 }
 
-fn failure() -> (u16, String) {
-    (500, json!({"kind": "Status", "code": 500, "message": "no", "reason": "no"}).to_string())
+fn failure(code: u16) -> (u16, String) {
+    (code, json!({"kind": "Status", "code": code, "message": "no", "reason": "no"}).to_string())
+}
+
+/// Waits until the watch has failed.
+async fn informed(health: &Health) -> String {
+    let failed = async {
+        while health.warnings().is_empty() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    timeout(Duration::from_secs(60), failed).await.unwrap();
+    health.warnings().concat()
 }
 
 fn decoded(object: Value) -> OwnPod {
@@ -193,14 +204,9 @@ async fn a_failed_watch_informs_and_the_next_list_reports_what_was_missed() {
     server.replies.send(list("1", &["a", "b", "c"].map(|uid| pod(uid, "1", &json!({}))))).unwrap();
     assert_eq!(changes(&mut consumer, 3).await, ["a", "b", "c"]);
 
-    server.replies.send(failure()).unwrap();
-    let informed = async {
-        while health.warnings().is_empty() {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    };
-    timeout(Duration::from_secs(60), informed).await.unwrap();
-    assert!(health.warnings()[0].starts_with("watch the pods of this node: "), "{:?}", health.warnings());
+    server.replies.send(failure(500)).unwrap();
+    let warning = informed(&health).await;
+    assert!(warning.starts_with("watch the pods of this node: "), "{warning}");
     assert_eq!(health.problem(), ready, "readiness does not depend on it");
     assert_eq!(pods.snapshot().unwrap().len(), 3, "the last state stays");
 
@@ -208,5 +214,12 @@ async fn a_failed_watch_informs_and_the_next_list_reports_what_was_missed() {
     server.replies.send(list("9", &[pod("a", "1", &json!({})), pod("c", "8", &deleted)])).unwrap();
     assert_eq!(changes(&mut consumer, 2).await, ["b", "c"]);
     assert_eq!((pods.get("b"), pods.get("c").unwrap().deleted.is_some()), (None, true));
+    assert_eq!(health.warnings(), [] as [String; 0]);
+
+    // An API server that is overloaded lists nothing: the watch resumes.
+    server.replies.send(failure(503)).unwrap();
+    informed(&health).await;
+    server.replies.send(events(&[("DELETED", pod("a", "10", &json!({})))])).unwrap();
+    assert_eq!(changes(&mut consumer, 1).await, ["a"]);
     assert_eq!(health.warnings(), [] as [String; 0]);
 }
