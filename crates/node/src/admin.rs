@@ -56,7 +56,9 @@ async fn live(State(health): State<Arc<Health>>) -> (StatusCode, String) {
 }
 
 async fn ready(State(health): State<Arc<Health>>) -> (StatusCode, String) {
-    response("not ready", health.problem())
+    let (status, text) = response("not ready", health.problem());
+    let warnings: Vec<String> = health.warnings().iter().map(|text| format!("warning: {text}\n")).collect();
+    (status, text + &warnings.concat())
 }
 
 fn response(failure: &str, problem: Option<String>) -> (StatusCode, String) {

@@ -10,7 +10,7 @@ use std::{
 };
 
 use api::{ErrorChain, IfNamePatterns, NetworkOnNode, ipblock::NodeRef};
-use kube::{ResourceExt as _, api::DynamicObject, runtime::watcher::DefaultBackoff};
+use client::retry::Backoff;
 use link::{LinkEditor, Monitor};
 use plan::{
     bridge::{
@@ -25,7 +25,7 @@ use crate::{
     event::{EventReason, Events},
     link_records::{self, LinkRecords},
     metrics::{ChangeLabels, ChangeVerb, Metrics, ResultLabel},
-    network::{self, Labels, ParsedNetwork},
+    network::{Labels, ParsedNetwork, WatchedNetwork},
     network_snapshot::{NetworkState, NetworkView, Networks, NetworksWriter},
 };
 
@@ -61,7 +61,8 @@ pub struct BridgeController {
     networks: Option<BTreeMap<Uid, ParsedNetwork>>,
     /// The names of BridgeNetworks that cannot be parsed.
     unreadable: BTreeMap<Uid, String>,
-    peers: Option<BTreeMap<String, Peer>>,
+    /// The other nodes, sorted by name. None until the first list from the API server.
+    peers: Option<Vec<Peer>>,
     backoffs: BTreeMap<Uid, NetworkBackoff>,
     /// The time of the last event about a repair.
     repair_events: BTreeMap<Uid, Instant>,
@@ -82,7 +83,7 @@ pub struct BridgeController {
 struct NetworkBackoff {
     failure: ApplyFailure,
     until: Instant,
-    backoff: DefaultBackoff,
+    backoff: Backoff,
 }
 
 /// The state of the node that a reconcile needs.
@@ -144,30 +145,31 @@ impl BridgeController {
         (self.networks.is_some() && self.peers.is_some()).then_some(&self.reports)
     }
 
-    pub fn replace_networks(&mut self, objects: &[DynamicObject]) {
+    pub fn replace_networks(&mut self, all: Vec<WatchedNetwork>) {
         self.unreadable.clear();
         self.networks = Some(BTreeMap::new());
-        for object in objects {
-            self.apply_network(object);
+        for network in all {
+            self.apply_network(network);
         }
     }
 
-    pub fn apply_network(&mut self, object: &DynamicObject) {
-        let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) else { return };
-        if let Some(network) = ParsedNetwork::read(object) {
+    pub fn apply_network(&mut self, network: WatchedNetwork) {
+        let WatchedNetwork { name, uid, parsed } = network;
+        let (Some(networks), Some(uid)) = (&mut self.networks, uid) else { return };
+        if let Some(network) = parsed {
             self.unreadable.remove(&uid);
             networks.insert(uid, network);
         } else {
-            warn!(network = object.name_any(), "cannot parse BridgeNetwork; its links are not changed");
+            warn!(network = name, "cannot parse BridgeNetwork; its links are not changed");
             networks.remove(&uid);
-            self.unreadable.insert(uid, object.name_any());
+            self.unreadable.insert(uid, name);
         }
     }
 
-    pub fn delete_network(&mut self, object: &DynamicObject) {
-        if let (Some(networks), Some(uid)) = (&mut self.networks, object.uid()) {
-            networks.remove(&uid);
-            self.unreadable.remove(&uid);
+    pub fn delete_network(&mut self, network: &WatchedNetwork) {
+        if let (Some(networks), Some(uid)) = (&mut self.networks, &network.uid) {
+            networks.remove(uid);
+            self.unreadable.remove(uid);
         }
     }
 
@@ -176,27 +178,29 @@ impl BridgeController {
         self.published.clear_node();
     }
 
-    /// Replaces all peers by the NodeNetworks of all nodes but `own`.
-    pub fn replace_peers(&mut self, objects: &[DynamicObject], own: &str) {
-        let others = objects.iter().filter(|object| object.name_any() != own);
-        self.peers = Some(others.map(|object| (object.name_any(), network::peer(object))).collect());
+    /// Replaces all peers.
+    pub fn replace_peers(&mut self, mut peers: Vec<Peer>) {
+        peers.sort_by(|one, other| one.node.cmp(&other.node));
+        self.peers = Some(peers);
     }
 
-    pub fn apply_peer(&mut self, object: &DynamicObject) {
-        if let Some(peers) = &mut self.peers {
-            peers.insert(object.name_any(), network::peer(object));
+    pub fn apply_peer(&mut self, peer: Peer) {
+        let Some(peers) = &mut self.peers else { return };
+        match peers.binary_search_by(|one| one.node.cmp(&peer.node)) {
+            Ok(index) => peers[index] = peer,
+            Err(index) => peers.insert(index, peer),
         }
     }
 
-    pub fn delete_peer(&mut self, object: &DynamicObject) {
+    pub fn delete_peer(&mut self, peer: &Peer) {
         if let Some(peers) = &mut self.peers {
-            peers.remove(&object.name_any());
+            peers.retain(|one| one.node != peer.node);
         }
     }
 
     /// The VTEPs of all peers.
     pub fn peer_vteps(&self) -> impl Iterator<Item = IpAddr> {
-        self.peers.iter().flat_map(BTreeMap::values).filter_map(|peer| peer.vtep)
+        self.peers.iter().flatten().filter_map(|peer| peer.vtep)
     }
 
     /// Applies plans until no steps are left, and returns when to retry failed networks.
@@ -257,7 +261,6 @@ impl BridgeController {
         let NodeContext { node, labels, ignored, listed } = context;
         let networks: Vec<_> =
             self.networks.iter().flat_map(BTreeMap::values).map(|network| network.on(labels)).collect();
-        let peers: Vec<Peer> = self.peers.iter().flat_map(BTreeMap::values).cloned().collect();
         let failures =
             self.backoffs.iter().map(|(uid, backoff)| (uid.clone(), backoff.failure.clone())).collect();
         let mut plan = rules::plan(&BridgeInput {
@@ -265,7 +268,7 @@ impl BridgeController {
             boot: &self.boot,
             vtep: nodenetwork::vtep(observed, node, ignored).as_ref(),
             networks: &networks,
-            peers: &peers,
+            peers: self.peers.as_deref().unwrap_or_default(),
             observed,
             records: &self.records,
             listed,
@@ -384,7 +387,7 @@ impl BridgeController {
             }
         }
         let mut backoff = previous.map(|previous| previous.backoff).unwrap_or_default();
-        let delay = backoff.next().unwrap_or(MAX_BACKOFF).min(MAX_BACKOFF);
+        let delay = backoff.next_delay().min(MAX_BACKOFF);
         self.backoffs.insert(uid.clone(), NetworkBackoff { failure, until: Instant::now() + delay, backoff });
     }
 

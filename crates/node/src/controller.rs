@@ -3,14 +3,14 @@
 use std::{collections::BTreeSet, fs, net::IpAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use api::{BridgeNetwork, ErrorChain, IfNamePatterns, NodeNetworkStatus};
+use client::{
+    retry::Backoff,
+    watch::{self, ObjectEvent, ObjectWatch, WatchConfig},
+};
 use futures::FutureExt as _;
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
-use kube::{
-    Api, Client, ResourceExt as _,
-    api::{ApiResource, DynamicObject},
-    runtime::{utils::Backoff as _, watcher::DefaultBackoff},
-};
+use kube::{Api, Client, api::ApiResource};
 use link::{LinkChanges, Monitor};
 use plan::nodenetwork::{
     self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, RuntimeStatus, WriteParts,
@@ -27,9 +27,9 @@ use crate::{
     bridges::{BridgeController, NodeContext},
     health::{Component, Health, HealthChange},
     metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
-    network::Labels,
-    node_network::{self, NodeNetworkClient, ServerObject},
-    watch::{self, ObjectEvent, ObjectWatch},
+    network::{Labels, NetworkObject, WatchedNetwork},
+    node_network::{self, NodeNetworkClient, ServerObject, WatchedNodeNetwork},
+    watch::backoff,
 };
 
 /// Longest time between two passes of the loop, so that a stall is detected.
@@ -38,6 +38,9 @@ const HEARTBEAT: Duration = Duration::from_secs(20);
 /// Limits route lookups for a VTEP on a loopback interface. The monitor ignores events of routes that are not default
 /// routes, so a change of a route to a peer is noticed at the next pass after this time.
 const MIN_ROUTE_LOOKUP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// NodeNetworks are large: one of 100 networks has more than 100 kB.
+const NODE_NETWORK_PAGE_SIZE: u32 = 20;
 
 /// Passes after successive writes: a network is listed, its links are created, and it is reported ready.
 const MAX_PASSES: usize = 4;
@@ -56,7 +59,7 @@ pub struct NodeController {
     monitor: Monitor,
     object: NodeNetworkClient,
     nodes: Api<Node>,
-    networks: Api<DynamicObject>,
+    networks: Api<NetworkObject>,
     bridges: BridgeController,
     /// `/proc/sys` of the host.
     sysctls: PathBuf,
@@ -96,11 +99,11 @@ struct ControllerState {
     pending_event: Option<Instant>,
     last_observe: Option<Instant>,
     /// Backoff after failed observations.
-    observe_backoff: DefaultBackoff,
+    observe_backoff: Backoff,
     /// The earliest next write after a failed one.
     retry_at: Option<Instant>,
     /// Backoff after failed writes.
-    write_backoff: DefaultBackoff,
+    write_backoff: Backoff,
 }
 
 /// The last lookup of the routes to the peers.
@@ -141,9 +144,17 @@ impl NodeController {
 
     /// Runs until `stop`. Retries while the API server is unavailable; fails only if the kernel's event stream fails.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        let mut node = ObjectWatch::one(self.nodes.clone(), &self.name);
-        let mut nodes = ObjectWatch::all(self.object.api().clone());
-        let mut networks = ObjectWatch::all(self.networks.clone());
+        let mut node = ObjectWatch::new(self.nodes.clone(), WatchConfig::one(&self.name).backoff(backoff()));
+        let own = self.name.clone();
+        let mut nodes = ObjectWatch::projected(
+            self.object.api().clone(),
+            WatchConfig::all().backoff(backoff()).page_size(NODE_NETWORK_PAGE_SIZE),
+            move |object| WatchedNodeNetwork::read(&object, &own),
+        );
+        let mut networks =
+            ObjectWatch::projected(self.networks.clone(), WatchConfig::all().backoff(backoff()), |object| {
+                WatchedNetwork::read(&object)
+            });
         loop {
             let Some(wake) = stop.run_until_cancelled(self.reconcile()).await else {
                 return Ok(());
@@ -286,7 +297,7 @@ impl NodeController {
         if self.health.fail(Component::Kernel, problem.clone()) == HealthChange::Changed {
             warn!(error = problem, "cannot observe the kernel's links; retrying");
         }
-        let again = Instant::now() + self.state.observe_backoff.next().unwrap_or_default();
+        let again = Instant::now() + self.state.observe_backoff.next_delay();
         self.state.pending_event = Some(again);
         // An older observation must not be used: pods may have been attached since.
         self.state.observed = None;
@@ -390,7 +401,7 @@ impl NodeController {
             // The object was deleted; the next write recreates it.
             self.state.server = None;
         }
-        let delay = self.state.write_backoff.next().unwrap_or_default();
+        let delay = self.state.write_backoff.next_delay();
         if error.is_conflict() {
             debug!(node = self.name, ?delay, "write conflict; retrying");
         } else if self.health.fail(Component::Publish, problem.clone()) == HealthChange::Changed {
@@ -415,6 +426,7 @@ impl NodeController {
             }
             ObjectEvent::Changed(node) => Some(node),
             ObjectEvent::Deleted(_) => None,
+            ObjectEvent::Resumed => return self.watch_recovered(Component::NodeWatch, WatchedKind::Node),
             ObjectEvent::Failed(error) => {
                 return self.watch_failed(Component::NodeWatch, WatchedKind::Node, &error);
             }
@@ -436,49 +448,59 @@ impl NodeController {
         self.state.labels = node.and_then(|node| node.metadata.labels).unwrap_or_default();
     }
 
-    fn apply_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
+    fn apply_networks(&mut self, seen: ObjectEvent<WatchedNetwork>) {
         match seen {
-            ObjectEvent::Synced(objects) => {
+            ObjectEvent::Synced(networks) => {
                 self.watch_recovered(Component::NetworkWatch, WatchedKind::BridgeNetwork);
-                self.bridges.replace_networks(&objects);
+                self.bridges.replace_networks(networks);
             }
-            ObjectEvent::Changed(object) => self.bridges.apply_network(&object),
-            ObjectEvent::Deleted(object) => self.bridges.delete_network(&object),
+            ObjectEvent::Changed(network) => self.bridges.apply_network(network),
+            ObjectEvent::Deleted(network) => self.bridges.delete_network(&network),
+            ObjectEvent::Resumed => self.watch_recovered(Component::NetworkWatch, WatchedKind::BridgeNetwork),
             ObjectEvent::Failed(error) => {
                 self.watch_failed(Component::NetworkWatch, WatchedKind::BridgeNetwork, &error);
             }
         }
     }
 
-    fn apply_node_networks(&mut self, seen: ObjectEvent<DynamicObject>) {
+    fn apply_node_networks(&mut self, seen: ObjectEvent<WatchedNodeNetwork>) {
         match seen {
-            ObjectEvent::Synced(objects) => {
-                self.watch_recovered(Component::NodeNetworkWatch, WatchedKind::NodeNetwork);
+            ObjectEvent::Synced(all) => {
+                self.node_networks_recovered();
                 self.state.synced = true;
                 let server = self.state.server.take();
-                let own = objects.iter().find(|object| object.name_any() == self.name);
-                self.state.server =
-                    own.map(|object| ServerObject::latest(server, ServerObject::read(object)));
-                self.bridges.replace_peers(&objects, &self.name);
-                // The API server is back: skip the backoff.
-                self.state.retry_at = None;
+                let (mut own, mut peers) = (None, Vec::with_capacity(all.len()));
+                for one in all {
+                    match one {
+                        WatchedNodeNetwork::Own(object) => own = Some(object),
+                        WatchedNodeNetwork::Peer(peer) => peers.push(peer),
+                    }
+                }
+                self.state.server = own.map(|object| ServerObject::latest(server, object));
+                self.bridges.replace_peers(peers);
             }
-            ObjectEvent::Changed(object) if object.name_any() == self.name => {
+            ObjectEvent::Changed(WatchedNodeNetwork::Own(object)) => {
                 let server = self.state.server.take();
-                self.state.server = Some(ServerObject::latest(server, ServerObject::read(&object)));
+                self.state.server = Some(ServerObject::latest(server, object));
             }
-            ObjectEvent::Changed(object) => self.bridges.apply_peer(&object),
-            ObjectEvent::Deleted(object) if object.name_any() == self.name => {
-                let deleted = ServerObject::read(&object);
+            ObjectEvent::Changed(WatchedNodeNetwork::Peer(peer)) => self.bridges.apply_peer(peer),
+            ObjectEvent::Deleted(WatchedNodeNetwork::Own(deleted)) => {
                 if self.state.server.as_ref().is_some_and(|server| server.is_same_object(&deleted)) {
                     self.state.server = None;
                 }
             }
-            ObjectEvent::Deleted(object) => self.bridges.delete_peer(&object),
+            ObjectEvent::Deleted(WatchedNodeNetwork::Peer(peer)) => self.bridges.delete_peer(&peer),
+            ObjectEvent::Resumed => self.node_networks_recovered(),
             ObjectEvent::Failed(error) => {
                 self.watch_failed(Component::NodeNetworkWatch, WatchedKind::NodeNetwork, &error);
             }
         }
+    }
+
+    fn node_networks_recovered(&mut self) {
+        self.watch_recovered(Component::NodeNetworkWatch, WatchedKind::NodeNetwork);
+        // The API server is back: skip the backoff.
+        self.state.retry_at = None;
     }
 
     fn watch_recovered(&self, component: Component, kind: WatchedKind) {
@@ -537,9 +559,12 @@ mod tests {
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }
 
-    fn object(version: &str) -> DynamicObject {
-        serde_json::from_value(json!({"metadata": {"name": "a", "uid": "u", "resourceVersion": version}}))
-            .unwrap()
+    fn watched(object: serde_json::Value) -> WatchedNodeNetwork {
+        WatchedNodeNetwork::read(&serde_json::from_value(object).unwrap(), "a")
+    }
+
+    fn object(version: &str) -> WatchedNodeNetwork {
+        watched(json!({"metadata": {"name": "a", "uid": "u", "resourceVersion": version}}))
     }
 
     #[tokio::test]
@@ -547,7 +572,7 @@ mod tests {
         let mut controller = controller();
         controller.apply_node_networks(ObjectEvent::Synced(vec![object("10")]));
         controller.apply_node_networks(ObjectEvent::Synced(vec![object("9")]));
-        assert_eq!(controller.state.server, Some(ServerObject::read(&object("10"))));
+        assert_eq!(controller.state.server.clone().map(WatchedNodeNetwork::Own), Some(object("10")));
         controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
         assert_eq!(controller.state.server, None);
     }
@@ -556,8 +581,11 @@ mod tests {
     async fn a_returning_api_server_resets_the_write_backoff() {
         let mut controller = controller();
         controller.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
-        controller.apply_node_networks(ObjectEvent::Failed(watch::Error::Deadline));
+        controller.apply_node_networks(ObjectEvent::Failed(watch::Error::Deadline(Duration::from_secs(10))));
         assert!(controller.state.retry_at.is_some());
+        controller.apply_node_networks(ObjectEvent::Resumed);
+        assert_eq!(controller.state.retry_at, None);
+        controller.state.retry_at = Some(Instant::now() + Duration::from_secs(30));
         controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
         assert_eq!(controller.state.retry_at, None);
     }
@@ -566,7 +594,8 @@ mod tests {
     async fn a_successful_observation_keeps_the_write_backoff() {
         let mut controller = controller();
         let fail = |controller: &mut NodeController| {
-            controller.publish_failed(&node_network::Error::Deadline { name: "a".into() })
+            let source = client::request::Error::Timeout(Duration::from_secs(10));
+            controller.publish_failed(&node_network::Error { name: "a".into(), source })
         };
         for _ in 0..8 {
             fail(&mut controller);
@@ -589,9 +618,9 @@ mod tests {
         controller.state.pending_event = Some(Instant::now() - Duration::from_secs(1));
         controller.observe().await;
         // Local addresses: the kernel has no unicast route to them.
-        let peer = |name: &str, vtep: &str| -> DynamicObject {
+        let peer = |name: &str, vtep: &str| {
             let vtep = json!({"address": vtep, "interface": "lo", "mtu": 1500});
-            serde_json::from_value(json!({"metadata": {"name": name}, "status": {"vtep": vtep}})).unwrap()
+            watched(json!({"metadata": {"name": name}, "status": {"vtep": vtep}}))
         };
         controller.apply_node_networks(ObjectEvent::Synced(vec![peer("b", "127.0.0.2")]));
         controller.state.peer_routes.links = vec![7];

@@ -2,32 +2,25 @@
 
 use std::time::Duration;
 
-use api::{BridgeNetwork, ErrorChain};
-use k8s_openapi::api::core::v1::ObjectReference;
-use kube::{
-    Client, Resource as _,
-    runtime::events::{Event, EventType, Recorder, Reporter},
+use api::BridgeNetwork;
+use client::{
+    events::{self, EventDraft, EventRecorder, EventSource},
+    request::{ApiCall, DEFAULT_TIMEOUT},
 };
-use tokio::{sync::mpsc, time::timeout};
+use kube::Client;
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
 
 use crate::Error;
 
-/// Bounds the events that wait to be sent. Dropped events are still in the log and the metrics.
-const QUEUE_LENGTH: usize = 64;
-/// Bounds one request.
-const SEND_TIMEOUT: Duration = Duration::from_secs(5);
+/// The same event is not sent again within this time.
+const WINDOW: Duration = Duration::from_secs(60);
 
 /// A queue of events. Recording never blocks.
 #[derive(Clone)]
-pub struct Events(mpsc::Sender<(ObjectReference, Event)>);
+pub struct Events(EventRecorder);
 
 /// Sends the queued events.
-pub struct EventSender {
-    recorder: Recorder,
-    queue: mpsc::Receiver<(ObjectReference, Event)>,
-}
+pub struct EventSender(events::EventSender);
 
 /// The reasons of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,50 +39,29 @@ pub enum EventReason {
 
 impl Events {
     pub fn new(client: Client, node: &str) -> (Self, EventSender) {
-        let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
-        let reporter = Reporter { controller: "patchbay-node".to_owned(), instance: Some(node.to_owned()) };
-        (Self(sender), EventSender { recorder: Recorder::new(client, reporter), queue })
+        let source = EventSource { controller: "patchbay-node", instance: node.to_owned(), window: WINDOW };
+        let (recorder, sender) = events::recorder(client, source, ApiCall::new(DEFAULT_TIMEOUT, || ()));
+        (Self(recorder), EventSender(sender))
     }
 
     /// Queues an event about a network.
     pub fn record(&self, name: &str, uid: &str, reason: EventReason, note: String) {
-        let (type_, reason, action) = match reason {
-            EventReason::Repaired => (EventType::Normal, "Repaired", "Repair"),
-            EventReason::AddressesExhausted => (EventType::Warning, "AddressesExhausted", "Allocate"),
-            EventReason::AddressBlockLost => (EventType::Warning, "AddressBlockLost", "Allocate"),
-            EventReason::AddressBlockUnverified => (EventType::Warning, "AddressBlockUnverified", "Allocate"),
-            EventReason::Failed => (EventType::Warning, "NodeFailed", "Configure"),
+        let (warning, reason, action) = match reason {
+            EventReason::Repaired => (false, "Repaired", "Repair"),
+            EventReason::AddressesExhausted => (true, "AddressesExhausted", "Allocate"),
+            EventReason::AddressBlockLost => (true, "AddressBlockLost", "Allocate"),
+            EventReason::AddressBlockUnverified => (true, "AddressBlockUnverified", "Allocate"),
+            EventReason::Failed => (true, "NodeFailed", "Configure"),
         };
-        let about = ObjectReference {
-            api_version: Some(BridgeNetwork::api_version(&()).into_owned()),
-            kind: Some(BridgeNetwork::kind(&()).into_owned()),
-            name: Some(name.to_owned()),
-            uid: Some(uid.to_owned()),
-            ..ObjectReference::default()
-        };
-        let event = Event {
-            type_,
-            reason: reason.to_owned(),
-            note: Some(note.chars().take(1000).collect()),
-            action: action.to_owned(),
-            secondary: None,
-        };
-        if self.0.try_send((about, event)).is_err() {
-            debug!(network = name, reason, "event queue is full, dropping an event");
-        }
+        let about = events::reference::<BridgeNetwork>(None, name, uid);
+        self.0.record(about, EventDraft { warning, reason, action, note });
     }
 }
 
 impl EventSender {
     /// Sends until `stop`. An event that cannot be sent is dropped.
-    pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
-        while let Some(Some((about, event))) = stop.run_until_cancelled(self.queue.recv()).await {
-            match timeout(SEND_TIMEOUT, self.recorder.publish(&event, &about)).await {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => debug!(error = %ErrorChain(&error), "cannot send event"),
-                Err(_) => debug!("cannot send event: timeout"),
-            }
-        }
+    pub async fn run(self, stop: CancellationToken) -> Result<(), Error> {
+        self.0.run(stop.clone()).await;
         stop.cancelled().await;
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Readiness and liveness of the daemon.
+//! Readiness and liveness of the daemon, and problems that affect neither.
 
 use std::{
     collections::BTreeMap,
@@ -6,13 +6,18 @@ use std::{
     time::Duration,
 };
 
+use prometheus_client::{
+    encoding::{EncodeLabelSet, EncodeLabelValue},
+    metrics::{family::Family, gauge::Gauge},
+    registry::Registry,
+};
 use tokio::time::Instant;
 
 /// How long one pass of the reconcile loop may take. The timeouts of all calls in one pass add up to less.
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A component that must work for the daemon to be ready.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// A part of the daemon that works or does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, EncodeLabelValue)]
 pub enum Component {
     Kernel,
     NodeWatch,
@@ -21,11 +26,64 @@ pub enum Component {
     NodeNetworkWatch,
     Publish,
     Plugin,
+    /// Without it, addresses of deleted sandboxes are not released.
+    Runtime,
+    /// The address journal. Without it, no address is allocated.
+    Journal,
+    /// Without it, changes of pods are not seen.
+    PodWatch,
 }
 
-/// The problem of each component, and the last heartbeat of the reconcile loop. The daemon is ready if there is no problem.
+/// What the problem of a component means for the daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Impact {
+    /// The daemon is not ready.
+    NotReady,
+    /// The daemon stays ready: a restart or another node would not help, or most pods need nothing of it.
+    Informative,
+}
+
+impl Component {
+    const ALL: [Self; 10] = [
+        Self::Kernel,
+        Self::NodeWatch,
+        Self::Node,
+        Self::NetworkWatch,
+        Self::NodeNetworkWatch,
+        Self::Publish,
+        Self::Plugin,
+        Self::Runtime,
+        Self::Journal,
+        Self::PodWatch,
+    ];
+
+    fn impact(self) -> Impact {
+        match self {
+            Self::Kernel
+            | Self::NodeWatch
+            | Self::Node
+            | Self::NetworkWatch
+            | Self::NodeNetworkWatch
+            | Self::Publish
+            | Self::Plugin => Impact::NotReady,
+            Self::Runtime | Self::Journal | Self::PodWatch => Impact::Informative,
+        }
+    }
+}
+
+/// The problem of each component, and the last heartbeat of the reconcile loop. The daemon is ready if there is no problem
+/// with [`Impact::NotReady`].
 #[derive(Debug)]
-pub struct Health(Mutex<HealthState>);
+pub struct Health {
+    state: Mutex<HealthState>,
+    /// 1 for a component with a problem.
+    gauges: Family<ComponentLabels, Gauge>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ComponentLabels {
+    component: Component,
+}
 
 #[derive(Debug)]
 struct HealthState {
@@ -50,13 +108,26 @@ impl Health {
             (Component::NodeNetworkWatch, "the NodeNetworks have not been read yet"),
             (Component::Publish, "the NodeNetwork has not been published yet"),
         ];
-        let problems = problems.map(|(component, text)| (component, text.to_owned())).into();
-        Self(Mutex::new(HealthState { problems, last_heartbeat: Instant::now() }))
+        let problems: BTreeMap<Component, String> =
+            problems.map(|(component, text)| (component, text.to_owned())).into();
+        let gauges = Family::<ComponentLabels, Gauge>::default();
+        for component in Component::ALL {
+            let failed = problems.contains_key(&component);
+            gauges.get_or_create(&ComponentLabels { component }).set(i64::from(failed));
+        }
+        Self { state: Mutex::new(HealthState { problems, last_heartbeat: Instant::now() }), gauges }
+    }
+
+    pub fn register(&self, registry: &mut Registry) {
+        let help =
+            "Whether a component of the daemon has a problem; the log and the readiness probe say which";
+        registry.register("component_failed", help, self.gauges.clone());
     }
 
     /// Records that a component works.
     pub fn ok(&self, component: Component) -> HealthChange {
         if self.state().problems.remove(&component).is_some() {
+            self.gauges.get_or_create(&ComponentLabels { component }).set(0);
             HealthChange::Changed
         } else {
             HealthChange::Unchanged
@@ -65,11 +136,13 @@ impl Health {
 
     /// Records why a component does not work.
     pub fn fail(&self, component: Component, problem: String) -> HealthChange {
-        let problems = &mut self.state().problems;
+        let mut state = self.state();
+        let problems = &mut state.problems;
         if problems.get(&component) == Some(&problem) {
             return HealthChange::Unchanged;
         }
         problems.insert(component, problem);
+        self.gauges.get_or_create(&ComponentLabels { component }).set(1);
         HealthChange::Changed
     }
 
@@ -80,9 +153,19 @@ impl Health {
 
     /// Why the daemon is not ready; `None` if it is ready.
     pub fn problem(&self) -> Option<String> {
-        let state = self.state();
-        let all: Vec<&str> = state.problems.values().map(String::as_str).collect();
+        let all = self.problems(Impact::NotReady);
         (!all.is_empty()).then(|| all.join("; "))
+    }
+
+    /// The problems that do not make the daemon unready.
+    pub fn warnings(&self) -> Vec<String> {
+        self.problems(Impact::Informative)
+    }
+
+    fn problems(&self, impact: Impact) -> Vec<String> {
+        let state = self.state();
+        let all = state.problems.iter().filter(|(component, _)| component.impact() == impact);
+        all.map(|(_, problem)| problem.clone()).collect()
     }
 
     /// Why the daemon must be restarted; `None` if the reconcile loop makes progress.
@@ -94,12 +177,13 @@ impl Health {
 
     fn state(&self) -> MutexGuard<'_, HealthState> {
         // The state has no invariant that a panic could break.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use prometheus_client::encoding::text::encode;
     use tokio::time::advance;
 
     use super::*;
@@ -124,6 +208,53 @@ mod tests {
         assert_eq!(health.fail(Component::Node, "gone".into()), HealthChange::Unchanged);
         assert_eq!(health.ok(Component::Node), HealthChange::Changed);
         assert_eq!(health.ok(Component::Node), HealthChange::Unchanged);
+    }
+
+    #[test]
+    fn an_informative_component_is_reported_and_does_not_make_the_daemon_unready() {
+        let health = Health::new();
+        for component in Component::ALL {
+            health.ok(component);
+        }
+        let informative = [Component::Runtime, Component::Journal, Component::PodWatch];
+        for component in informative {
+            assert_eq!(health.fail(component, format!("{component:?}")), HealthChange::Changed);
+        }
+        assert_eq!(health.problem(), None);
+        assert_eq!(health.warnings(), ["Runtime", "Journal", "PodWatch"]);
+        // Every other one does.
+        for component in Component::ALL.into_iter().filter(|component| !informative.contains(component)) {
+            health.fail(component, "broken".to_owned());
+            assert_eq!(health.problem().as_deref(), Some("broken"), "{component:?}");
+            health.ok(component);
+        }
+        for component in informative {
+            health.ok(component);
+        }
+        assert_eq!(health.warnings(), [] as [String; 0]);
+    }
+
+    #[test]
+    fn the_metric_shows_the_components_with_a_problem() {
+        let health = Health::new();
+        let mut registry = Registry::default();
+        health.register(&mut registry);
+        health.ok(Component::Kernel);
+        health.fail(Component::Journal, "full".to_owned());
+        let mut text = String::new();
+        encode(&mut text, &registry).unwrap();
+        for line in [
+            r#"component_failed{component="Kernel"} 0"#,
+            r#"component_failed{component="Journal"} 1"#,
+            r#"component_failed{component="Publish"} 1"#,
+            r#"component_failed{component="Plugin"} 0"#,
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
+        health.ok(Component::Journal);
+        text.clear();
+        encode(&mut text, &registry).unwrap();
+        assert!(text.contains(r#"component_failed{component="Journal"} 0"#), "{text}");
     }
 
     #[tokio::test(start_paused = true)]

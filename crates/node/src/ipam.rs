@@ -40,9 +40,10 @@ pub use self::{
     metrics::Metrics,
 };
 
-/// How long the daemon allocates without contact to the API server. A broken watch can go unnoticed for 150 s, and five
-/// minutes after the last contact the daemon must not allocate.
-const OFFLINE_GRACE: Duration = Duration::from_secs(5 * 60 - 150);
+/// The daemon must not allocate for longer after its last contact to the API server.
+pub const OFFLINE_LIMIT: Duration = Duration::from_secs(5 * 60);
+/// How long the daemon allocates after it noticed that it has no contact. A broken watch can go unnoticed for 150 s.
+pub const OFFLINE_GRACE: Duration = OFFLINE_LIMIT.saturating_sub(Duration::from_secs(150));
 /// How often a waiting ADD checks that its client is still connected.
 const CALLER_POLL: Duration = Duration::from_millis(500);
 /// How often one call of [`Ipam::plan`] plans again after it has applied records.

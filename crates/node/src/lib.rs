@@ -18,6 +18,9 @@ mod metrics;
 mod network;
 mod network_snapshot;
 mod node_network;
+// Hot-plug is its first user. Until then, the daemon neither watches pods nor may.
+#[cfg_attr(not(test), expect(dead_code, reason = "no capability subscribes yet"))]
+mod pods;
 mod probe;
 mod socket;
 #[cfg(test)]
@@ -158,7 +161,11 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         client.clone(),
         networks.clone(),
         block_events,
-        sandbox_lister(ContainerRuntime::new(&host_root, runtime_socket, pod_uid), runtime_status),
+        sandbox_lister(
+            ContainerRuntime::new(&host_root, runtime_socket, pod_uid),
+            runtime_status,
+            Arc::clone(&health),
+        ),
         Timings {
             gc_interval,
             min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
@@ -166,7 +173,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         },
     );
     let state_problem = ipam.journal_problem();
-    let journal = Arc::clone(&ipam);
+    let (journal, journal_problem) = (Arc::clone(&ipam), ipam.journal_problem());
     let attacher = Arc::new(Attacher::new(networks, ipam, &state_dir, host.proc));
     let cni = cni::CniServer::bind(&run_dir, attacher, cni_metrics)?;
     let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
@@ -180,6 +187,8 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let stop = stop.child_token();
     let mut tasks = JoinSet::new();
     let plugin_health = Arc::clone(&health);
+    health.register(&mut registry);
+    tasks.spawn(report_journal(journal_problem, Arc::clone(&health), stop.clone()));
     tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
     tasks.spawn(controller.run(stop.clone()));
     tasks.spawn(sender.run(stop.clone()));
@@ -199,19 +208,49 @@ async fn open_ipam(state_dir: &Path, boot: String, metrics: ipam::Metrics) -> Re
 }
 
 /// Lists sandboxes for IPAM, and reports whether the container runtime was found.
-fn sandbox_lister(runtime: ContainerRuntime, status: Sender<RuntimeStatus>) -> ipam::ListSandboxes {
+fn sandbox_lister(
+    runtime: ContainerRuntime,
+    status: Sender<RuntimeStatus>,
+    health: Arc<Health>,
+) -> ipam::ListSandboxes {
     Box::new(move |filter| {
-        let (runtime, status) = (runtime.clone(), status.clone());
+        let (runtime, status, health) = (runtime.clone(), status.clone(), Arc::clone(&health));
         Box::pin(async move {
             let listed = match filter {
                 SandboxFilter::All => runtime.live().await,
                 SandboxFilter::Witnesses => runtime.witnesses().await,
             };
             let listed = listed.map_err(|error| ErrorChain(&error).to_string());
+            match &listed {
+                Ok(_) => health.ok(Component::Runtime),
+                Err(problem) => health.fail(Component::Runtime, format!("list the sandboxes: {problem}")),
+            };
             report_runtime(&status, runtime.socket(), listed.as_ref().err());
             listed
         })
     })
+}
+
+/// Informs in health why the address journal cannot be written, until `stop`. Pods that need no address are still served.
+async fn report_journal(
+    mut problem: channel::Receiver<Option<String>>,
+    health: Arc<Health>,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    loop {
+        let current = problem.borrow_and_update().clone();
+        match current {
+            None => health.ok(Component::Journal),
+            Some(problem) => {
+                health.fail(Component::Journal, format!("the address journal cannot be written: {problem}"))
+            }
+        };
+        // The journal outlives this task.
+        let Some(Ok(())) = stop.run_until_cancelled(problem.changed()).await else {
+            stop.cancelled().await;
+            return Ok(());
+        };
+    }
 }
 
 /// Publishes and logs a change of the runtime's status.
@@ -384,8 +423,11 @@ mod tests {
     async fn a_missing_container_runtime_is_reported_with_what_to_do() {
         let (sender, status) = channel::channel(RuntimeStatus::default());
         let root = std::env::temp_dir().join("patchbay-node-without-runtime");
-        let list = sandbox_lister(ContainerRuntime::new(&root, None, Some("uid".to_owned())), sender);
+        let (runtime, health) = (ContainerRuntime::new(&root, None, Some("uid".to_owned())), Health::new());
+        let health = Arc::new(health);
+        let list = sandbox_lister(runtime, sender, Arc::clone(&health));
         assert!(list(SandboxFilter::All).await.is_err());
+        assert!(health.warnings()[0].contains("set --runtime-socket"), "{:?}", health.warnings());
         let problem = match &*status.borrow() {
             RuntimeStatus::NotFound(problem) => problem.clone(),
             other => panic!("{other:?}"),

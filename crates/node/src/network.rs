@@ -1,21 +1,25 @@
 //! BridgeNetworks and peers, parsed from the objects of the API server.
 //!
-//! Both are parsed from untyped objects: one malformed object must not hide the others.
+//! Both are decoded straight into the fields that the daemon uses: with hundreds of nodes, whole objects would not fit into
+//! its memory. One malformed object does not hide the others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     sync::Arc,
 };
 
-use api::{
-    BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, NodeNetworkStatus, bridgenetwork::FINALIZER_USERS,
-};
-use kube::{ResourceExt as _, api::DynamicObject};
+use api::{BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, bridgenetwork::FINALIZER_USERS};
+use client::decode::{Object, Unparsed};
+use kube::ResourceExt as _;
 use plan::{
     bridge::{Desired, LocalNetwork, Overlay, Peer},
     ipam::{Family, Pool},
 };
-use serde::de::DeserializeOwned;
+use serde::Deserialize;
+
+/// A BridgeNetwork of which nothing is parsed.
+pub type NetworkObject = Object<Option<Unparsed>, Unparsed>;
 
 /// The labels of a Node.
 pub type Labels = BTreeMap<String, String>;
@@ -30,6 +34,21 @@ pub struct ParsedNetwork {
     ipam: Option<Arc<Pool>>,
 }
 
+/// A BridgeNetwork of the API server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WatchedNetwork {
+    pub name: String,
+    pub uid: Option<String>,
+    /// None if it cannot be parsed.
+    pub parsed: Option<ParsedNetwork>,
+}
+
+impl WatchedNetwork {
+    pub fn read(object: &NetworkObject) -> Self {
+        Self { name: object.name_any(), uid: object.uid(), parsed: ParsedNetwork::read(object) }
+    }
+}
+
 /// The progress of a deletion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Deletion {
@@ -42,10 +61,11 @@ enum Deletion {
 
 impl ParsedNetwork {
     /// Parses an object; none if it is not a valid BridgeNetwork.
-    pub fn read(object: &DynamicObject) -> Option<Self> {
+    fn read(object: &NetworkObject) -> Option<Self> {
         let name = object.name_any();
-        let spec: BridgeNetworkSpec = part(object, "spec")?;
-        let status: BridgeNetworkStatus = part(object, "status").unwrap_or_default();
+        let spec: BridgeNetworkSpec = object.spec.as_ref()?.parse().ok()?;
+        let status = object.status.as_ref().and_then(|status| status.parse().ok());
+        let status: BridgeNetworkStatus = status.unwrap_or_default();
         let overlay = match spec.overlay.as_ref() {
             Some(overlay) => Some(Overlay {
                 vni: u32::try_from(overlay.vni).ok()?,
@@ -124,19 +144,47 @@ impl ParsedNetwork {
     }
 }
 
-/// Parses another node from its NodeNetwork.
-pub fn peer(object: &DynamicObject) -> Peer {
-    let status: NodeNetworkStatus = part(object, "status").unwrap_or_default();
-    // A node that lists a network without a port may have another network or a foreign device at that VNI. Frames sent
-    // to it would reach the wrong network.
-    let connected = status.networks.into_iter().filter(|network| !network.ports.is_empty());
-    let networks: BTreeSet<String> = connected.map(|network| network.uid).collect();
-    Peer { node: object.name_any(), vtep: status.vtep.map(|vtep| vtep.address), networks }
+/// The status of another node's NodeNetwork, without its links, which are most of it.
+#[derive(Deserialize, Default)]
+struct PeerStatus {
+    vtep: Option<PeerVtep>,
+    #[serde(default)]
+    networks: Vec<PeerNetwork>,
 }
 
-fn part<T: DeserializeOwned>(object: &DynamicObject, name: &str) -> Option<T> {
-    // Deserialized from a borrow: the data may be large.
-    T::deserialize(object.data.get(name)?).ok()
+#[derive(Deserialize)]
+struct PeerVtep {
+    address: IpAddr,
+}
+
+#[derive(Deserialize)]
+struct PeerNetwork {
+    uid: String,
+    #[serde(default)]
+    ports: Ports,
+}
+
+/// Whether a list of ports has an element.
+#[derive(Deserialize, Default)]
+#[serde(from = "Vec<serde::de::IgnoredAny>")]
+struct Ports {
+    any: bool,
+}
+
+impl From<Vec<serde::de::IgnoredAny>> for Ports {
+    fn from(ports: Vec<serde::de::IgnoredAny>) -> Self {
+        Self { any: !ports.is_empty() }
+    }
+}
+
+/// Parses another node from its NodeNetwork. A status that cannot be parsed is empty.
+pub fn peer(node: String, status: Option<&Unparsed>) -> Peer {
+    let status: PeerStatus = status.and_then(|status| status.parse().ok()).unwrap_or_default();
+    // A node that lists a network without a port may have another network or a foreign device at that VNI. Frames sent
+    // to it would reach the wrong network.
+    let connected = status.networks.into_iter().filter(|network| network.ports.any);
+    let networks: BTreeSet<String> = connected.map(|network| network.uid).collect();
+    Peer { node, vtep: status.vtep.map(|vtep| vtep.address), networks }
 }
 
 #[cfg(test)]
@@ -145,7 +193,7 @@ mod tests {
 
     use super::*;
 
-    fn object(metadata: Value, spec: Value) -> DynamicObject {
+    fn object(metadata: Value, spec: Value) -> NetworkObject {
         let mut object = json!({
             "metadata": {"name": "blue", "uid": "u", "generation": 3, "creationTimestamp": "2026-01-01T00:00:00Z"},
             "spec": spec,
@@ -202,17 +250,24 @@ mod tests {
                 "bridge": "br", "ports": ports,
             })
         };
-        let object: DynamicObject = serde_json::from_value(json!({
-            "metadata": {"name": "b"}, "status": {"networks": [entry("loser", &[]), entry("winner", &["vx-a"])]},
-        }))
-        .unwrap();
-        assert_eq!(peer(&object).networks, BTreeSet::from(["winner".to_owned()]));
+        let status = json!({"networks": [entry("loser", &[]), entry("winner", &["vx-a"])]});
+        assert_eq!(read_peer(&status).networks, BTreeSet::from(["winner".to_owned()]));
+    }
+
+    fn read_peer(status: &Value) -> Peer {
+        peer("b".to_owned(), Some(&serde_json::from_value(status.clone()).unwrap()))
     }
 
     #[test]
     fn a_peer_with_an_unreadable_status_has_no_networks() {
-        let object: DynamicObject =
-            serde_json::from_value(json!({"metadata": {"name": "b"}, "status": {"vtep": 7}})).unwrap();
-        assert_eq!(peer(&object), Peer { node: "b".into(), vtep: None, networks: BTreeSet::new() });
+        let empty = Peer { node: "b".into(), vtep: None, networks: BTreeSet::new() };
+        assert_eq!(read_peer(&json!({"vtep": 7})), empty);
+        assert_eq!(peer("b".to_owned(), None), empty);
+    }
+
+    #[test]
+    fn a_peer_has_the_address_of_its_vtep() {
+        let status = json!({"vtep": {"address": "10.0.0.2", "interface": "eth0", "mtu": 1500}});
+        assert_eq!(read_peer(&status).vtep, Some("10.0.0.2".parse().unwrap()));
     }
 }

@@ -3,48 +3,67 @@
 use std::time::Duration;
 
 use api::{NODE_FIELD_MANAGER, NodeNetwork, NodeNetworkStatus};
+use client::{
+    decode::{Ignored, Object, Unparsed},
+    request::{self, ApiCall},
+};
 use k8s_openapi::{api::core::v1::Node, apimachinery::pkg::apis::meta::v1::OwnerReference};
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{ApiResource, DynamicObject, Patch, PatchParams},
-    core::Status,
+    api::{ApiResource, Patch, PatchParams},
 };
-use plan::nodenetwork::{NodeInfo, Owner, PublishedState, WriteParts};
+use plan::{
+    bridge::Peer,
+    nodenetwork::{NodeInfo, Owner, PublishedState, WriteParts},
+};
 use serde_json::{Value, json};
-use tokio::time::timeout;
 
-use crate::metrics::{Metrics, ResultLabel, WriteKind, WriteLabels};
+use crate::{
+    metrics::{Metrics, ResultLabel, WriteKind, WriteLabels},
+    network,
+};
 
 /// Bounds one write.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Why a write failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("write NodeNetwork {name}: the API server did not respond within {} s", WRITE_TIMEOUT.as_secs())]
-    Deadline { name: String },
-    #[error("write NodeNetwork {name}")]
-    Write { name: String, source: Box<kube::Error> },
+#[error("write NodeNetwork {name}")]
+pub struct Error {
+    pub name: String,
+    pub source: request::Error,
 }
 
 impl Error {
     /// Whether the object does not exist.
     pub fn is_missing(&self) -> bool {
-        self.status().is_some_and(Status::is_not_found)
+        self.source.is_not_found()
     }
 
     /// Whether another client changed the object first: read it again.
     pub fn is_conflict(&self) -> bool {
-        self.status().is_some_and(Status::is_conflict)
+        self.source.is_conflict() && !self.is_missing()
     }
+}
 
-    fn status(&self) -> Option<&Status> {
-        match self {
-            Self::Write { source, .. } => match &**source {
-                kube::Error::Api(status) => Some(status),
-                _ => None,
-            },
-            Self::Deadline { .. } => None,
+/// A NodeNetwork of which nothing is parsed: the stored status may be invalid.
+pub type NodeNetworkObject = Object<Ignored, Unparsed>;
+
+/// A NodeNetwork as this daemon uses it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WatchedNodeNetwork {
+    Own(ServerObject),
+    Peer(Peer),
+}
+
+impl WatchedNodeNetwork {
+    /// Parses the NodeNetwork of the node `own` completely, and those of others only as far as they are used.
+    pub fn read(object: &NodeNetworkObject, own: &str) -> Self {
+        let name = object.name_any();
+        if name == own {
+            Self::Own(ServerObject::read(object))
+        } else {
+            Self::Peer(network::peer(name, object.status.as_ref()))
         }
     }
 }
@@ -59,8 +78,8 @@ pub struct ServerObject {
 
 impl ServerObject {
     /// Parses any object, also one with an invalid status.
-    pub fn read(object: &DynamicObject) -> Self {
-        let status = object.data.get("status").and_then(|status| serde_json::from_value(status.clone()).ok());
+    pub fn read(object: &NodeNetworkObject) -> Self {
+        let status = object.status.as_ref().and_then(|status| status.parse().ok());
         let owners = object.owner_references().iter().map(owner).collect();
         Self {
             uid: object.uid(),
@@ -113,21 +132,24 @@ pub fn node_info(node: &Node) -> NodeInfo {
     }
 }
 
-/// Writes the NodeNetwork of one node. Untyped, because the stored status may be invalid.
+/// Writes the NodeNetwork of one node.
 pub struct NodeNetworkClient {
-    api: Api<DynamicObject>,
+    api: Api<NodeNetworkObject>,
     kind: ApiResource,
     name: String,
+    call: ApiCall,
     metrics: Metrics,
 }
 
 impl NodeNetworkClient {
     pub fn new(client: Client, name: String, metrics: Metrics) -> Self {
         let kind = ApiResource::erase::<NodeNetwork>(&());
-        Self { api: Api::all_with(client, &kind), kind, name, metrics }
+        // Each response is counted by its kind, failures included.
+        let call = ApiCall::new(WRITE_TIMEOUT, || ());
+        Self { api: Api::all_with(client, &kind), kind, name, call, metrics }
     }
 
-    pub fn api(&self) -> &Api<DynamicObject> {
+    pub fn api(&self) -> &Api<NodeNetworkObject> {
         &self.api
     }
 
@@ -144,7 +166,7 @@ impl NodeNetworkClient {
             let desired = Owner::of(node_info);
             let body = self.body(json!({"name": self.name, "ownerReferences": [reference(&desired)]}), None);
             let patch = Patch::Apply(body);
-            let object = self.call(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
+            let object = self.send(WriteKind::Object, self.api.patch(&self.name, &apply, &patch)).await?;
             // An apply does not remove owner references that other field managers added.
             let foreign = object.state.owners != [desired.clone()];
             written = Some(if foreign { self.replace_owners(&object, &desired).await? } else { object });
@@ -153,7 +175,7 @@ impl NodeNetworkClient {
             let body = self.body(json!({"name": self.name}), Some(desired));
             let patch = Patch::Apply(body);
             let object =
-                self.call(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
+                self.send(WriteKind::Status, self.api.patch_status(&self.name, &apply, &patch)).await?;
             // An apply does not remove status fields of other field managers; the whole status is ours.
             let foreign = object.state.status.as_ref() != Some(desired);
             written = Some(if foreign { self.replace_status(desired).await? } else { object });
@@ -165,7 +187,7 @@ impl NodeNetworkClient {
     async fn replace_owners(&self, current: &ServerObject, desired: &Owner) -> Result<ServerObject, Error> {
         let metadata = json!({"resourceVersion": current.version, "ownerReferences": [reference(desired)]});
         let patch = Patch::Merge(json!({"metadata": metadata}));
-        self.call(WriteKind::Owners, self.api.patch(&self.name, &update(), &patch)).await
+        self.send(WriteKind::Owners, self.api.patch(&self.name, &update(), &patch)).await
     }
 
     /// Replaces the whole status. After an apply this only removes fields, so it owns no field that a later apply could
@@ -175,7 +197,7 @@ impl NodeNetworkClient {
         let status =
             json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
         let patch = Patch::Merge(json!({"status": status}));
-        self.call(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
+        self.send(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }
 
     fn body(&self, metadata: Value, status: Option<&NodeNetworkStatus>) -> Value {
@@ -187,16 +209,14 @@ impl NodeNetworkClient {
         body
     }
 
-    async fn call(
+    async fn send(
         &self,
         part: WriteKind,
-        call: impl Future<Output = kube::Result<DynamicObject>>,
+        request: impl Future<Output = kube::Result<NodeNetworkObject>>,
     ) -> Result<ServerObject, Error> {
-        let name = || self.name.clone();
-        let result = match timeout(WRITE_TIMEOUT, call).await {
-            Ok(Ok(object)) => Ok(ServerObject::read(&object)),
-            Ok(Err(source)) => Err(Error::Write { name: name(), source: Box::new(source) }),
-            Err(_) => Err(Error::Deadline { name: name() }),
+        let result = match self.call.change(request).await {
+            Ok(object) => Ok(ServerObject::read(&object)),
+            Err(source) => Err(Error { name: self.name.clone(), source }),
         };
         self.metrics.writes.get_or_create(&WriteLabels { part, result: ResultLabel::of(&result) }).inc();
         result

@@ -136,6 +136,8 @@ mod tests {
             health.ok(component);
         }
         assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\n");
+        health.fail(Component::Journal, "the disk is full".to_owned());
+        assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\nwarning: the disk is full\n");
         let metrics = probe(&dir.0, Probe::Metrics).await.unwrap();
         assert!(metrics.contains("patchbay_node_events_total 7\n"), "{metrics}");
 

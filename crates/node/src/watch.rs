@@ -1,34 +1,24 @@
-//! Watches of one object by name, of objects by label, or of all objects of a kind.
+//! The watches of the daemon.
+//!
+//! The watches of IPBlocks list again after each failure: a block serves only while its object is seen, so every recovery
+//! confirms all objects. The other watches resume where they broke.
 
 use std::{fmt::Debug, time::Duration};
 
-use futures::{StreamExt as _, stream::BoxStream};
-use kube::{
-    Api, Resource,
-    runtime::{
-        utils::Backoff as _,
-        watcher::{self, DefaultBackoff, Event, watcher},
-    },
+pub use client::watch::Error;
+use client::{
+    retry::Backoff,
+    watch::{self, AfterFailure, WatchConfig},
 };
+use kube::{Api, Resource};
 use serde::de::DeserializeOwned;
-use tokio::time::{Instant, sleep_until, timeout_at};
 
-/// The API server ends a watch after this time, and the next one continues at its resource version. This bounds how long
-/// a silently lost connection stays unnoticed.
-const WATCH_TIMEOUT_SECONDS: u32 = 60;
-/// Caps the delay before a failed watch restarts; up to a second is added to spread the nodes.
+/// Caps the delay before a failed watch restarts, because pods wait until it recovers.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
-/// Bounds the initial list.
-const LIST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a watch failed.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("the API server did not respond within {} s", LIST_TIMEOUT.as_secs())]
-    Deadline,
-    // The source describes itself and has its own causes.
-    #[error(transparent)]
-    Broken(#[from] watcher::Error),
+/// The backoff of every watch of the daemon.
+pub fn backoff() -> Backoff {
+    Backoff::new(Duration::from_millis(800), MAX_RETRY_DELAY)
 }
 
 /// An event of an [`ObjectWatch`].
@@ -43,16 +33,7 @@ pub enum ObjectEvent<K> {
 }
 
 /// Watches objects. Lists them again after any failure, so that every recovery produces an event.
-pub struct ObjectWatch<K: Resource> {
-    api: Api<K>,
-    config: watcher::Config,
-    stream: Option<BoxStream<'static, Result<Event<K>, watcher::Error>>>,
-    listed: Vec<K>,
-    /// The deadline of a running list.
-    deadline: Option<Instant>,
-    backoff: DefaultBackoff,
-    retry_at: Option<Instant>,
-}
+pub struct ObjectWatch<K>(watch::ObjectWatch<K>);
 
 impl<K> ObjectWatch<K>
 where
@@ -60,117 +41,69 @@ where
 {
     /// Watches the object of this name, which need not exist.
     pub fn one(api: Api<K>, name: &str) -> Self {
-        let mut watch = Self::all(api);
-        watch.config = watch.config.fields(&format!("metadata.name={name}"));
-        watch
+        Self::new(api, WatchConfig::one(name))
     }
 
     /// Watches the objects that the label selector selects.
     pub fn labelled(api: Api<K>, selector: &str) -> Self {
-        let mut watch = Self::all(api);
-        watch.config = watch.config.labels(selector);
-        watch
+        Self::new(api, WatchConfig::labelled(selector))
     }
 
-    /// Watches every object of the kind.
-    pub fn all(api: Api<K>) -> Self {
-        Self {
-            api,
-            config: watcher::Config::default().timeout(WATCH_TIMEOUT_SECONDS),
-            stream: None,
-            listed: Vec::new(),
-            deadline: None,
-            backoff: DefaultBackoff::default(),
-            retry_at: None,
-        }
+    fn new(api: Api<K>, config: WatchConfig) -> Self {
+        let config = config.backoff(backoff()).after_failure(AfterFailure::Relist);
+        Self(watch::ObjectWatch::new(api, config))
     }
 
     /// The next event. Cancel safe.
     pub async fn next(&mut self) -> ObjectEvent<K> {
         loop {
-            if let Some(at) = self.retry_at {
-                sleep_until(at).await;
-                self.retry_at = None;
-            }
-            let stream =
-                self.stream.get_or_insert_with(|| watcher(self.api.clone(), self.config.clone()).boxed());
-            let event = match self.deadline {
-                Some(at) => match timeout_at(at, stream.next()).await {
-                    Ok(event) => event,
-                    Err(_) => return self.fail(Error::Deadline),
-                },
-                None => stream.next().await,
+            return match self.0.next().await {
+                watch::ObjectEvent::Synced(objects) => ObjectEvent::Synced(objects),
+                watch::ObjectEvent::Changed(object) => ObjectEvent::Changed(object),
+                watch::ObjectEvent::Deleted(object) => ObjectEvent::Deleted(object),
+                watch::ObjectEvent::Failed(error) => ObjectEvent::Failed(error),
+                // A watch that lists again never resumes.
+                watch::ObjectEvent::Resumed => continue,
             };
-            match event {
-                Some(Ok(Event::Init)) => {
-                    self.listed.clear();
-                    self.deadline = Some(Instant::now() + LIST_TIMEOUT);
-                }
-                Some(Ok(Event::InitApply(object))) => self.listed.push(object),
-                Some(Ok(Event::InitDone)) => {
-                    self.deadline = None;
-                    self.backoff.reset();
-                    return ObjectEvent::Synced(std::mem::take(&mut self.listed));
-                }
-                Some(Ok(Event::Apply(object))) => return ObjectEvent::Changed(object),
-                Some(Ok(Event::Delete(object))) => return ObjectEvent::Deleted(object),
-                Some(Err(error)) => return self.fail(error.into()),
-                None => self.back_off(),
-            }
         }
     }
-
-    fn fail(&mut self, error: Error) -> ObjectEvent<K> {
-        self.back_off();
-        ObjectEvent::Failed(error)
-    }
-
-    fn back_off(&mut self) {
-        self.stream = None;
-        self.deadline = None;
-        self.retry_at = self.backoff.next().map(|delay| Instant::now() + retry_delay(delay));
-    }
-}
-
-/// Caps the backoff, because pods wait until the watch recovers, and spreads it over the nodes.
-fn retry_delay(delay: Duration) -> Duration {
-    let spread = Duration::from_millis(delay.subsec_millis().into());
-    if delay > MAX_RETRY_DELAY { MAX_RETRY_DELAY + spread } else { delay }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{convert::Infallible, future::pending};
+    use std::{convert::Infallible, future::pending, sync::Mutex};
 
     use http::{Request, Response};
     use k8s_openapi::api::core::v1::Node;
     use kube::{Client, client::Body};
-    use tokio::sync::mpsc;
+    use tokio::{sync::mpsc, time::Instant};
 
     use super::*;
+    use crate::ipam::{OFFLINE_GRACE, OFFLINE_LIMIT};
 
     /// The reaction of the server to one request.
     #[derive(Debug, Clone, Copy)]
     enum ServerReply {
-        None,
         List,
+        /// The server accepts the watch and ends it.
+        EndedWatch,
         Failure,
     }
 
     /// A watch, and the replies of its server; without one the server does not respond.
     fn watch() -> (ObjectWatch<Node>, mpsc::UnboundedSender<ServerReply>) {
         let (sender, replies) = mpsc::unbounded_channel();
-        let replies = std::sync::Arc::new(tokio::sync::Mutex::new(replies));
+        let replies = std::sync::Arc::new(Mutex::new(replies));
         let service = tower::service_fn(move |_: Request<Body>| {
-            let replies = std::sync::Arc::clone(&replies);
+            let reply = replies.lock().unwrap().try_recv();
             async move {
-                let reply = replies.lock().await.try_recv().unwrap_or(ServerReply::None);
                 let (status, text) = match reply {
-                    ServerReply::None => pending().await,
-                    ServerReply::List => {
+                    Err(_) => pending().await,
+                    Ok(ServerReply::List) => {
                         (200, r#"{"kind":"NodeList","metadata":{"resourceVersion":"5"},"items":[]}"#)
                     }
-                    ServerReply::Failure => {
+                    Ok(ServerReply::EndedWatch) => (200, ""),
+                    Ok(ServerReply::Failure) => {
                         (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#)
                     }
                 };
@@ -186,8 +119,8 @@ mod tests {
         let (mut watch, _replies) = watch();
         let start = Instant::now();
         let event = watch.next().await;
-        assert!(matches!(event, ObjectEvent::Failed(Error::Deadline)), "{event:?}");
-        assert_eq!(start.elapsed().as_secs(), LIST_TIMEOUT.as_secs());
+        assert!(matches!(event, ObjectEvent::Failed(Error::Deadline(_))), "{event:?}");
+        assert_eq!(start.elapsed().as_secs(), 10);
     }
 
     #[tokio::test(start_paused = true)]
@@ -195,7 +128,7 @@ mod tests {
         let (mut watch, replies) = watch();
         for _ in 0..8 {
             replies.send(ServerReply::Failure).unwrap();
-            assert!(matches!(watch.next().await, ObjectEvent::Failed(Error::Broken(_))));
+            assert!(matches!(watch.next().await, ObjectEvent::Failed(_)));
         }
         replies.send(ServerReply::List).unwrap();
         assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
@@ -205,5 +138,28 @@ mod tests {
         replies.send(ServerReply::List).unwrap();
         assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
         assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn every_recovery_lists_the_objects_again() {
+        let (mut watch, replies) = watch();
+        replies.send(ServerReply::List).unwrap();
+        assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
+        // The watch breaks, and the server does not respond to the next one.
+        replies.send(ServerReply::EndedWatch).unwrap();
+        let event = watch.next().await;
+        assert!(matches!(event, ObjectEvent::Failed(Error::Deadline(_))), "{event:?}");
+        replies.send(ServerReply::List).unwrap();
+        let event = watch.next().await;
+        assert!(matches!(event, ObjectEvent::Synced(_)), "{event:?}");
+    }
+
+    /// A daemon that lost its contact must not allocate after [`OFFLINE_LIMIT`]: it takes up to the detection time of the
+    /// watch until it notices, and it allocates for [`OFFLINE_GRACE`] after that.
+    #[test]
+    fn a_lost_watch_is_noticed_early_enough_for_the_offline_limit() {
+        let noticed = watch::DETECTION_TIME;
+        assert!(watch::WATCH_TIMEOUT < noticed);
+        assert!(noticed + OFFLINE_GRACE <= OFFLINE_LIMIT, "{noticed:?} + {OFFLINE_GRACE:?}");
     }
 }

@@ -43,12 +43,12 @@ fn client() -> Client {
     Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap()
 }
 
-fn network(spec: serde_json::Value) -> DynamicObject {
-    serde_json::from_value(serde_json::json!({
+fn network(spec: serde_json::Value) -> WatchedNetwork {
+    let object = serde_json::from_value(serde_json::json!({
         "metadata": {"name": "blue", "uid": "u", "generation": 1, "creationTimestamp": "2026-01-01T00:00:00Z"},
         "spec": spec, "status": {"mtu": 1500},
-    }))
-    .unwrap()
+    }));
+    WatchedNetwork::read(&object.unwrap())
 }
 
 fn bridge() -> KernelState {
@@ -89,12 +89,12 @@ fn planned(bridges: &BridgeController, observed: &KernelState) -> rules::BridgeP
 #[tokio::test]
 async fn an_unreadable_network_keeps_its_links_and_a_deleted_one_does_not() {
     let mut bridges = bridges(client(), Metrics::default());
-    bridges.replace_peers(&[], "a");
-    bridges.replace_networks(&[network(serde_json::json!({"overlay": "junk"}))]);
+    bridges.replace_peers(Vec::new());
+    bridges.replace_networks(vec![network(serde_json::json!({"overlay": "junk"}))]);
     let plan = planned(&bridges, &bridge());
     assert_eq!(plan.steps, []);
     assert_eq!((plan.networks[0].ready, plan.networks[0].reason.as_str()), (false, "Unreadable"));
-    bridges.replace_networks(&[]);
+    bridges.replace_networks(Vec::new());
     assert!(!planned(&bridges, &bridge()).steps.is_empty());
     // Except when the dump may lack the link of a pod.
     let partial = KernelState { partial: true, ..bridge() };
@@ -106,8 +106,8 @@ async fn an_unreadable_network_keeps_its_links_and_a_deleted_one_does_not() {
 #[tokio::test]
 async fn a_change_in_place_keeps_a_network_ready_for_pods() {
     let mut bridges = bridges(client(), Metrics::default());
-    bridges.replace_peers(&[], "a");
-    bridges.replace_networks(&[network(serde_json::json!({}))]);
+    bridges.replace_peers(Vec::new());
+    bridges.replace_networks(vec![network(serde_json::json!({}))]);
     bridges.records.insert("u".to_owned(), record());
     let mut published = bridges.published.subscribe();
     let mut publish = |bridges: &mut BridgeController, mtu: u32| {

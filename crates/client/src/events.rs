@@ -1,0 +1,306 @@
+//! Kubernetes Events about any object in any namespace.
+//!
+//! Recording never blocks: events wait in a bounded queue, and one task sends them. An event that repeats is sent once
+//! per window. Events inform people; conditions, logs and metrics report the same, so a lost event is no failure.
+//!
+//! kube's `Recorder` sends them: it repeats an event of the same object and reason as a series, and creates events about
+//! cluster-scoped objects in the namespace `default`.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use api::ErrorChain;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::{
+    Client, Resource,
+    runtime::events::{Event, EventType, Recorder, Reporter},
+};
+use tokio::{sync::mpsc, time::Instant};
+use tokio_util::sync::CancellationToken;
+use tracing::debug;
+
+use crate::request::ApiCall;
+
+/// Bounds the events that wait to be sent. Dropped events are still in the log and the metrics.
+const QUEUE_LENGTH: usize = 64;
+/// Bounds the events that are remembered for the throttle. The oldest is forgotten first.
+const MAX_REMEMBERED: usize = 512;
+/// The maximum length of a note in characters. The API server accepts 1024 bytes.
+const MAX_NOTE: usize = 1000;
+
+/// An event about an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventDraft {
+    pub warning: bool,
+    /// A CamelCase word for programs.
+    pub reason: &'static str,
+    /// What the reporter did or tried, as a CamelCase word.
+    pub action: &'static str,
+    /// For people. Cut off if it is too long.
+    pub note: String,
+}
+
+/// Who reports the events.
+#[derive(Clone, Debug)]
+pub struct EventSource {
+    /// The program.
+    pub controller: &'static str,
+    /// The node or the pod on which it runs.
+    pub instance: String,
+    /// An event with the same object, reason and note as another one in this window is not sent.
+    pub window: Duration,
+}
+
+/// Records events. Cheap to clone.
+#[derive(Clone)]
+pub struct EventRecorder {
+    queue: mpsc::Sender<QueuedEvent>,
+    throttle: Arc<Mutex<Throttle>>,
+}
+
+/// Sends the recorded events.
+pub struct EventSender {
+    recorder: Recorder,
+    call: ApiCall,
+    queue: mpsc::Receiver<QueuedEvent>,
+}
+
+type QueuedEvent = (ObjectReference, Event);
+
+/// The events of the last window.
+struct Throttle {
+    window: Duration,
+    /// In the order of their times.
+    sent: VecDeque<(EventKey, Instant)>,
+}
+
+/// Events with the same key are the same.
+#[derive(PartialEq, Eq)]
+struct EventKey {
+    uid: Option<String>,
+    kind: Option<String>,
+    namespace: Option<String>,
+    name: Option<String>,
+    reason: &'static str,
+    note: String,
+}
+
+/// A recorder, and the sender that must run for it. `call` limits and counts the requests; with a fence, nothing is sent
+/// after it has expired.
+pub fn recorder(client: Client, source: EventSource, call: ApiCall) -> (EventRecorder, EventSender) {
+    let EventSource { controller, instance, window } = source;
+    let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
+    let reporter = Reporter { controller: controller.to_owned(), instance: Some(instance) };
+    let throttle = Arc::new(Mutex::new(Throttle { window, sent: VecDeque::new() }));
+    let recorder = Recorder::new(client, reporter);
+    (EventRecorder { queue: sender, throttle }, EventSender { recorder, call, queue })
+}
+
+/// A reference to an object of a known kind, for [`EventRecorder::record`]. `namespace` is None for cluster-scoped kinds.
+pub fn reference<K: Resource<DynamicType = ()>>(
+    namespace: Option<&str>,
+    name: &str,
+    uid: &str,
+) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(K::api_version(&()).into_owned()),
+        kind: Some(K::kind(&()).into_owned()),
+        namespace: namespace.map(str::to_owned),
+        name: Some(name.to_owned()),
+        uid: Some(uid.to_owned()),
+        ..ObjectReference::default()
+    }
+}
+
+impl EventRecorder {
+    /// Queues an event, unless the same one was recorded in this window. Drops it if the queue is full.
+    pub fn record(&self, regarding: ObjectReference, event: EventDraft) {
+        let EventDraft { warning, reason, action, note } = event;
+        let note: String = note.chars().take(MAX_NOTE).collect();
+        let key = EventKey {
+            uid: regarding.uid.clone(),
+            kind: regarding.kind.clone(),
+            namespace: regarding.namespace.clone(),
+            name: regarding.name.clone(),
+            reason,
+            note: note.clone(),
+        };
+        // Nothing that holds the lock can panic.
+        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        if throttle.contains(&key, Instant::now()) {
+            return;
+        }
+        let event = Event {
+            type_: if warning { EventType::Warning } else { EventType::Normal },
+            reason: reason.to_owned(),
+            note: Some(note),
+            action: action.to_owned(),
+            secondary: None,
+        };
+        let object = regarding.name.clone();
+        if self.queue.try_send((regarding, event)).is_ok() {
+            throttle.remember(key, Instant::now());
+        } else {
+            debug!(object, reason, "event queue is full, dropping an event");
+        }
+    }
+}
+
+impl Throttle {
+    fn contains(&mut self, key: &EventKey, now: Instant) -> bool {
+        while self.sent.front().is_some_and(|(_, at)| now.duration_since(*at) >= self.window) {
+            self.sent.pop_front();
+        }
+        self.sent.iter().any(|(sent, _)| sent == key)
+    }
+
+    fn remember(&mut self, key: EventKey, now: Instant) {
+        if self.sent.len() >= MAX_REMEMBERED {
+            self.sent.pop_front();
+        }
+        self.sent.push_back((key, now));
+    }
+}
+
+impl EventSender {
+    /// Sends until `stop`, or until there is no recorder left. An event that cannot be sent is dropped.
+    pub async fn run(mut self, stop: CancellationToken) {
+        while let Some(Some((regarding, event))) = stop.run_until_cancelled(self.queue.recv()).await {
+            if let Err(error) = self.call.create(self.recorder.publish(&event, &regarding)).await {
+                debug!(reason = event.reason, error = %ErrorChain(&error), "cannot send an event");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::{Node, Pod};
+    use serde_json::Value;
+    use tokio::task::JoinSet;
+
+    use super::*;
+    use crate::{
+        fence::LeaseFence,
+        request::DEFAULT_TIMEOUT,
+        testing::{Reply, ScriptedServer},
+    };
+
+    const WINDOW: Duration = Duration::from_mins(1);
+
+    fn scripted() -> (EventRecorder, EventSender, ScriptedServer) {
+        let (client, server) = ScriptedServer::new();
+        let source =
+            EventSource { controller: "patchbay-node", instance: "node-1".to_owned(), window: WINDOW };
+        let call = ApiCall::new(DEFAULT_TIMEOUT, || ());
+        let (recorder, sender) = recorder(client, source, call);
+        (recorder, sender, server)
+    }
+
+    fn draft(reason: &'static str, note: &str) -> EventDraft {
+        EventDraft { warning: true, reason, action: "Attach", note: note.to_owned() }
+    }
+
+    fn pod(name: &str) -> ObjectReference {
+        reference::<Pod>(Some("ns"), name, &format!("uid-{name}"))
+    }
+
+    /// Sends everything that is queued, each event accepted.
+    async fn sent(
+        recorder: EventRecorder,
+        sender: EventSender,
+        server: &ScriptedServer,
+    ) -> Vec<(String, Value)> {
+        drop(recorder);
+        for _ in 0..QUEUE_LENGTH {
+            server.reply(Reply::Body(201, r#"{"metadata":{"name":"e"},"eventTime":null}"#.to_owned()));
+        }
+        sender.run(CancellationToken::new()).await;
+        let requests = server.requests().into_iter();
+        requests.map(|(_, uri, body)| (uri, serde_json::from_str(&body).unwrap())).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_is_created_in_the_namespace_of_its_object() {
+        let (recorder, sender, server) = scripted();
+        recorder.record(pod("a"), draft("AttachFailed", "no bridge"));
+        recorder.record(reference::<Node>(None, "n", "u"), draft("AttachFailed", "no bridge"));
+        let sent = sent(recorder, sender, &server).await;
+        let [(in_pod, event), (in_node, _)] = &sent[..] else { panic!("{sent:?}") };
+        assert!(in_pod.contains("/namespaces/ns/events"), "{in_pod}");
+        assert!(in_node.contains("/namespaces/default/events"), "{in_node}");
+        assert_eq!(event["regarding"]["kind"], "Pod");
+        assert_eq!(event["regarding"]["uid"], "uid-a");
+        assert_eq!(event["reportingController"], "patchbay-node");
+        assert_eq!(event["reportingInstance"], "node-1");
+        assert_eq!((&event["type"], &event["reason"]), (&"Warning".into(), &"AttachFailed".into()));
+        assert_eq!((&event["action"], &event["note"]), (&"Attach".into(), &"no bridge".into()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_repeated_event_is_sent_once_per_window() {
+        let (recorder, mut sender, _server) = scripted();
+        let mut queued = || std::iter::from_fn(|| sender.queue.try_recv().ok()).count();
+        for _ in 0..3 {
+            recorder.record(pod("a"), draft("AttachFailed", "no bridge"));
+        }
+        assert_eq!(queued(), 1);
+        recorder.record(pod("b"), draft("AttachFailed", "no bridge"));
+        recorder.record(pod("a"), draft("DetachFailed", "no bridge"));
+        recorder.record(pod("a"), draft("AttachFailed", "no address"));
+        assert_eq!(queued(), 3, "another object, reason or note is another event");
+        tokio::time::advance(WINDOW).await;
+        recorder.record(pod("a"), draft("AttachFailed", "no bridge"));
+        assert_eq!(queued(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn memory_is_bounded_and_a_dropped_event_is_not_remembered() {
+        let (recorder, mut sender, _server) = scripted();
+        for number in 0..QUEUE_LENGTH {
+            recorder.record(pod(&number.to_string()), draft("AttachFailed", "x"));
+        }
+        recorder.record(pod("late"), draft("AttachFailed", "x"));
+        assert_eq!(std::iter::from_fn(|| sender.queue.try_recv().ok()).count(), QUEUE_LENGTH);
+        recorder.record(pod("late"), draft("AttachFailed", "x"));
+        assert_eq!(std::iter::from_fn(|| sender.queue.try_recv().ok()).count(), 1);
+        for number in 0..2 * MAX_REMEMBERED {
+            recorder.record(pod(&format!("more-{number}")), draft("AttachFailed", "x"));
+            sender.queue.try_recv().unwrap();
+        }
+        assert_eq!(recorder.throttle.lock().unwrap().sent.len(), MAX_REMEMBERED);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_long_note_is_cut_between_characters() {
+        let (recorder, mut sender, _server) = scripted();
+        recorder.record(pod("a"), draft("AttachFailed", &"ä".repeat(2000)));
+        let (_, event) = sender.queue.try_recv().unwrap();
+        assert_eq!(event.note.unwrap(), "ä".repeat(MAX_NOTE));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_event_does_not_hold_up_the_next_and_none_is_sent_outside_the_fence() {
+        let (recorder, mut sender, server) = scripted();
+        sender.call = sender.call.fenced(LeaseFence::expiring_in(Duration::from_secs(8)));
+        server.reply(Reply::Silence);
+        server.reply(Reply::status(403, "Forbidden"));
+        for name in ["a", "b"] {
+            recorder.record(pod(name), draft("AttachFailed", "x"));
+        }
+        let stop = CancellationToken::new();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(sender.run(stop.clone()));
+        tokio::time::sleep(Duration::from_secs(7)).await;
+        assert_eq!(server.requests().len(), 2);
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        recorder.record(pod("c"), draft("AttachFailed", "x"));
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        assert_eq!(server.requests().len(), 2, "the lease has expired");
+        stop.cancel();
+        tasks.join_next().await.unwrap().unwrap();
+    }
+}
