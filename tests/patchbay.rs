@@ -1,6 +1,10 @@
 //! Patchbay in a lab: installed from its image and manifests, as a user would do it.
 
-use std::{fmt::Write as _, path::PathBuf, time::Duration};
+use std::{
+    fmt::Write as _,
+    path::PathBuf,
+    time::{Duration, UNIX_EPOCH},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
@@ -18,6 +22,8 @@ pub const IMAGE_REFERENCE: &str = concat!("localhost/patchbay:v", env!("CARGO_PK
 /// The namespace of Patchbay's own pods.
 pub const NAMESPACE: &str = "patchbay-system";
 
+const WORKLOADS: [&str; 2] = ["deployment/patchbay-controller", "daemonset/patchbay-node"];
+
 /// The image archive that `make image` builds.
 pub fn image_tar() -> PathBuf {
     repository().join("target/image/patchbay.tar")
@@ -30,7 +36,20 @@ pub fn manifests_dir() -> PathBuf {
 
 /// Loads the image, applies the manifests, and waits until controller and daemons are ready.
 pub async fn install(lab: &Lab) -> Result<()> {
-    install_release(lab, &Release::current()).await
+    let release = Release::current();
+    let reused = lab.kubectl(&["-n", NAMESPACE, "get", "daemonset", "patchbay-node"]).is_ok();
+    install_release(lab, &release).await?;
+    if !reused {
+        return Ok(());
+    }
+    // The pods of an earlier run keep its image until their template changes.
+    let built = std::fs::metadata(&release.image)?.modified()?.duration_since(UNIX_EPOCH)?;
+    let annotations = json!({"lab/image-built": built.as_millis().to_string()});
+    let patch = json!({"spec": {"template": {"metadata": {"annotations": annotations}}}}).to_string();
+    for workload in WORKLOADS {
+        lab.kubectl(&["-n", NAMESPACE, "patch", workload, "-p", &patch])?;
+    }
+    wait_ready(lab).await
 }
 
 /// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
@@ -44,7 +63,7 @@ pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
 
 /// Waits until controller and daemons are ready and every node has a NodeNetwork.
 pub async fn wait_ready(lab: &Lab) -> Result<()> {
-    for workload in ["deployment/patchbay-controller", "daemonset/patchbay-node"] {
+    for workload in WORKLOADS {
         lab.kubectl(&["-n", NAMESPACE, "rollout", "status", workload, "--timeout=90s"])?;
     }
     let nodes = lab.nodes();
