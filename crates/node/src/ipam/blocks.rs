@@ -15,7 +15,7 @@ use std::{
 
 use api::{
     ErrorChain, IPBlock,
-    ipblock::{self, NODE_ROLE_LABEL_PREFIX, NodeRef},
+    ipblock::{self, HolderRef, NODE_ROLE_LABEL_PREFIX},
 };
 use futures::future::{BoxFuture, FutureExt as _, pending, select_all};
 use ipnet::IpNet;
@@ -167,7 +167,7 @@ pub struct BlockController {
     sandboxes: ListSandboxes,
     timings: Timings,
     /// This node; its UID is empty until the Node object is known.
-    holder: NodeRef,
+    holder: HolderRef,
     pools: BTreeMap<String, Arc<Pool>>,
     /// IPBlocks that this node holds and those that borrow from it, by name. `None` until the watch has synced.
     objects: Option<BTreeMap<String, ObservedIpBlock>>,
@@ -268,7 +268,7 @@ impl BlockController {
             events,
             sandboxes,
             timings,
-            holder: NodeRef { node: String::new(), uid: String::new() },
+            holder: HolderRef { node: String::new(), uid: String::new() },
             pools: BTreeMap::new(),
             objects: None,
             lenders: BTreeMap::new(),
@@ -359,9 +359,11 @@ impl BlockController {
             self.confirm_blocks();
         }
         match &networks.node {
-            Some(node) if networks.synced && *node != self.holder => {
-                self.holder = node.clone();
-                true
+            Some(node) if networks.synced => {
+                let node = HolderRef::from(node.clone());
+                let changed = node != self.holder;
+                self.holder = node;
+                changed
             }
             _ => false,
         }

@@ -7,7 +7,7 @@ use std::{
 use api::{
     IPBlockSpec, IPBlockStatus,
     ipam::{BlockLength, IpamSpec},
-    ipblock::{self, LentAddress, NodeRef},
+    ipblock::{self, HolderRef, LentAddress},
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
@@ -139,12 +139,12 @@ struct TestNode {
     reported: BTreeSet<BlockKey>,
 }
 
-fn me() -> NodeRef {
-    NodeRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
+fn me() -> HolderRef {
+    HolderRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
 }
 
-fn other() -> NodeRef {
-    NodeRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
+fn other() -> HolderRef {
+    HolderRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
 }
 
 fn block(range: &str) -> BlockKey {
@@ -218,7 +218,7 @@ impl TestNode {
         panic!("does not converge: {:?}", self.plan());
     }
 
-    fn object(&mut self, range: &str, uid: &str, holder: NodeRef, lender: Option<NodeRef>) {
+    fn object(&mut self, range: &str, uid: &str, holder: HolderRef, lender: Option<HolderRef>) {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -414,7 +414,7 @@ fn a_borrowed_address_is_used_only_after_the_lender_grants_it() {
     node.object("10.0.0.5/32", "five", me(), Some(other()));
     assert_eq!(node.settle(), []);
     assert!(node.request("p", &[]).is_err());
-    let enclosing = |holder: NodeRef, status: IPBlockStatus| {
+    let enclosing = |holder: HolderRef, status: IPBlockStatus| {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use api::{
     IPBlock, IPBlockSpec, IPBlockStatus, NODE_FIELD_MANAGER,
     ipblock::{
-        self, BORROWED_LABEL, HOLDER_ROLE, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX, NodeRef,
+        self, BORROWED_LABEL, HOLDER_ROLE, HolderRef, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX,
     },
 };
 use kube::{
@@ -269,7 +269,7 @@ impl BlockController {
         &mut self,
         block: &BlockKey,
         network: &str,
-        lender: Option<NodeRef>,
+        lender: Option<HolderRef>,
     ) -> Result<CreateOutcome, BlockError> {
         // A create request for a block that this node holds would fail with a conflict and drop the block.
         let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));

@@ -2,7 +2,7 @@
 
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipblock::{self, LentAddress, NodeRef},
+    ipblock::{self, HolderRef, LentAddress},
 };
 
 use super::*;
@@ -22,7 +22,7 @@ fn hold(state: &mut ClusterState, range: &str, node: &str, status: IPBlockStatus
         network: "blue".to_owned(),
         network_uid: "uid-blue".to_owned(),
         cidr,
-        holder: NodeRef {
+        holder: HolderRef {
             node: node.to_owned(),
             uid: state.nodes.get(node).map_or("gone".to_owned(), |node| node.uid.clone()),
         },
