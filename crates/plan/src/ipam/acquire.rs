@@ -327,3 +327,117 @@ pub(super) fn acquire(
     }
     steps
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{
+        super::tests::{block, claims, grid, ip, ipam, me, net, observed, other},
+        *,
+    };
+
+    fn key() -> (Uid, Family) {
+        ("net".to_owned(), Family::V4)
+    }
+
+    #[test]
+    fn holders_search_at_different_blocks_and_skip_taken_and_held_ones() {
+        let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
+        let first = |holder: &HolderRef| {
+            BlockSearch::default().next_block(holder, "net", &grid, &Ledger::default()).unwrap()
+        };
+        assert_eq!(first(&me()), first(&me()), "without attempts between, the choice is the same");
+        assert_ne!(first(&me()), first(&other()));
+        let mut search = BlockSearch::default();
+        let mut found = BTreeSet::new();
+        while let Some(range) = search.next_block(&claims(), "net", &grid, &Ledger::default()) {
+            assert!(found.insert(range), "{range} is taken");
+            search.mark_taken("net", range);
+        }
+        assert_eq!(found.len(), 16, "every block is found by any kind of holder");
+        // A list replaces what was seen before.
+        search.observe_list("net", vec![observed("10.0.0.0/28", "1", other())]);
+        let mut ledger = Ledger::default();
+        for number in 2..16_u32 {
+            let range = format!("10.0.0.{}/28", number * 16);
+            ledger.apply(&super::super::LedgerRecord::Acquiring {
+                block: block(&range),
+                network: "blue".to_owned(),
+            });
+        }
+        assert_eq!(search.next_block(&me(), "net", &grid, &ledger), Some(net("10.0.0.16/28")));
+    }
+
+    #[test]
+    fn an_exhausted_network_is_searched_again_for_waiting_adds_or_later() {
+        let (mut search, now) = (BlockSearch::default(), Instant::now());
+        assert_eq!(search.start(&key(), false, false), SearchStart::Guess);
+        assert_eq!(search.found_none(&key(), false, now), NoFreeBlock::Wait);
+        assert_eq!(search.exhausted(), BTreeSet::from([key()]));
+        assert_eq!(search.start(&key(), false, false), SearchStart::Skip, "no reserve is borrowed");
+        assert_eq!(search.start(&key(), true, true), SearchStart::Skip, "other borrowers are ahead");
+        assert_eq!(search.start(&key(), true, false), SearchStart::List);
+        assert_eq!(search.found_none(&key(), true, now), NoFreeBlock::Borrow);
+        search.expire(now + EXHAUSTED_TTL);
+        assert_eq!(search.start(&key(), false, false), SearchStart::Guess);
+    }
+
+    #[test]
+    fn blocks_of_an_earlier_network_of_the_name_take_ranges_but_do_not_exhaust_the_network() {
+        let (mut search, now) = (BlockSearch::default(), Instant::now());
+        let mut old = observed("10.0.0.0/28", "1", other());
+        old.spec.network_uid = "earlier".to_owned();
+        let listed = search.observe_list("net", vec![old, observed("10.0.0.16/28", "2", other())]);
+        assert_eq!(listed.iter().map(|one| one.uid.as_str()).collect::<Vec<_>>(), ["2"]);
+        assert_eq!(search.found_none(&key(), true, now), NoFreeBlock::NameReused);
+        assert!(search.exhausted().is_empty());
+        search.observe_list("net", listed);
+        assert_eq!(search.found_none(&key(), true, now), NoFreeBlock::Borrow);
+        search.retain_networks(|_| false);
+        assert_eq!(search.start(&key(), false, false), SearchStart::Skip);
+    }
+
+    #[test]
+    fn a_requested_address_is_borrowed_from_nodes_only() {
+        let (whole, address) = (block("10.0.0.0/28"), ip("10.0.0.3"));
+        let requested = RequestedAddress { network: "net", name: "blue", address, block: &whole };
+        let source =
+            |holder, may_borrow| requested.source(Some(&observed("10.0.0.0/28", "1", holder)), may_borrow);
+        assert_eq!(source(other(), true), AddressSource::Lender(other()));
+        assert_eq!(requested.source(None, true), AddressSource::Released);
+        let text = |source| match source {
+            AddressSource::Unavailable(error) => error.to_string(),
+            source => panic!("{source:?}"),
+        };
+        assert_eq!(
+            text(source(claims(), true)),
+            "ipamclaims/patchbay holds the block of address 10.0.0.3 of network \"blue\" and lends no addresses: request \
+            another address"
+        );
+        assert_eq!(text(source(other(), false)), "address 10.0.0.3 of network \"blue\" belongs to node b");
+        assert_eq!(
+            text(requested.source(None, false)),
+            "address 10.0.0.3 of network \"blue\" belongs to another node"
+        );
+        let mut earlier = observed("10.0.0.0/28", "1", other());
+        earlier.spec.network_uid = "earlier".to_owned();
+        assert!(text(requested.source(Some(&earlier), true)).contains("an earlier network \"blue\""));
+        let single = block("10.0.0.3/32");
+        let requested = RequestedAddress { block: &single, ..requested };
+        let only = observed("10.0.0.3/32", "1", claims());
+        assert!(text(requested.source(Some(&only), true)).ends_with("belongs to ipamclaims/patchbay"));
+    }
+
+    #[test]
+    fn an_unanswered_create_is_pending_until_the_api_server_cannot_process_it_any_more() {
+        let (mut creates, now) = (UnansweredCreates::default(), Instant::now());
+        creates.insert(block("10.0.0.0/28"), now);
+        let last = now + UNANSWERED_CREATE_TTL.saturating_sub(Duration::from_millis(1));
+        assert!(creates.is_pending(&block("10.0.0.0/28"), last));
+        assert!(!creates.is_pending(&block("10.0.0.16/28"), last));
+        assert_eq!(creates.deadlines().collect::<Vec<_>>(), [now + UNANSWERED_CREATE_TTL]);
+        creates.expire(now + UNANSWERED_CREATE_TTL);
+        assert_eq!(creates.deadlines().count(), 0);
+    }
+}

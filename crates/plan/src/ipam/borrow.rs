@@ -302,3 +302,145 @@ pub fn lending_candidate(
     let index = usize::try_from(seed % u64::try_from(all.len()).ok().filter(|count| *count > 0)?).ok()?;
     all.get(index).map(|(address, object)| (*address, (*object).clone()))
 }
+
+#[cfg(test)]
+mod tests {
+    use api::ipblock::LentAddress;
+
+    use super::{
+        super::{
+            LedgerRecord,
+            tests::{block, claims, grid, ip, ipam, me, observed, other},
+        },
+        *,
+    };
+
+    fn key() -> (Uid, Family) {
+        ("net".to_owned(), Family::V4)
+    }
+
+    fn check(
+        borrowing: &mut Borrowing,
+        enclosing: &ObservedIpBlock,
+        last_update: Option<Instant>,
+        now: Instant,
+    ) -> Option<BorrowFailure> {
+        let (block, object) = (block("10.0.0.3/32"), "request".to_owned());
+        let request = WaitingRequest {
+            block: &block,
+            network: "blue",
+            object: Some(&object),
+            enclosing: Some(enclosing),
+            last_update,
+        };
+        borrowing.check(request, now)
+    }
+
+    #[test]
+    fn a_lender_that_does_not_answer_is_silent_after_three_seconds_and_a_busy_one_after_fifteen() {
+        let (enclosing, start) = (observed("10.0.0.0/28", "1", other()), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut borrowing = Borrowing::default();
+        borrowing.mark_requested(block("10.0.0.3/32"), start);
+        assert_eq!(check(&mut borrowing, &enclosing, None, at(2)), None);
+        assert_eq!(check(&mut borrowing, &enclosing, Some(at(2)), at(4)), None, "it is busy");
+        assert_eq!(check(&mut borrowing, &enclosing, Some(at(14)), at(14)), None);
+        let failure = check(&mut borrowing, &enclosing, Some(at(14)), at(15)).unwrap();
+        assert!(failure.abandon);
+        assert_eq!(
+            failure.error.to_string(),
+            "node b holds the block of address 10.0.0.3 of network \"blue\" and does not answer: check the node, or delete its \
+            Node if it is gone for good"
+        );
+        let mut borrowing = Borrowing::default();
+        assert_eq!(check(&mut borrowing, &enclosing, None, start), None, "the first check starts the wait");
+        assert!(check(&mut borrowing, &enclosing, None, at(3)).unwrap().abandon);
+        assert!(borrowing.is_tried("net", ip("10.0.0.3")));
+    }
+
+    #[test]
+    fn a_refusal_fails_at_once_and_a_grant_never() {
+        let (mut enclosing, start) = (observed("10.0.0.0/28", "1", other()), Instant::now());
+        let mut borrowing = Borrowing::default();
+        enclosing.status.refused = vec!["request".to_owned()];
+        let failure = check(&mut borrowing, &enclosing, None, start).unwrap();
+        assert!(!failure.abandon, "the planner abandons it");
+        assert_eq!(failure.error.to_string(), "address 10.0.0.3 of network \"blue\" is in use on node b");
+        borrowing.expire(start + REFUSED_TTL);
+        assert!(!borrowing.is_tried("net", ip("10.0.0.3")));
+        enclosing.status.refused.clear();
+        enclosing.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "request".to_owned() }];
+        assert_eq!(check(&mut borrowing, &enclosing, None, start + Duration::from_secs(60)), None);
+        borrowing.retain_requests(|_| false);
+        assert_eq!(borrowing.deadlines().count(), 0);
+    }
+
+    #[test]
+    fn a_silent_lender_is_not_asked_until_its_backoff_ends_and_the_backoff_doubles() {
+        let listed = [observed("10.0.0.0/28", "1", other())];
+        let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
+        let (mut borrowing, start) = (Borrowing::default(), Instant::now());
+        let asks = |borrowing: &Borrowing, now| {
+            borrowing.candidate(&me(), "net", &grid, &listed, (7, now)).map(|(_, lender)| lender)
+        };
+        assert_eq!(asks(&borrowing, start), Some(other()));
+        let mut now = start;
+        for wait in [5, 10, 20, 40, 60, 60].map(Duration::from_secs) {
+            borrowing.mark_silent(&other(), now);
+            borrowing.mark_silent(&other(), now);
+            let last = now + wait.saturating_sub(Duration::from_millis(1));
+            assert_eq!(asks(&borrowing, last), None, "{wait:?}");
+            assert_eq!(borrowing.exhausted_hint(&listed, last).silent_node.as_deref(), Some("b"));
+            now += wait;
+            assert_eq!(asks(&borrowing, now), Some(other()), "{wait:?}");
+        }
+        assert_eq!(borrowing.exhausted_hint(&listed, now), ExhaustedHint::default());
+        borrowing.expire(now + LENDER_BACKOFF.longest);
+        borrowing.mark_silent(&other(), now);
+        assert_eq!(asks(&borrowing, now + LENDER_BACKOFF.first), Some(other()), "it is forgotten");
+    }
+
+    #[test]
+    fn a_holder_that_is_not_a_node_is_not_asked_and_is_named_when_the_network_is_exhausted() {
+        let listed = [observed("10.0.0.0/28", "1", claims())];
+        let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
+        let (borrowing, now) = (Borrowing::default(), Instant::now());
+        assert_eq!(borrowing.candidate(&me(), "net", &grid, &listed, (7, now)), None);
+        let hint = borrowing.exhausted_hint(&listed, now);
+        assert_eq!(hint.other_holder, Some(claims()));
+        let error = AcquireError::Exhausted { network: "blue".to_owned(), family: Family::V4, hint };
+        assert_eq!(
+            error.to_string(),
+            "network \"blue\" has no free IPv4 address left: add a subnet to spec.ipam.subnets of the BridgeNetwork, or delete \
+            pods that use it; ipamclaims/patchbay holds blocks of the network and lends no addresses"
+        );
+        // It can itself borrow from a node.
+        let listed = [observed("10.0.0.0/28", "1", other())];
+        let found = borrowing.candidate(&claims(), "net", &grid, &listed, (7, now));
+        assert_eq!(found.map(|(_, lender)| lender), Some(other()));
+    }
+
+    #[test]
+    fn borrowers_of_the_last_addresses_back_off_with_jitter() {
+        let (mut borrowing, now, ledger) = (Borrowing::default(), Instant::now(), Ledger::default());
+        let after = |borrowing: &mut Borrowing, counts, seed| {
+            borrowing.after_requests(&key(), counts, &ledger, (seed, now))
+        };
+        assert_eq!(after(&mut borrowing, (0, 1), 0), BorrowOutcome::Exhausted, "nothing was tried");
+        borrowing.mark_tried("net", ip("10.0.0.3"), now);
+        assert_eq!(after(&mut borrowing, (0, 1), 0), BorrowOutcome::Contended);
+        assert!(borrowing.is_contended(&key(), now + Duration::from_millis(49)));
+        assert!(!borrowing.is_contended(&key(), now + Duration::from_millis(50)));
+        assert_eq!(after(&mut borrowing, (0, 1), 99), BorrowOutcome::Contended);
+        assert!(borrowing.is_contended(&key(), now + Duration::from_millis(297)), "twice 100 ms, 149 %");
+        assert!(!borrowing.is_contended(&key(), now + Duration::from_millis(298)));
+        assert_eq!(after(&mut borrowing, (1, 1), 0), BorrowOutcome::Complete);
+        assert!(!borrowing.is_contended(&key(), now));
+        // A request that is under way counts too.
+        borrowing.expire(now + REFUSED_TTL);
+        let mut ledger = Ledger::default();
+        ledger.apply(&LedgerRecord::Acquiring { block: block("10.0.0.3/32"), network: "blue".to_owned() });
+        let outcome = borrowing.after_requests(&key(), (0, 1), &ledger, (0, now));
+        assert_eq!(outcome, BorrowOutcome::Contended);
+    }
+}

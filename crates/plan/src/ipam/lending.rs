@@ -113,3 +113,28 @@ fn may_lend(ledger: &Ledger, block: &BlockKey, holding: &Holding, address: IpAdd
         && !holding.lent.contains_key(&address)
         && holding.lent.len() < MAX_STATUS_ADDRESSES
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::tests::{block, ip},
+        *,
+    };
+
+    #[test]
+    fn a_lent_address_is_checked_at_intervals_and_a_return_is_remembered() {
+        let (mut checks, timings, now) = (LentChecks::default(), Timings::default(), Instant::now());
+        let (whole, address) = (block("10.0.0.0/28"), ip("10.0.0.3"));
+        assert!(checks.is_due(&whole, address, &timings, now));
+        checks.mark_existing(&whole, address, now);
+        let next = now + timings.lent_check_interval();
+        assert!(
+            !checks.is_due(&whole, address, &timings, now) && checks.is_due(&whole, address, &timings, next)
+        );
+        assert_eq!(checks.deadlines(&timings).collect::<Vec<_>>(), [next]);
+        checks.mark_gone(&whole, address);
+        assert_eq!(checks.deadlines(&timings).count(), 0);
+        checks.mark_returned("request");
+        assert!(checks.returned().contains("request"));
+    }
+}

@@ -101,3 +101,45 @@ pub fn abandoned<'a>(
     };
     objects.into_iter().filter(|object| is_gone(&object.spec.holder) && !used(object)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use api::ipblock::LentAddress;
+
+    use super::{
+        super::tests::{block, claims, ip, observed, other},
+        *,
+    };
+
+    #[test]
+    fn a_block_is_idle_from_when_it_became_empty_and_an_address_for_a_shorter_time() {
+        let (mut idle, timings, start) = (IdleBlocks::default(), Timings::default(), Instant::now());
+        let (whole, single) = (block("10.0.0.0/28"), block("10.0.1.1/32"));
+        idle.track(BTreeSet::from([whole.clone(), single.clone()]), start);
+        idle.track(BTreeSet::from([whole.clone(), single.clone()]), start + timings.idle_address);
+        assert_eq!(idle.expired(&timings, start + timings.idle_address), BTreeSet::from([single.clone()]));
+        assert_eq!(idle.expired(&timings, start + timings.idle_block).len(), 2);
+        assert_eq!(idle.deadlines(&timings).min(), Some(start + timings.idle_address));
+        // A block that was used in between starts again.
+        idle.track(BTreeSet::from([single]), start);
+        idle.track(BTreeSet::from([whole.clone()]), start + timings.idle_block);
+        assert!(idle.contains(&whole) && idle.expired(&timings, start + timings.idle_block).is_empty());
+    }
+
+    #[test]
+    fn the_blocks_of_a_holder_that_is_not_a_node_are_never_abandoned() {
+        let mut lending = observed("10.0.0.0/28", "1", other());
+        lending.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "2".to_owned() }];
+        let objects = [
+            lending,
+            observed("10.0.0.3/32", "2", claims()),
+            observed("10.0.0.16/28", "3", claims()),
+            observed("10.0.0.32/28", "4", other()),
+        ];
+        let uids = |objects: &[ObservedIpBlock]| {
+            abandoned(objects, |_| true).into_iter().map(|one| one.uid.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(uids(&objects), ["4"], "block 1 lends an address to the other holder");
+        assert_eq!(uids(&objects[..1]), ["1"]);
+    }
+}

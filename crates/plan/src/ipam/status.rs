@@ -143,3 +143,25 @@ pub fn network_status<'a>(
         blocks: count,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{super::tests::block, *};
+
+    #[test]
+    fn a_status_is_written_at_intervals_and_the_first_one_after_two_seconds() {
+        let (mut reports, timings, start) = (StatusReports::default(), Timings::default(), Instant::now());
+        reports.mark_written(block("10.0.0.0/28"), start);
+        reports.mark_created(block("10.0.0.16/28"), &timings, start + timings.status_interval);
+        let created = start + timings.status_interval + FIRST_STATUS_DELAY;
+        assert_eq!(
+            reports.deadlines(&timings).collect::<Vec<_>>(),
+            [start + timings.status_interval, created]
+        );
+        assert_eq!(reports.recent().len(), 2);
+        reports.expire(&timings, start + timings.status_interval);
+        assert_eq!(reports.recent(), BTreeSet::from([block("10.0.0.16/28")]));
+        reports.expire(&timings, created);
+        assert!(reports.recent().is_empty());
+    }
+}

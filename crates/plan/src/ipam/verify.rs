@@ -151,3 +151,45 @@ pub(super) fn record_unknown_blocks(ledger: &Ledger, input: BlockPlanInput<'_>) 
     }
     steps
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{super::tests::block, *};
+
+    fn sandboxes(names: &[&str]) -> BTreeSet<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn an_unverified_block_is_unused_once_no_early_sandbox_is_left() {
+        let (mut verification, timings, start) =
+            (Verification::default(), Timings::default(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let unverified = [UnverifiedBlock { block: block("10.0.0.0/28"), empty: true }];
+        assert_eq!(verification.track(&unverified), [block("10.0.0.0/28")]);
+        assert_eq!(verification.track(&unverified), [], "it is reported once");
+        let mut check = |live: &[&str], now| {
+            assert!(verification.start_check(&timings, now));
+            assert!(!verification.start_check(&timings, now), "the sandboxes are listed once a minute");
+            verification.check(&unverified, &sandboxes(live), &timings, now)
+        };
+        assert_eq!(check(&["old"], at(0)), []);
+        assert_eq!(check(&["starting"], at(600)), [], "it was being created");
+        assert_eq!(check(&["starting", "new"], at(661)), []);
+        assert_eq!(check(&["new"], at(722)), [block("10.0.0.0/28")]);
+        assert_eq!(verification.deadline(), Some(at(782)));
+        assert_eq!(verification.track(&[]), []);
+        assert_eq!(verification.deadline(), None);
+    }
+
+    #[test]
+    fn an_unverified_block_with_known_addresses_in_use_is_not_unused() {
+        let (mut verification, timings, now) = (Verification::default(), Timings::default(), Instant::now());
+        let unverified = [UnverifiedBlock { block: block("10.0.0.0/28"), empty: false }];
+        verification.check(&unverified, &BTreeSet::new(), &timings, now);
+        let later = now + timings.min_lease_age * 2;
+        assert_eq!(verification.check(&unverified, &BTreeSet::new(), &timings, later), []);
+    }
+}
