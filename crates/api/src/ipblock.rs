@@ -1,6 +1,6 @@
-//! The kind `IPBlock`: a range of addresses that one node allocates to its pods.
+//! The kind `IPBlock`: a range of addresses that one holder allocates, usually a node to its pods.
 
-use std::net::IpAddr;
+use std::{fmt, net::IpAddr};
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ pub const MAX_SPARE_RANGES: usize = 16;
 /// The maximum length of `status.draining`.
 pub const MAX_DRAINING_PODS: usize = 10;
 
-/// A range of addresses and the node that allocates them.
+/// A range of addresses and the holder that allocates them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(kube::CustomResource, schemars::JsonSchema))]
 #[cfg_attr(
@@ -43,11 +43,11 @@ pub const MAX_DRAINING_PODS: usize = 10;
         validation = Rule::new("self.metadata.name == self.spec.network + (self.spec.cidr.contains(':') ? '.6-' : '.') + self.spec.cidr.replace(':', '-').replace('/', '-')").message("the name of an IPBlock is derived from its network and CIDR; nodes create IPBlocks"),
         printcolumn = r#"{"name": "Network", "type": "string", "jsonPath": ".spec.network", "description": "BridgeNetwork of the addresses"}"#,
         printcolumn = r#"{"name": "Range", "type": "string", "jsonPath": ".spec.cidr", "description": "Range of addresses"}"#,
-        printcolumn = r#"{"name": "Holder", "type": "string", "jsonPath": ".spec.holder.node", "description": "Node that allocates the addresses"}"#,
+        printcolumn = r#"{"name": "Holder", "type": "string", "jsonPath": ".spec.holder.node", "description": "Node that allocates the addresses, or kind/name of a holder that is not a Node"}"#,
         printcolumn = r#"{"name": "Used", "type": "integer", "jsonPath": ".status.used", "description": "Addresses allocated to pods of the holder"}"#,
         printcolumn = r#"{"name": "Free", "type": "integer", "jsonPath": ".status.free", "description": "Free addresses"}"#,
         printcolumn = r#"{"name": "Closed", "type": "boolean", "jsonPath": ".status.closed", "description": "Whether new allocations are disabled"}"#,
-        printcolumn = r#"{"name": "Lender", "type": "string", "jsonPath": ".spec.lender.node", "description": "Node that lends the address, if it is borrowed"}"#,
+        printcolumn = r#"{"name": "Lender", "type": "string", "jsonPath": ".spec.lender.node", "description": "Holder that lends the address, if it is borrowed"}"#,
         printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
     )
 )]
@@ -80,11 +80,11 @@ pub struct IPBlockSpec {
         )
     )]
     pub cidr: IpNet,
-    /// The node that allocates the addresses.
-    pub holder: NodeRef,
-    /// The node that lends the address. Set only on a single borrowed address, which is part of a block of the lender.
+    /// Who allocates the addresses: a Node, or a holder that is not a Node.
+    pub holder: HolderRef,
+    /// Who lends the address. Set only on a single borrowed address, which is part of a block of the lender.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub lender: Option<NodeRef>,
+    pub lender: Option<HolderRef>,
     /// The boot ID of the holder's machine when the holder last recorded the block. Empty in blocks of daemons that do not record it. After a boot, the holder allocates nothing from a block until the block carries the new boot ID. If the holder has lost its journal, another boot ID proves that no running pod has an address of the block.
     #[serde(rename = "bootID", default, skip_serializing_if = "String::is_empty")]
     #[cfg_attr(feature = "kube", schemars(length(max = 63)))]
@@ -92,16 +92,52 @@ pub struct IPBlockSpec {
 }
 
 /// A reference to a Node.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeRef {
+    /// The name of the Node.
+    pub node: String,
+    /// The UID of the Node.
+    pub uid: String,
+}
+
+/// The holder of a block: a Node, or a holder that is not a Node. The name of the latter has the form kind/name, which no Node can have.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
 #[serde(rename_all = "camelCase")]
-pub struct NodeRef {
-    /// The name of the Node.
-    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
+pub struct HolderRef {
+    /// The name of the Node; kind/name for a holder that is not a Node.
+    #[cfg_attr(
+        feature = "kube",
+        schemars(
+            length(min = 1, max = 253),
+            regex(pattern = "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")
+        )
+    )]
     pub node: String,
-    /// The UID of the Node.
+    /// The UID of the Node, or of the holder that is not a Node.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
     pub uid: String,
+}
+
+impl HolderRef {
+    /// Whether the holder is a Node. The slash in the name of any other holder keeps versions that know only Nodes from
+    /// taking it for a Node: the name of a Node is a DNS subdomain.
+    pub fn is_node(&self) -> bool {
+        !self.node.contains('/')
+    }
+}
+
+impl From<NodeRef> for HolderRef {
+    fn from(NodeRef { node, uid }: NodeRef) -> Self {
+        Self { node, uid }
+    }
+}
+
+/// The holder as messages name it: `node a`, or `ipamclaims/patchbay`.
+impl fmt::Display for HolderRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_node() { write!(f, "node {}", self.node) } else { f.write_str(&self.node) }
+    }
 }
 
 /// The usage of the block, reported by its holder.
@@ -178,6 +214,20 @@ pub fn name(network: &str, range: IpNet) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_holder_that_is_not_a_node_keeps_both_fields_and_is_named_as_it_is() {
+        let parse = |text: &str| serde_json::from_str::<HolderRef>(text).unwrap();
+        let node = parse(r#"{"node": "a.example", "uid": "1"}"#);
+        assert_eq!((node.is_node(), node.to_string()), (true, "node a.example".to_owned()));
+        let claims = parse(r#"{"node": "ipamclaims/patchbay", "uid": "2"}"#);
+        assert_eq!((claims.is_node(), claims.to_string()), (false, "ipamclaims/patchbay".to_owned()));
+        assert_eq!(
+            serde_json::to_string(&claims).unwrap(),
+            r#"{"node":"ipamclaims/patchbay","uid":"2"}"#,
+            "versions that know only Nodes read both fields"
+        );
+    }
 
     #[test]
     fn names_are_derived_from_network_and_range_and_are_unique() {

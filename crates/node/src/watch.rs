@@ -76,10 +76,10 @@ mod tests {
     use http::{Request, Response};
     use k8s_openapi::api::core::v1::Node;
     use kube::{Client, client::Body};
+    use plan::ipam::limits::{OFFLINE_GRACE, OFFLINE_LIMIT, UNNOTICED_BREAK};
     use tokio::{sync::mpsc, time::Instant};
 
     use super::*;
-    use crate::ipam::{OFFLINE_GRACE, OFFLINE_LIMIT};
 
     /// The reaction of the server to one request.
     #[derive(Debug, Clone, Copy)]
@@ -160,6 +160,7 @@ mod tests {
     fn a_lost_watch_is_noticed_early_enough_for_the_offline_limit() {
         let noticed = watch::DETECTION_TIME;
         assert!(watch::WATCH_TIMEOUT < noticed);
+        assert!(noticed <= UNNOTICED_BREAK, "{noticed:?}");
         assert!(noticed + OFFLINE_GRACE <= OFFLINE_LIMIT, "{noticed:?} + {OFFLINE_GRACE:?}");
     }
 }

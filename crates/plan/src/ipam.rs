@@ -1,21 +1,40 @@
-//! Address management: the addresses of a network, who has them, and how a node gets enough of them.
+//! Address management: the addresses of a network, who has them, and how a holder gets enough of them.
 //!
-//! The subnets of a network form a grid of equal blocks ([`BlockGrid`]). A node holds blocks and allocates their addresses
-//! to pods; its [`Ledger`] records both. [`blocks::plan`] decides which blocks the node acquires and releases.
+//! The subnets of a network form a grid of equal blocks ([`BlockGrid`]). A holder, usually a node, has blocks and
+//! allocates their addresses; its [`Ledger`] records both. [`blocks::plan`] decides the next steps of a holder. Each of
+//! the other modules answers one question: when and which block to acquire ([`BlockSearch`]), what to borrow and how long
+//! to wait ([`Borrowing`]), what to lend ([`LentChecks`]), what to release ([`IdleBlocks`]), what to trust
+//! ([`Verification`]), what to report ([`StatusReports`]) and how long each may take ([`limits`]).
 
+mod acquire;
 pub mod blocks;
+mod borrow;
 mod grid;
 mod ledger;
+mod lending;
+pub mod limits;
+mod pool;
+mod reclaim;
 mod request;
+mod status;
 #[cfg(test)]
 mod tests;
+mod verify;
 
-pub use blocks::{
-    BlockPlanInput, BlockStep, ObservedIpBlock, PendingRequests, Pool, RequestKind, abandoned, carries_boot,
-    lending_candidate, network_status,
+pub use acquire::{
+    AcquireError, AddressSource, BlockSearch, ExhaustedHint, NoFreeBlock, RequestedAddress, SearchStart,
+    UnansweredCreates,
 };
+pub use blocks::{BlockPlanInput, BlockStep, ObservedIpBlock, PendingRequests, RequestKind, is_ours};
+pub use borrow::{BorrowFailure, BorrowOutcome, Borrowing, WaitingRequest, lending_candidate};
 pub use grid::{BlockGrid, Family};
 pub use ledger::{
     AddressInfo, AttachmentKey, BlockKey, Grant, Holding, Lease, Ledger, LedgerRecord, PodRef, Stage,
 };
+pub use lending::LentChecks;
+pub use limits::{Contact, Timings};
+pub use pool::Pool;
+pub use reclaim::{IdleBlocks, abandoned};
 pub use request::{AddressRequest, AllocationError, Shortage};
+pub use status::{StatusReports, network_status};
+pub use verify::{UnverifiedBlock, Verification, carries_boot};

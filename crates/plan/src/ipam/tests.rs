@@ -7,7 +7,7 @@ use std::{
 use api::{
     IPBlockSpec, IPBlockStatus,
     ipam::{BlockLength, IpamSpec},
-    ipblock::{self, LentAddress, NodeRef},
+    ipblock::{self, HolderRef, LentAddress},
 };
 use ipnet::IpNet;
 use proptest::prelude::*;
@@ -16,15 +16,15 @@ use super::*;
 
 mod request;
 
-fn net(text: &str) -> IpNet {
+pub(super) fn net(text: &str) -> IpNet {
     text.parse().unwrap()
 }
 
-fn ip(text: &str) -> IpAddr {
+pub(super) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> IpamSpec {
+pub(super) fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> IpamSpec {
     IpamSpec {
         subnets: subnets.iter().map(|text| net(text)).collect(),
         exclude: exclude.iter().map(|text| net(text)).collect(),
@@ -33,7 +33,7 @@ fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> IpamSpec {
     }
 }
 
-fn grid(ipam: &IpamSpec) -> BlockGrid {
+pub(super) fn grid(ipam: &IpamSpec) -> BlockGrid {
     let family = Family::of(ipam.subnets[0].addr());
     BlockGrid::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
 }
@@ -139,15 +139,33 @@ struct TestNode {
     reported: BTreeSet<BlockKey>,
 }
 
-fn me() -> NodeRef {
-    NodeRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
+pub(super) fn me() -> HolderRef {
+    HolderRef { node: "a".to_owned(), uid: "uid-a".to_owned() }
 }
 
-fn other() -> NodeRef {
-    NodeRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
+pub(super) fn other() -> HolderRef {
+    HolderRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
 }
 
-fn block(range: &str) -> BlockKey {
+/// A holder that is not a Node.
+pub(super) fn claims() -> HolderRef {
+    HolderRef { node: "ipamclaims/patchbay".to_owned(), uid: "uid-claims".to_owned() }
+}
+
+/// An IPBlock of the network, without a status.
+pub(super) fn observed(range: &str, uid: &str, holder: HolderRef) -> ObservedIpBlock {
+    let spec = IPBlockSpec {
+        network: "blue".to_owned(),
+        network_uid: "net".to_owned(),
+        cidr: net(range),
+        holder,
+        lender: None,
+        boot_id: String::new(),
+    };
+    ObservedIpBlock { uid: uid.to_owned(), spec, status: IPBlockStatus::default() }
+}
+
+pub(super) fn block(range: &str) -> BlockKey {
     BlockKey { network: "net".to_owned(), range: net(range) }
 }
 
@@ -218,16 +236,9 @@ impl TestNode {
         panic!("does not converge: {:?}", self.plan());
     }
 
-    fn object(&mut self, range: &str, uid: &str, holder: NodeRef, lender: Option<NodeRef>) {
-        let spec = IPBlockSpec {
-            network: "blue".to_owned(),
-            network_uid: "net".to_owned(),
-            cidr: net(range),
-            holder,
-            lender,
-            boot_id: self.boot.clone(),
-        };
-        let object = ObservedIpBlock { uid: uid.to_owned(), spec, status: IPBlockStatus::default() };
+    fn object(&mut self, range: &str, uid: &str, holder: HolderRef, lender: Option<HolderRef>) {
+        let mut object = observed(range, uid, holder);
+        (object.spec.lender, object.spec.boot_id) = (lender, self.boot.clone());
         self.objects.insert(ipblock::name("blue", net(range)), object);
     }
 
@@ -414,7 +425,7 @@ fn a_borrowed_address_is_used_only_after_the_lender_grants_it() {
     node.object("10.0.0.5/32", "five", me(), Some(other()));
     assert_eq!(node.settle(), []);
     assert!(node.request("p", &[]).is_err());
-    let enclosing = |holder: NodeRef, status: IPBlockStatus| {
+    let enclosing = |holder: HolderRef, status: IPBlockStatus| {
         let spec = IPBlockSpec {
             network: "blue".to_owned(),
             network_uid: "net".to_owned(),
@@ -467,6 +478,39 @@ fn an_unused_borrowed_address_is_returned_though_the_network_is_exhausted() {
     assert_eq!(node.settle(), [], "an ADD waits for it");
     node.pending = PendingRequests::default();
     assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "one".to_owned() }]);
+}
+
+#[test]
+fn a_block_of_a_holder_that_is_not_a_node_is_not_recorded_and_serves_nothing() {
+    let mut node = TestNode::new(&["10.0.0.0/28"]);
+    let uid_of_this_node = HolderRef { uid: me().uid, ..claims() };
+    for holder in [claims(), uid_of_this_node] {
+        node.object("10.0.0.0/30", "claims", holder, None);
+        assert_eq!(node.plan(), [], "not recorded, released or reported");
+    }
+    node.pending.addresses.insert(("net".to_owned(), ip("10.0.0.1")));
+    let wanted = BlockStep::AcquireAddress { network: "net".to_owned(), address: ip("10.0.0.1") };
+    assert_eq!(node.plan(), [wanted], "the step reports who holds it");
+    assert_eq!(node.request("p", &[]), Err(Shortage::Families(vec![Family::V4])));
+    // A block of the journal that now has such a holder is looked up, and not taken for the own one.
+    node.pending = PendingRequests::default();
+    node.record(LedgerRecord::Acquiring { block: block("10.0.0.0/30"), network: "blue".to_owned() });
+    assert_eq!(node.plan(), [BlockStep::Lookup(block("10.0.0.0/30"))]);
+}
+
+#[test]
+fn a_holder_that_is_not_a_node_borrows_like_any_other() {
+    let mut node = TestNode::new(&["10.0.0.0/28"]);
+    node.acquire("10.0.0.0/30");
+    node.object("10.0.0.2/32", "request", claims(), Some(me()));
+    let steps = node.settle();
+    let lent = LentAddress { address: ip("10.0.0.2"), block: "request".to_owned() };
+    assert!(
+        steps.iter().any(
+            |step| matches!(step, BlockStep::UpdateStatus { status, .. } if status.lent == [lent.clone()])
+        ),
+        "{steps:?}"
+    );
 }
 
 #[test]

@@ -45,11 +45,13 @@ pub struct AbandonedBlock {
 }
 
 impl ClusterState {
-    /// Records when each holder of blocks was first missing, and which holders are gone for good.
+    /// Records when each node that holds blocks was first missing, and which of them are gone for good. A holder that is
+    /// not a Node is never missing.
     pub fn track_missing_nodes(&mut self, now: Instant) {
         let live: BTreeSet<&String> = self.nodes.values().map(|node| &node.uid).collect();
+        let holders = self.blocks.values().map(|block| &block.object.spec.holder);
         let holders: BTreeSet<&String> =
-            self.blocks.values().map(|block| &block.object.spec.holder.uid).collect();
+            holders.filter(|holder| holder.is_node()).map(|holder| &holder.uid).collect();
         self.missing_nodes.retain(|uid, _| holders.contains(uid) && !live.contains(uid));
         for uid in holders.difference(&live) {
             self.missing_nodes.entry((**uid).clone()).or_insert(now);
@@ -78,6 +80,9 @@ fn abandoned_block(name: &str, block: &BlockState, node: Option<String>) -> Aban
 }
 
 /// The blocks of deleted networks, of networks whose users finalizer is removed, and of gone nodes.
+///
+/// A block of a holder that is not a Node is deleted only with its network: then no pod and no virtual machine uses the
+/// network any more, and the network waits until its blocks are gone.
 pub fn abandoned(state: &ClusterState) -> Vec<AbandonedBlock> {
     let live: BTreeMap<&str, bool> = state
         .networks
@@ -88,7 +93,7 @@ pub fn abandoned(state: &ClusterState) -> Vec<AbandonedBlock> {
             (network.uid.as_str(), releasing)
         })
         .collect();
-    let gone = |holder: &api::ipblock::NodeRef| state.gone_nodes.contains(&holder.uid);
+    let gone = |holder: &api::ipblock::HolderRef| state.gone_nodes.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(state) {
         if live.get(uid).is_none_or(|releasing| *releasing) {

@@ -1,19 +1,68 @@
-//! Acquires blocks, and borrows single addresses when no block is free.
+//! Acquires blocks, and the blocks of requested addresses.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    time::{Duration, Instant},
+};
 
-use api::{digest::digest, ipblock};
-use ipnet::IpNet;
-use plan::ipam::{BlockGrid, BlockKey, Family, ObservedIpBlock, Pool, Stage, lending_candidate};
-use tokio::time::Instant;
+use api::ipblock;
+use plan::ipam::{
+    AcquireError, AddressSource, BlockKey, Family, NoFreeBlock, ObservedIpBlock, RequestedAddress,
+    SearchStart, limits::LIST_TTL,
+};
 use tracing::debug;
 
 use super::{
-    BlockController, BlockError, CONTENTION_BACKOFF, Contention, CreateOutcome, EVENT_INTERVAL,
-    EXHAUSTED_TTL, FIRST_STATUS_DELAY, LIST_TTL, MAX_ATTEMPTS, MAX_COLLISIONS, REFUSED_TTL, SilentLender,
-    with_timeout,
+    controller::{BlockController, MAX_ATTEMPTS, now},
+    ipblocks::{BlockError, CreateOutcome, with_timeout},
+    observed::observed,
 };
-use crate::{event::EventReason, ipam::PendingRequest};
+use crate::{event::EventReason, ipam::waiters::PendingRequest};
+
+/// The minimum time between two events of one network.
+const EVENT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Recent lists of blocks, by the UID of the network.
+#[derive(Default)]
+pub struct RecentLists(BTreeMap<String, (Instant, Vec<ObservedIpBlock>)>);
+
+impl RecentLists {
+    pub fn retain_networks(&mut self, exists: impl Fn(&str) -> bool) {
+        self.0.retain(|uid, _| exists(uid));
+    }
+
+    pub fn get(&self, network: &str, now: Instant) -> Option<Vec<ObservedIpBlock>> {
+        let (_, all) = self.0.get(network).filter(|(at, _)| *at + LIST_TTL > now)?;
+        Some(all.clone())
+    }
+
+    /// Other ADDs that need an address now reuse this list. Reuse does not prolong its life.
+    pub fn reuse(&mut self, network: &str, listed: Vec<ObservedIpBlock>, now: Instant) {
+        if self.get(network, now).is_none() {
+            self.0.insert(network.to_owned(), (now, listed));
+        }
+    }
+}
+
+/// When an event last reported that a network is exhausted, by its UID.
+#[derive(Default)]
+pub struct ExhaustedEvents(BTreeMap<String, Instant>);
+
+impl ExhaustedEvents {
+    pub fn retain_networks(&mut self, exists: impl Fn(&str) -> bool) {
+        self.0.retain(|uid, _| exists(uid));
+    }
+
+    /// Whether to record an event now; the next one is then due later.
+    fn take_due(&mut self, network: &str, now: Instant) -> bool {
+        let due = self.0.get(network).is_none_or(|last| *last + EVENT_INTERVAL <= now);
+        if due {
+            self.0.insert(network.to_owned(), now);
+        }
+        due
+    }
+}
 
 impl BlockController {
     pub(super) async fn acquire(
@@ -25,188 +74,69 @@ impl BlockController {
         let Some(pool) = self.pools.get(network).cloned() else { return Ok(false) };
         let Some(grid) = pool.grid(family) else { return Ok(false) };
         let key = (network.to_owned(), family);
-        let waiting = self.ipam.lock().waiters.contains_key(&PendingRequest::Any(network.to_owned(), family));
-        let exhausted = self.exhausted.contains_key(&key);
-        let contended = self.contended.get(&key).is_some_and(|one| one.until > Instant::now());
-        if exhausted && (!waiting || contended) {
-            return Ok(false);
-        }
-        let mut listed = if exhausted { Some(self.list_blocks(network, &pool).await?) } else { None };
+        let request = PendingRequest::Any(network.to_owned(), family);
+        let waiting = self.ipam.is_waiting(&request);
+        let contended = self.borrowing.is_contended(&key, now());
+        let mut listed = match self.search.start(&key, waiting, contended) {
+            SearchStart::Skip => return Ok(false),
+            SearchStart::List => Some(self.list_blocks(network, &pool.name).await?),
+            SearchStart::Guess => None,
+        };
         for _ in 0..MAX_ATTEMPTS {
-            let Some(range) = self.choose_block(network, grid) else {
+            let (search, holder) = (&mut self.search, &self.holder);
+            let range = self.ipam.with_ledger(|ledger| search.next_block(holder, network, grid, ledger));
+            let Some(range) = range else {
                 if listed.is_some() {
                     break;
                 }
                 // Ranges seen as taken may have been released.
-                listed = Some(self.list_blocks(network, &pool).await?);
+                listed = Some(self.list_blocks(network, &pool.name).await?);
                 continue;
             };
             let block = BlockKey { network: network.to_owned(), range };
-            if let CreateOutcome::Created = self.create_block(&block, &pool.name, None).await? {
-                self.ipam.metrics.acquired.inc();
-                self.report_soon(block);
+            if self.acquire_block(block, &pool.name).await? {
                 return Ok(true);
             }
-            self.taken_ranges.entry(network.to_owned()).or_default().insert(range);
+            self.search.mark_taken(network, range);
             if listed.is_none() {
-                listed = Some(self.list_blocks(network, &pool).await?);
+                listed = Some(self.list_blocks(network, &pool.name).await?);
             }
         }
-        self.exhausted.insert(key, Instant::now() + EXHAUSTED_TTL);
         debug!(network = pool.name, ?family, "no block is free");
-        // Blocks of an earlier network of this name are being deleted: the network is not exhausted.
-        if waiting && self.reused_names.contains(network) {
-            self.exhausted.remove(&(network.to_owned(), family));
-            self.ipam.fail_request(
-                PendingRequest::Any(network.to_owned(), family),
-                reused_name_message(&pool.name),
-            );
+        match (self.search.found_none(&key, waiting, now()), listed) {
+            (NoFreeBlock::NameReused, _) => {
+                let error = AcquireError::NameReused { network: pool.name.clone() };
+                self.ipam.fail_request(request, error.to_string());
+                Ok(false)
+            }
+            (NoFreeBlock::Borrow, Some(listed)) => self.borrow(network, &pool, grid, listed, missing).await,
+            (NoFreeBlock::Borrow | NoFreeBlock::Wait, _) => Ok(false),
+        }
+    }
+
+    /// Creates the IPBlock of a whole block; returns whether this node has it now.
+    async fn acquire_block(&mut self, block: BlockKey, network: &str) -> Result<bool, BlockError> {
+        let CreateOutcome::Created = self.create_block(&block, network, None).await? else {
             return Ok(false);
-        }
-        match listed.filter(|_| waiting) {
-            Some(listed) => self.borrow(network, &pool, grid, listed, missing).await,
-            None => Ok(false),
-        }
-    }
-
-    /// Delays the first status update of a new block until a burst of pods has got addresses from it.
-    pub(super) fn report_soon(&mut self, block: BlockKey) {
-        let now = Instant::now();
-        let head_start = self.timings.status_interval.saturating_sub(FIRST_STATUS_DELAY);
-        self.reported.insert(block, now.checked_sub(head_start).unwrap_or(now));
-    }
-
-    /// A block that is not known to be taken. Nodes start their search at different blocks.
-    pub(super) fn choose_block(&mut self, network: &str, grid: &BlockGrid) -> Option<IpNet> {
-        let taken_ranges = self.taken_ranges.get(network);
-        let held: BTreeSet<IpNet> = self
-            .ipam
-            .with_ledger(|ledger| ledger.holdings_of(network).map(|(block, _)| block.range).collect());
-        self.attempts += 1;
-        let start = digest([self.holder.uid.as_str(), network, &self.attempts.to_string()]);
-        let taken = |range: IpNet| {
-            held.contains(&range) || taken_ranges.is_some_and(|taken_ranges| taken_ranges.contains(&range))
         };
-        grid.free_block(u128::from(start), taken)
+        self.ipam.metrics.acquired.inc();
+        self.reports.mark_created(block, &self.timings, now());
+        Ok(true)
     }
 
-    /// Borrows addresses from other nodes. Addresses in `listed` may have been allocated since: after [`MAX_COLLISIONS`] the
-    /// list is stale, and the node lists again after a backoff.
-    pub(super) async fn borrow(
-        &mut self,
-        network: &str,
-        pool: &Pool,
-        grid: &BlockGrid,
-        listed: Vec<ObservedIpBlock>,
-        missing: usize,
-    ) -> Result<bool, BlockError> {
-        let family = grid.family();
-        let (mut requested, mut collisions) = (0, 0);
-        while requested < missing.min(MAX_ATTEMPTS) && collisions < MAX_COLLISIONS {
-            let Some((address, enclosing)) = self.lending_candidate(network, grid, &listed) else { break };
-            let block = BlockKey { network: network.to_owned(), range: address.into() };
-            // Try each address once per list, whatever the outcome.
-            self.refused_addresses.insert((network.to_owned(), address), Instant::now() + REFUSED_TTL);
-            if let CreateOutcome::Created =
-                self.create_block(&block, &pool.name, Some(enclosing.spec.holder)).await?
-            {
-                self.ipam.metrics.borrowed.inc();
-                self.report_soon(block.clone());
-                self.borrowing_since.insert(block, Instant::now());
-                requested += 1;
-            } else {
-                collisions += 1;
-            }
-        }
-        let key = (network.to_owned(), family);
-        if requested >= missing {
-            self.contended.remove(&key);
-            return Ok(true);
-        }
-        let incoming =
-            |block: &BlockKey, stage| stage == Stage::Acquiring && Family::of(block.range.addr()) == family;
-        let incoming = self
-            .ipam
-            .with_ledger(|ledger| ledger.holdings_of(network).any(|(block, one)| incoming(block, one.stage)));
-        let tried = self
-            .refused_addresses
-            .keys()
-            .any(|(uid, address)| uid == network && Family::of(*address) == family);
-        if tried || incoming {
-            self.back_off_contended(key);
-        } else {
-            self.contended.remove(&key);
-            let holders: BTreeSet<String> = listed.iter().map(|one| one.spec.holder.uid.clone()).collect();
-            // Other ADDs that need an address now reuse this list.
-            let now = Instant::now();
-            let listing = self.list_cache.entry(network.to_owned()).or_insert((now, Vec::new()));
-            if listing.0 + LIST_TTL <= now || listing.0 == now {
-                *listing = (now, listed);
-            }
-            self.report_exhausted(network, pool, family, &holders);
-        }
-        Ok(requested > 0)
-    }
-
-    /// An address that another node may lend, and its block.
-    fn lending_candidate(
-        &mut self,
-        network: &str,
-        grid: &BlockGrid,
-        listed: &[ObservedIpBlock],
-    ) -> Option<(IpAddr, ObservedIpBlock)> {
-        let now = Instant::now();
-        let tried = self.refused_addresses.keys().filter(|(uid, _)| uid == network);
-        let tried = tried.map(|(_, address)| *address).collect();
-        let silent =
-            self.silent_lenders.iter().filter(|(_, one)| one.until > now).map(|(uid, _)| uid.clone());
-        let silent = silent.collect();
-        self.attempts += 1;
-        let seed = digest([self.holder.uid.as_str(), network, &self.attempts.to_string()]);
-        lending_candidate(listed, grid, &self.holder, &tried, &silent, seed)
-    }
-
-    /// Backs off exponentially, with jitter that differs between nodes.
-    fn back_off_contended(&mut self, key: (String, Family)) {
-        let (first, longest) = CONTENTION_BACKOFF;
-        let pause = self.contended.get(&key).map_or(first, |one| (one.pause * 2).min(longest));
-        let spread = digest([self.holder.uid.as_str(), &key.0, &self.attempts.to_string()]) % 100;
-        let spread = u32::try_from(spread).unwrap_or(0);
-        self.contended.insert(key, Contention { until: Instant::now() + pause * (50 + spread) / 100, pause });
-    }
-
+    /// Fails the ADDs of an exhausted network.
     pub(super) fn report_exhausted(
         &mut self,
         network: &str,
-        pool: &Pool,
+        name: &str,
         family: Family,
-        holders: &BTreeSet<String>,
+        error: &AcquireError,
     ) {
-        let family_name = match family {
-            Family::V4 => "IPv4",
-            Family::V6 => "IPv6",
-        };
-        let mut reason = format!(
-            "network {:?} has no free {family_name} address left: add a subnet to spec.ipam.subnets of the BridgeNetwork, or \
-            delete pods that use it",
-            pool.name
-        );
-        let now = Instant::now();
-        let mut silent =
-            self.silent_lenders.iter().filter(|(uid, one)| one.until > now && holders.contains(*uid));
-        if let Some((_, SilentLender { node, .. })) = silent.next() {
-            reason = format!(
-                "{reason}; node {node} may have free addresses and does not answer: check the node, or delete its Node if it is \
-                gone for good"
-            );
-        }
         self.ipam.metrics.exhausted.inc();
-        let last = self.exhausted_events.get(network);
-        if last.is_none_or(|last| *last + EVENT_INTERVAL <= now) {
-            self.exhausted_events.insert(network.to_owned(), now);
-            self.events.record(&pool.name, network, EventReason::AddressesExhausted, reason.clone());
+        if self.exhausted_events.take_due(network, now()) {
+            self.events.record(name, network, EventReason::AddressesExhausted, error.to_string());
         }
-        self.ipam.fail_request(PendingRequest::Any(network.to_owned(), family), reason);
+        self.ipam.fail_request(PendingRequest::Any(network.to_owned(), family), error.to_string());
     }
 
     pub(super) async fn acquire_address(
@@ -218,57 +148,67 @@ impl BlockController {
         let grid = pool.grid(Family::of(address));
         let Some(range) = grid.and_then(|grid| grid.block_of(address)) else { return Ok(false) };
         let block = BlockKey { network: network.to_owned(), range };
-        let held = self.ipam.with_ledger(|ledger| Some(ledger.holding_of(network, address)?.1.stage));
-        if let Some(stage @ (Stage::Unverified | Stage::Lost)) = held {
-            let state = if stage == Stage::Lost { "this node has lost" } else { "is unverified" };
-            let reason = format!(
-                "address {address} of network {:?} is in a block that {state}, so it may be in use: request another",
-                pool.name
-            );
-            self.ipam.fail_request(PendingRequest::Address(network.to_owned(), address), reason);
-            return Ok(false);
+        let requested = RequestedAddress { network, name: &pool.name, address, block: &block };
+        if let Err(error) = self.ipam.with_ledger(|ledger| requested.check_own_block(ledger)) {
+            return Ok(self.fail_address(network, address, &error));
         }
-        let whole = self.ipam.with_ledger(|ledger| ledger.holdings().contains_key(&block));
-        if !whole && let CreateOutcome::Created = self.create_block(&block, &pool.name, None).await? {
-            self.ipam.metrics.acquired.inc();
-            self.report_soon(block);
+        let held = self.ipam.with_ledger(|ledger| ledger.holdings().contains_key(&block));
+        if !held && self.acquire_block(block.clone(), &pool.name).await? {
             return Ok(true);
         }
+        let enclosing = self.get_block(&ipblock::name(&pool.name, range)).await?;
+        let may_borrow = !held && !self.borrowing.is_tried(network, address);
+        let lender = match requested.source(enclosing.as_ref(), may_borrow) {
+            AddressSource::Lender(lender) => lender,
+            AddressSource::Released => return Ok(true),
+            AddressSource::Unavailable(error) => return Ok(self.fail_address(network, address, &error)),
+        };
         let single = BlockKey { network: network.to_owned(), range: address.into() };
-        let enclosing = with_timeout(self.api.get_opt(&ipblock::name(&pool.name, range))).await?;
-        if enclosing.as_ref().is_some_and(|enclosing| enclosing.spec.network_uid != network) {
-            let request = PendingRequest::Address(network.to_owned(), address);
-            self.ipam.fail_request(request, reused_name_message(&pool.name));
-            return Ok(false);
-        }
-        let holder = enclosing.map(|enclosing| enclosing.spec.holder);
-        let refused = self.refused_addresses.contains_key(&(network.to_owned(), address));
-        let request = PendingRequest::Address(network.to_owned(), address);
-        if single == block || refused || whole {
-            let node =
-                holder.map_or_else(|| "another node".to_owned(), |holder| format!("node {}", holder.node));
-            self.ipam.fail_request(
-                request,
-                format!("address {address} of network {:?} belongs to {node}", pool.name),
-            );
-            return Ok(false);
-        }
-        // The block has just been released: try again.
-        let Some(holder) = holder else { return Ok(true) };
-        if let CreateOutcome::Created = self.create_block(&single, &pool.name, Some(holder)).await? {
-            self.ipam.metrics.borrowed.inc();
-            self.report_soon(single.clone());
-            self.borrowing_since.insert(single, Instant::now());
+        if let CreateOutcome::Created = self.request_address(single, &pool.name, lender).await? {
             return Ok(true);
         }
-        let found = with_timeout(self.api.get_opt(&ipblock::name(&pool.name, single.range))).await?;
-        let node = found.map_or_else(String::new, |found| format!(" node {}", found.spec.holder.node));
-        self.ipam
-            .fail_request(request, format!("address {address} of network {:?} is lent to{node}", pool.name));
-        Ok(false)
+        let borrower = self.get_block(&ipblock::name(&pool.name, address.into())).await?;
+        let holder = borrower.map(|borrower| borrower.spec.holder);
+        let error = AcquireError::LentTo { address, network: pool.name.clone(), holder };
+        Ok(self.fail_address(network, address, &error))
+    }
+
+    /// Fails the ADDs that wait for an address. Returns false: nothing changed.
+    fn fail_address(&self, network: &str, address: IpAddr, error: &AcquireError) -> bool {
+        let request = PendingRequest::Address(network.to_owned(), address);
+        self.ipam.fail_request(request, error.to_string());
+        false
+    }
+
+    async fn get_block(&mut self, name: &str) -> Result<Option<ObservedIpBlock>, BlockError> {
+        let found = with_timeout(self.api.get_opt(name)).await?;
+        Ok(found.and_then(observed).map(|(_, object)| object))
     }
 }
 
-fn reused_name_message(network: &str) -> String {
-    format!("address blocks of an earlier network {network:?} are still being deleted; the kubelet retries")
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_reused_for_a_second_and_reuse_does_not_prolong_it() {
+        let (mut lists, start) = (RecentLists::default(), Instant::now());
+        lists.reuse("net", Vec::new(), start);
+        let later = start + LIST_TTL / 2;
+        assert!(lists.get("net", later).is_some() && lists.get("other", later).is_none());
+        lists.reuse("net", Vec::new(), later);
+        assert!(lists.get("net", start + LIST_TTL).is_none());
+        lists.reuse("net", Vec::new(), start + LIST_TTL);
+        lists.retain_networks(|_| false);
+        assert!(lists.get("net", start + LIST_TTL).is_none());
+    }
+
+    #[test]
+    fn an_exhausted_network_has_one_event_a_minute() {
+        let (mut events, start) = (ExhaustedEvents::default(), Instant::now());
+        assert!(events.take_due("net", start));
+        assert!(!events.take_due("net", start + EVENT_INTERVAL / 2));
+        assert!(events.take_due("other", start + EVENT_INTERVAL / 2));
+        assert!(events.take_due("net", start + EVENT_INTERVAL));
+    }
 }

@@ -1,203 +1,81 @@
-//! API requests for IPBlocks: create, read, adopt, update status, delete and list.
+//! API requests for IPBlocks: create, list, update boot ID and status, delete.
 
-use std::net::IpAddr;
+use std::time::Duration;
 
 use api::{
     IPBlock, IPBlockSpec, IPBlockStatus, NODE_FIELD_MANAGER,
     ipblock::{
-        self, BORROWED_LABEL, HOLDER_ROLE, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX, NodeRef,
+        self, BORROWED_LABEL, HOLDER_ROLE, HolderRef, LENDER_ROLE, NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX,
     },
 };
 use kube::{
     ResourceExt as _,
     api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions},
 };
-use plan::ipam::{BlockKey, Holding, LedgerRecord, ObservedIpBlock, Pool, Stage};
+use plan::ipam::{BlockKey, LedgerRecord, ObservedIpBlock, Stage};
 use serde_json::json;
-use tokio::time::Instant;
+use tokio::time::timeout;
 use tracing::{info, warn};
 
 use super::{
-    BlockController, BlockError, CreateOutcome, LENT_CHECK_INTERVAL, LIST_PAGE, LIST_TTL,
-    MAX_REMEMBERED_UIDS, UNANSWERED_CREATE_TTL, observed, with_timeout,
+    controller::{BlockController, now},
+    observed::observed,
 };
-use crate::event::EventReason;
+use crate::ipam::JournalError;
+
+/// The timeout of an API request.
+pub const API_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why a step failed.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    #[error("the API server did not answer within {} s", API_TIMEOUT.as_secs())]
+    Timeout,
+    #[error(transparent)]
+    Api(#[from] kube::Error),
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+}
+
+impl BlockError {
+    /// Whether the API server rejected this request. Other requests may still succeed.
+    pub fn is_rejection(&self) -> bool {
+        match self {
+            Self::Api(kube::Error::Api(status)) => {
+                (400..500).contains(&status.code) && !matches!(status.code, 401 | 408 | 409 | 410 | 429)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The outcome of a create request.
+pub enum CreateOutcome {
+    Created,
+    /// An IPBlock of this name exists.
+    Exists,
+}
+
+/// Runs a request to the API server.
+pub async fn with_timeout<T>(request: impl Future<Output = Result<T, kube::Error>>) -> Result<T, BlockError> {
+    Ok(timeout(API_TIMEOUT, request).await.map_err(|_| BlockError::Timeout)??)
+}
 
 impl BlockController {
-    /// Reads an IPBlock that the watch does not show. It may carry the label of a deleted Node of this name.
-    pub(super) async fn lookup(&mut self, block: BlockKey) -> Result<bool, BlockError> {
-        let Some(holding) = self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).cloned()) else {
-            return Ok(false);
-        };
-        let name = ipblock::name(&holding.network, block.range);
-        let found = with_timeout(self.api.get_opt(&name)).await?;
-        let Some(found) = found else { return self.handle_missing(block, &holding, &name).await };
-        self.unanswered_creates.remove(&block);
-        let ours = found.spec.network_uid == block.network && found.spec.holder.node == self.holder.node;
-        if !ours {
-            if !self.ipam.with_ledger(|ledger| ledger.is_empty(&block)) {
-                self.report_lost(&block, &holding.network, &name);
-            }
-            self.ipam.record(LedgerRecord::Lost { block })?;
-            return Ok(true);
-        }
-        let found = if found.spec.holder.uid == self.holder.uid { found } else { self.adopt(&found).await? };
-        self.insert(found);
-        Ok(true)
-    }
-
-    /// Drops a block whose IPBlock does not exist, or creates the IPBlock again if pods use its addresses.
-    pub(super) async fn handle_missing(
+    /// The blocks of a network, from the API server or a recent list.
+    pub(super) async fn list_blocks(
         &mut self,
-        block: BlockKey,
-        holding: &Holding,
+        network: &str,
         name: &str,
-    ) -> Result<bool, BlockError> {
-        let now = Instant::now();
-        // The API server may still process a create request that timed out.
-        if self.unanswered_creates.get(&block).is_some_and(|at| *at + UNANSWERED_CREATE_TTL > now) {
-            return Ok(false);
+    ) -> Result<Vec<ObservedIpBlock>, BlockError> {
+        if let Some(all) = self.lists.get(network, now()) {
+            return Ok(all);
         }
-        self.unanswered_creates.remove(&block);
-        if self.ipam.with_ledger(|ledger| ledger.is_empty(&block)) {
-            self.ipam.record(LedgerRecord::Dropped { block })?;
-            return Ok(true);
-        }
-        self.ipam.record(LedgerRecord::Lost { block: block.clone() })?;
-        if !self.pools.get(&block.network).is_some_and(|pool| pool.active) {
-            return Ok(true);
-        }
-        warn!(block = name, "an IPBlock in use was deleted; creating it again");
-        // A borrowed address needs a new grant: its lender may have allocated it since.
-        let lender = match self.enclosing_block(&block, &holding.network) {
-            Some(enclosing) => match with_timeout(self.api.get_opt(&enclosing)).await? {
-                Some(enclosing) if enclosing.spec.holder.uid != self.holder.uid => {
-                    Some(enclosing.spec.holder)
-                }
-                _ => return Ok(true),
-            },
-            None => None,
-        };
-        if let CreateOutcome::Exists = self.create_block(&block, &holding.network, lender).await? {
-            self.report_lost(&block, &holding.network, name);
-        }
-        Ok(true)
-    }
-
-    /// Reports that another node holds a block whose addresses pods of this node use.
-    fn report_lost(&self, block: &BlockKey, network: &str, name: &str) {
-        let note = format!(
-            "IPBlock {name} was deleted while pods of node {} used its addresses, and now has another holder: addresses may be \
-            in use twice; delete these pods",
-            self.holder.node
-        );
-        warn!("{note}");
-        self.events.record(network, &block.network, EventReason::AddressBlockLost, note);
-    }
-
-    /// Records the return of a lent address if the borrower's IPBlock is gone. The watch does not show an IPBlock with the
-    /// label of an earlier Node of this name, so this reads it.
-    pub(super) async fn lookup_lent(
-        &mut self,
-        block: BlockKey,
-        address: IpAddr,
-        object: &str,
-    ) -> Result<bool, BlockError> {
-        let key = (block.clone(), address);
-        let now = Instant::now();
-        if self
-            .lent_checked
-            .get(&key)
-            .is_some_and(|at| *at + LENT_CHECK_INTERVAL.min(self.timings.gc_interval) > now)
-        {
-            return Ok(false);
-        }
-        let Some(network) =
-            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
-        else {
-            return Ok(false);
-        };
-        let found = with_timeout(self.api.get_opt(&ipblock::name(&network, address.into()))).await?;
-        if found.as_ref().is_some_and(|found| found.uid().as_deref() == Some(object)) {
-            self.lent_checked.insert(key, now);
-            return Ok(false);
-        }
-        self.lent_checked.remove(&key);
-        // The borrower created its IPBlock again, perhaps while a pod uses the address: lend it without a gap.
-        let is_request = |found: &IPBlock| {
-            let lender = found.spec.lender.as_ref().map(|lender| &lender.uid);
-            found.spec.network_uid == block.network && lender == Some(&self.holder.uid)
-        };
-        if let Some(object) = found.filter(is_request).and_then(|found| found.uid()) {
-            self.ipam.record(LedgerRecord::Lent { block, address, object })?;
-            return Ok(true);
-        }
-        if self.returned.len() > MAX_REMEMBERED_UIDS {
-            self.returned.clear();
-        }
-        self.returned.insert(object.to_owned());
-        self.ipam.record(LedgerRecord::Returned { block, address })?;
-        Ok(true)
-    }
-
-    /// Adopts the blocks of earlier Nodes of this name, which a lost journal cannot name.
-    pub(super) async fn adopt_former_blocks(&mut self) -> Result<(), BlockError> {
-        let mut params = ListParams::default().limit(LIST_PAGE);
-        loop {
-            let page = with_timeout(self.api.list(&params)).await?;
-            let former = |one: &IPBlock| {
-                one.spec.holder.node == self.holder.node && one.spec.holder.uid != self.holder.uid
-            };
-            for block in page.items.iter().filter(|one| former(one)).cloned().collect::<Vec<_>>() {
-                let ours = self.adopt(&block).await?;
-                self.insert(ours);
-            }
-            match page.metadata.continue_.filter(|token| !token.is_empty()) {
-                Some(token) => params = params.continue_token(&token),
-                None => return Ok(()),
-            }
-        }
-    }
-
-    /// Makes this node the holder of a block of an earlier Node of this name. The machine is the same, and so are its pods.
-    pub(super) async fn adopt(&mut self, found: &IPBlock) -> Result<IPBlock, BlockError> {
-        let mut labels = found.metadata.labels.clone().unwrap_or_default();
-        labels.remove(&format!("{NODE_ROLE_LABEL_PREFIX}{}", found.spec.holder.uid));
-        labels.insert(format!("{NODE_ROLE_LABEL_PREFIX}{}", self.holder.uid), HOLDER_ROLE.to_owned());
-        let mut new = found.clone();
-        new.metadata.labels = Some(labels);
-        new.spec.holder.uid.clone_from(&self.holder.uid);
-        info!(block = found.name_any(), "adopted an IPBlock of an earlier Node of this name");
-        let params =
-            PostParams { field_manager: Some(NODE_FIELD_MANAGER.to_owned()), ..PostParams::default() };
-        with_timeout(self.api.replace(&found.name_any(), &params, &new)).await
-    }
-
-    pub(super) async fn delete_block(&mut self, block: BlockKey, object: &str) -> Result<(), BlockError> {
-        let Some(network) =
-            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
-        else {
-            return Ok(());
-        };
-        let name = ipblock::name(&network, block.range);
-        let only = Preconditions { uid: Some(object.to_owned()), resource_version: None };
-        let params = DeleteParams::default().preconditions(only);
-        match with_timeout(self.api.delete(&name, &params)).await {
-            Ok(_) => {}
-            Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {}
-            Err(error) => return Err(error),
-        }
-        info!(block = name, "released a block");
-        self.deleted_uids.push_back(object.to_owned());
-        if self.deleted_uids.len() > MAX_REMEMBERED_UIDS {
-            self.deleted_uids.pop_front();
-        }
-        self.ipam.metrics.released.inc();
-        if let Some(objects) = &mut self.objects {
-            objects.remove(&name);
-        }
-        self.ipam.record(LedgerRecord::Dropped { block })?;
-        Ok(())
+        // Leaves out borrowed addresses, which may be many: the status of their enclosing block shows them.
+        let params = ListParams::default().labels(&format!("{NETWORK_LABEL}={name},!{BORROWED_LABEL}"));
+        let all = with_timeout(self.api.list(&params)).await?;
+        let all = all.items.into_iter().filter_map(observed).map(|(_, object)| object).collect();
+        Ok(self.search.observe_list(network, all))
     }
 
     /// Writes the current boot ID to the object of a block.
@@ -223,9 +101,7 @@ impl BlockController {
             }
             // The object was deleted or replaced; the watch reports it.
             Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
-                if let Some(objects) = &mut self.objects {
-                    objects.remove(&name);
-                }
+                self.objects.remove(&name);
                 self.confirm_blocks();
             }
             Err(error) => return Err(error),
@@ -253,14 +129,12 @@ impl BlockController {
             Ok(updated) => self.insert(updated),
             // It was deleted or replaced; the watch follows.
             Err(BlockError::Api(kube::Error::Api(answer))) if matches!(answer.code, 404 | 409) => {
-                if let Some(objects) = &mut self.objects {
-                    objects.remove(&name);
-                }
+                self.objects.remove(&name);
                 self.confirm_blocks();
             }
             Err(error) => return Err(error),
         }
-        self.reported.insert(block, Instant::now());
+        self.reports.mark_written(block, now());
         Ok(())
     }
 
@@ -269,7 +143,7 @@ impl BlockController {
         &mut self,
         block: &BlockKey,
         network: &str,
-        lender: Option<NodeRef>,
+        lender: Option<HolderRef>,
     ) -> Result<CreateOutcome, BlockError> {
         // A create request for a block that this node holds would fail with a conflict and drop the block.
         let free = |stage: Option<Stage>| matches!(stage, None | Some(Stage::Lost));
@@ -310,39 +184,51 @@ impl BlockController {
             Err(error) => {
                 // A later lookup finds out whether it was created.
                 if !error.is_rejection() {
-                    self.unanswered_creates.insert(block.clone(), Instant::now());
+                    self.unanswered_creates.insert(block.clone(), now());
                 }
                 Err(error)
             }
         }
     }
 
-    /// The blocks of a network, from the API server or a recent list.
-    pub(super) async fn list_blocks(
-        &mut self,
-        network: &str,
-        pool: &Pool,
-    ) -> Result<Vec<ObservedIpBlock>, BlockError> {
-        let now = Instant::now();
-        if let Some((_, all)) = self.list_cache.get(network).filter(|(at, _)| *at + LIST_TTL > now) {
-            return Ok(all.clone());
+    /// Deletes the IPBlock of a block if it has this UID.
+    pub(super) async fn delete_block(&mut self, block: BlockKey, object: &str) -> Result<(), BlockError> {
+        let Some(network) =
+            self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()))
+        else {
+            return Ok(());
+        };
+        let name = ipblock::name(&network, block.range);
+        let only = Preconditions { uid: Some(object.to_owned()), resource_version: None };
+        let params = DeleteParams::default().preconditions(only);
+        match with_timeout(self.api.delete(&name, &params)).await {
+            Ok(_) => {}
+            Err(BlockError::Api(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {}
+            Err(error) => return Err(error),
         }
-        // Leaves out borrowed addresses, which may be many: the status of their enclosing block shows them.
-        let params =
-            ListParams::default().labels(&format!("{NETWORK_LABEL}={},!{BORROWED_LABEL}", pool.name));
-        let all = with_timeout(self.api.list(&params)).await?;
-        let all: Vec<ObservedIpBlock> =
-            all.items.into_iter().filter_map(observed).map(|(_, object)| object).collect();
-        // Blocks of a deleted network of this name occupy names too.
-        self.taken_ranges.insert(network.to_owned(), all.iter().map(|object| object.spec.cidr).collect());
-        let count = all.len();
-        let all: Vec<ObservedIpBlock> =
-            all.into_iter().filter(|object| object.spec.network_uid == network).collect();
-        if all.len() < count {
-            self.reused_names.insert(network.to_owned());
-        } else {
-            self.reused_names.remove(network);
+        info!(block = name, "released a block");
+        self.objects.mark_deleted(&name, object);
+        self.ipam.metrics.released.inc();
+        self.ipam.record(LedgerRecord::Dropped { block })?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn client_errors_are_rejections_and_other_errors_are_transient() {
+        let error = |code| BlockError::Api(kube::Error::Api(Box::new(Status { code, ..Status::default() })));
+        for code in [400, 403, 404, 405, 413, 422] {
+            assert!(error(code).is_rejection(), "{code}");
         }
-        Ok(all)
+        for code in [401, 408, 409, 410, 429, 500, 503, 504] {
+            assert!(!error(code).is_rejection(), "{code}");
+        }
+        assert!(!BlockError::Timeout.is_rejection());
     }
 }

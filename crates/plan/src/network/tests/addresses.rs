@@ -2,7 +2,7 @@
 
 use api::{
     IPBlockSpec, IPBlockStatus,
-    ipblock::{self, LentAddress, NodeRef},
+    ipblock::{self, HolderRef, LentAddress},
 };
 
 use super::*;
@@ -22,7 +22,7 @@ fn hold(state: &mut ClusterState, range: &str, node: &str, status: IPBlockStatus
         network: "blue".to_owned(),
         network_uid: "uid-blue".to_owned(),
         cidr,
-        holder: NodeRef {
+        holder: HolderRef {
             node: node.to_owned(),
             uid: state.nodes.get(node).map_or("gone".to_owned(), |node| node.uid.clone()),
         },
@@ -135,4 +135,32 @@ fn blocks_are_deleted_before_their_network() {
     assert!(!state.networks.contains_key("blue"));
     state.blocks = blocks;
     assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"], "a block that was created late");
+}
+
+#[test]
+fn the_blocks_of_a_holder_that_is_not_a_node_stay_until_their_network_is_deleted() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    reconcile_until_stable(&mut state, at(0));
+    hold(&mut state, "10.0.0.0/28", "ipamclaims/patchbay", used(3));
+    hold(&mut state, "10.0.0.16/28", "lost", used(3));
+    for block in state.blocks.values_mut() {
+        block.object.spec.holder.uid = format!("uid-{}", block.object.spec.holder.node.replace('/', "-"));
+    }
+    let first = Instant::now();
+    assert_eq!(abandoned(&mut state, first), [""; 0]);
+    assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), ["blue.10.0.0.16-28"]);
+    assert_eq!(state.next_gone, None, "the other holder is not waited for");
+    state.blocks.remove("blue.10.0.0.16-28");
+    reconcile_until_stable(&mut state, at(1));
+    let four = state.networks["blue"].status.ipam.clone().unwrap().ipv4.unwrap();
+    assert_eq!((four.used, four.blocks), (3, 1), "its addresses are counted");
+    // The network waits for its users, then for its blocks.
+    delete(&mut state, "blue", 2);
+    uses(&mut state, "pod", "blue");
+    reconcile_until_stable(&mut state, at(3));
+    assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), [""; 0], "the network is in use");
+    state.users.delete(WorkloadKind::Pod, "ns", "pod");
+    reconcile_until_stable(&mut state, at(9));
+    assert!(state.networks.contains_key("blue"), "its blocks still exist");
+    assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), ["blue.10.0.0.0-28"]);
 }
