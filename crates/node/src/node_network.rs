@@ -214,7 +214,7 @@ impl NodeNetworkClient {
         part: WriteKind,
         request: impl Future<Output = kube::Result<NodeNetworkObject>>,
     ) -> Result<ServerObject, Error> {
-        let result = match self.call.change(request).await {
+        let result = match self.call.change(Box::pin(request)).await {
             Ok(object) => Ok(ServerObject::read(&object)),
             Err(source) => Err(Error { name: self.name.clone(), source }),
         };
