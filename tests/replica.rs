@@ -223,7 +223,7 @@ impl Drop for Replica {
 }
 
 /// The `patchbay` binary of the test build, or the one in `PATCHBAY_PROGRAM`: benchmarks measure the release build.
-fn program() -> Result<PathBuf> {
+pub fn program() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("PATCHBAY_PROGRAM") {
         return Ok(path.into());
     }

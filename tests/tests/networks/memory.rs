@@ -1,0 +1,176 @@
+//! The memory of the controller and of a node daemon in a large cluster.
+
+use std::{
+    fs,
+    path::PathBuf,
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use e2e::replica;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
+use lab::{Lab, wait};
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{self, TestCluster},
+    create_many, start_controller,
+};
+
+const NODES: usize = 500;
+const NETWORKS: usize = 100;
+/// The limits in MiB: the daemon has 128 MiB, the controller 256 MiB.
+const MAX_DAEMON: u64 = 48;
+const MAX_CONTROLLER: u64 = 128;
+/// How long a process may take to read all NodeNetworks.
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);
+/// The node of the daemon under test.
+const OWN_NODE: &str = "memory-own";
+
+/// A `patchbay node` process in the network namespace of the control plane, where no network selects its node; killed on
+/// drop.
+struct Daemon {
+    child: Child,
+    dir: PathBuf,
+}
+
+impl Daemon {
+    fn start(lab: &Lab) -> Result<Self> {
+        let dir = lab.kubeconfig().with_file_name("memory-daemon");
+        fs::create_dir_all(dir.join("host"))?;
+        let mut config: Value = serde_json::from_slice(&fs::read(lab.kubeconfig())?)?;
+        config["clusters"][0]["cluster"]["server"] = "https://172.30.0.1:6443".into();
+        fs::write(dir.join("kubeconfig"), config.to_string())?;
+        let log = fs::File::create(dir.join("log"))?;
+        let path = |name: &str| dir.join(name).display().to_string();
+        let child = lab
+            .control_plane()
+            .command_in_netns(replica::program()?)?
+            .args(["node", "--node-name", OWN_NODE, "--state-dir", &path("state"), "--run-dir", &path("run")])
+            .args(["--host-root", &path("host"), "--cni-bin-dir", &path("bin"), "--shim", &path("none")])
+            .env("KUBECONFIG", dir.join("kubeconfig"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("start a daemon")?;
+        Ok(Self { child, dir })
+    }
+
+    fn log(&self) -> String {
+        let text = fs::read_to_string(self.dir.join("log")).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        format!("log of the daemon:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// The peak of the resident set size of a process, in MiB.
+fn peak_mib(pid: u32) -> Result<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = text.lines().find(|line| line.starts_with("VmHWM:")).context("no VmHWM in /proc")?;
+    let kilobytes: u64 = line.split_whitespace().nth(1).context("VmHWM has no value")?.parse()?;
+    Ok(kilobytes.div_ceil(1024))
+}
+
+/// The status of a node with a bridge and a VXLAN device for each network, as its daemon writes it.
+fn status(node: usize) -> Value {
+    let mac = |number: usize| format!("02:{:02x}:{:02x}:00:{:02x}:01", node / 256, node % 256, number % 256);
+    let interface = |name: String, kind: &str, mac: String, master: Option<String>| json!({"name": name, "kind": kind, "mac": mac, "mtu": 1450, "state": "Up", "master": master});
+    let links = (0..NETWORKS).flat_map(|number| {
+        let bridge = format!("br-net-{number}");
+        let vxlan = interface(format!("vx-net-{number}"), "vxlan", mac(number + 100), Some(bridge.clone()));
+        [interface(bridge, "bridge", mac(number), None), vxlan]
+    });
+    let mut interfaces: Vec<Value> = links.collect();
+    interfaces.sort_by_key(|one| one["name"].as_str().map(str::to_owned));
+    let networks = (0..NETWORKS).map(|number| {
+        json!({
+            "uid": format!("7c9e6679-7425-40de-944b-e07fc1f9{number:04}"), "name": format!("net-{number}"),
+            "observedGeneration": 1, "ready": true, "reason": "Ready", "bridge": format!("br-net-{number}"),
+            "mac": mac(number), "mtu": 1450, "ports": [format!("vx-net-{number}")],
+        })
+    });
+    let vtep = json!({"address": format!("10.9.{}.{}", node / 250, node % 250 + 1), "interface": "eth0", "mtu": 1500});
+    json!({"vtep": vtep, "interfaces": interfaces, "networks": networks.collect::<Vec<_>>()})
+}
+
+fn node_networks() -> kube::core::ApiResource {
+    cluster::resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks")
+}
+
+/// Creates the Nodes and their NodeNetworks, in place of kubelets and daemons. Returns the size of one NodeNetwork.
+async fn create_nodes(cluster: &TestCluster) -> Result<usize> {
+    let nodes = cluster::resource("", "v1", "Node", "nodes");
+    let labels = json!({"test": cluster.namespace});
+    let node = |name: &str| json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}});
+    cluster.create_object(&nodes, None, &node(OWN_NODE)).await?;
+    let api = cluster.api(&node_networks(), None);
+    create_many(NODES, async |number| {
+        let name = format!("memory-{number}");
+        cluster.create_object(&nodes, None, &node(&name)).await?;
+        let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork",
+            "metadata": {"name": name, "labels": labels}});
+        // The webhook learns of the Node a moment later.
+        wait::until(LIST_TIMEOUT, "the NodeNetwork to be admitted", || async {
+            Ok(Some(cluster.create_object(&node_networks(), None, &object).await?))
+        })
+        .await?;
+        let params =
+            PatchParams { field_manager: Some("patchbay.dev/node".to_owned()), ..PatchParams::default() };
+        let patch = Patch::Merge(json!({"status": status(number)}));
+        api.patch_status(&name, &params, &patch).await.map(drop).context("write the status")
+    })
+    .await?;
+    Ok(serde_json::to_string(&api.get("memory-0").await?)?.len())
+}
+
+pub async fn memory_stays_small_with_500_nodes_of_100_networks(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "memory").await?;
+    let started = Instant::now();
+    let size = create_nodes(&cluster).await.with_context(|| replica.tail())?;
+    println!("{NODES} NodeNetworks of {} KiB created in {:?}", size / 1024, started.elapsed());
+    let after_watch = peak_mib(u32::try_from(replica.pid()?.as_raw())?)?;
+
+    // A controller that starts has to list all NodeNetworks.
+    drop(replica);
+    let started = Instant::now();
+    let replica = cluster.start_leader(&lab).await?;
+    let after_list = peak_mib(u32::try_from(replica.pid()?.as_raw())?)?;
+    println!(
+        "controller: {after_watch} MiB after watch events, {after_list} MiB after a list in {:?}",
+        started.elapsed()
+    );
+
+    let started = Instant::now();
+    let mut daemon = Daemon::start(&lab)?;
+    let api = cluster.api(&node_networks(), None);
+    // The daemon publishes its NodeNetwork only after it has read those of all others.
+    wait::until(LIST_TIMEOUT, "the daemon to publish its NodeNetwork", || async {
+        let published = api.get_opt(OWN_NODE).await?;
+        Ok(published.filter(|object| !object.data["status"]["conditions"].is_null()))
+    })
+    .await
+    .with_context(|| daemon.log())?;
+    ensure!(daemon.child.try_wait()?.is_none(), "{}", daemon.log());
+    let daemon_peak = peak_mib(daemon.child.id())?;
+    println!("daemon: {daemon_peak} MiB after a list in {:?}", started.elapsed());
+    drop(daemon);
+
+    let selector = ListParams::default().labels("test=memory");
+    api.delete_collection(&DeleteParams::default(), &selector).await?;
+    api.delete(OWN_NODE, &DeleteParams::default()).await?;
+    let nodes = cluster.api(&cluster::resource("", "v1", "Node", "nodes"), None);
+    nodes.delete_collection(&DeleteParams::default(), &selector).await?;
+    ensure!(after_watch.max(after_list) < MAX_CONTROLLER, "controller: {after_watch} and {after_list} MiB");
+    ensure!(daemon_peak < MAX_DAEMON, "daemon: {daemon_peak} MiB");
+    Ok(())
+}
