@@ -338,7 +338,7 @@ async fn certificates_rotate_under_load_without_a_failed_admission(lab: Lab) -> 
     delete_the_lease(&client).await?;
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let _ = secrets.delete("patchbay-webhook-certs", &kube::api::DeleteParams::default()).await;
-    let short = ["--leaf-lifetime=6s", "--ca-lifetime=12s", "--ca-propagation-delay=500ms"];
+    let short = ["--leaf-lifetime=12s", "--ca-lifetime=24s", "--ca-propagation-delay=500ms"];
     let mut one = Replica::start_ready(&lab, 1, &short).await?;
     let mut two = Replica::start_ready(&lab, 2, &short).await?;
     wait_for_webhook(&client).await?;

@@ -229,6 +229,8 @@ async fn race_pod_with_namespace_removal(
                 watch_log.wait_for(ObjectKind::Nad, &name, ChangeType::Deleted).await?;
                 tokio::time::sleep(delay(12)).await;
             }
+            // Mostly before the controller has seen the new list.
+            1 => tokio::time::sleep(delay(20)).await,
             _ => tokio::time::sleep(delay(500)).await,
         }
         cluster.create_pod(&name, &name).await
