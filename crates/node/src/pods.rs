@@ -12,7 +12,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
-use api::{ErrorChain, selection::NETWORKS_ANNOTATION};
+use api::{ErrorChain, network_status::NETWORK_STATUS_ANNOTATION, selection::NETWORKS_ANNOTATION};
 use client::watch::{ObjectEvent, ObjectWatch, WatchConfig};
 use jiff::Timestamp;
 use k8s_openapi::{
@@ -31,7 +31,6 @@ use crate::{
     watch::backoff,
 };
 
-const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
 /// The UID of a static pod in the container runtime. Its mirror pod has another one.
 const STATIC_POD_ANNOTATION: &str = "kubernetes.io/config.hash";
 
