@@ -11,52 +11,16 @@ use api::{
     nad::{NetworkAttachmentDefinitionSpec, network_of},
     selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
 };
+use client::decode::{Ignored, Lenient, Object};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kube::core::{ApiResource, GroupVersionKind, Object};
+use kube::core::{ApiResource, GroupVersionKind};
 use plan::{
     network::{BlockState, NadState, NetworkState, NodeReport, NodeState},
     users::{WorkloadKind, WorkloadRefs},
 };
-use serde::{
-    Deserialize, Deserializer,
-    de::{DeserializeOwned, IgnoredAny},
-};
-use serde_json::{Map, Value};
-
-/// A part of an object, or why it cannot be parsed. A missing part is parsed as an empty object.
-#[derive(Clone, Debug)]
-pub struct Lenient<T>(pub Result<T, String>);
-
-impl<'de, T: DeserializeOwned> Deserialize<'de> for Lenient<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = Option::<Value>::deserialize(deserializer)?;
-        let value = value.unwrap_or_else(|| Value::Object(Map::new()));
-        Ok(Self(serde_json::from_value(value).map_err(|error| error.to_string())))
-    }
-}
-
-impl<T: Default> Default for Lenient<T> {
-    fn default() -> Self {
-        Self(Ok(T::default()))
-    }
-}
-
-impl<T: Default> Lenient<T> {
-    fn or_default(self) -> T {
-        self.0.unwrap_or_default()
-    }
-}
-
-/// A part that is not parsed.
-#[derive(Clone, Debug, Default)]
-pub struct Ignored;
-
-impl<'de> Deserialize<'de> for Ignored {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Option::<IgnoredAny>::deserialize(deserializer).map(|_| Self)
-    }
-}
+use serde::Deserialize;
+use serde_json::Value;
 
 pub type NetworkObject = Object<Lenient<BridgeNetworkSpec>, Lenient<BridgeNetworkStatus>>;
 pub type NodeObject = Object<Ignored, Lenient<NodeStatus>>;

@@ -39,6 +39,9 @@ use crate::{
 /// Selects pods that have not finished. A pod that finishes leaves the watch as if it were deleted.
 pub const LIVE_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
+/// NodeNetworks are larger than other objects.
+const NODE_NETWORK_PAGE_SIZE: u32 = 50;
+
 /// Fills a cache from watches.
 #[derive(Clone)]
 pub struct CacheFiller {
@@ -119,7 +122,9 @@ impl CacheFiller {
     }
 
     async fn node_networks(&self) {
-        let stream = self.all(&project::node_networks(), ApiCallKind::WatchNodeNetworks);
+        let api = Api::all_with(self.client.clone(), &project::node_networks());
+        let config = watch::all().page_size(NODE_NETWORK_PAGE_SIZE);
+        let stream = cache_events(watcher(api, config), self.metrics.clone(), ApiCallKind::WatchNodeNetworks);
         self.mirror(
             CacheSource::NodeNetworks,
             stream,
