@@ -9,14 +9,17 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use api::ipam::IpamSpec as Spec;
+use api::{IPBlock, ipam::IpamSpec as Spec};
 use e2e::{
     Suite,
     fleet::{FAST, Fleet},
     patchbay, run_suites, tests,
 };
 use futures::{StreamExt as _, future::join_all};
-use kube::Client;
+use kube::{
+    Api, Client,
+    api::{DeleteParams, PostParams},
+};
 use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
             a_small_subnet_is_usable_to_its_last_address_from_any_node,
             an_address_in_the_block_of_another_node_is_lent,
             a_lender_that_does_not_answer_is_named,
+            a_block_of_a_holder_that_is_not_a_node_is_left_alone,
             blocks_survive_a_crash_and_a_new_node_object,
             a_thousand_addresses_cost_few_requests,
             random_histories_never_allocate_an_address_twice_and_leak_none,
@@ -217,6 +221,49 @@ async fn a_lender_that_does_not_answer_is_named(lab: Lab) -> Result<()> {
     let taken = fleet.add(2, "successor", vec![IpAddr::V4(first)], TIMEOUT).await??;
     ensure!(taken == [IpAddr::V4(first)]);
     fleet.delete(2, "successor")?;
+    fleet.wait_until_released(TIMEOUT).await?;
+    fleet.shutdown().await;
+    Ok(())
+}
+
+async fn a_block_of_a_holder_that_is_not_a_node_is_left_alone(lab: Lab) -> Result<()> {
+    let name = "claims.10.5.1.0-30";
+    let api: Api<IPBlock> = Api::all(lab.client().await?);
+    let mut object = json!({
+        "apiVersion": "patchbay.dev/v1alpha1", "kind": "IPBlock",
+        "metadata": {"name": name, "labels": {"patchbay.dev/network": "claims"}},
+        "spec": {"network": "claims", "networkUID": "uid-claims", "cidr": "10.5.1.0/30",
+            "holder": {"node": "ipamclaims/patchbay/x", "uid": "uid-of-the-allocator"}},
+    });
+    let rejected = api.create(&PostParams::default(), &serde_json::from_value(object.clone())?).await;
+    let error = rejected.err().context("a name with two slashes was admitted")?.to_string();
+    ensure!(error.contains("spec.holder.node"), "{error}");
+    object["spec"]["holder"]["node"] = json!("ipamclaims/patchbay");
+    let created = api.create(&PostParams::default(), &serde_json::from_value(object)?).await?;
+    // The network has no other block.
+    let mut fleet = fleet(&lab, "claims", json!({"subnets": ["10.5.1.0/30"]}), 1).await?;
+    for start in ["with its journal", "after its journal was lost"] {
+        let wanted: IpAddr = "10.5.1.1".parse()?;
+        for (requested, expected) in [
+            (Vec::new(), "ipamclaims/patchbay holds blocks of the network and lends no addresses"),
+            (vec![wanted], "ipamclaims/patchbay holds the block of address 10.5.1.1"),
+        ] {
+            let refused = fleet.add(0, "pod", requested, TIMEOUT).await?;
+            let error = refused.err().with_context(|| format!("{start}: an address of it was allocated"))?;
+            ensure!(error.code as u32 == 11 && error.msg.contains(expected), "{start}: {error}");
+        }
+        fleet.lose_disk(0).await;
+        fleet.start(0)?;
+    }
+    let deleted_nodes = BTreeSet::from([created.spec.holder.uid.clone()]);
+    ensure!(fleet.delete_abandoned(&deleted_nodes).await? == 0, "it was deleted");
+    let left = fleet.objects().await?;
+    ensure!(left.len() == 1 && left[0].spec == created.spec && left[0].metadata.uid == created.metadata.uid);
+    let table = lab.kubectl(&["get", "ipblocks", name])?;
+    ensure!(table.contains("ipamclaims/patchbay"), "{table}");
+    api.delete(name, &DeleteParams::default()).await?;
+    add(&fleet, 0, "pod").await.context("the range is free")?;
+    fleet.delete(0, "pod")?;
     fleet.wait_until_released(TIMEOUT).await?;
     fleet.shutdown().await;
     Ok(())

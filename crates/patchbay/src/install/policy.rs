@@ -115,7 +115,8 @@ fn is_user(user: &str) -> String {
 
 /// Only the holder of a block may write it: while the block exists, no other node may allocate its addresses, and the
 /// holder trusts its spec.bootID. The controller is exempt, because it deletes the blocks of deleted nodes and
-/// networks.
+/// networks. A node daemon can neither create nor change a block of a holder that is not a Node: the name in its token is
+/// that of a Node, which has no slash.
 fn block_policy(options: &InstallOptions) -> Vec<Value> {
     let not_controller = format!("request.userInfo.username != '{}'", options.controller_user());
     AdmissionPolicy {
@@ -133,7 +134,8 @@ fn block_policy(options: &InstallOptions) -> Vec<Value> {
         validations: json!([
             {
                 "expression": "!variables.daemon || (variables.userNode != '' && \
-                    variables.blocks.all(block, block.spec.holder.node == variables.userNode))",
+                    variables.blocks.all(block, block.spec.holder.node == variables.userNode && \
+                    !block.spec.holder.node.contains('/')))",
                 "reason": "Forbidden",
                 "message": "IPBlock rejected: a node daemon may only write blocks whose spec.holder.node is its own node; \
                     use the token of the patchbay-node pod on that node.",
@@ -146,7 +148,8 @@ fn block_policy(options: &InstallOptions) -> Vec<Value> {
                 "reason": "Forbidden",
                 "message": "IPBlock rejected: only the node daemon of its holder may create, change or delete a block, \
                     because running pods may use its addresses. The daemon deletes a block that is no longer used. If \
-                    the node is gone for good, delete the Node: the controller then deletes its blocks.",
+                    the node is gone for good, delete the Node: the controller then deletes its blocks. Only the controller \
+                    writes blocks of a holder that is not a Node.",
             },
         ]),
     }

@@ -342,6 +342,43 @@ fn the_policies_cover_everything_that_the_node_daemon_may_write() {
 }
 
 #[test]
+fn a_node_daemon_cannot_write_blocks_of_a_holder_that_is_not_a_node() {
+    let policy = object_named("ValidatingAdmissionPolicy", "patchbay-ipblocks");
+    let [own_node, others] = list(&policy["spec"]["validations"]) else { panic!("{policy}") };
+    let rule = own_node["expression"].as_str().unwrap();
+    assert!(
+        rule.contains("variables.blocks.all(block, block.spec.holder.node == variables.userNode"),
+        "{rule}"
+    );
+    assert!(rule.contains("!block.spec.holder.node.contains('/')"), "{rule}");
+    // The old object counts too, so a daemon cannot take such a block over.
+    let blocks = list(&policy["spec"]["variables"]).iter().find(|one| one["name"] == "blocks").unwrap();
+    assert_eq!(blocks["expression"], "[object, oldObject].filter(block, block != null)");
+    let message = others["message"].as_str().unwrap();
+    assert!(message.contains("holder that is not a Node"), "{message}");
+}
+
+#[test]
+fn the_holder_of_an_ipblock_is_a_node_or_has_the_form_kind_name() {
+    let objects = all_objects();
+    let crd = of_kind(&objects, "CustomResourceDefinition")
+        .into_iter()
+        .find(|crd| crd["spec"]["names"]["kind"] == "IPBlock")
+        .unwrap();
+    let version = &crd["spec"]["versions"][0];
+    let spec = &version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"];
+    for field in ["holder", "lender"] {
+        let reference = &spec[field];
+        assert_eq!(reference["required"], json!(["node", "uid"]), "versions that know only Nodes read both");
+        let pattern = reference["properties"]["node"]["pattern"].as_str().unwrap();
+        assert_eq!(pattern.matches('/').count(), 1, "{pattern}");
+    }
+    let column = |one: &&Value| one["name"] == "Holder";
+    let column = list(&version["additionalPrinterColumns"]).iter().find(column).unwrap();
+    assert_eq!(column["jsonPath"], ".spec.holder.node");
+}
+
+#[test]
 fn a_policy_restricts_the_controllers_writes_to_nodes() {
     let policy = object_named("ValidatingAdmissionPolicy", CONTROLLER);
     let covered = &policy["spec"]["matchConstraints"]["resourceRules"][0];
