@@ -2,9 +2,12 @@
 //! both free; a test that runs beside a build must not fail because of the build.
 
 use std::{
-    fs,
+    fs, thread,
     time::{Duration, Instant},
 };
+
+use anyhow::{Context as _, Result};
+use nix::time::{ClockId, clock_gettime};
 
 /// Measures a time span without the part in which the machine was overloaded.
 pub struct StallClock {
@@ -50,6 +53,31 @@ fn parse_total(text: &str) -> Option<Duration> {
     total.parse().ok().map(Duration::from_micros)
 }
 
+/// The share of the machine's CPUs that a new process gets, between 0 and 1: less than 1 if other processes use them. For
+/// limits of work that keeps all CPUs busy itself, which would count as a stall.
+pub fn available_cpu_share() -> Result<f64> {
+    const PERIOD: Duration = Duration::from_millis(200);
+    let count = thread::available_parallelism().context("count the CPUs")?.get();
+    let shares: Result<Vec<f64>> = thread::scope(|scope| {
+        let spinning: Vec<_> = (0..count).map(|_| scope.spawn(|| spin(PERIOD))).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, Result<f64>>| thread.join().unwrap_or(Ok(0.0));
+        spinning.into_iter().map(join).collect()
+    });
+    let shares = shares?;
+    Ok(shares.iter().sum::<f64>() / f64::from(u32::try_from(shares.len())?))
+}
+
+/// Keeps a CPU busy, and returns the part of the time in which this thread had one.
+fn spin(period: Duration) -> Result<f64> {
+    let used = || clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from);
+    let (start, before) = (Instant::now(), used().context("read the thread's CPU time")?);
+    while start.elapsed() < period {
+        std::hint::spin_loop();
+    }
+    let used = used().context("read the thread's CPU time")?.saturating_sub(before);
+    Ok(used.div_duration_f64(start.elapsed()).min(1.0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -60,6 +88,20 @@ mod tests {
         assert_eq!(parse_total(text), Some(Duration::from_micros(5_974_052_539)));
         assert_eq!(parse_total("full avg10=0.00 total=7\n"), None);
         assert_eq!(parse_total(""), None);
+    }
+
+    #[test]
+    fn a_busy_machine_gives_a_smaller_share() {
+        let alone = available_cpu_share().unwrap();
+        assert!(alone > 0.0 && alone <= 1.0, "{alone}");
+        let count = 8 * thread::available_parallelism().unwrap().get();
+        let beside = thread::scope(|scope| {
+            for _ in 0..count {
+                scope.spawn(|| spin(Duration::from_secs(1)));
+            }
+            available_cpu_share().unwrap()
+        });
+        assert!(beside < 0.5, "{beside} beside {count} threads");
     }
 
     #[test]
