@@ -1,7 +1,7 @@
 //! The replica's cache of the cluster, which the leader's plans and the webhook of every replica read.
 
 pub mod project;
-pub mod watch;
+pub mod watches;
 
 use std::{
     collections::HashSet,

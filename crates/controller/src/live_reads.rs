@@ -22,7 +22,7 @@ use crate::{
     api_call::{self, ApiCall},
     cache::{
         project::{self, NadObject, NetworkObject, NodeNetworkObject, NodeObject, PodObject, WorkloadObject},
-        watch::LIVE_PODS,
+        watches::LIVE_PODS,
     },
     metrics::{ApiCallKind, Metrics},
 };

@@ -11,15 +11,17 @@ use tracing::{info, warn};
 
 use crate::{
     Args, Error,
-    cache::{ClusterCache, watch::CacheFiller},
-    certs::{
-        reload::CertReloader,
-        rotate::{CertRotator, WebhookService},
-    },
-    http::{self, Readiness, WebhookState},
+    cache::{ClusterCache, watches::CacheFiller},
     lease::election::{Candidate, ElectionConfig},
     metrics::Metrics,
     networks::NetworkController,
+    webhook::{
+        certs::{
+            reload::CertReloader,
+            rotate::{CertRotator, WebhookService},
+        },
+        server::{self, Readiness, WebhookState},
+    },
 };
 
 /// From the stop until every task has ended: a pod has ten seconds, one of them for the process itself.
@@ -89,18 +91,18 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         metrics: metrics.clone(),
         cluster: cluster.clone(),
     };
-    let health = http::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
+    let health = server::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
     let webhook =
-        http::listen(webhook_addr).map_err(|source| Error::Listen { addr: webhook_addr, source })?;
+        server::listen(webhook_addr).map_err(|source| Error::Listen { addr: webhook_addr, source })?;
 
     let handles = [Handle::new(), Handle::new()];
     let (resign, close) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
-    let serve = http::serve_plain(health, http::health_router(readiness.clone()), handles[0].clone());
-    tasks.spawn(named("health listener", server(health_addr, serve)));
-    let certificate = http::first_certificate(reloader.tls(), close.clone());
-    let serve = http::serve_tls(webhook, http::router(state), handles[1].clone(), certificate);
-    tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
+    let serve = server::serve_plain(health, server::health_router(readiness.clone()), handles[0].clone());
+    tasks.spawn(named("health listener", served(health_addr, serve)));
+    let certificate = server::first_certificate(reloader.tls(), close.clone());
+    let serve = server::serve_tls(webhook, server::router(state), handles[1].clone(), certificate);
+    tasks.spawn(named("webhook listener", served(webhook_addr, serve)));
     let reload = reloader.run(client.clone(), namespace);
     tasks.spawn(named("certificate watch", until_cancelled(close.clone(), reload)));
     let filler = CacheFiller { client, cache: cluster.clone(), metrics };
@@ -206,7 +208,7 @@ async fn named(name: &'static str, task: impl Future<Output = Result<(), Error>>
     (name, task.await)
 }
 
-async fn server(addr: SocketAddr, serve: impl Future<Output = io::Result<()>>) -> Result<(), Error> {
+async fn served(addr: SocketAddr, serve: impl Future<Output = io::Result<()>>) -> Result<(), Error> {
     serve.await.map_err(|source| Error::Serve { addr, source })
 }
 

@@ -24,7 +24,8 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{cache::project, http::WebhookState, metrics::AdmissionOutcome};
+use super::server::WebhookState;
+use crate::{cache::project, metrics::AdmissionOutcome};
 
 mod network;
 #[cfg(test)]
