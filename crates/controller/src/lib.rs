@@ -5,13 +5,18 @@
 
 mod api_call;
 mod args;
+mod blocks;
 mod cache;
 mod error;
+mod expectations;
+mod leader;
 mod lease;
 mod live_reads;
 mod metrics;
 mod networks;
+mod nodelabels;
 mod run;
+mod task;
 mod watch;
 mod webhook;
 
