@@ -3,21 +3,22 @@
 //! [`run`] runs one replica with the caller's client and cancellation token. The rules are in `plan`; this crate
 //! watches the API server, asks `plan` for decisions and applies them.
 
-mod admission;
 mod api_call;
 mod args;
+mod blocks;
 mod cache;
-mod certs;
-mod clock;
-mod connection;
 mod error;
-mod http;
+mod expectations;
+mod leader;
 mod lease;
 mod live_reads;
 mod metrics;
 mod networks;
+mod nodelabels;
 mod run;
+mod task;
 mod watch;
+mod webhook;
 
 pub use args::Args;
 pub use error::Error;

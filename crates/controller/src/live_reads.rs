@@ -22,7 +22,7 @@ use crate::{
     api_call::{self, ApiCall},
     cache::{
         project::{self, NadObject, NetworkObject, NodeNetworkObject, NodeObject, PodObject, WorkloadObject},
-        watch::LIVE_PODS,
+        watches::LIVE_PODS,
     },
     metrics::{ApiCallKind, Metrics},
 };
@@ -219,14 +219,14 @@ impl LiveReader {
         Ok(found)
     }
 
-    /// Whether the network exists and pods can still attach to it.
-    pub async fn accepts_pods(&self, uid: &str) -> Result<bool, api_call::Error> {
-        let mut found = false;
+    /// The UIDs of the networks to which pods can still attach.
+    pub async fn networks_accepting_pods(&self) -> Result<BTreeSet<String>, api_call::Error> {
+        let mut found = BTreeSet::new();
         let api = self.all::<NetworkObject>(&project::networks());
         let visit = |it: NetworkObject| {
             let held = it.metadata.finalizers.iter().flatten().any(|one| one == FINALIZER_USERS);
             let releasing = it.metadata.deletion_timestamp.is_some() && !held;
-            found |= it.metadata.uid.as_deref() == Some(uid) && !releasing;
+            found.extend(it.metadata.uid.filter(|_| !releasing));
         };
         self.each(api, ListParams::default().limit(PAGE_SIZE), visit).await?;
         Ok(found)

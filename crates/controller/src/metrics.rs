@@ -16,7 +16,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::admission::WebhookPath;
+use crate::webhook::admission::WebhookPath;
 
 /// The kind of a request to the API server. Variant names are label values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]

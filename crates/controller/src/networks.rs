@@ -3,10 +3,10 @@
 mod apply;
 mod pending;
 #[cfg(test)]
-mod tests;
+pub mod tests;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     sync::Arc,
     time::Duration,
 };
@@ -14,9 +14,7 @@ use std::{
 use api::{ErrorChain, selection::NadRef};
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
-use kube::Client;
-use plan::network::{self, AbandonedBlock, ClusterPlan, NetworkPlan, NodeLabelPatch};
-use tokio_util::sync::CancellationToken;
+use plan::network::{self, ClusterState, NetworkPlan, NetworkRecords, NetworksPlan};
 use tracing::{debug, warn};
 
 use self::{
@@ -24,130 +22,38 @@ use self::{
     pending::PendingState,
 };
 use crate::{
-    cache::ClusterCache,
-    lease::fence::{LeaseFence, now},
+    cache::{CacheSource, ChangedNads, ClusterCache},
+    leader::{EXPECTATION_TTL, LeaderContext, MIN_RETRY, RESYNC, Reconciler},
+    lease::fence::now,
     live_reads::LiveResults,
     metrics::Metrics,
 };
 
-/// How long to wait after a change for the rest of its burst.
-const DEBOUNCE: Duration = Duration::from_millis(10);
 /// The number of networks that are written at a time.
 const MAX_CONCURRENT_NETWORKS: usize = 8;
-/// How often to reconcile without a change. The cache is driven by watches, so this is only a safety net.
-const RESYNC: Duration = Duration::from_mins(10);
+/// The delay before a plan that reports a problem in the status.
+const AT_ONCE: Duration = Duration::from_millis(10);
 
 /// Reconciles all BridgeNetworks.
 pub struct NetworkController {
     cache: ClusterCache,
     metrics: Arc<Metrics>,
     writer: NetworkWriter,
+    changed_nads: ChangedNads,
+    records: NetworkRecords,
     pending: PendingState,
 }
 
 impl NetworkController {
-    pub fn new(client: Client, cache: ClusterCache, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let writer = NetworkWriter::new(client, cache.clone(), metrics.clone(), fence);
-        Self { cache, metrics, writer, pending: PendingState::default() }
-    }
-
-    /// Runs until `stop`. A reconcile that has started is finished first.
-    pub async fn run(mut self, stop: CancellationToken) {
-        if stop.run_until_cancelled(self.cache.synced()).await != Some(true) {
-            return;
+    pub fn new(context: &LeaderContext) -> Self {
+        Self {
+            writer: NetworkWriter::new(context),
+            cache: context.cache.clone(),
+            metrics: context.metrics.clone(),
+            changed_nads: context.cache.track_nads(),
+            records: NetworkRecords::default(),
+            pending: PendingState::default(),
         }
-        let mut changes = self.cache.changes();
-        loop {
-            changes.mark_unchanged();
-            let requeue_after = self.reconcile().await;
-            tokio::select! {
-                () = stop.cancelled() => return,
-                () = tokio::time::sleep(requeue_after) => {}
-                changed = changes.changed() => match changed {
-                    Ok(()) => tokio::time::sleep(DEBOUNCE).await,
-                    Err(_) => return,
-                },
-            }
-        }
-    }
-
-    /// Plans once and applies the plan. Returns when to reconcile again without a change.
-    async fn reconcile(&mut self) -> Duration {
-        let ClusterPlan { networks, orphan_nads, node_labels, abandoned_blocks, requeue_after } = self.plan();
-        self.pending.prune(&self.cache.state(), now());
-        let mut requeue_after = requeue_after.unwrap_or(RESYNC);
-        self.forget_resolved(&networks);
-        let mut due = Vec::new();
-        for mut plan in networks {
-            if let Some(wait) = self.pending.drop_backed_off(&mut plan, now()) {
-                requeue_after = requeue_after.min(wait);
-            }
-            if plan.steps.is_empty() && plan.status.is_none() {
-                continue;
-            }
-            match self.pending.wait(&self.cache.state(), &plan, now()) {
-                Some(wait) => requeue_after = requeue_after.min(wait),
-                None => due.push(plan),
-            }
-        }
-        let (orphans, rest): (Vec<_>, Vec<_>) =
-            orphan_nads.into_iter().partition(|(_, nad)| !self.pending.deletion_pending(&nad.uid, now()));
-        if !rest.is_empty() {
-            requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
-        }
-        // The live reads start after the plan, so they are newer than everything that the plan is based on.
-        let (guarded, plain): (Vec<NetworkPlan>, Vec<NetworkPlan>) =
-            due.into_iter().partition(NetworkPlan::needs_live_read);
-        let none = LiveResults::none();
-        let guarded = async {
-            let live = self.writer.read_live(&guarded, &orphans).await;
-            (self.apply(guarded, &live).await, live)
-        };
-        let (plain, (guarded, live)) = futures::join!(self.apply(plain, &none), guarded);
-        for (plan, outcome) in plain.into_iter().chain(guarded) {
-            requeue_after = requeue_after.min(self.record_outcome(&plan, outcome));
-        }
-        requeue_after = requeue_after.min(self.patch_node_labels(node_labels).await);
-        requeue_after = requeue_after.min(self.delete_abandoned_blocks(abandoned_blocks).await);
-        for (at, nad) in orphans {
-            self.pending.deletion_sent(nad.uid.clone(), now());
-            if let Err(error) = self.writer.delete_orphan(&at, &nad, &live).await {
-                requeue_after = requeue_after.min(failed(&error, "could not delete an orphan NAD"));
-            }
-        }
-        requeue_after
-    }
-
-    async fn delete_abandoned_blocks(&mut self, blocks: Vec<AbandonedBlock>) -> Duration {
-        let mut requeue_after = RESYNC;
-        for block in blocks {
-            if self.pending.deletion_pending(&block.uid, now()) {
-                requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
-                continue;
-            }
-            self.pending.deletion_sent(block.uid.clone(), now());
-            if let Err(error) = self.writer.delete_abandoned_block(&block).await {
-                requeue_after = requeue_after.min(failed(&error, "could not delete an abandoned IPBlock"));
-            }
-        }
-        requeue_after
-    }
-
-    async fn patch_node_labels(&mut self, patches: Vec<NodeLabelPatch>) -> Duration {
-        let mut requeue_after = RESYNC;
-        for patch in patches {
-            if self.pending.labels_pending(&patch, now()) {
-                requeue_after = requeue_after.min(pending::EXPECTATION_TTL);
-                continue;
-            }
-            match self.writer.patch_node_labels(&patch).await {
-                Ok(()) => self.pending.labels_written(patch, now()),
-                Err(error) => {
-                    requeue_after = requeue_after.min(failed(&error, "could not set the labels of a Node"));
-                }
-            }
-        }
-        requeue_after
     }
 
     async fn apply(
@@ -162,50 +68,57 @@ impl NetworkController {
         applied.buffer_unordered(MAX_CONCURRENT_NETWORKS).collect().await
     }
 
-    fn plan(&mut self) -> ClusterPlan {
+    /// Plans on a snapshot, which the plan is returned with.
+    fn plan(&mut self) -> (ClusterState, NetworksPlan) {
         let started = now();
-        let mut state = self.cache.state();
-        self.pending.observe_nads(&std::mem::take(&mut state.changed_nads));
-        state.track_missing_nodes(started);
-        let plan = network::plan(&state, Timestamp::now());
-        state.record_plan(&plan);
-        self.metrics.planned(state.networks.len(), state.users.len(), started.elapsed());
-        plan
+        // Before the snapshot, so that it contains these changes.
+        self.pending.observe_nads(&self.changed_nads.take());
+        let mut state = self.cache.snapshot();
+        let users = self.cache.users();
+        let plan = network::plan(&state, users, &self.records, Timestamp::now());
+        self.records.record_plan(&state, &plan);
+        state.record_deleted_nads(&plan);
+        self.cache.publish_deleted_nads(state.deleted_nads.clone());
+        self.metrics.planned(state.networks.len(), users.len(), started.elapsed());
+        (state, plan)
     }
 
-    /// Adds rejections to the cache, so that the next plan reports them in the status.
-    fn record_rejected(&mut self, plan: &NetworkPlan, rejected: &[(NadRef, String)]) {
+    /// Records rejections, so that the next plan reports them in the status. Returns when to make that plan.
+    fn record_rejected(&mut self, plan: &NetworkPlan, rejected: &[(NadRef, String)]) -> Duration {
         for (at, cause) in rejected {
             debug!(network = plan.name, nad = %at, cause, "the API server rejected a NAD, retrying");
             self.pending.rejected(&plan.uid, at, now());
         }
-        self.cache.update(|state| {
-            let known = state.rejected.get(&plan.uid).cloned().unwrap_or_default();
-            let mut all = known.clone();
-            all.extend(rejected.iter().cloned());
-            let changed = all != known;
-            if changed {
-                state.rejected.insert(plan.uid.clone(), all);
-            }
-            changed
-        });
+        let mut news = false;
+        for (at, cause) in rejected {
+            let known = self.records.rejected.entry(plan.uid.clone()).or_default();
+            news |= known.insert(at.clone(), cause.clone()).as_ref() != Some(cause);
+        }
+        if news { AT_ONCE } else { RESYNC }
     }
 
-    /// Adds a failed live read to the cache, or removes it after a successful one.
+    /// Records a failed live read, or forgets it after a successful one. Returns when to plan again.
     fn record_live_read(&mut self, plan: &NetworkPlan, failed: Option<&String>) -> Duration {
         let Some(cause) = failed else {
             if plan.removes_finalizer() {
                 self.pending.live_read_succeeded(&plan.uid);
-                self.cache.state().live_read_failed.remove(&plan.uid);
+                self.records.live_read_failed.remove(&plan.uid);
             }
             return RESYNC;
         };
         let wait = self.pending.live_read_failed(&plan.uid, now());
         warn!(network = plan.name, error = cause, ?wait, "could not read from the API server, retrying");
-        self.cache.update(|state| {
-            state.live_read_failed.insert(plan.uid.clone(), cause.clone()).as_ref() != Some(cause)
-        });
-        wait
+        let known = self.records.live_read_failed.insert(plan.uid.clone(), cause.clone());
+        // The next plan reports it in the status.
+        if known.as_ref() == Some(cause) { wait } else { AT_ONCE }
+    }
+
+    fn confirm_unused(&self, nads: &BTreeSet<NadRef>) {
+        if !nads.is_empty() {
+            let mut state = self.cache.snapshot();
+            state.confirm_unused(nads);
+            self.cache.publish_deleted_nads(state.deleted_nads);
+        }
     }
 
     /// Forgets rejections and failed live reads of steps that are no longer planned.
@@ -216,10 +129,8 @@ impl NetworkController {
         self.pending.retain_rejected(is_planned);
         let finalizing: HashSet<&str> =
             plans.iter().filter(|plan| plan.removes_finalizer()).map(|plan| plan.uid.as_str()).collect();
-        // No plan depends on the entries that are dropped, so subscribers need no notification.
-        let mut state = self.cache.state();
-        state.live_read_failed.retain(|uid, _| finalizing.contains(uid.as_str()));
-        state.rejected.retain(|uid, all| {
+        self.records.live_read_failed.retain(|uid, _| finalizing.contains(uid.as_str()));
+        self.records.rejected.retain(|uid, all| {
             all.retain(|at, _| is_planned(uid, at));
             !all.is_empty()
         });
@@ -231,19 +142,18 @@ impl NetworkController {
             Ok(outcome) => {
                 let ApplyOutcome { conflicted, rejected, .. } = &outcome;
                 let conflicted = *conflicted;
-                self.record_rejected(plan, rejected);
-                let mut wait = self.record_live_read(plan, outcome.live_read_failed.as_ref());
+                let mut wait = self.record_rejected(plan, rejected);
+                wait = wait.min(self.record_live_read(plan, outcome.live_read_failed.as_ref()));
                 if let Some(error) = &outcome.status_write_failed {
                     wait = wait.min(self.pending.status_write_failed(plan, now()));
                     warn!(network = plan.name, error, "could not write the status of a network, retrying");
                 }
-                self.cache.state().confirm_unused(&outcome.confirmed_unused);
+                self.confirm_unused(&outcome.confirmed_unused);
                 for step in &plan.steps {
-                    self.cache.state().record_write(&plan.uid, step, |at| outcome.wrote(at));
+                    self.records.record_write(&plan.uid, step, |at| outcome.wrote(at));
                 }
                 self.pending.written(plan, outcome, now());
-                let next =
-                    if conflicted { self.pending.conflicted(plan, now()) } else { pending::EXPECTATION_TTL };
+                let next = if conflicted { self.pending.conflicted(plan, now()) } else { EXPECTATION_TTL };
                 next.min(wait)
             }
             Err(error) if error.is_conflict() => {
@@ -259,9 +169,59 @@ impl NetworkController {
     }
 }
 
+impl Reconciler for NetworkController {
+    const NAME: &'static str = "networks";
+    const SOURCES: &'static [CacheSource] = &CacheSource::ALL;
+
+    /// Plans once and applies the plan.
+    async fn reconcile(&mut self) -> Duration {
+        let (state, NetworksPlan { networks, orphan_nads, requeue_after }) = self.plan();
+        self.pending.prune(&state, now());
+        let mut requeue_after = requeue_after.unwrap_or(RESYNC);
+        self.forget_resolved(&networks);
+        let mut due = Vec::new();
+        for mut plan in networks {
+            if let Some(wait) = self.pending.drop_backed_off(&mut plan, now()) {
+                requeue_after = requeue_after.min(wait);
+            }
+            if plan.steps.is_empty() && plan.status.is_none() {
+                continue;
+            }
+            match self.pending.wait(&state, &plan, now()) {
+                Some(wait) => requeue_after = requeue_after.min(wait),
+                None => due.push(plan),
+            }
+        }
+        let (orphans, rest): (Vec<_>, Vec<_>) =
+            orphan_nads.into_iter().partition(|(_, nad)| !self.pending.deletion_pending(&nad.uid, now()));
+        if !rest.is_empty() {
+            requeue_after = requeue_after.min(EXPECTATION_TTL);
+        }
+        // The live reads start after the plan, so they are newer than everything that the plan is based on.
+        let (guarded, plain): (Vec<NetworkPlan>, Vec<NetworkPlan>) =
+            due.into_iter().partition(NetworkPlan::needs_live_read);
+        let none = LiveResults::none();
+        let guarded = async {
+            let live = self.writer.read_live(&guarded, &orphans).await;
+            (self.apply(guarded, &live).await, live)
+        };
+        let (plain, (guarded, live)) = futures::join!(self.apply(plain, &none), guarded);
+        for (plan, outcome) in plain.into_iter().chain(guarded) {
+            requeue_after = requeue_after.min(self.record_outcome(&plan, outcome));
+        }
+        for (at, nad) in orphans {
+            self.pending.deletion_sent(nad.uid.clone(), now());
+            if let Err(error) = self.writer.delete_orphan(&at, &nad, &live).await {
+                requeue_after = requeue_after.min(failed(&error, "could not delete an orphan NAD"));
+            }
+        }
+        requeue_after
+    }
+}
+
 fn failed(error: &Error, what: &'static str) -> Duration {
     if !error.is_conflict() {
         warn!(error = %ErrorChain(error), "{what}, retrying");
     }
-    pending::MIN_RETRY
+    MIN_RETRY
 }

@@ -11,28 +11,23 @@ use tracing::{info, warn};
 
 use crate::{
     Args, Error,
-    cache::{ClusterCache, watch::CacheFiller},
-    certs::{
-        reload::CertReloader,
-        rotate::{CertRotator, WebhookService},
-    },
-    http::{self, Readiness, WebhookState},
+    cache::{ClusterCache, watches::CacheFiller},
+    leader::{LeaderConfig, lead},
     lease::election::{Candidate, ElectionConfig},
     metrics::Metrics,
-    networks::NetworkController,
+    task::{TaskExit, named, unexpected_exit, wait_for_all},
+    webhook::{
+        admission,
+        certs::{reload::CertReloader, rotate::WebhookService},
+        server::{self, Readiness, WebhookState},
+    },
 };
 
 /// From the stop until every task has ended: a pod has ten seconds, one of them for the process itself.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(9);
 
-/// How long a leader's loop may take to finish its current step.
-const LEADER_LOOP_GRACE: Duration = Duration::from_secs(3);
-
 /// How long requests in flight may take when the listeners close.
 const REQUEST_GRACE: Duration = Duration::from_secs(3);
-
-/// A task's name and how it ended.
-type TaskExit = (&'static str, Result<(), Error>);
 
 /// Runs one replica until `stop` is cancelled. Shares nothing with other replicas in the same process.
 pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<(), Error> {
@@ -82,31 +77,31 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     };
     let policy = CertPolicy { dns_name, ca_lifetime, leaf_lifetime, ca_propagation_delay };
     let candidate = Candidate::new(client.clone(), config, metrics.clone());
-    let loops = LeaderLoops {
+    let leader = LeaderConfig {
         client: client.clone(),
         service: WebhookService { namespace: namespace.clone(), name: webhook_service },
         policy,
         metrics: metrics.clone(),
-        cluster: cluster.clone(),
+        cache: cluster.clone(),
     };
-    let health = http::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
+    let health = server::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
     let webhook =
-        http::listen(webhook_addr).map_err(|source| Error::Listen { addr: webhook_addr, source })?;
+        server::listen(webhook_addr).map_err(|source| Error::Listen { addr: webhook_addr, source })?;
 
     let handles = [Handle::new(), Handle::new()];
     let (resign, close) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
-    let serve = http::serve_plain(health, http::health_router(readiness.clone()), handles[0].clone());
-    tasks.spawn(named("health listener", server(health_addr, serve)));
-    let certificate = http::first_certificate(reloader.tls(), close.clone());
-    let serve = http::serve_tls(webhook, http::router(state), handles[1].clone(), certificate);
-    tasks.spawn(named("webhook listener", server(webhook_addr, serve)));
+    let serve = server::serve_plain(health, server::health_router(readiness.clone()), handles[0].clone());
+    tasks.spawn(named("health listener", served(health_addr, serve)));
+    let certificate = server::first_certificate(reloader.tls(), close.clone());
+    let serve = server::serve_tls(webhook, server::router(state), handles[1].clone(), certificate);
+    tasks.spawn(named("webhook listener", served(webhook_addr, serve)));
     let reload = reloader.run(client.clone(), namespace);
     tasks.spawn(named("certificate watch", until_cancelled(close.clone(), reload)));
     let filler = CacheFiller { client, cache: cluster.clone(), metrics };
     tasks.spawn(named("cluster watch", until_cancelled(close.clone(), filler.run())));
     tasks.spawn(named("cache sync", wait_for_sync(cluster, readiness.clone(), close.clone())));
-    tasks.spawn(named("election", lead(candidate, loops, resign.clone())));
+    tasks.spawn(named("election", lead(candidate, leader, resign.clone())));
 
     let shutdown = Shutdown { readiness, handles, resign, close, drain };
     shutdown.run(stop, tasks).await
@@ -157,62 +152,8 @@ impl Shutdown {
     }
 }
 
-/// What the leader's loops need.
-struct LeaderLoops {
-    client: Client,
-    service: WebhookService,
-    policy: CertPolicy,
-    metrics: Arc<Metrics>,
-    cluster: ClusterCache,
-}
-
-/// Acquires the Lease, then runs the leader's loops until `resign` is cancelled. Losing the Lease is an error: a restart of
-/// the process is the simplest way to be sure that none of the leader's loops is left.
-async fn lead(candidate: Candidate, loops: LeaderLoops, resign: CancellationToken) -> Result<(), Error> {
-    let Some(mut leader) = candidate.acquire(&resign).await else {
-        return Ok(());
-    };
-    if resign.is_cancelled() {
-        leader.release().await;
-        return Ok(());
-    }
-    let LeaderLoops { client, service, policy, metrics, cluster } = loops;
-    let networks = NetworkController::new(client.clone(), cluster, metrics.clone(), leader.fence());
-    let rotator = CertRotator::new(client, service, policy, metrics, leader.fence());
-    let mut tasks = JoinSet::new();
-    tasks.spawn(named("certificates", infallible(rotator.run(resign.clone()))));
-    tasks.spawn(named("networks", infallible(networks.run(resign.clone()))));
-    let result = tokio::select! {
-        biased;
-        () = resign.cancelled() => Ok(()),
-        lost = leader.run() => Err(Error::LostLease(lost)),
-        error = unexpected_exit(&mut tasks) => Err(error),
-    };
-    if let Err(Error::LostLease(_)) = result {
-        // Another replica may lead already: abort the loops at once. There is no Lease to release.
-        tasks.shutdown().await;
-        return result;
-    }
-    resign.cancel();
-    if timeout(LEADER_LOOP_GRACE, wait_for_all(&mut tasks)).await.is_err() {
-        warn!("a leader's loop did not finish its step in time; aborting it");
-    }
-    tasks.shutdown().await;
-    leader.release().await;
-    result
-}
-
-async fn named(name: &'static str, task: impl Future<Output = Result<(), Error>>) -> TaskExit {
-    (name, task.await)
-}
-
-async fn server(addr: SocketAddr, serve: impl Future<Output = io::Result<()>>) -> Result<(), Error> {
+async fn served(addr: SocketAddr, serve: impl Future<Output = io::Result<()>>) -> Result<(), Error> {
     serve.await.map_err(|source| Error::Serve { addr, source })
-}
-
-async fn infallible(task: impl Future<Output = ()>) -> Result<(), Error> {
-    task.await;
-    Ok(())
 }
 
 /// A watch has nothing to finish, so it is dropped at any await point.
@@ -221,29 +162,15 @@ async fn until_cancelled(close: CancellationToken, watch: impl Future<Output = (
     Ok(())
 }
 
-/// Sets readiness when the caches have synced. Then waits for `close`, because a task that ends early counts as failed.
+/// Sets readiness when the caches that the webhook reads have synced. Then waits for `close`, because a task that ends early counts as failed.
 async fn wait_for_sync(
     cluster: ClusterCache,
     readiness: Arc<Readiness>,
     close: CancellationToken,
 ) -> Result<(), Error> {
-    if close.run_until_cancelled(cluster.synced()).await == Some(true) {
+    if close.run_until_cancelled(cluster.synced(&admission::SOURCES)).await.is_some() {
         readiness.set_synced();
     }
     close.cancelled().await;
     Ok(())
-}
-
-/// Resolves when the first task ends, which is always a failure.
-async fn unexpected_exit(tasks: &mut JoinSet<TaskExit>) -> Error {
-    match tasks.join_next().await {
-        Some(Ok((_, Err(error)))) => error,
-        Some(Ok((name, Ok(())))) => Error::TaskEnded(name),
-        Some(Err(panic)) => Error::TaskPanicked(panic),
-        None => Error::TaskEnded("all"),
-    }
-}
-
-async fn wait_for_all(tasks: &mut JoinSet<TaskExit>) {
-    while tasks.join_next().await.is_some() {}
 }

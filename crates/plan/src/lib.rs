@@ -11,4 +11,5 @@ pub mod ipam;
 pub mod lease;
 pub mod network;
 pub mod nodenetwork;
+pub mod shared_map;
 pub mod users;

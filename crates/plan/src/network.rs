@@ -13,7 +13,7 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use api::{
@@ -26,12 +26,15 @@ use api::{
 use jiff::{SignedDuration, Timestamp};
 
 pub use self::{
-    addresses::{AbandonedBlock, BlockState, NODE_GONE_GRACE},
+    addresses::{AbandonedBlock, BlockState, MissingNodes, NODE_GONE_GRACE, abandoned as abandoned_blocks},
     mtu::desired as desired_mtu,
     selected_nodes::{find_conflict, find_nad_conflict},
 };
 use self::{nads::NadIndex, selected_nodes::SelectedNodes};
-use crate::users::{UserIndex, UserSummary};
+use crate::{
+    shared_map::SharedMap,
+    users::{UserLookup, UserSummary},
+};
 
 /// The delay between the start of a network's deletion and the first removal. A pod that was admitted before any webhook
 /// knew of the deletion reaches the caches within this time.
@@ -105,35 +108,32 @@ pub enum NamespacePhase {
     Terminating,
 }
 
-/// The observed state of the cluster, which every decision is based on.
-#[derive(Debug, Default)]
+/// The observed state of the cluster without the users of networks, which [`UserLookup`] answers for. A clone is a cheap
+/// snapshot.
+#[derive(Debug, Clone, Default)]
 pub struct ClusterState {
-    pub networks: BTreeMap<String, NetworkState>,
-    pub nodes: BTreeMap<String, NodeState>,
-    pub reports: BTreeMap<String, NodeReport>,
+    pub networks: SharedMap<String, NetworkState>,
+    pub nodes: SharedMap<String, NodeState>,
+    pub reports: SharedMap<String, NodeReport>,
     /// None while the cluster does not serve the kind.
-    pub nads: Option<BTreeMap<NadRef, NadState>>,
-    pub namespaces: BTreeMap<String, NamespacePhase>,
-    pub users: UserIndex,
+    pub nads: Option<SharedMap<NadRef, NadState>>,
+    pub namespaces: SharedMap<String, NamespacePhase>,
+    pub blocks: SharedMap<String, BlockState>,
+    /// The NADs that the controller deleted, until a live read confirms that no user named them: see
+    /// [`NetworkStep::ConfirmNadsUnused`].
+    pub deleted_nads: SharedMap<NadRef, DeletedNad>,
+}
+
+/// What the leader remembers of its own writes to networks.
+#[derive(Debug, Default)]
+pub struct NetworkRecords {
     /// The NADs that the API server refused to write, with its message, by the UID of the network.
     pub rejected: BTreeMap<String, BTreeMap<NadRef, String>>,
     /// Why a live read before the removal of a finalizer failed, by the UID of the network.
     pub live_read_failed: BTreeMap<String, String>,
     /// A digest of each NAD's owner and config when it was last observed or written as desired. Distinguishes a repair from
-    /// a change of the spec: see [`ClusterState::record_plan`].
+    /// a change of the spec: see [`NetworkRecords::record_plan`].
     pub synced_nads: BTreeMap<NadRef, u64>,
-    pub blocks: BTreeMap<String, BlockState>,
-    /// When each node that holds blocks was first observed missing, by its UID: see [`ClusterState::track_missing_nodes`].
-    pub missing_nodes: BTreeMap<String, Instant>,
-    /// The missing nodes whose grace period is over: their blocks are free.
-    pub gone_nodes: BTreeSet<String>,
-    /// The time until the next missing node counts as gone.
-    pub next_gone: Option<Duration>,
-    /// The NADs that were created, changed or deleted since the last plan.
-    pub changed_nads: BTreeSet<NadRef>,
-    /// The NADs that the controller deleted, until a live read confirms that no user named them: see
-    /// [`NetworkStep::ConfirmNadsUnused`].
-    pub deleted_nads: BTreeMap<NadRef, DeletedNad>,
 }
 
 /// A NAD that the controller deleted.
@@ -145,44 +145,18 @@ pub struct DeletedNad {
     pub uid: String,
 }
 
-impl ClusterState {
-    /// Updates the digests of synced NADs and the list of deleted NADs. A NAD with an open step keeps its old digest until
-    /// the step is done.
-    pub fn record_plan(&mut self, plan: &ClusterPlan) {
+impl NetworkRecords {
+    /// Updates the digests of synced NADs. A NAD with an open step keeps its old digest until the step is done.
+    pub fn record_plan(&mut self, state: &ClusterState, plan: &NetworksPlan) {
         let open: BTreeSet<&NadRef> = plan.networks.iter().flat_map(NetworkPlan::nads).collect();
         let mut synced = std::mem::take(&mut self.synced_nads);
         synced.retain(|at, _| open.contains(at));
-        for (at, nad) in self.nads.iter().flatten().filter(|(at, _)| !open.contains(at)) {
+        for (at, nad) in state.nads.iter().flat_map(SharedMap::iter).filter(|(at, _)| !open.contains(at)) {
             if let (Some(_), Some(uid), Some(config)) = (&nad.network, &nad.network_uid, &nad.config) {
                 synced.insert(at.clone(), digest([uid.as_str(), config]));
             }
         }
         self.synced_nads = synced;
-        self.record_deleted_nads(plan);
-    }
-
-    /// Recorded before the deletion is sent, because its response can be lost.
-    fn record_deleted_nads(&mut self, plan: &ClusterPlan) {
-        for network_plan in &plan.networks {
-            let deletions = network_plan.steps.iter().filter_map(|step| match step {
-                NetworkStep::DeleteNads(all) => Some(all),
-                _ => None,
-            });
-            for (at, nad) in deletions.flatten() {
-                let deleted = DeletedNad { network: network_plan.uid.clone(), uid: nad.uid.clone() };
-                self.deleted_nads.insert(at.clone(), deleted);
-            }
-        }
-        let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
-        let current = |at: &NadRef| self.nads.as_ref().and_then(|all| all.get(at));
-        self.deleted_nads.retain(|at, deleted| {
-            live.contains(deleted.network.as_str()) && current(at).is_none_or(|nad| nad.uid == deleted.uid)
-        });
-    }
-
-    /// Forgets deleted NADs that, as a live read confirmed, have no users.
-    pub fn confirm_unused(&mut self, nads: &BTreeSet<NadRef>) {
-        self.deleted_nads.retain(|at, _| !nads.contains(at));
     }
 
     /// Records a successful write before the watch delivers it, so that a foreign change right after it counts as one.
@@ -203,23 +177,51 @@ impl ClusterState {
     }
 }
 
-/// What the controller writes next.
+impl ClusterState {
+    /// Updates the list of deleted NADs. Call before a deletion is sent, because its response can be lost.
+    pub fn record_deleted_nads(&mut self, plan: &NetworksPlan) {
+        for network_plan in &plan.networks {
+            let deletions = network_plan.steps.iter().filter_map(|step| match step {
+                NetworkStep::DeleteNads(all) => Some(all),
+                _ => None,
+            });
+            for (at, nad) in deletions.flatten() {
+                let deleted = DeletedNad { network: network_plan.uid.clone(), uid: nad.uid.clone() };
+                self.deleted_nads.insert(at.clone(), deleted);
+            }
+        }
+        let live: BTreeSet<&str> = self.networks.values().map(|network| network.uid.as_str()).collect();
+        let current = |at: &NadRef| self.nads.as_ref().and_then(|all| all.get(at));
+        let is_open = |at: &NadRef, deleted: &DeletedNad| {
+            live.contains(deleted.network.as_str()) && current(at).is_none_or(|nad| nad.uid == deleted.uid)
+        };
+        let closed = self.deleted_nads.iter().filter(|(at, deleted)| !is_open(at, deleted));
+        let closed: BTreeSet<NadRef> = closed.map(|(at, _)| at.clone()).collect();
+        self.confirm_unused(&closed);
+    }
+
+    /// Forgets deleted NADs that, as a live read confirmed, have no users.
+    pub fn confirm_unused(&mut self, nads: &BTreeSet<NadRef>) {
+        for at in nads {
+            self.deleted_nads.remove(at);
+        }
+    }
+}
+
+/// What the controller writes next for networks and their NADs.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct ClusterPlan {
+pub struct NetworksPlan {
     /// The networks with pending writes.
     pub networks: Vec<NetworkPlan>,
     /// NADs of networks that no longer exist.
     pub orphan_nads: Vec<(NadRef, NadState)>,
-    pub node_labels: Vec<NodeLabelPatch>,
-    /// IPBlocks without a holder or without a network.
-    pub abandoned_blocks: Vec<AbandonedBlock>,
     /// When to plan again without a change.
     pub requeue_after: Option<Duration>,
 }
 
 /// The writes for one network: first the steps, then the status.
 ///
-/// A rejected NAD does not stop the other steps. The status is held back until the rejection is in [`ClusterState`], so
+/// A rejected NAD does not stop the other steps. The status is held back until the rejection is in [`NetworkRecords`], so
 /// that it reports the rejection.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct NetworkPlan {
@@ -329,15 +331,32 @@ pub struct EventDraft {
     pub note: String,
 }
 
-/// Plans the next writes.
-pub fn plan(state: &ClusterState, now: Timestamp) -> ClusterPlan {
+/// Plans the next writes of networks and their NADs.
+pub fn plan(
+    state: &ClusterState,
+    users: &dyn UserLookup,
+    records: &NetworkRecords,
+    now: Timestamp,
+) -> NetworksPlan {
     let nads = NadIndex::new(state);
     let selected = selected_nodes::all(state);
     let blocks = addresses::by_network(state);
-    let mut plan = ClusterPlan::default();
+    let mut plan = NetworksPlan::default();
     for network in state.networks.values() {
         let blocks = blocks.get(network.uid.as_str()).map_or(&[][..], Vec::as_slice);
-        let context = NetworkContext { blocks, ..NetworkContext::new(state, network, &nads, &selected, now) };
+        let references = nads.used_for(state, network);
+        let context = NetworkContext {
+            state,
+            network,
+            now,
+            nads: &nads,
+            users: users.summary(&references, MAX_STATUS_ENTRIES),
+            references,
+            user_lookup: users,
+            records,
+            selected: selected.get(network.name.as_str()),
+            blocks,
+        };
         let network_plan = context.plan();
         if network.deleting.is_some() && !grace_is_over(network, now) {
             plan.requeue_after = Some(DELETION_GRACE);
@@ -346,12 +365,7 @@ pub fn plan(state: &ClusterState, now: Timestamp) -> ClusterPlan {
             plan.networks.push(network_plan);
         }
     }
-    plan.orphan_nads = nads.orphans(state);
-    plan.node_labels = node_labels(state);
-    plan.abandoned_blocks = addresses::abandoned(state);
-    if let Some(rest) = state.next_gone {
-        plan.requeue_after = Some(plan.requeue_after.map_or(rest, |after| after.min(rest)));
-    }
+    plan.orphan_nads = nads.orphans(state, users);
     plan
 }
 
@@ -381,32 +395,13 @@ struct NetworkContext<'a> {
     /// The NADs by which pods use it: see [`nads_of`].
     references: BTreeSet<NadRef>,
     users: UserSummary,
+    user_lookup: &'a dyn UserLookup,
+    records: &'a NetworkRecords,
     selected: Option<&'a SelectedNodes<'a>>,
     blocks: &'a [(&'a str, &'a BlockState)],
 }
 
 impl<'a> NetworkContext<'a> {
-    fn new(
-        state: &'a ClusterState,
-        network: &'a NetworkState,
-        nads: &'a NadIndex<'a>,
-        selected: &'a BTreeMap<&'a str, SelectedNodes<'a>>,
-        now: Timestamp,
-    ) -> Self {
-        let references = nads.used_for(state, network);
-        let users = state.users.summary(&references, MAX_STATUS_ENTRIES);
-        Self {
-            state,
-            network,
-            now,
-            nads,
-            references,
-            users,
-            selected: selected.get(network.name.as_str()),
-            blocks: &[],
-        }
-    }
-
     fn plan(&self) -> NetworkPlan {
         let network = self.network;
         let plan = NetworkPlan {
@@ -465,14 +460,14 @@ impl<'a> NetworkContext<'a> {
 
     /// The NADs of these steps that the API server rejected the last time, with its message.
     fn rejected(&self, steps: &[NetworkStep]) -> Vec<(NadRef, String)> {
-        let Some(rejected) = self.state.rejected.get(&self.network.uid) else { return Vec::new() };
+        let Some(rejected) = self.records.rejected.get(&self.network.uid) else { return Vec::new() };
         let nads = steps.iter().flat_map(NetworkStep::nads);
         nads.filter_map(|at| Some((at.clone(), rejected.get(at)?.clone()))).collect()
     }
 
     /// Why the last live read for the network's deletion failed.
     fn live_read_failed(&self) -> Option<&'a str> {
-        self.state.live_read_failed.get(&self.network.uid).map(String::as_str)
+        self.records.live_read_failed.get(&self.network.uid).map(String::as_str)
     }
 
     /// The next step for a network without known users: its NADs are deleted first, then the nodes may remove their links.
@@ -516,13 +511,13 @@ fn delete_step(mut nads: Vec<(NadRef, NadState)>) -> Option<NetworkStep> {
 
 /// The labels by which the scheduler finds the nodes where a network is ready, as their daemons report. A node that is not
 /// ready keeps its labels: the scheduler avoids it anyway, and its links exist.
-fn node_labels(state: &ClusterState) -> Vec<NodeLabelPatch> {
+pub fn node_labels(state: &ClusterState) -> Vec<NodeLabelPatch> {
     let ready = |entry: &NetworkOnNode| {
         let network = state.networks.get(&entry.name).filter(|network| network.uid == entry.uid);
         entry.ready && network.is_some()
     };
     let mut patches = Vec::new();
-    for (name, node) in &state.nodes {
+    for (name, node) in state.nodes.iter() {
         let report = state.reports.get(name);
         let entries = report.into_iter().flat_map(|report| report.networks.values());
         let desired: BTreeSet<String> = entries

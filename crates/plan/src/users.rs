@@ -159,6 +159,32 @@ pub struct UserSummary {
     pub first: Vec<User>,
 }
 
+/// Answers which objects use a network. [`UserIndex`] does, and so does a handle that locks one for each query.
+pub trait UserLookup {
+    /// The users of any of these NADs, each counted once, and the first of them in order.
+    fn summary(&self, nads: &BTreeSet<NadRef>, first: usize) -> UserSummary;
+
+    /// Whether the NAD has a user.
+    fn is_used(&self, nad: &NadRef) -> bool;
+
+    /// The NADs that an indexed object names, whether or not it counts as a user.
+    fn references_of(&self, kind: WorkloadKind, namespace: &str, name: &str) -> Vec<NadRef>;
+}
+
+impl UserLookup for UserIndex {
+    fn summary(&self, nads: &BTreeSet<NadRef>, first: usize) -> UserSummary {
+        Self::summary(self, nads, first)
+    }
+
+    fn is_used(&self, nad: &NadRef) -> bool {
+        self.nads.contains_key(nad)
+    }
+
+    fn references_of(&self, kind: WorkloadKind, namespace: &str, name: &str) -> Vec<NadRef> {
+        Self::references_of(self, kind, namespace, name).cloned().collect()
+    }
+}
+
 /// The users by NAD, and the NADs by user.
 #[derive(Debug, Default)]
 pub struct UserIndex {

@@ -14,14 +14,14 @@ use kube::{
     api::{DeleteParams, DynamicObject, Patch, PatchParams, PostParams, Preconditions},
     runtime::events::{self, Recorder, Reporter},
 };
-use plan::network::{AbandonedBlock, EventDraft, NadState, NetworkPlan, NetworkStep, NodeLabelPatch};
+use plan::network::{EventDraft, NadState, NetworkPlan, NetworkStep};
 use serde_json::{Value, json};
 use tracing::{debug, info};
 
 use crate::{
     api_call::{self, ApiCall},
     cache::{ClusterCache, project},
-    lease::fence::LeaseFence,
+    leader::LeaderContext,
     live_reads::{LiveQuery, LiveReader, LiveResults},
     metrics::{ApiCallKind, Metrics},
 };
@@ -58,28 +58,13 @@ pub enum Error {
         #[source]
         source: api_call::Error,
     },
-    #[error("delete IPBlock {name}")]
-    Block {
-        name: String,
-        #[source]
-        source: api_call::Error,
-    },
-    #[error("patch the labels of Node {name}")]
-    Node {
-        name: String,
-        #[source]
-        source: api_call::Error,
-    },
 }
 
 impl Error {
     pub fn is_conflict(&self) -> bool {
         match self {
             Self::LiveRead { .. } => false,
-            Self::Network { source, .. }
-            | Self::Nad { source, .. }
-            | Self::Block { source, .. }
-            | Self::Node { source, .. } => source.is_conflict(),
+            Self::Network { source, .. } | Self::Nad { source, .. } => source.is_conflict(),
         }
     }
 }
@@ -138,13 +123,12 @@ pub struct NetworkWriter {
     recorder: Recorder,
     network: ApiCall,
     nad: ApiCall,
-    node: ApiCall,
-    block: ApiCall,
     event: ApiCall,
 }
 
 impl NetworkWriter {
-    pub fn new(client: Client, cache: ClusterCache, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+    pub fn new(context: &LeaderContext) -> Self {
+        let LeaderContext { client, cache, metrics, fence } = context;
         let fenced = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
         let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
@@ -152,12 +136,10 @@ impl NetworkWriter {
             recorder: Recorder::new(client.clone(), reporter),
             network: fenced(ApiCallKind::Network),
             nad: fenced(ApiCallKind::Attachment),
-            node: fenced(ApiCallKind::Node),
-            block: fenced(ApiCallKind::Block),
             event: fenced(ApiCallKind::Event),
-            client,
-            cache,
-            metrics,
+            client: client.clone(),
+            cache: cache.clone(),
+            metrics: metrics.clone(),
         }
     }
 
@@ -172,7 +154,8 @@ impl NetworkWriter {
             query.nads.insert(at.clone());
             query.existing.extend(nad.network_uid.clone());
         }
-        self.live_reader.read(query, |name| self.cache.state().nodes.contains_key(name)).await
+        let nodes = self.cache.snapshot().nodes;
+        self.live_reader.read(query, |name| nodes.contains_key(name)).await
     }
 
     /// Applies the steps, the status and the events of a plan.
@@ -340,26 +323,6 @@ impl NetworkWriter {
         Ok(())
     }
 
-    /// Deletes an abandoned IPBlock, if it has not changed and a live read confirms that its network or its holder is gone.
-    pub async fn delete_abandoned_block(&self, block: &AbandonedBlock) -> Result<(), Error> {
-        let failed = |source| Error::Block { name: block.name.clone(), source };
-        let in_use = match &block.node {
-            Some(node) => self.live_reader.node_exists(node, &block.holder).await,
-            None => self.live_reader.accepts_pods(&block.network).await,
-        };
-        if in_use.map_err(failed)? {
-            return Ok(());
-        }
-        let unchanged =
-            Preconditions { uid: Some(block.uid.clone()), resource_version: Some(block.version.clone()) };
-        let params = DeleteParams::default().preconditions(unchanged);
-        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &project::blocks());
-        let deleted = self.block.change(api.delete(&block.name, &params)).await;
-        deleted.map_err(failed)?;
-        info!(block = block.name, node = block.node, "deleted an abandoned IPBlock");
-        Ok(())
-    }
-
     async fn create_nad(&self, plan: &NetworkPlan, at: &NadRef, config: &str) -> Result<(), Error> {
         let object =
             serde_json::from_value(nad_object(plan, at, config, None)).map_err(kube::Error::SerdeError);
@@ -402,20 +365,6 @@ impl NetworkWriter {
         let patched = patched.map_err(|source| Error::Network { name: plan.name.clone(), source })?;
         let unchanged = patched.metadata.resource_version.as_ref() == Some(&plan.version);
         Ok(if unchanged { StatusWrite::Dropped } else { StatusWrite::Stored })
-    }
-
-    /// The UID protects a Node that was recreated under the same name.
-    pub async fn patch_node_labels(&self, labels: &NodeLabelPatch) -> Result<(), Error> {
-        let patch = json!({"metadata": {"uid": labels.uid, "labels": labels.labels}});
-        let params = PatchParams {
-            field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()),
-            ..PatchParams::default()
-        };
-        let api: Api<DynamicObject> = Api::all_with(self.client.clone(), &project::nodes());
-        let patched = self.node.change(api.patch(&labels.node, &params, &Patch::Merge(&patch))).await;
-        patched.map_err(|source| Error::Node { name: labels.node.clone(), source })?;
-        info!(node = labels.node, labels = ?labels.labels, "patched the labels of a Node");
-        Ok(())
     }
 
     /// Best effort: a condition reports the same.

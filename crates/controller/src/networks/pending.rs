@@ -8,13 +8,11 @@ use std::{
 };
 
 use api::selection::NadRef;
-use plan::network::{ClusterState, NetworkPlan, NetworkStep, NodeLabelPatch};
+use plan::network::{ClusterState, NetworkPlan, NetworkStep};
 
 use super::apply::ApplyOutcome;
+use crate::leader::{EXPECTATION_TTL, MIN_RETRY};
 
-/// How long to wait for the watch to deliver an own write before it is sent again. Watches are much faster than this.
-pub const EXPECTATION_TTL: Duration = Duration::from_secs(1);
-pub const MIN_RETRY: Duration = Duration::from_secs(1);
 const MAX_RETRY: Duration = Duration::from_mins(1);
 /// The delay after a conflict with another writer.
 const CONFLICT_RETRY: Duration = Duration::from_millis(50);
@@ -33,8 +31,7 @@ pub struct PendingState {
     /// The resourceVersion that a NAD had before the write (None if it did not exist), and until when the watch may be
     /// behind.
     nads: HashMap<NadRef, (Option<String>, Instant)>,
-    labels: HashMap<String, (NodeLabelPatch, Instant)>,
-    /// By the UID of the deleted object.
+    /// By the UID of the deleted NAD.
     deletions: HashMap<String, Instant>,
     /// NADs that the API server rejected, by the UID of the network.
     rejected: HashMap<(String, NadRef), RetryState>,
@@ -254,16 +251,6 @@ impl PendingState {
     /// Forgets rejections of NADs that were written since or are no longer planned.
     pub fn retain_rejected(&mut self, planned: impl Fn(&str, &NadRef) -> bool) {
         self.rejected.retain(|(uid, at), _| planned(uid, at));
-    }
-
-    /// Whether exactly these labels were written and the watch has not had time to deliver them.
-    pub fn labels_pending(&self, patch: &NodeLabelPatch, now: Instant) -> bool {
-        self.labels.get(&patch.node).is_some_and(|(last, until)| last == patch && *until > now)
-    }
-
-    pub fn labels_written(&mut self, patch: NodeLabelPatch, now: Instant) {
-        self.labels.retain(|_, (_, until)| *until > now);
-        self.labels.insert(patch.node.clone(), (patch, now + EXPECTATION_TTL));
     }
 
     /// Whether the object's deletion was sent and the watch has not had time to deliver it.

@@ -44,29 +44,40 @@ pub struct AbandonedBlock {
     pub network: String,
 }
 
-impl ClusterState {
-    /// Records when each node that holds blocks was first missing, and which of them are gone for good. A holder that is
-    /// not a Node is never missing.
-    pub fn track_missing_nodes(&mut self, now: Instant) {
-        let live: BTreeSet<&String> = self.nodes.values().map(|node| &node.uid).collect();
-        let holders = self.blocks.values().map(|block| &block.object.spec.holder);
+/// The Nodes that hold blocks and are missing, by UID.
+#[derive(Debug, Default)]
+pub struct MissingNodes {
+    /// When each was first observed missing.
+    since: BTreeMap<String, Instant>,
+    /// Those whose grace period is over: their blocks are free.
+    gone: BTreeSet<String>,
+    /// The time until the next one counts as gone.
+    pub next_gone: Option<Duration>,
+}
+
+impl MissingNodes {
+    /// Records when each Node that holds blocks was first missing, and which are gone for good. A holder that is not a Node
+    /// is never missing.
+    pub fn track(&mut self, state: &ClusterState, now: Instant) {
+        let live: BTreeSet<&String> = state.nodes.values().map(|node| &node.uid).collect();
+        let holders = state.blocks.values().map(|block| &block.object.spec.holder);
         let holders: BTreeSet<&String> =
             holders.filter(|holder| holder.is_node()).map(|holder| &holder.uid).collect();
-        self.missing_nodes.retain(|uid, _| holders.contains(uid) && !live.contains(uid));
+        self.since.retain(|uid, _| holders.contains(uid) && !live.contains(uid));
         for uid in holders.difference(&live) {
-            self.missing_nodes.entry((**uid).clone()).or_insert(now);
+            self.since.entry((**uid).clone()).or_insert(now);
         }
         let rest = |since: &Instant| NODE_GONE_GRACE.saturating_sub(now.saturating_duration_since(*since));
-        let expired = self.missing_nodes.iter().filter(|(_, since)| rest(since).is_zero());
-        self.gone_nodes = expired.map(|(uid, _)| uid.clone()).collect();
-        self.next_gone = self.missing_nodes.values().map(rest).filter(|rest| !rest.is_zero()).min();
+        let expired = self.since.iter().filter(|(_, since)| rest(since).is_zero());
+        self.gone = expired.map(|(uid, _)| uid.clone()).collect();
+        self.next_gone = self.since.values().map(rest).filter(|rest| !rest.is_zero()).min();
     }
 }
 
 /// The blocks by the UID of their network.
 pub fn by_network(state: &ClusterState) -> BTreeMap<&str, Vec<(&str, &BlockState)>> {
     let mut all: BTreeMap<&str, Vec<(&str, &BlockState)>> = BTreeMap::new();
-    for (name, block) in &state.blocks {
+    for (name, block) in state.blocks.iter() {
         all.entry(&block.object.spec.network_uid).or_default().push((name, block));
     }
     all
@@ -83,7 +94,7 @@ fn abandoned_block(name: &str, block: &BlockState, node: Option<String>) -> Aban
 ///
 /// A block of a holder that is not a Node is deleted only with its network: then no pod and no virtual machine uses the
 /// network any more, and the network waits until its blocks are gone.
-pub fn abandoned(state: &ClusterState) -> Vec<AbandonedBlock> {
+pub fn abandoned(state: &ClusterState, missing: &MissingNodes) -> Vec<AbandonedBlock> {
     let live: BTreeMap<&str, bool> = state
         .networks
         .values()
@@ -93,7 +104,7 @@ pub fn abandoned(state: &ClusterState) -> Vec<AbandonedBlock> {
             (network.uid.as_str(), releasing)
         })
         .collect();
-    let gone = |holder: &api::ipblock::HolderRef| state.gone_nodes.contains(&holder.uid);
+    let gone = |holder: &api::ipblock::HolderRef| missing.gone.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(state) {
         if live.get(uid).is_none_or(|releasing| *releasing) {

@@ -10,6 +10,7 @@ use serde_json::{Value, json};
 use super::{
     ClusterState, EventDraft, NadState, NamespacePhase, NetworkContext, NetworkState, NetworkStep, status,
 };
+use crate::{shared_map::SharedMap, users::UserLookup};
 
 /// All NADs, by network.
 #[derive(Debug, Default)]
@@ -18,7 +19,7 @@ pub struct NadIndex<'a> {
     owned: BTreeMap<&'a str, Vec<&'a NadRef>>,
     /// By the name of the network that the config attaches pods to.
     joining: BTreeMap<&'a str, Vec<&'a NadRef>>,
-    all: Option<&'a BTreeMap<NadRef, NadState>>,
+    all: Option<&'a SharedMap<NadRef, NadState>>,
 }
 
 /// The steps for the NADs of a network, and the problems with them.
@@ -43,7 +44,7 @@ pub struct NadPlan {
 impl<'a> NadIndex<'a> {
     pub fn new(state: &'a ClusterState) -> Self {
         let mut index = Self { all: state.nads.as_ref(), ..Self::default() };
-        for (reference, nad) in state.nads.iter().flatten() {
+        for (reference, nad) in state.nads.iter().flat_map(SharedMap::iter) {
             if let Some(uid) =
                 nad.owner_uid(reference).or_else(|| partially_marked_owner(state, reference, nad))
             {
@@ -78,14 +79,12 @@ impl<'a> NadIndex<'a> {
     }
 
     /// The unused NADs of networks that no longer exist. A NAD that was modified since its creation is left alone.
-    pub fn orphans(&self, state: &ClusterState) -> Vec<(NadRef, NadState)> {
+    pub fn orphans(&self, state: &ClusterState, users: &dyn UserLookup) -> Vec<(NadRef, NadState)> {
         let live: BTreeSet<&str> = state.networks.values().map(|network| network.uid.as_str()).collect();
         let left = self.owned.iter().filter(|(uid, _)| !live.contains(*uid)).flat_map(|(_, at)| at);
         let orphans = left.filter_map(|at| Some((*at, self.all?.get(at)?)));
         orphans
-            .filter(|(at, nad)| {
-                is_unmodified(at, nad) && !nad.deleting && state.users.summary([*at], 1).count == 0
-            })
+            .filter(|(at, nad)| is_unmodified(at, nad) && !nad.deleting && !users.is_used(at))
             .map(|(at, nad)| (at.clone(), nad.clone()))
             .collect()
     }
@@ -112,7 +111,7 @@ impl<'a> NadIndex<'a> {
         }
         let mut unwanted = Vec::new();
         for (at, nad) in self.owned_by(context.network).into_iter().filter(|(at, _)| !desired.contains(at)) {
-            if context.state.users.summary([&at], 1).count > 0 {
+            if context.user_lookup.is_used(&at) {
                 nad_plan.used.push(at);
             } else if !nad.deleting {
                 unwanted.push((at, nad));
@@ -135,7 +134,7 @@ impl<'a> NadIndex<'a> {
     ) {
         let mut unconfirmed = BTreeSet::new();
         for at in deleted_nads(context.state, context.network).filter(|at| !desired.contains(at)) {
-            if context.state.users.summary([at], 1).count == 0 {
+            if !context.user_lookup.is_used(at) {
                 unconfirmed.insert(at.clone());
                 continue;
             }
@@ -223,7 +222,7 @@ fn plan_nad(
     let addresses = network.spec.as_ref().is_ok_and(|spec| spec.ipam.is_some());
     let config = plugin_config(&at.name, &network.name, mtu, addresses);
     // It was in sync with this very content, so another client changed or deleted it.
-    let synced = context.state.synced_nads.get(at);
+    let synced = context.records.synced_nads.get(at);
     let repair = synced == Some(&digest([network.uid.as_str(), &config.to_string()]));
     let Some(found) = found else {
         nad_plan.steps.push(NetworkStep::CreateNad { at: at.clone(), config: config.to_string(), repair });

@@ -27,7 +27,7 @@ pub fn all(state: &ClusterState) -> BTreeMap<&str, SelectedNodes<'_>> {
         networks.iter().map(|(network, _)| (network.name.as_str(), SelectedNodes::default())).collect();
     // Many nodes share the same set of networks, so conflicts are computed once per set.
     let mut by_networks: HashMap<Vec<usize>, BTreeMap<String, Conflict>> = HashMap::new();
-    for (name, node) in &state.nodes {
+    for (name, node) in state.nodes.iter() {
         let mut here: Vec<usize> = Vec::new();
         for (index, (network, _)) in networks.iter().enumerate() {
             let Ok(spec) = &network.spec else { continue };

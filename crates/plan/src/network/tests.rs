@@ -11,7 +11,7 @@ use api::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::users::{WorkloadKind, WorkloadRefs};
+use crate::users::{UserIndex, WorkloadKind, WorkloadRefs};
 
 const START: i64 = 1_000_000;
 
@@ -47,8 +47,42 @@ fn vtep(address: &str, mtu: i32) -> Vtep {
     Vtep { address: address.parse().unwrap(), interface: "eth0".to_owned(), mtu }
 }
 
+/// A cluster, its users, and the records of one leader.
+#[derive(Debug, Default)]
+struct TestState {
+    cluster: ClusterState,
+    users: UserIndex,
+    records: NetworkRecords,
+    missing: MissingNodes,
+}
+
+impl std::ops::Deref for TestState {
+    type Target = ClusterState;
+
+    fn deref(&self) -> &ClusterState {
+        &self.cluster
+    }
+}
+
+impl std::ops::DerefMut for TestState {
+    fn deref_mut(&mut self) -> &mut ClusterState {
+        &mut self.cluster
+    }
+}
+
+impl TestState {
+    fn record_plan(&mut self, plan: &NetworksPlan) {
+        self.records.record_plan(&self.cluster, plan);
+        self.cluster.record_deleted_nads(plan);
+    }
+}
+
+fn plan(state: &TestState, now: Timestamp) -> NetworksPlan {
+    super::plan(&state.cluster, &state.users, &state.records, now)
+}
+
 /// Two nodes with a VTEP, one namespace, the NAD kind without objects, and these networks.
-fn state(networks: impl IntoIterator<Item = NetworkState>) -> ClusterState {
+fn state(networks: impl IntoIterator<Item = NetworkState>) -> TestState {
     let node = |name: &str| {
         let labels = BTreeMap::from([("name".to_owned(), name.to_owned())]);
         (name.to_owned(), NodeState { uid: format!("uid-{name}"), labels, not_ready_reason: None })
@@ -56,23 +90,15 @@ fn state(networks: impl IntoIterator<Item = NetworkState>) -> ClusterState {
     let node_report = |name: &str| {
         (name.to_owned(), NodeReport { vtep: Some(vtep("10.0.0.1", 1500)), networks: BTreeMap::new() })
     };
-    ClusterState {
+    let cluster = ClusterState {
         networks: networks.into_iter().map(|network| (network.name.clone(), network)).collect(),
         nodes: ["a", "b"].map(node).into(),
         reports: ["a", "b"].map(node_report).into(),
-        nads: Some(BTreeMap::new()),
-        namespaces: BTreeMap::from([("ns".to_owned(), NamespacePhase::Active)]),
-        users: UserIndex::default(),
-        rejected: BTreeMap::new(),
-        live_read_failed: BTreeMap::new(),
-        synced_nads: BTreeMap::new(),
-        changed_nads: BTreeSet::new(),
-        blocks: BTreeMap::new(),
-        missing_nodes: BTreeMap::new(),
-        gone_nodes: BTreeSet::new(),
-        next_gone: None,
-        deleted_nads: BTreeMap::new(),
-    }
+        nads: Some(SharedMap::default()),
+        namespaces: SharedMap::from([("ns".to_owned(), NamespacePhase::Active)]),
+        ..ClusterState::default()
+    };
+    TestState { cluster, ..TestState::default() }
 }
 
 fn entry(network: &NetworkState, ready: bool) -> NetworkOnNode {
@@ -92,12 +118,12 @@ fn entry(network: &NetworkState, ready: bool) -> NetworkOnNode {
 }
 
 /// Adds the network to the report of the node.
-fn report(state: &mut ClusterState, node: &str, name: &str, ready: bool) {
+fn report(state: &mut TestState, node: &str, name: &str, ready: bool) {
     let entry = entry(&state.networks[name], ready);
     state.reports.get_mut(node).unwrap().networks.insert(entry.uid.clone(), entry);
 }
 
-fn uses(state: &mut ClusterState, name: &str, networks: &str) {
+fn uses(state: &mut TestState, name: &str, networks: &str) {
     let refs = WorkloadRefs {
         namespace: "ns".to_owned(),
         name: name.to_owned(),
@@ -108,12 +134,12 @@ fn uses(state: &mut ClusterState, name: &str, networks: &str) {
 }
 
 /// Applies the plan to the state as the API server would. Returns what was done.
-fn apply(state: &mut ClusterState, plan: &ClusterPlan) -> Vec<String> {
+fn apply(state: &mut TestState, plan: &NetworksPlan) -> Vec<String> {
     let mut done = Vec::new();
     state.record_plan(plan);
     for network_plan in &plan.networks {
         for step in &network_plan.steps {
-            state.record_write(&network_plan.uid, step, |_| true);
+            state.records.record_write(&network_plan.uid, step, |_| true);
             done.push(apply_step(state, network_plan, step));
         }
         if let (Some(status), Some(network)) =
@@ -123,7 +149,7 @@ fn apply(state: &mut ClusterState, plan: &ClusterPlan) -> Vec<String> {
             done.push(format!("status {}", network_plan.name));
         }
     }
-    for patch in &plan.node_labels {
+    for patch in &node_labels(state) {
         let labels = &mut state.nodes.get_mut(&patch.node).unwrap().labels;
         for (label, value) in &patch.labels {
             match value {
@@ -140,8 +166,7 @@ fn apply(state: &mut ClusterState, plan: &ClusterPlan) -> Vec<String> {
     done
 }
 
-fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &NetworkStep) -> String {
-    let nads = state.nads.as_mut();
+fn apply_step(state: &mut TestState, network_plan: &NetworkPlan, step: &NetworkStep) -> String {
     let nad = |at: &NadRef, config: &String| NadState {
         uid: "nad".to_owned(),
         version: "1".to_owned(),
@@ -152,7 +177,7 @@ fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &Netwo
         joins: api::nad::network_of(config),
         config: Some(config.clone()),
     };
-    let finalizers = |state: &mut ClusterState, all: &Vec<String>| {
+    let finalizers = |state: &mut TestState, all: &Vec<String>| {
         let network = state.networks.get_mut(&network_plan.name).unwrap();
         network.finalizers.clone_from(all);
         if network.deleting.is_some() && all.is_empty() {
@@ -165,19 +190,20 @@ fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &Netwo
             format!("finalizers {}", all.join(" "))
         }
         NetworkStep::CreateNad { at, config, .. } => {
-            assert!(nads.unwrap().insert(at.clone(), nad(at, config)).is_none(), "the NAD existed");
+            assert!(state.nads.as_mut().unwrap().insert(at.clone(), nad(at, config)), "the NAD existed");
             format!("create {at}")
         }
         NetworkStep::ApplyNad { at, config, uid, .. } => {
-            assert_eq!(&nads.as_ref().unwrap()[at].uid, uid);
-            nads.unwrap().insert(at.clone(), nad(at, config));
+            let nads = state.nads.as_mut().unwrap();
+            assert_eq!(&nads[at].uid, uid);
+            nads.insert(at.clone(), nad(at, config));
             format!("apply {at}")
         }
         NetworkStep::DeleteNads(all) => {
             let names: Vec<String> = all.iter().map(|(at, _)| at.to_string()).collect();
-            let nads = nads.unwrap();
+            let nads = state.nads.as_mut().unwrap();
             for (at, _) in all {
-                assert!(nads.remove(at).is_some());
+                assert!(nads.remove(at));
             }
             format!("delete {}", names.join(" "))
         }
@@ -200,7 +226,7 @@ fn apply_step(state: &mut ClusterState, network_plan: &NetworkPlan, step: &Netwo
 }
 
 /// Plans and applies until the plan is empty.
-fn reconcile_until_stable(state: &mut ClusterState, now: Timestamp) -> Vec<String> {
+fn reconcile_until_stable(state: &mut TestState, now: Timestamp) -> Vec<String> {
     let mut all = Vec::new();
     for _ in 0..10 {
         let done = apply(state, &plan(state, now));
@@ -212,13 +238,13 @@ fn reconcile_until_stable(state: &mut ClusterState, now: Timestamp) -> Vec<Strin
     panic!("the plan does not converge: {all:?}");
 }
 
-fn condition<'a>(state: &'a ClusterState, name: &str, kind: &str) -> (ConditionStatus, &'a str, &'a str) {
+fn condition<'a>(state: &'a TestState, name: &str, kind: &str) -> (ConditionStatus, &'a str, &'a str) {
     let conditions = &state.networks[name].status.conditions;
     let condition = conditions.iter().find(|condition| condition.r#type == kind).unwrap();
     (condition.status, &condition.reason, &condition.message)
 }
 
-fn delete(state: &mut ClusterState, name: &str, now: i64) {
+fn delete(state: &mut TestState, name: &str, now: i64) {
     let network = state.networks.get_mut(name).unwrap();
     (network.deleting, network.generation) = (Some(at(now)), network.generation + 1);
 }
@@ -246,7 +272,7 @@ proptest! {
                 _ => {}
             }
             reconcile_until_stable(&mut state, at(now * 2));
-            prop_assert_eq!(plan(&state, at(now * 2)), ClusterPlan { requeue_after: plan(&state, at(now * 2)).requeue_after, ..ClusterPlan::default() });
+            prop_assert_eq!(plan(&state, at(now * 2)), NetworksPlan { requeue_after: plan(&state, at(now * 2)).requeue_after, ..NetworksPlan::default() });
             for network in state.networks.values().filter(|network| network.finalizers.iter().any(|it| it == FINALIZER_USERS)) {
                 let here = NadRef::new("ns", network.name.as_str());
                 let used = state.users.summary([&here], 1).count > 0;

@@ -5,6 +5,8 @@ use api::{
     ipblock::{self, HolderRef, LentAddress},
 };
 
+use std::time::Instant;
+
 use super::*;
 use crate::{
     ipam::ObservedIpBlock,
@@ -16,7 +18,7 @@ fn with_addresses(subnets: &str) -> NetworkState {
     NetworkState { spec: Ok(spec(&text)), ..network("blue") }
 }
 
-fn hold(state: &mut ClusterState, range: &str, node: &str, status: IPBlockStatus) {
+fn hold(state: &mut TestState, range: &str, node: &str, status: IPBlockStatus) {
     let cidr = range.parse().unwrap();
     let spec = IPBlockSpec {
         network: "blue".to_owned(),
@@ -37,9 +39,9 @@ fn used(used: i32) -> IPBlockStatus {
     IPBlockStatus { used, ..IPBlockStatus::default() }
 }
 
-fn abandoned(state: &mut ClusterState, now: Instant) -> Vec<String> {
-    state.track_missing_nodes(now);
-    plan(state, at(20)).abandoned_blocks.into_iter().map(|AbandonedBlock { name, .. }| name).collect()
+fn abandoned(state: &mut TestState, now: Instant) -> Vec<String> {
+    state.missing.track(&state.cluster, now);
+    abandoned_blocks(state, &state.missing).into_iter().map(|AbandonedBlock { name, .. }| name).collect()
 }
 
 #[test]
@@ -101,7 +103,7 @@ fn blocks_are_freed_ten_minutes_after_their_node_is_gone() {
     hold(&mut state, "10.0.0.33/32", "b", used(1));
     let first = Instant::now();
     assert_eq!(abandoned(&mut state, first), [""; 0]);
-    let requeue_after = plan(&state, at(20)).requeue_after.unwrap();
+    let requeue_after = state.missing.next_gone.unwrap();
     assert!(requeue_after <= Duration::from_secs(600), "{requeue_after:?}");
     assert_eq!(abandoned(&mut state, first + Duration::from_secs(599)), [""; 0]);
     assert_eq!(
@@ -143,13 +145,15 @@ fn the_blocks_of_a_holder_that_is_not_a_node_stay_until_their_network_is_deleted
     reconcile_until_stable(&mut state, at(0));
     hold(&mut state, "10.0.0.0/28", "ipamclaims/patchbay", used(3));
     hold(&mut state, "10.0.0.16/28", "lost", used(3));
-    for block in state.blocks.values_mut() {
-        block.object.spec.holder.uid = format!("uid-{}", block.object.spec.holder.node.replace('/', "-"));
+    let names: Vec<String> = state.blocks.keys().cloned().collect();
+    for name in names {
+        let holder = &mut state.blocks.get_mut(&name).unwrap().object.spec.holder;
+        holder.uid = format!("uid-{}", holder.node.replace('/', "-"));
     }
     let first = Instant::now();
     assert_eq!(abandoned(&mut state, first), [""; 0]);
     assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), ["blue.10.0.0.16-28"]);
-    assert_eq!(state.next_gone, None, "the other holder is not waited for");
+    assert_eq!(state.missing.next_gone, None, "the other holder is not waited for");
     state.blocks.remove("blue.10.0.0.16-28");
     reconcile_until_stable(&mut state, at(1));
     let four = state.networks["blue"].status.ipam.clone().unwrap().ipv4.unwrap();

@@ -41,21 +41,21 @@ fn a_failed_live_read_is_reported_until_it_succeeds() {
     let mut delete_first = plan(&state, at(9));
     delete_first.networks[0].status = None;
     apply(&mut state, &delete_first);
-    let steps_and_message = |state: &ClusterState| {
+    let steps_and_message = |state: &TestState| {
         let network_plan = plan(state, at(9)).networks.remove(0);
         let ready = network_plan.status.map(|status| status.conditions[0].message.clone());
         (network_plan.steps.len(), ready.unwrap_or_default())
     };
     for confirmed in ["no users left", "no node reports links"] {
         assert_eq!(steps_and_message(&state), (1, String::new()));
-        state.live_read_failed.insert("uid-blue".to_owned(), "etcd is down ".repeat(1000));
+        state.records.live_read_failed.insert("uid-blue".to_owned(), "etcd is down ".repeat(1000));
         let (steps, message) = steps_and_message(&state);
         assert_eq!(steps, 1, "the step is tried again");
         assert!(
             message.contains(confirmed) && message.contains("etcd is down") && message.len() < 1000,
             "{message}"
         );
-        state.live_read_failed.clear();
+        state.records.live_read_failed.clear();
         let next = plan(&state, at(9));
         apply(&mut state, &next);
     }
@@ -82,7 +82,7 @@ fn a_late_user_restores_the_nad() {
     delete(&mut state, "blue", 1);
     let first = plan(&state, at(3));
     apply(&mut state, &first);
-    assert_eq!(state.nads, Some(BTreeMap::new()));
+    assert_eq!(state.nads, Some(SharedMap::default()));
     uses(&mut state, "pod", "blue");
     assert_eq!(reconcile_until_stable(&mut state, at(3)), ["create ns/blue", "status blue"]);
 }

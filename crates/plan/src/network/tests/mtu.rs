@@ -41,7 +41,8 @@ fn a_node_without_a_vtep_does_not_change_the_mtu() {
     assert_eq!(mtu(&mut state), 1450);
     state.reports.get_mut("b").unwrap().vtep = None;
     assert_eq!(mtu(&mut state), 1450, "b may be as limited as before");
-    let report = state.reports.remove("b").unwrap();
+    let report = state.reports["b"].clone();
+    state.reports.remove("b");
     assert_eq!(mtu(&mut state), 1450, "a recreated node has no report at first");
     assert_eq!(condition(&state, "blue", "MtuReduced").1, "NodeUnknown");
     state.reports.insert("b".to_owned(), NodeReport { vtep: None, ..report });
@@ -53,13 +54,14 @@ fn a_node_without_a_vtep_does_not_change_the_mtu() {
 fn nodes_that_hold_back_a_larger_mtu_are_reported() {
     let mut state = state([overlay("blue", r#"{"mtu": 1400}"#)]);
     reconcile_until_stable(&mut state, at(0));
-    let mtu = |state: &mut ClusterState, mtu: Option<i32>| {
+    let mtu = |state: &mut TestState, mtu: Option<i32>| {
         state.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = mtu;
         reconcile_until_stable(state, at(1));
         let (status, reason, message) = condition(state, "blue", "MtuReduced");
         (state.networks["blue"].status.mtu.unwrap(), status, reason.to_owned(), message.to_owned())
     };
-    let report = state.reports.remove("b").unwrap();
+    let report = state.reports["b"].clone();
+    state.reports.remove("b");
     let (now, status, reason, message) = mtu(&mut state, Some(1420));
     assert_eq!((now, status, reason.as_str()), (1400, ConditionStatus::True, "NodeUnknown"));
     assert!(
@@ -95,7 +97,7 @@ fn a_used_network_can_be_raised_and_not_lowered() {
     }]);
     reconcile_until_stable(&mut state, at(0));
     uses(&mut state, "pod", "blue");
-    let set = |state: &mut ClusterState, mtu: i32| {
+    let set = |state: &mut TestState, mtu: i32| {
         let blue = state.networks.get_mut("blue").unwrap();
         blue.spec.as_mut().unwrap().mtu = Some(mtu);
         reconcile_until_stable(state, at(1));
@@ -112,12 +114,12 @@ fn a_used_network_can_be_raised_and_not_lowered() {
     assert!(config.contains("\"mtu\":1300"), "{config}");
 }
 
-fn mtu(state: &mut ClusterState) -> i32 {
+fn mtu(state: &mut TestState) -> i32 {
     reconcile_until_stable(state, at(1));
     state.networks["blue"].status.mtu.unwrap()
 }
 
-fn set_mtu(state: &mut ClusterState, mtu: Option<i32>) {
+fn set_mtu(state: &mut TestState, mtu: Option<i32>) {
     state.networks.get_mut("blue").unwrap().spec.as_mut().unwrap().mtu = mtu;
 }
 
@@ -140,7 +142,8 @@ fn an_overlay_does_not_rise_when_a_node_with_a_small_mtu_leaves() {
         let (status, reason, message) = condition(&state, "blue", "MtuReduced");
         assert_eq!((status, reason), (kind, "HigherPossible"), "{text}");
         assert_eq!(message, format!("MTU is 1350; 1450 is possible on the current nodes; {instruction}"));
-        state.nodes.insert("c".to_owned(), state.nodes["a"].clone());
+        let node = state.nodes["a"].clone();
+        state.nodes.insert("c".to_owned(), node);
         assert_eq!(mtu(&mut state), 1350, "{text}: the new node has no VTEP");
         let (status, reason, message) = condition(&state, "blue", "MtuReduced");
         assert_eq!((status, reason), (kind, "NodeUnknown"), "{text}");
@@ -172,7 +175,8 @@ fn an_overlay_rises_when_spec_mtu_changes_and_still_comes_down() {
 fn a_requested_rise_waits_for_the_vteps_of_all_nodes() {
     let mut state = state([overlay("blue", r#"{"mtu": 1300}"#)]);
     assert_eq!(mtu(&mut state), 1300);
-    let report = state.reports.remove("b").unwrap();
+    let report = state.reports["b"].clone();
+    state.reports.remove("b");
     set_mtu(&mut state, Some(1400));
     for _ in 0..2 {
         assert_eq!(mtu(&mut state), 1300);

@@ -7,7 +7,7 @@ fn a_changed_nad_is_repaired_and_a_foreign_one_is_left_alone() {
     let mut state = state([network("blue")]);
     reconcile_until_stable(&mut state, at(0));
     let here = NadRef::new("ns", "blue");
-    let change = |state: &mut ClusterState, change: fn(&mut NadState)| {
+    let change = |state: &mut TestState, change: fn(&mut NadState)| {
         change(state.nads.as_mut().unwrap().get_mut(&here).unwrap());
         plan(state, at(1))
             .networks
@@ -43,7 +43,7 @@ fn a_changed_nad_is_repaired_and_a_foreign_one_is_left_alone() {
 #[test]
 fn only_a_nad_that_was_in_sync_counts_as_repaired() {
     let mut state = state([network("blue")]);
-    let repairs = |state: &ClusterState| {
+    let repairs = |state: &TestState| {
         let networks = plan(state, at(5)).networks;
         let steps = networks.iter().flat_map(|network_plan| &network_plan.steps);
         let recorded = networks
@@ -112,7 +112,7 @@ fn a_rejection_is_reported_until_the_write_succeeds() {
         report(&mut state, node, "blue", true);
     }
     let rejected = BTreeMap::from([(NadRef::new("ns", "blue"), "quota ".repeat(1000))]);
-    state.rejected.insert("uid-blue".to_owned(), rejected);
+    state.records.rejected.insert("uid-blue".to_owned(), rejected);
     let network_plan = plan(&state, at(0)).networks.remove(0);
     assert!(matches!(network_plan.steps[..], [NetworkStep::CreateNad { .. }]), "the write is retried");
     let status = network_plan.status.unwrap();
@@ -160,7 +160,7 @@ fn a_nad_that_left_the_spec_is_restored_for_a_late_user() {
     apply(&mut state, &first);
     uses(&mut state, "pod", "blue");
     assert_eq!(reconcile_until_stable(&mut state, at(1)), ["create ns/blue", "status blue"]);
-    assert_eq!(plan(&state, at(1)), ClusterPlan::default(), "the NAD stays");
+    assert_eq!(plan(&state, at(1)), NetworksPlan::default(), "the NAD stays");
     state.users.delete(WorkloadKind::Pod, "ns", "pod");
     let done = reconcile_until_stable(&mut state, at(2));
     assert_eq!(done, ["delete ns/blue", "status blue", "confirm, used: false"]);

@@ -72,7 +72,7 @@ fn problems_with_nads_and_with_nodes_are_both_reported() {
     let mut state = state([network("blue")]);
     report(&mut state, "a", "blue", true);
     report(&mut state, "b", "blue", false);
-    let ready = |state: &mut ClusterState| {
+    let ready = |state: &mut TestState| {
         reconcile_until_stable(state, at(0));
         let (_, reason, message) = condition(state, "blue", "Ready");
         (reason.to_owned(), message.to_owned())
@@ -80,7 +80,7 @@ fn problems_with_nads_and_with_nodes_are_both_reported() {
     let nodes = "1/2 nodes are ready; node b: Broken: reported by the daemon";
     assert_eq!(ready(&mut state), ("NodesNotReady".to_owned(), nodes.to_owned()));
     state.namespaces.clear();
-    state.nads = Some(BTreeMap::new());
+    state.nads = Some(SharedMap::default());
     let both = format!("namespace ns does not exist or is terminating; {nodes}");
     assert_eq!(ready(&mut state), ("AttachmentsMissing".to_owned(), both));
     report(&mut state, "b", "blue", true);
@@ -172,7 +172,7 @@ fn a_foreign_condition_changes_nothing_and_times_have_whole_seconds() {
     assert!(conditions.iter().all(|it| it.last_transition_time == at(0)), "{conditions:?}");
     let theirs = Condition { r#type: "Backup".to_owned(), ..conditions[0].clone() };
     conditions.insert(1, theirs);
-    assert_eq!(plan(&state, at(1)), ClusterPlan::default());
+    assert_eq!(plan(&state, at(1)), NetworksPlan::default());
     uses(&mut state, "one", "blue");
     reconcile_until_stable(&mut state, at(1));
     assert_eq!(

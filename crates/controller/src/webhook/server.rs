@@ -25,7 +25,8 @@ use hyper_util::rt::TokioTimer;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::{admission, cache::ClusterCache, connection::LimitedAcceptor, metrics::Metrics};
+use super::{admission, connection::LimitedAcceptor};
+use crate::{cache::ClusterCache, metrics::Metrics};
 
 /// How long a client may take to send its headers.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(10);

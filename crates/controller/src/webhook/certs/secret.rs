@@ -106,8 +106,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        certs::x509::{CA_CRT, CA_KEY},
         lease::fence::tests::fence,
+        webhook::certs::x509::{CA_CRT, CA_KEY},
     };
 
     fn bytes(text: &str) -> ByteString {

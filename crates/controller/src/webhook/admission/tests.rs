@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use plan::{
     network::{ClusterState, NetworkState, NodeState},
-    users::WorkloadRefs,
+    users::{UserIndex, WorkloadRefs},
 };
 use serde_json::{Map, Value, json};
 
@@ -49,7 +49,7 @@ fn map(value: Value) -> Map<String, Value> {
 fn bridge(name: &str, spec: &Value, old: Option<&Value>) -> AdmissionDecision {
     let object = map(json!({"metadata": {"name": name}, "spec": spec}));
     let old = old.map(|spec| map(json!({"metadata": {"name": name}, "spec": spec})));
-    network::validate(&cluster(), name, Some(&object), old.as_ref())
+    network::validate(&cluster(), &UserIndex::default(), name, Some(&object), old.as_ref())
 }
 
 fn assert_denied(decision: &AdmissionDecision, text: &str) {
@@ -74,24 +74,31 @@ fn an_update_without_a_spec_change_or_during_deletion_is_never_denied() {
     assert_eq!(bridge("red", &conflict, Some(&conflict)), AdmissionDecision::Allow);
     assert_denied(&bridge("red", &conflict, Some(&json!({}))), "belongs to");
     let deleting = map(json!({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "spec": conflict}));
-    assert_eq!(network::validate(&cluster(), "red", Some(&deleting), None), AdmissionDecision::Allow);
+    assert_eq!(
+        network::validate(&cluster(), &UserIndex::default(), "red", Some(&deleting), None),
+        AdmissionDecision::Allow
+    );
     for junk in [json!({"spec": 7}), json!({"spec": {"mtu": "x"}}), json!({})] {
-        assert_eq!(network::validate(&cluster(), "red", Some(&map(junk)), None), AdmissionDecision::Allow);
+        assert_eq!(
+            network::validate(&cluster(), &UserIndex::default(), "red", Some(&map(junk)), None),
+            AdmissionDecision::Allow
+        );
     }
 }
 
 #[test]
 fn the_mtu_of_a_network_with_users_can_only_be_raised() {
-    let mut cluster = cluster();
-    let validate = |cluster: &ClusterState, mtu: i32| {
+    let (cluster, mut users) = (cluster(), UserIndex::default());
+    let validate = |users: &UserIndex, mtu: i32| {
         let object =
             map(json!({"spec": {"bridge": "br-blue", "mtu": mtu, "attachment": {"namespaces": ["ns"]}}}));
-        network::validate(cluster, "blue", Some(&object), Some(&map(json!({"spec": {"bridge": "br-blue"}}))))
+        let old = map(json!({"spec": {"bridge": "br-blue"}}));
+        network::validate(&cluster, users, "blue", Some(&object), Some(&old))
     };
-    assert_eq!(validate(&cluster, 1400), AdmissionDecision::Allow);
-    cluster.users.apply(WorkloadKind::Pod, &pod("blue"));
-    assert_denied(&validate(&cluster, 1400), "cannot be lowered from 1500 to 1400");
-    assert_eq!(validate(&cluster, 9000), AdmissionDecision::Allow);
+    assert_eq!(validate(&users, 1400), AdmissionDecision::Allow);
+    users.apply(WorkloadKind::Pod, &pod("blue"));
+    assert_denied(&validate(&users, 1400), "cannot be lowered from 1500 to 1400");
+    assert_eq!(validate(&users, 9000), AdmissionDecision::Allow);
 }
 
 #[test]
@@ -103,12 +110,12 @@ fn an_update_is_not_denied_for_fields_that_it_does_not_change() {
         &bridge("red", &spec("b", &["ns"]), Some(&spec("a", &["other"]))),
         "already manages NetworkAttachmentDefinition",
     );
-    let mut cluster = cluster();
-    cluster.users.apply(WorkloadKind::Pod, &pod("blue"));
+    let (cluster, mut users) = (cluster(), UserIndex::default());
+    users.apply(WorkloadKind::Pod, &pod("blue"));
     let validate = |new: Value| {
         let old =
             map(json!({"spec": {"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns"]}}}));
-        network::validate(&cluster, "blue", Some(&map(json!({"spec": new}))), Some(&old))
+        network::validate(&cluster, &users, "blue", Some(&map(json!({"spec": new}))), Some(&old))
     };
     let more = json!({"bridge": "br-blue", "mtu": 1400, "attachment": {"namespaces": ["ns", "other"]}});
     assert_eq!(
@@ -137,7 +144,17 @@ fn validate_user(
     new: &WorkloadRefs,
     old: &WorkloadRefs,
 ) -> AdmissionDecision {
-    user::validate(cluster, kind, new, &user::added_references(new, old))
+    validate_with(cluster, &UserIndex::default(), kind, new, old)
+}
+
+fn validate_with(
+    cluster: &ClusterState,
+    users: &UserIndex,
+    kind: WorkloadKind,
+    new: &WorkloadRefs,
+    old: &WorkloadRefs,
+) -> AdmissionDecision {
+    user::validate(cluster, users, kind, new, &user::added_references(new, old))
 }
 
 fn no_refs() -> WorkloadRefs {
@@ -187,10 +204,11 @@ fn existing_references_and_objects_of_existing_users_are_allowed() {
         json!({"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}, "ownerReferences": owner}}),
     );
     assert_denied(&validate(&cluster(), &owned, &no_refs()), "old");
-    let mut cluster = cluster();
+    let mut users = UserIndex::default();
     let set = json!({"metadata": {"name": "set", "namespace": "ns"}, "spec": {"template": {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "old"}}}}});
-    cluster.users.apply(WorkloadKind::ReplicaSet, &object(WorkloadKind::ReplicaSet, set));
-    assert_eq!(validate(&cluster, &owned, &no_refs()), AdmissionDecision::Allow);
+    users.apply(WorkloadKind::ReplicaSet, &object(WorkloadKind::ReplicaSet, set));
+    let decision = validate_with(&cluster(), &users, WorkloadKind::Pod, &owned, &no_refs());
+    assert_eq!(decision, AdmissionDecision::Allow);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use api::selection::NadRef;
 use plan::{
     network::{self, ClusterState},
-    users::{WorkloadKind, WorkloadRefs},
+    users::{UserLookup, WorkloadKind, WorkloadRefs},
 };
 use serde_json::{Map, Value};
 
@@ -40,18 +40,21 @@ pub fn added_references(new: &WorkloadRefs, old: &WorkloadRefs) -> BTreeSet<NadR
 /// Denies new references to a network that is being deleted, unless the object's controller already has one.
 pub fn validate(
     cluster: &ClusterState,
+    users: &dyn UserLookup,
     kind: WorkloadKind,
     new: &WorkloadRefs,
     added: &BTreeSet<NadRef>,
 ) -> AdmissionDecision {
+    if added.is_empty() {
+        return AdmissionDecision::Allow;
+    }
+    let owner = new.owner.iter();
+    let owned: Vec<NadRef> =
+        owner.flat_map(|(kind, name)| users.references_of(*kind, &new.namespace, name)).collect();
     let deleting = |at| network::networks_of(cluster, at).filter(|network| network.deleting.is_some());
     let denied = added.iter().flat_map(|at| deleting(at).map(move |network| (at, network)));
     for (attachment, network) in denied {
-        let owned = new
-            .owner
-            .iter()
-            .flat_map(|(kind, name)| cluster.users.references_of(*kind, &new.namespace, name));
-        if owned.flat_map(deleting).any(|other| other.uid == network.uid) {
+        if owned.iter().flat_map(deleting).any(|other| other.uid == network.uid) {
             continue;
         }
         return AdmissionDecision::Deny(format!(

@@ -1,7 +1,7 @@
 //! The watches that fill the [`ClusterCache`].
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fmt::Debug,
     future::Future,
     pin::{Pin, pin},
@@ -25,7 +25,8 @@ use kube::{
 };
 use plan::{
     network::{self, ClusterState},
-    users::{WorkloadKind, WorkloadRefs},
+    shared_map::SharedMap,
+    users::{UserIndex, WorkloadKind, WorkloadRefs},
 };
 use serde::de::DeserializeOwned;
 use tracing::info;
@@ -103,7 +104,7 @@ impl CacheFiller {
     }
 
     async fn networks(&self) {
-        let read = |state: &mut ClusterState, object| {
+        let read = |state: &ClusterState, object| {
             let mut network = project::network(object, Timestamp::now())?;
             let old = state.networks.get(&network.name).filter(|old| old.uid == network.uid);
             if let (Some(since), Some(_)) = (old.and_then(|old| old.deleting), network.deleting) {
@@ -144,7 +145,7 @@ impl CacheFiller {
         let api = Api::<PartialObjectMeta<Namespace>>::all(self.client.clone());
         let stream =
             cache_events(watcher(api, watch::all()), self.metrics.clone(), ApiCallKind::WatchNamespaces);
-        let read = |_: &mut ClusterState, object: PartialObjectMeta<Namespace>| {
+        let read = |_: &ClusterState, object: PartialObjectMeta<Namespace>| {
             let phase = match object.metadata.deletion_timestamp {
                 Some(_) => network::NamespacePhase::Terminating,
                 None => network::NamespacePhase::Active,
@@ -156,20 +157,22 @@ impl CacheFiller {
 
     async fn nads(&self) {
         let watch = || {
-            self.cache.update(|state| {
+            self.cache.update(CacheSource::Nads, |state| {
                 state.nads.get_or_insert_default();
                 true
             });
             let stream = self.all(&project::nads(), ApiCallKind::WatchAttachments);
-            let map: fn(&mut ClusterState) -> Option<&mut BTreeMap<NadRef, network::NadState>> =
+            let map: fn(&mut ClusterState) -> Option<&mut SharedMap<NadRef, network::NadState>> =
                 |state| state.nads.as_mut();
-            self.mirror(CacheSource::Nads, stream, map, |state, it| {
+            self.mirror(CacheSource::Nads, stream, map, |_, it| {
                 let (at, nad) = project::nad(it)?;
-                state.changed_nads.insert(at.clone());
+                self.cache.record_changed_nad(&at);
                 Some((at, nad))
             })
         };
-        let clear = |state: &mut ClusterState| state.nads.take().is_some();
+        let clear = || {
+            self.cache.update(CacheSource::Nads, |state| state.nads.take().is_some());
+        };
         self.watch_optional(
             "network-attachment-definitions.k8s.cni.cncf.io",
             CacheSource::Nads,
@@ -196,7 +199,7 @@ impl CacheFiller {
             WorkloadKind::VirtualMachine => "virtualmachines.kubevirt.io",
             _ => "virtualmachineinstances.kubevirt.io",
         };
-        let clear = |state: &mut ClusterState| state.users.clear(kind);
+        let clear = || self.update_users(kind, |users| users.clear(kind));
         let watch = || async move {
             loop {
                 self.workloads(kind).await;
@@ -211,8 +214,8 @@ impl CacheFiller {
         &self,
         source: CacheSource,
         stream: impl Stream<Item = CacheEvent<K>>,
-        map: impl Fn(&mut ClusterState) -> Option<&mut BTreeMap<Key, Value>>,
-        read: impl Fn(&mut ClusterState, K) -> Option<(Key, Value)>,
+        map: impl Fn(&mut ClusterState) -> Option<&mut SharedMap<Key, Value>>,
+        read: impl Fn(&ClusterState, K) -> Option<(Key, Value)>,
     ) where
         Key: Ord + Clone,
         Value: PartialEq,
@@ -222,7 +225,7 @@ impl CacheFiller {
         let mut listing: Option<BTreeSet<Key>> = None;
         while let Some(event) = stream.next().await {
             let complete = source.is_complete(&event);
-            self.cache.update(|state| match event {
+            self.cache.update(source, |state| match event {
                 CacheEvent::NotServed => false,
                 CacheEvent::ListStarted => {
                     listing = Some(BTreeSet::new());
@@ -240,13 +243,12 @@ impl CacheFiller {
                 }
                 CacheEvent::Deleted(object) => {
                     let Some((key, _)) = read(state, object) else { return false };
-                    map(state).is_some_and(|map| map.remove(&key).is_some())
+                    map(state).is_some_and(|map| map.remove(&key))
                 }
                 CacheEvent::ListDone => {
                     let (Some(map), Some(seen)) = (map(state), listing.take()) else { return false };
-                    let before = map.len();
-                    map.retain(|key, _| seen.contains(key));
-                    map.len() != before
+                    let gone: Vec<Key> = map.keys().filter(|key| !seen.contains(key)).cloned().collect();
+                    gone.iter().fold(false, |_, key| map.remove(key))
                 }
             });
             if complete {
@@ -277,15 +279,15 @@ impl CacheFiller {
                 CacheEvent::ListDone => CacheEvent::ListDone,
                 CacheEvent::NotServed => CacheEvent::NotServed,
             };
-            self.cache.update(|state| match event {
-                CacheEvent::NotServed => complete && state.users.clear(kind),
+            self.update_users(kind, |users| match event {
+                CacheEvent::NotServed => complete && users.clear(kind),
                 CacheEvent::ListStarted => {
-                    state.users.start_relist(kind);
+                    users.start_relist(kind);
                     false
                 }
-                CacheEvent::Applied(refs) => state.users.apply(kind, &refs),
-                CacheEvent::Deleted(refs) => state.users.delete(kind, &refs.namespace, &refs.name),
-                CacheEvent::ListDone => state.users.finish_relist(kind),
+                CacheEvent::Applied(refs) => users.apply(kind, &refs),
+                CacheEvent::Deleted(refs) => users.delete(kind, &refs.namespace, &refs.name),
+                CacheEvent::ListDone => users.finish_relist(kind),
             });
             if complete {
                 self.cache.mark_listed(CacheSource::Users(kind));
@@ -296,13 +298,19 @@ impl CacheFiller {
         }
     }
 
+    fn update_users(&self, kind: WorkloadKind, update: impl FnOnce(&mut UserIndex) -> bool) {
+        if self.cache.users().update(update) {
+            self.cache.wake(CacheSource::Users(kind));
+        }
+    }
+
     /// Watches a kind for as long as its CustomResourceDefinition exists.
     async fn watch_optional<F: Future<Output = ()>>(
         &self,
         name: &str,
         source: CacheSource,
         watch: impl Fn() -> F,
-        clear: impl Fn(&mut ClusterState) -> bool,
+        clear: impl Fn(),
     ) {
         let api = Api::<PartialObjectMeta<CustomResourceDefinition>>::all(self.client.clone());
         let stream = watcher(api, watch::by_name(name));
@@ -334,7 +342,7 @@ impl CacheFiller {
                 if watching.take().is_some() {
                     info!(kind = name, "the kind no longer exists, stopped watching it");
                 }
-                self.cache.update(&clear);
+                clear();
                 self.cache.mark_listed(source);
             }
         }
@@ -445,7 +453,7 @@ mod tests {
                 let mirror = filler.index_users(kind, stream, |it| project::pod(&it.metadata));
                 let ended = tokio::time::timeout(std::time::Duration::from_mins(1), mirror).await;
                 assert_eq!(ended.is_ok(), left == 0, "{kind:?}: the watch is restarted");
-                assert_eq!(filler.cache.state().users.len(), left, "{kind:?}");
+                assert_eq!(filler.cache.users().len(), left, "{kind:?}");
             }
         }
     }

@@ -16,9 +16,9 @@ use tracing::{info, warn};
 
 use super::x509::{self, TLS_CRT, TLS_KEY};
 use crate::{
-    http::Readiness,
     metrics::{ApiCallKind, Metrics},
     watch::{by_name, failed},
+    webhook::server::Readiness,
 };
 
 /// Why a certificate is not loaded.

@@ -24,7 +24,11 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use crate::{cache::project, http::WebhookState, metrics::AdmissionOutcome};
+use super::server::WebhookState;
+use crate::{
+    cache::{CacheSource, project},
+    metrics::AdmissionOutcome,
+};
 
 mod network;
 #[cfg(test)]
@@ -47,6 +51,22 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ECHO_CHARS: usize = 64;
 
 const REVIEW_VERSION: &str = "admission.k8s.io/v1";
+
+/// What the decisions read. A replica is ready once these have been listed.
+pub const SOURCES: [CacheSource; 12] = [
+    CacheSource::Networks,
+    CacheSource::Nodes,
+    CacheSource::Nads,
+    CacheSource::Users(WorkloadKind::CronJob),
+    CacheSource::Users(WorkloadKind::DaemonSet),
+    CacheSource::Users(WorkloadKind::Deployment),
+    CacheSource::Users(WorkloadKind::Job),
+    CacheSource::Users(WorkloadKind::Pod),
+    CacheSource::Users(WorkloadKind::ReplicaSet),
+    CacheSource::Users(WorkloadKind::StatefulSet),
+    CacheSource::Users(WorkloadKind::VirtualMachine),
+    CacheSource::Users(WorkloadKind::VirtualMachineInstance),
+];
 
 /// The fields of an AdmissionReview that the webhook reads.
 #[derive(Debug, Deserialize)]
@@ -227,7 +247,8 @@ fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError
 }
 
 fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
-    let cluster = || state.cluster.state();
+    let cluster = || state.cluster.snapshot();
+    let users = state.cluster.users();
     match (path, request.operation) {
         (_, ReviewedOperation::Delete | ReviewedOperation::Connect)
         | (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Update) => AdmissionDecision::Allow,
@@ -237,6 +258,7 @@ fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) 
         (WebhookPath::ValidateBridgeNetworks, ReviewedOperation::Create | ReviewedOperation::Update) => {
             network::validate(
                 &cluster(),
+                users,
                 request.name(),
                 request.object.as_ref(),
                 request.old_object.as_ref(),
@@ -249,7 +271,7 @@ fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) 
             };
             let new = refs(&request.object);
             let added = user::added_references(&new, &refs(&request.old_object));
-            user::validate(&cluster(), kind, &new, &added)
+            user::validate(&cluster(), users, kind, &new, &added)
         }
     }
 }

@@ -9,12 +9,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 
 use super::*;
+use crate::cache::CacheSource;
 
 /// A cache that holds one Node.
 fn cluster() -> ClusterCache {
     let cluster = ClusterCache::new();
     let node = NodeState { uid: "n-1".to_owned(), labels: [].into(), not_ready_reason: None };
-    cluster.update(|state| state.nodes.insert("worker-1".to_owned(), node).is_none());
+    cluster.update(CacheSource::Nodes, |state| state.nodes.insert("worker-1".to_owned(), node));
     cluster
 }
 

@@ -24,12 +24,12 @@ use tracing::{debug, info, warn};
 
 use super::{
     ca_bundle::{CaBundlePatcher, PublishedBundles},
+    clock::WallClockMonitor,
     secret::CertSecret,
     x509::{self, CA_CRT, CA_KEY, SecretContents, TLS_CRT, TLS_KEY},
 };
 use crate::{
     api_call,
-    clock::WallClockMonitor,
     lease::fence::{LeaseFence, now},
     metrics::{ApiCallKind, Metrics},
     watch,

@@ -1,7 +1,10 @@
 //! Validates a BridgeNetwork against the other networks and its users.
 
 use api::BridgeNetworkSpec;
-use plan::network::{self, ClusterState};
+use plan::{
+    network::{self, ClusterState},
+    users::UserLookup,
+};
 use serde_json::{Map, Value};
 
 use super::AdmissionDecision;
@@ -9,6 +12,7 @@ use super::AdmissionDecision;
 /// Allows every update that does not change the spec, and every update of a network that is being deleted.
 pub fn validate(
     cluster: &ClusterState,
+    users: &dyn UserLookup,
     name: &str,
     object: Option<&Map<String, Value>>,
     old: Option<&Map<String, Value>>,
@@ -23,7 +27,7 @@ pub fn validate(
     if old.as_ref() == Some(&spec) {
         return AdmissionDecision::Allow;
     }
-    match denial(cluster, name, &spec, old.as_ref()) {
+    match denial(cluster, users, name, &spec, old.as_ref()) {
         Some(message) => AdmissionDecision::Deny(message),
         None => AdmissionDecision::Allow,
     }
@@ -36,6 +40,7 @@ fn spec(object: &Map<String, Value>) -> Option<BridgeNetworkSpec> {
 
 fn denial(
     cluster: &ClusterState,
+    users: &dyn UserLookup,
     name: &str,
     spec: &BridgeNetworkSpec,
     old: Option<&BridgeNetworkSpec>,
@@ -55,16 +60,23 @@ fn denial(
     if old.is_some_and(|old| network::desired_mtu(old) == network::desired_mtu(spec)) {
         return None;
     }
-    mtu_decrease(cluster, name, spec)
+    mtu_decrease(cluster, users, name, spec)
 }
 
 /// Denies a lower MTU while pods run: they would keep sending packets that are too large.
-fn mtu_decrease(cluster: &ClusterState, name: &str, spec: &BridgeNetworkSpec) -> Option<String> {
+fn mtu_decrease(
+    cluster: &ClusterState,
+    users: &dyn UserLookup,
+    name: &str,
+    spec: &BridgeNetworkSpec,
+) -> Option<String> {
     let network = cluster.networks.get(name)?;
     let (old, new) = (network.status.mtu?, network::desired_mtu(spec)?);
-    let users = cluster.users.summary(&network::nads_of(cluster, network), 1);
-    let first = users.first.first()?;
-    (new < old).then(|| {
+    if new >= old {
+        return None;
+    }
+    let users = users.summary(&network::nads_of(cluster, network), 1);
+    users.first.first().map(|first| {
         format!(
             "the MTU cannot be lowered from {old} to {new} while the network is in use (users: {}, such as {first}); stop them first",
             users.count

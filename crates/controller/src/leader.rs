@@ -1,0 +1,165 @@
+//! The control loops that the leader runs.
+//!
+//! A capability is a folder with its own state and one [`Reconciler`], which says what it reads. To add one, register it in
+//! [`loops`]: nothing else has to know it. All loops share the leader's fence, run side by side, and end before the Lease is
+//! released. A loop that waits for the API server holds up no other.
+
+#[cfg(test)]
+pub mod tests;
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use futures::{FutureExt, future::BoxFuture};
+use kube::Client;
+use plan::certs::CertPolicy;
+use tokio::{task::JoinSet, time::timeout};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::{
+    Error,
+    blocks::BlockController,
+    cache::{CacheSource, ClusterCache},
+    lease::{
+        election::{Candidate, Leader},
+        fence::LeaseFence,
+    },
+    metrics::Metrics,
+    networks::NetworkController,
+    nodelabels::NodeLabelController,
+    task::{TaskExit, named, unexpected_exit, wait_for_all},
+    webhook::certs::rotate::{CertRotator, WebhookService},
+};
+
+/// How often to reconcile without a change. The cache is driven by watches, so this is only a safety net.
+pub const RESYNC: Duration = Duration::from_mins(10);
+/// How long to wait for the watch to deliver an own write before it is sent again. Watches are much faster than this.
+pub const EXPECTATION_TTL: Duration = Duration::from_secs(1);
+/// The delay after a failed request.
+pub const MIN_RETRY: Duration = Duration::from_secs(1);
+/// How long to wait after a change for the rest of its burst.
+const DEBOUNCE: Duration = Duration::from_millis(10);
+/// How long a leader's loop may take to finish its current step.
+const LOOP_GRACE: Duration = Duration::from_secs(3);
+
+/// What the leader's loops need.
+pub struct LeaderConfig {
+    pub client: Client,
+    pub cache: ClusterCache,
+    pub metrics: Arc<Metrics>,
+    pub service: WebhookService,
+    pub policy: CertPolicy,
+}
+
+/// What a loop needs while this replica leads.
+pub struct LeaderContext {
+    pub client: Client,
+    pub cache: ClusterCache,
+    pub metrics: Arc<Metrics>,
+    pub fence: LeaseFence,
+}
+
+/// One capability's reconcile function.
+pub trait Reconciler: Send + 'static {
+    const NAME: &'static str;
+    /// What it reads: the loop starts once these have been listed, and reconciles when one of them changes.
+    const SOURCES: &'static [CacheSource];
+
+    /// Reconciles once. Returns when to reconcile again without a change.
+    fn reconcile(&mut self) -> impl Future<Output = Duration> + Send;
+}
+
+/// One loop, ready to be spawned.
+pub struct LeaderLoop {
+    name: &'static str,
+    task: BoxFuture<'static, ()>,
+}
+
+impl LeaderLoop {
+    fn new(name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self { name, task: task.boxed() }
+    }
+
+    fn reconcile<R: Reconciler>(reconciler: R, cache: &ClusterCache, stop: &CancellationToken) -> Self {
+        Self::new(R::NAME, run(reconciler, cache.clone(), stop.clone()))
+    }
+}
+
+/// Every loop of the leader. Each ends soon after `stop`.
+fn loops(config: LeaderConfig, fence: LeaseFence, stop: &CancellationToken) -> Vec<LeaderLoop> {
+    let LeaderConfig { client, cache, metrics, service, policy } = config;
+    let rotator = CertRotator::new(client.clone(), service, policy, metrics.clone(), fence.clone());
+    let context = LeaderContext { client, cache, metrics, fence };
+    let cache = &context.cache;
+    vec![
+        LeaderLoop::new("certificates", rotator.run(stop.clone())),
+        LeaderLoop::reconcile(NetworkController::new(&context), cache, stop),
+        LeaderLoop::reconcile(BlockController::new(&context), cache, stop),
+        LeaderLoop::reconcile(NodeLabelController::new(&context), cache, stop),
+    ]
+}
+
+/// Runs a reconciler until `stop`. A reconcile that has started is finished first.
+async fn run<R: Reconciler>(mut reconciler: R, cache: ClusterCache, stop: CancellationToken) {
+    if stop.run_until_cancelled(cache.synced(R::SOURCES)).await.is_none() {
+        return;
+    }
+    let mut changes = cache.subscribe(R::SOURCES);
+    loop {
+        changes.mark_seen();
+        let requeue_after = reconciler.reconcile().await;
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(requeue_after) => {}
+            () = changes.changed() => tokio::time::sleep(DEBOUNCE).await,
+        }
+    }
+}
+
+/// Acquires the Lease, then runs the leader's loops until `resign` is cancelled. Losing the Lease is an error: a restart of
+/// the process is the simplest way to be sure that none of the leader's loops is left.
+pub async fn lead(
+    candidate: Candidate,
+    config: LeaderConfig,
+    resign: CancellationToken,
+) -> Result<(), Error> {
+    let Some(leader) = candidate.acquire(&resign).await else {
+        return Ok(());
+    };
+    if resign.is_cancelled() {
+        leader.release().await;
+        return Ok(());
+    }
+    let loops = loops(config, leader.fence(), &resign);
+    run_loops(leader, loops, resign).await
+}
+
+/// Runs the loops, and releases the Lease after all of them have ended.
+async fn run_loops(
+    mut leader: Leader,
+    loops: Vec<LeaderLoop>,
+    resign: CancellationToken,
+) -> Result<(), Error> {
+    let mut tasks: JoinSet<TaskExit> = JoinSet::new();
+    for LeaderLoop { name, task } in loops {
+        tasks.spawn(named(name, task.map(Ok)));
+    }
+    let result = tokio::select! {
+        biased;
+        () = resign.cancelled() => Ok(()),
+        lost = leader.run() => Err(Error::LostLease(lost)),
+        error = unexpected_exit(&mut tasks) => Err(error),
+    };
+    if let Err(Error::LostLease(_)) = result {
+        // Another replica may lead already: abort the loops at once. There is no Lease to release.
+        tasks.shutdown().await;
+        return result;
+    }
+    resign.cancel();
+    if timeout(LOOP_GRACE, wait_for_all(&mut tasks)).await.is_err() {
+        warn!("a leader's loop did not finish its step in time; aborting it");
+    }
+    tasks.shutdown().await;
+    leader.release().await;
+    result
+}

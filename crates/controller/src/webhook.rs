@@ -1,0 +1,6 @@
+//! The webhook that every replica serves: the listeners, the admission decisions and the certificates.
+
+pub mod admission;
+pub mod certs;
+mod connection;
+pub mod server;
