@@ -1,4 +1,4 @@
-use api::{IPBlockSpec, IPBlockStatus, bridgenetwork::FINALIZER_NODES, ipblock::NodeRef};
+use api::{IPBlockSpec, IPBlockStatus, bridgenetwork::FINALIZER_NODES, ipblock::HolderRef};
 use plan::{ipam::ObservedIpBlock, network::BlockState};
 use serde_json::json;
 
@@ -11,7 +11,7 @@ pub fn block(name: &str, network: &str, node: &str) -> BlockState {
         network: "any".to_owned(),
         network_uid: network.to_owned(),
         cidr: "10.0.0.0/28".parse().unwrap(),
-        holder: NodeRef { node: node.to_owned(), uid: format!("uid-{node}") },
+        holder: HolderRef { node: node.to_owned(), uid: format!("uid-{node}") },
         lender: None,
         boot_id: String::new(),
     };
