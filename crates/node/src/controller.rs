@@ -27,7 +27,7 @@ use crate::{
     bridges::{BridgeController, NodeContext},
     health::{Component, Health, HealthChange},
     metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
-    network::{Labels, NetworkObject, WatchedNetwork},
+    network::{Labels, NetworkObject, SharedUids, WatchedNetwork},
     node_network::{self, NodeNetworkClient, ServerObject, WatchedNodeNetwork},
     watch::backoff,
 };
@@ -145,11 +145,11 @@ impl NodeController {
     /// Runs until `stop`. Retries while the API server is unavailable; fails only if the kernel's event stream fails.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
         let mut node = ObjectWatch::new(self.nodes.clone(), WatchConfig::one(&self.name).backoff(backoff()));
-        let own = self.name.clone();
+        let (own, mut uids) = (self.name.clone(), SharedUids::default());
         let mut nodes = ObjectWatch::projected(
             self.object.api().clone(),
             WatchConfig::all().backoff(backoff()).page_size(NODE_NETWORK_PAGE_SIZE),
-            move |object| WatchedNodeNetwork::read(&object, &own),
+            move |object| WatchedNodeNetwork::read(&object, &own, &mut uids),
         );
         let mut networks =
             ObjectWatch::projected(self.networks.clone(), WatchConfig::all().backoff(backoff()), |object| {
@@ -560,7 +560,7 @@ mod tests {
     }
 
     fn watched(object: serde_json::Value) -> WatchedNodeNetwork {
-        WatchedNodeNetwork::read(&serde_json::from_value(object).unwrap(), "a")
+        WatchedNodeNetwork::read(&serde_json::from_value(object).unwrap(), "a", &mut SharedUids::default())
     }
 
     fn object(version: &str) -> WatchedNodeNetwork {

@@ -9,7 +9,10 @@ use std::{
     sync::Arc,
 };
 
-use api::{BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, bridgenetwork::FINALIZER_USERS};
+use api::{
+    BridgeNetworkSpec, BridgeNetworkStatus, LabelSelector, bridgenetwork::FINALIZER_USERS,
+    nodenetwork::MAX_NETWORKS,
+};
 use client::decode::{Object, Unparsed};
 use kube::ResourceExt as _;
 use plan::{
@@ -177,13 +180,36 @@ impl From<Vec<serde::de::IgnoredAny>> for Ports {
     }
 }
 
+/// The UIDs of networks, each stored once: hundreds of nodes list the same networks.
+#[derive(Debug, Default)]
+pub struct SharedUids {
+    all: BTreeSet<Arc<str>>,
+    /// How many were in use when the unused ones were last removed.
+    used: usize,
+}
+
+impl SharedUids {
+    fn share(&mut self, uid: &str) -> Arc<str> {
+        if let Some(known) = self.all.get(uid) {
+            return Arc::clone(known);
+        }
+        if self.all.len() > 2 * self.used.max(MAX_NETWORKS) {
+            self.all.retain(|uid| Arc::strong_count(uid) > 1);
+            self.used = self.all.len();
+        }
+        let new: Arc<str> = uid.into();
+        self.all.insert(Arc::clone(&new));
+        new
+    }
+}
+
 /// Parses another node from its NodeNetwork. A status that cannot be parsed is empty.
-pub fn peer(node: String, status: Option<&Unparsed>) -> Peer {
+pub fn peer(node: String, status: Option<&Unparsed>, uids: &mut SharedUids) -> Peer {
     let status: PeerStatus = status.and_then(|status| status.parse().ok()).unwrap_or_default();
     // A node that lists a network without a port may have another network or a foreign device at that VNI. Frames sent
     // to it would reach the wrong network.
     let connected = status.networks.into_iter().filter(|network| network.ports.any);
-    let networks: BTreeSet<String> = connected.map(|network| network.uid).collect();
+    let networks = connected.map(|network| uids.share(&network.uid)).collect();
     Peer { node, vtep: status.vtep.map(|vtep| vtep.address), networks }
 }
 
@@ -251,18 +277,34 @@ mod tests {
             })
         };
         let status = json!({"networks": [entry("loser", &[]), entry("winner", &["vx-a"])]});
-        assert_eq!(read_peer(&status).networks, BTreeSet::from(["winner".to_owned()]));
+        assert_eq!(read_peer(&status).networks, BTreeSet::from(["winner".into()]));
     }
 
     fn read_peer(status: &Value) -> Peer {
-        peer("b".to_owned(), Some(&serde_json::from_value(status.clone()).unwrap()))
+        peer(
+            "b".to_owned(),
+            Some(&serde_json::from_value(status.clone()).unwrap()),
+            &mut SharedUids::default(),
+        )
     }
 
     #[test]
     fn a_peer_with_an_unreadable_status_has_no_networks() {
         let empty = Peer { node: "b".into(), vtep: None, networks: BTreeSet::new() };
         assert_eq!(read_peer(&json!({"vtep": 7})), empty);
-        assert_eq!(peer("b".to_owned(), None), empty);
+        assert_eq!(peer("b".to_owned(), None, &mut SharedUids::default()), empty);
+    }
+
+    #[test]
+    fn a_uid_is_stored_once_and_forgotten_when_no_peer_has_it() {
+        let mut uids = SharedUids::default();
+        let (one, other) = (uids.share("u"), uids.share("u"));
+        assert!(Arc::ptr_eq(&one, &other));
+        for number in 0..10 * MAX_NETWORKS {
+            uids.share(&number.to_string());
+        }
+        assert!(uids.all.len() <= 2 * MAX_NETWORKS + 1, "{}", uids.all.len());
+        assert!(Arc::ptr_eq(&one, &uids.share("u")), "a UID in use is kept");
     }
 
     #[test]

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use crate::{
     metrics::{Metrics, ResultLabel, WriteKind, WriteLabels},
-    network,
+    network::{self, SharedUids},
 };
 
 /// Bounds one write.
@@ -58,12 +58,12 @@ pub enum WatchedNodeNetwork {
 
 impl WatchedNodeNetwork {
     /// Parses the NodeNetwork of the node `own` completely, and those of others only as far as they are used.
-    pub fn read(object: &NodeNetworkObject, own: &str) -> Self {
+    pub fn read(object: &NodeNetworkObject, own: &str, uids: &mut SharedUids) -> Self {
         let name = object.name_any();
         if name == own {
             Self::Own(ServerObject::read(object))
         } else {
-            Self::Peer(network::peer(name, object.status.as_ref()))
+            Self::Peer(network::peer(name, object.status.as_ref(), uids))
         }
     }
 }

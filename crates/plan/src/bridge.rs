@@ -13,6 +13,7 @@ mod uplink;
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
+    sync::Arc,
 };
 
 use api::{IfName, Mac, NetworkOnNode, Vtep, digest::digest};
@@ -99,8 +100,8 @@ pub struct Overlay {
 pub struct Peer {
     pub node: String,
     pub vtep: Option<IpAddr>,
-    /// The networks that it has a port for.
-    pub networks: BTreeSet<Uid>,
+    /// The networks that it has a port for. Shared by all peers: hundreds of them list the same networks.
+    pub networks: BTreeSet<Arc<str>>,
 }
 
 /// The state of a network on disk. Written before the daemon creates or changes the network's first link.

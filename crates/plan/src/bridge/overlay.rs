@@ -123,7 +123,7 @@ pub fn desired_floods(links: &LinkIndex<'_>, network: &LocalNetwork) -> BTreeSet
     let Some(own) = links.input.vtep.map(|vtep| vtep.address).filter(|_| network.overlay.is_some()) else {
         return BTreeSet::new();
     };
-    let peers = links.input.peers.iter().filter(|peer| peer.networks.contains(&network.uid));
+    let peers = links.input.peers.iter().filter(|peer| peer.networks.contains(network.uid.as_str()));
     peers
         .filter_map(|peer| peer.vtep)
         .filter(|vtep| *vtep != own && vtep.is_ipv4() == own.is_ipv4())
@@ -133,7 +133,7 @@ pub fn desired_floods(links: &LinkIndex<'_>, network: &LocalNetwork) -> BTreeSet
 /// A message that names the peers whose VTEP is of the other address family.
 fn other_family_peers(links: &LinkIndex<'_>, network: &LocalNetwork, own: IpAddr) -> Option<String> {
     const NAMED: usize = 5;
-    let peers = links.input.peers.iter().filter(|peer| peer.networks.contains(&network.uid));
+    let peers = links.input.peers.iter().filter(|peer| peer.networks.contains(network.uid.as_str()));
     let names: Vec<&str> = peers
         .filter(|peer| peer.vtep.is_some_and(|vtep| vtep.is_ipv4() != own.is_ipv4()))
         .map(|peer| peer.node.as_str())

@@ -413,7 +413,7 @@ impl BridgeSim {
                         vtep: Some(IpAddr::from([10, 0, 0, 10 + n])),
                         networks: (0..4)
                             .filter(|m| (which >> 4) & (1 << m) != 0)
-                            .map(|m| format!("uid-n{m}"))
+                            .map(|m| format!("uid-n{m}").into())
                             .collect(),
                     })
                     .collect();
@@ -541,7 +541,7 @@ fn converges_after_a_crash_at_any_step_of_creation_and_removal() {
     let peers = vec![Peer {
         node: "peer".to_owned(),
         vtep: Some("10.0.0.2".parse().unwrap()),
-        networks: [over.uid.clone()].into(),
+        networks: [over.uid.as_str().into()].into(),
     }];
     let mut whole =
         SimNode { peers: peers.clone(), ..SimNode::new(&[eth1()]).with(&[up.clone(), over.clone()]) };

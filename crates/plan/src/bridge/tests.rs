@@ -22,7 +22,7 @@ fn address(net: &str) -> Address {
 }
 
 fn peer(node: &str, vtep: &str, networks: &[&str]) -> Peer {
-    let networks = networks.iter().map(|label| format!("uid-{label}")).collect();
+    let networks = networks.iter().map(|label| format!("uid-{label}").into()).collect();
     Peer { node: node.to_owned(), vtep: vtep.parse().ok(), networks }
 }
 
