@@ -15,7 +15,10 @@ mod metrics;
 mod replies;
 mod waiters;
 
-pub use plan::ipam::Timings;
+pub use plan::ipam::{
+    Timings,
+    limits::{OFFLINE_GRACE, OFFLINE_LIMIT},
+};
 
 pub use self::{
     allocator::{CallerWait, Ipam},

@@ -14,6 +14,9 @@ use proptest::prelude::*;
 
 use super::*;
 
+mod boots;
+mod grid;
+mod lending;
 mod request;
 
 pub(super) fn net(text: &str) -> IpNet {
@@ -36,94 +39,6 @@ pub(super) fn ipam(subnets: &[&str], exclude: &[&str], gateways: &[&str]) -> Ipa
 pub(super) fn grid(ipam: &IpamSpec) -> BlockGrid {
     let family = Family::of(ipam.subnets[0].addr());
     BlockGrid::new(ipam, family, family.block_length(ipam).unwrap()).unwrap()
-}
-
-/// Every allocatable address, in order.
-fn all(grid: &BlockGrid) -> Vec<IpAddr> {
-    let mut found = BTreeSet::new();
-    for index in 0..grid.blocks() {
-        let block = grid.block(index).unwrap();
-        while let Some(one) = grid.free_in(block, None, |one| found.contains(&one)) {
-            found.insert(one);
-        }
-    }
-    found.into_iter().collect()
-}
-
-#[test]
-fn the_block_length_follows_from_the_largest_subnet_unless_specified() {
-    for (subnets, four, six) in [
-        (&["10.0.0.0/8"][..], Some(26), None),
-        (&["10.0.0.0/24"], Some(28), None),
-        (&["10.0.0.0/28"], Some(30), None),
-        (&["10.0.0.0/30"], Some(30), None),
-        (&["10.0.0.0/31"], Some(31), None),
-        (&["10.0.0.0/32"], Some(32), None),
-        (&["10.0.0.0/30", "10.1.0.0/24"], Some(28), None),
-        (&["fd00::/64"], None, Some(120)),
-        (&["fd00::/112"], None, Some(120)),
-        (&["fd00::/120"], None, Some(126)),
-        (&["fd00::/127", "10.0.0.0/16"], Some(26), Some(127)),
-        (&["fd00::/128"], None, Some(128)),
-    ] {
-        let ipam = ipam(subnets, &[], &[]);
-        assert_eq!(Family::V4.block_length(&ipam), four, "{subnets:?}");
-        assert_eq!(Family::V6.block_length(&ipam), six, "{subnets:?}");
-    }
-    let specified = IpamSpec {
-        block_length: Some(BlockLength { ipv4: Some(29), ipv6: Some(118) }),
-        ..ipam(&["10.0.0.0/24", "fd00::/120"], &[], &[])
-    };
-    assert_eq!(Family::V4.block_length(&specified), Some(29));
-    assert_eq!(Family::V6.block_length(&specified), Some(120), "a block is no larger than the subnet");
-}
-
-#[test]
-fn first_and_last_addresses_gateways_and_exclusions_are_not_allocated() {
-    for (subnets, exclude, gateways, wanted) in [
-        (&["10.0.0.0/30"][..], &[][..], &[][..], &["10.0.0.1", "10.0.0.2"][..]),
-        (&["10.0.0.0/31"], &[], &[], &["10.0.0.0", "10.0.0.1"]),
-        (&["10.0.0.7/32"], &[], &[], &["10.0.0.7"]),
-        (&["10.0.0.0/29"], &["10.0.0.2/31"], &["10.0.0.6"], &["10.0.0.1", "10.0.0.4", "10.0.0.5"]),
-        (&["10.0.0.0/30", "10.0.0.4/30"], &[], &[], &["10.0.0.1", "10.0.0.2", "10.0.0.5", "10.0.0.6"]),
-        (&["10.0.0.0/30"], &["10.0.0.0/8"], &[], &[]),
-        (&["fd00::/126"], &[], &["fd00::1"], &["fd00::2", "fd00::3"]),
-        (&["fd00::/127"], &[], &[], &["fd00::", "fd00::1"]),
-        (&["fd00::9/128"], &["fd00::8/128"], &[], &["fd00::9"]),
-    ] {
-        let grid = grid(&ipam(subnets, exclude, gateways));
-        let wanted: Vec<IpAddr> = wanted.iter().map(|text| ip(text)).collect();
-        assert_eq!(all(&grid), wanted, "{subnets:?} {exclude:?}");
-        assert_eq!(grid.addresses(), wanted.len() as u128);
-        assert!(wanted.iter().all(|one| grid.contains(*one)));
-    }
-}
-
-#[test]
-fn huge_subnets_are_not_scanned() {
-    let one = grid(&ipam(&["fd00::/48"], &["fd00::/64"], &["fd00:0:0:1::1"]));
-    assert_eq!(one.addresses(), (1 << 80) - (1 << 64) - 1);
-    assert_eq!(one.blocks(), (1 << 72) - (1 << 56));
-    assert_eq!(one.block(0), Some(net("fd00:0:0:1::/120")));
-    assert_eq!(one.block(1 << 56), Some(net("fd00:0:0:2::/120")));
-    let taken = |block: IpNet| block == net("fd00:0:0:1::/120");
-    assert_eq!(one.free_block(one.blocks() * 7, taken), Some(net("fd00:0:0:1::100/120")));
-    assert_eq!(grid(&ipam(&["::/0"], &[], &[])).addresses(), u128::MAX);
-    assert_eq!(grid(&ipam(&["0.0.0.0/0"], &[], &[])).addresses(), (1 << 32) - 2);
-}
-
-#[test]
-fn a_search_continues_after_the_last_one_and_wraps_around() {
-    let grid = grid(&ipam(&["10.0.0.0/28"], &[], &[]));
-    let block = net("10.0.0.4/30");
-    assert_eq!(grid.free_in(block, Some(ip("10.0.0.6")), |_| false), Some(ip("10.0.0.6")));
-    assert_eq!(grid.free_in(block, Some(ip("10.0.0.9")), |_| false), Some(ip("10.0.0.7")));
-    let taken = |one: IpAddr| one >= ip("10.0.0.6");
-    assert_eq!(grid.free_in(block, Some(ip("10.0.0.6")), taken), Some(ip("10.0.0.4")));
-    assert_eq!(grid.free_in(block, None, |_| true), None);
-    assert_eq!(grid.free_in(net("10.9.0.0/30"), None, |_| false), None);
-    let spans: Vec<_> = grid.free_spans(net("10.0.0.0/28"), |one| one == ip("10.0.0.3")).collect();
-    assert_eq!(spans, [(ip("10.0.0.1"), ip("10.0.0.2")), (ip("10.0.0.4"), ip("10.0.0.14"))]);
 }
 
 /// A node with one network.
@@ -368,119 +283,6 @@ fn idle_blocks_are_released_and_blocks_in_use_are_not() {
 }
 
 #[test]
-fn an_address_is_lent_once_and_returned_when_its_ipblock_is_deleted() {
-    let mut node = TestNode::new(&["10.0.0.0/24"]);
-    node.acquire("10.0.0.0/28");
-    let used = node.lease("p")[0];
-    node.object("10.0.0.5/32", "five", other(), Some(me()));
-    node.object("10.0.0.1/32", "one", other(), Some(me()));
-    assert_eq!(used, ip("10.0.0.1"));
-    let steps = node.settle();
-    let [BlockStep::UpdateStatus { status, .. }] = &steps[..] else { panic!("{steps:?}") };
-    assert_eq!(status.lent, [LentAddress { address: ip("10.0.0.5"), block: "five".to_owned() }]);
-    assert_eq!(status.refused, ["one"]);
-    assert_eq!((status.used, status.free), (1, 13));
-    assert_eq!(status.spare, ["10.0.0.2-10.0.0.4", "10.0.0.6-10.0.0.15"]);
-    assert_eq!(
-        node.request("q", &["10.0.0.5"]),
-        Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.5"))))
-    );
-    node.idle.insert(block("10.0.0.0/28"));
-    node.record(LedgerRecord::Freed(key("p")));
-    node.objects.remove("blue.10.0.0.1-32");
-    assert!(
-        matches!(node.settle()[..], [BlockStep::UpdateStatus { .. }]),
-        "a block with lent addresses stays"
-    );
-    // An IPBlock that the watch does not show may still exist.
-    node.objects.remove("blue.10.0.0.5-32");
-    let steps = node.settle();
-    assert!(
-        matches!(&steps[..], [BlockStep::LookupLent { object, .. }, BlockStep::UpdateStatus { .. }] if object == "five"),
-        "{steps:?}"
-    );
-    node.record(LedgerRecord::Returned { block: block("10.0.0.0/28"), address: ip("10.0.0.5") });
-    assert!(matches!(node.settle()[..], [BlockStep::Delete { .. }]));
-    assert!(node.ledger.holdings()[&block("10.0.0.0/28")].lent.is_empty());
-}
-
-#[test]
-fn all_borrowers_are_answered_with_one_status_update() {
-    let mut node = TestNode::new(&["10.0.0.0/22"]);
-    node.acquire("10.0.0.0/26");
-    for number in 1..=40 {
-        let range = format!("10.0.0.{number}/32");
-        node.object(&range, &range, other(), Some(me()));
-    }
-    let steps = node.settle();
-    let [BlockStep::UpdateStatus { status, .. }] = &steps[..] else { panic!("{steps:?}") };
-    assert_eq!((status.lent.len(), status.refused.len()), (40, 0));
-}
-
-#[test]
-fn a_borrowed_address_is_used_only_after_the_lender_grants_it() {
-    let mut node = TestNode::new(&["10.0.0.0/24"]);
-    let single = block("10.0.0.5/32");
-    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
-    node.object("10.0.0.5/32", "five", me(), Some(other()));
-    assert_eq!(node.settle(), []);
-    assert!(node.request("p", &[]).is_err());
-    let enclosing = |holder: HolderRef, status: IPBlockStatus| {
-        let spec = IPBlockSpec {
-            network: "blue".to_owned(),
-            network_uid: "net".to_owned(),
-            cidr: net("10.0.0.0/28"),
-            holder,
-            lender: None,
-            boot_id: String::new(),
-        };
-        Some(ObservedIpBlock { uid: "around".to_owned(), spec, status })
-    };
-    let lent = |uid: &str| IPBlockStatus {
-        lent: vec![LentAddress { address: ip("10.0.0.5"), block: uid.to_owned() }],
-        ..IPBlockStatus::default()
-    };
-    node.lenders.insert(single.clone(), enclosing(other(), lent("an earlier one")));
-    assert_eq!(node.settle(), []);
-    for no in [
-        None,
-        enclosing(me(), lent("five")),
-        enclosing(other(), IPBlockStatus { refused: vec!["five".to_owned()], ..IPBlockStatus::default() }),
-    ] {
-        let mut refused = TestNode {
-            ledger: node.ledger.clone(),
-            objects: node.objects.clone(),
-            ..TestNode::new(&["10.0.0.0/24"])
-        };
-        refused.lenders.insert(single.clone(), no);
-        assert!(matches!(refused.settle()[..], [BlockStep::Delete { .. }]));
-    }
-    node.lenders.insert(single, enclosing(other(), lent("five")));
-    node.settle();
-    assert_eq!(node.request("p", &[]).unwrap().lease.addresses, [ip("10.0.0.5")]);
-}
-
-#[test]
-fn an_unused_borrowed_address_is_returned_though_the_network_is_exhausted() {
-    let mut node = TestNode::new(&["10.0.0.0/24"]);
-    node.acquire("10.0.0.0/28");
-    for pod in 0..15 {
-        node.lease(&pod.to_string());
-    }
-    let single = block("10.0.0.21/32");
-    node.record(LedgerRecord::Acquiring { block: single.clone(), network: "blue".to_owned() });
-    node.record(LedgerRecord::Acquired { block: single.clone(), object: "one".to_owned() });
-    node.object("10.0.0.21/32", "one", me(), Some(other()));
-    node.exhausted.insert(("net".to_owned(), Family::V4));
-    node.reported.extend([block("10.0.0.0/28"), single.clone()]);
-    node.idle.insert(single.clone());
-    node.pending.any.insert(("net".to_owned(), Family::V4), 1);
-    assert_eq!(node.settle(), [], "an ADD waits for it");
-    node.pending = PendingRequests::default();
-    assert_eq!(node.settle(), [BlockStep::Delete { block: single, object: "one".to_owned() }]);
-}
-
-#[test]
 fn a_block_of_a_holder_that_is_not_a_node_is_not_recorded_and_serves_nothing() {
     let mut node = TestNode::new(&["10.0.0.0/28"]);
     let uid_of_this_node = HolderRef { uid: me().uid, ..claims() };
@@ -496,21 +298,6 @@ fn a_block_of_a_holder_that_is_not_a_node_is_not_recorded_and_serves_nothing() {
     node.pending = PendingRequests::default();
     node.record(LedgerRecord::Acquiring { block: block("10.0.0.0/30"), network: "blue".to_owned() });
     assert_eq!(node.plan(), [BlockStep::Lookup(block("10.0.0.0/30"))]);
-}
-
-#[test]
-fn a_holder_that_is_not_a_node_borrows_like_any_other() {
-    let mut node = TestNode::new(&["10.0.0.0/28"]);
-    node.acquire("10.0.0.0/30");
-    node.object("10.0.0.2/32", "request", claims(), Some(me()));
-    let steps = node.settle();
-    let lent = LentAddress { address: ip("10.0.0.2"), block: "request".to_owned() };
-    assert!(
-        steps.iter().any(
-            |step| matches!(step, BlockStep::UpdateStatus { status, .. } if status.lent == [lent.clone()])
-        ),
-        "{steps:?}"
-    );
 }
 
 #[test]
@@ -656,25 +443,6 @@ fn a_removed_subnet_serves_nothing_new_and_reports_who_uses_it() {
     assert_eq!(status.unwrap().draining, ["ns/p 10.1.0.1"]);
 }
 
-#[test]
-fn lending_candidates_are_free_addresses_of_other_nodes_and_differ_by_seed() {
-    let mut node = TestNode::new(&["10.0.0.0/27"]);
-    node.object("10.0.0.0/30", "theirs", other(), None);
-    node.object("10.0.0.4/30", "mine", me(), None);
-    node.object("10.0.0.2/32", "single", other(), Some(me()));
-    let grid = node.pools["net"].grid(Family::V4).unwrap().clone();
-    let objects: Vec<ObservedIpBlock> = node.objects.values().cloned().collect();
-    let pick = |refused: &[&str], seed| {
-        let refused = refused.iter().map(|text| ip(text)).collect();
-        lending_candidate(&objects, &grid, &me(), &refused, &BTreeSet::new(), seed)
-            .map(|(address, _)| address)
-    };
-    let found: BTreeSet<_> = (0..20).filter_map(|seed| pick(&[], seed)).collect();
-    assert_eq!(found, BTreeSet::from([ip("10.0.0.1"), ip("10.0.0.3")]));
-    assert_eq!(pick(&["10.0.0.1"], 4), Some(ip("10.0.0.3")));
-    assert_eq!(pick(&["10.0.0.1", "10.0.0.3"], 4), None);
-}
-
 proptest! {
     #[test]
     fn a_ledger_never_allocates_an_address_twice_and_its_records_restore_it(steps in prop::collection::vec((0..6_u8, 0..24_u8), 1..300)) {
@@ -718,93 +486,5 @@ proptest! {
         }
         prop_assert_eq!(&replayed, &node.ledger);
         prop_assert_eq!(&compacted, &node.ledger);
-    }
-}
-
-/// A node whose only block, with an address that is lent, is not in its journal.
-fn with_lost_journal(boot_of_block: &str) -> TestNode {
-    let mut node = TestNode::new(&["10.0.0.0/28"]);
-    node.record(LedgerRecord::Incomplete);
-    node.record(LedgerRecord::Booted(node.boot.clone()));
-    node.object("10.0.0.0/28", "block", me(), None);
-    let object = node.objects.values_mut().next().unwrap();
-    object.spec.boot_id = boot_of_block.to_owned();
-    object.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "borrower".to_owned() }];
-    node
-}
-
-#[test]
-fn a_block_of_an_earlier_boot_is_reused_after_its_journal_was_lost() {
-    let mut node = with_lost_journal("an earlier boot");
-    let steps = node.settle();
-    let whole = block("10.0.0.0/28");
-    assert_eq!(node.ledger.holdings()[&whole].stage, Stage::Open);
-    assert!(node.ledger.holdings()[&whole].lent.contains_key(&ip("10.0.0.3")), "what is lent stays lent");
-    // Nothing is allocated until the block carries the current boot.
-    let update = BlockStep::UpdateBoot { block: whole, object: "block".to_owned() };
-    assert!(steps.contains(&update), "{steps:?}");
-    assert!(node.request("p", &[]).is_err());
-    node.objects.values_mut().next().unwrap().spec.boot_id = node.boot.clone();
-    assert!(!node.settle().contains(&update));
-    assert!(node.request("p", &[]).is_ok());
-}
-
-#[test]
-fn a_block_of_this_boot_or_of_an_unknown_one_stays_unverified_after_its_journal_was_lost() {
-    for (of_block, now) in [("boot", "boot"), ("", "boot"), ("an earlier boot", "")] {
-        let mut node = with_lost_journal(of_block);
-        node.boot = now.to_owned();
-        node.settle();
-        assert_eq!(
-            node.ledger.holdings()[&block("10.0.0.0/28")].stage,
-            Stage::Unverified,
-            "{of_block} {now}"
-        );
-        assert!(node.request("p", &[]).is_err());
-    }
-}
-
-#[test]
-fn an_unverified_block_of_an_earlier_boot_is_reused() {
-    // A damaged journal keeps the block, but not whether the machine booted since.
-    let mut node = with_lost_journal("an earlier boot");
-    let (block, network) = (block("10.0.0.0/28"), "blue".to_owned());
-    node.record(LedgerRecord::Unverified { block: block.clone(), network, object: "block".to_owned() });
-    node.settle();
-    assert_eq!(node.ledger.holdings()[&block].stage, Stage::Open);
-}
-
-#[test]
-fn after_a_boot_a_block_is_marked_before_it_is_used_and_one_without_a_mark_is_used_at_once() {
-    for (of_block, usable) in [("an earlier boot", false), ("", true)] {
-        let mut node = TestNode::new(&["10.0.0.0/28"]);
-        node.acquire("10.0.0.0/28");
-        node.objects.values_mut().next().unwrap().spec.boot_id = of_block.to_owned();
-        let steps = node.settle();
-        assert!(steps.iter().any(|step| matches!(step, BlockStep::UpdateBoot { .. })), "{steps:?}");
-        assert_eq!(node.request("p", &[]).is_ok(), usable, "{of_block:?}");
-    }
-}
-
-#[test]
-fn what_is_lent_stays_lent_although_the_journal_comes_from_an_older_backup() {
-    // The journal is complete, and older than the loan or than the whole block.
-    for journal_has_block in [true, false] {
-        let mut node = TestNode::new(&["10.0.0.0/28"]);
-        let whole = block("10.0.0.0/28");
-        if journal_has_block {
-            node.acquire("10.0.0.0/28");
-        } else {
-            node.object("10.0.0.0/28", "10.0.0.0/28", me(), None);
-        }
-        let object = node.objects.values_mut().next().unwrap();
-        object.spec.boot_id = "an earlier boot".to_owned();
-        object.status.lent = vec![LentAddress { address: ip("10.0.0.3"), block: "borrower".to_owned() }];
-        let steps = node.settle();
-        assert!(!steps.iter().any(|step| matches!(step, BlockStep::Delete { .. })), "{steps:?}");
-        assert_eq!(node.ledger.holdings()[&whole].stage, Stage::Open);
-        node.objects.values_mut().next().unwrap().spec.boot_id = node.boot.clone();
-        let refused = node.request("p", &["10.0.0.3"]);
-        assert_eq!(refused, Err(Shortage::Rejected(AllocationError::Lent(ip("10.0.0.3")))));
     }
 }
