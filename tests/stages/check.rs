@@ -1,6 +1,14 @@
 //! `make test` and `make soak`: runs every stage and prints a summary.
 
-use std::{fmt::Write as _, process::Command, thread, time::Instant};
+use std::{
+    env,
+    ffi::OsString,
+    fmt::Write as _,
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    process::Command,
+    thread,
+    time::Instant,
+};
 
 use anyhow::{Result, anyhow, bail};
 use lab::print_progress;
@@ -149,6 +157,7 @@ impl TestStage {
         let start = Instant::now();
         let (mut passed, mut count) = (true, TestCount::default());
         for mut command in self.commands(programs) {
+            command.env("PATCHBAY_LAB_STATE", lab_state_dir());
             if length == TestLength::Long {
                 command.env("PATCHBAY_SOAK", "1");
             }
@@ -162,6 +171,15 @@ impl TestStage {
         }
         Ok(StageResult { name, passed, count: Some(count), seconds: start.elapsed().as_secs_f64() })
     }
+}
+
+/// The directory of all labs of this checkout, so that a run in another checkout does not take them down.
+fn lab_state_dir() -> OsString {
+    env::var_os("PATCHBAY_LAB_STATE").unwrap_or_else(|| {
+        let mut hasher = DefaultHasher::new();
+        e2e::repository().canonicalize().unwrap_or_default().hash(&mut hasher);
+        format!("/var/lib/patchbay-lab-{:016x}", hasher.finish()).into()
+    })
 }
 
 /// Fails if no stage runs one of the programs.

@@ -15,6 +15,7 @@ use kube::Api;
 use lab::{
     Lab, Topology,
     machine::lab_binary,
+    paths::cgroup_name,
     snapshot::{HostSnapshot, namespaces_of, processes_in},
     stall::available_cpu_share,
     test_namespace::{TestNamespace, pod, with_namespace},
@@ -371,10 +372,8 @@ async fn add_and_remove_a_node(lab: &Lab) -> Result<()> {
     .await?;
     lab.remove_node("node-3").await?;
     ensure!(node_count(lab).await? == 2, "the Node object is deleted");
-    ensure!(
-        !Path::new("/sys/fs/cgroup/pids/patchbay-lab.t-ops/node-3").exists(),
-        "the node's cgroup is removed"
-    );
+    let cgroup = Path::new("/sys/fs/cgroup/pids").join(cgroup_name(&lab.name));
+    ensure!(cgroup.exists() && !cgroup.join("node-3").exists(), "the node's cgroup is removed");
     Ok(())
 }
 

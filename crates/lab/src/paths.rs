@@ -58,10 +58,25 @@ pub fn state_dir() -> PathBuf {
 
 /// The name of a lab's cgroup. Labs of the same name in different state directories are different labs.
 pub fn cgroup_name(name: &LabName) -> String {
-    match env::var_os("PATCHBAY_LAB_STATE") {
+    match state_digest() {
         None => format!("{CGROUP_PREFIX}{name}"),
-        Some(dir) => format!("{CGROUP_PREFIX}{name}.{}", &sha256_hex(dir.as_encoded_bytes())[..8]),
+        Some(digest) => format!("{CGROUP_PREFIX}{name}.{digest}"),
     }
+}
+
+/// What distinguishes the cgroups of labs in another state directory than the default one.
+fn state_digest() -> Option<String> {
+    env::var_os("PATCHBAY_LAB_STATE").map(|dir| sha256_hex(dir.as_encoded_bytes())[..8].to_owned())
+}
+
+/// Whether a cgroup with this name belongs to a lab in another state directory.
+pub fn is_foreign_cgroup(name: &str) -> bool {
+    is_foreign(name, state_digest().as_deref())
+}
+
+fn is_foreign(name: &str, own_digest: Option<&str>) -> bool {
+    let lab = name.strip_prefix(CGROUP_PREFIX);
+    lab.is_some_and(|lab| lab.split_once('.').map(|(_, digest)| digest) != own_digest)
 }
 
 /// The prefix of all labs' cgroup names.
@@ -121,6 +136,19 @@ pub fn existing_labs() -> Vec<LabName> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn cgroups_of_labs_in_other_state_directories_are_foreign() {
+        for (name, own, foreign) in [
+            ("patchbay-lab.demo", None, false),
+            ("patchbay-lab.demo.0a1b2c3d", None, true),
+            ("patchbay-lab.demo.0a1b2c3d", Some("0a1b2c3d"), false),
+            ("patchbay-lab.demo", Some("0a1b2c3d"), true),
+            ("system.slice", Some("0a1b2c3d"), false),
+        ] {
+            assert_eq!(is_foreign(name, own), foreign, "{name} {own:?}");
+        }
+    }
 
     #[test]
     fn rejects_names_that_escape_the_state_directory() {

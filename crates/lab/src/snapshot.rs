@@ -1,4 +1,5 @@
-//! A snapshot of everything on the host that a lab could leave behind, so that a test can compare before and after.
+//! A snapshot of everything on the host that a lab could leave behind, so that a test can compare before and after. Labs in
+//! another state directory may come and go meanwhile.
 
 use std::{
     collections::BTreeSet,
@@ -70,11 +71,18 @@ fn processes() -> Vec<String> {
             && words.next().is_some_and(|verb| ["machine", "init", "forward", "enter"].contains(&verb));
         // Zombies are left out: the host's init reaps them at some later time.
         let pid = entry.file_name().and_then(|name| name.to_str()?.parse().ok());
-        if !pid.is_some_and(is_zombie) && (lab || read("cgroup").contains(paths::CGROUP_PREFIX)) {
+        let cgroups = read("cgroup");
+        let foreign = is_foreign(&cgroups);
+        if !pid.is_some_and(is_zombie) && !foreign && (lab || cgroups.contains(paths::CGROUP_PREFIX)) {
             lines.push(format!("process {} {command}", entry.display()));
         }
     }
     lines
+}
+
+/// Whether a file /proc/…/cgroup names a lab in another state directory.
+fn is_foreign(cgroups: &str) -> bool {
+    cgroups.split(['/', '\n']).any(paths::is_foreign_cgroup)
 }
 
 /// The namespaces of the given processes that are not namespaces of the current process.
@@ -87,18 +95,25 @@ pub fn namespaces_of(pids: &[i32]) -> BTreeSet<PathBuf> {
     pids.iter().flat_map(|pid| links(&pid.to_string())).filter(|namespace| !own.contains(namespace)).collect()
 }
 
-/// The processes of the host that are in one of the given namespaces.
+/// The processes of the host that are in one of the given namespaces. Not those of a lab in another state directory: it may
+/// have got the inode number of a namespace that was removed.
 pub fn processes_in(namespaces: &BTreeSet<PathBuf>) -> Vec<i32> {
     let pids = entries(Path::new("/proc")).into_iter();
     let pids = pids.filter_map(|path| path.file_name()?.to_str()?.parse::<i32>().ok());
-    pids.filter(|pid| !is_zombie(*pid) && !namespaces_of(&[*pid]).is_disjoint(namespaces)).collect()
+    let foreign =
+        |pid: i32| fs::read_to_string(format!("/proc/{pid}/cgroup")).is_ok_and(|text| is_foreign(&text));
+    pids.filter(|pid| !is_zombie(*pid) && !namespaces_of(&[*pid]).is_disjoint(namespaces))
+        .filter(|pid| !foreign(*pid))
+        .collect()
 }
 
 /// The first two levels: hierarchies and the cgroups directly below their roots. Other programs create and remove
 /// deeper cgroups at any time; the cgroups of a lab are on these levels.
 fn cgroups() -> Vec<PathBuf> {
     let roots = directories(Path::new("/sys/fs/cgroup"));
-    roots.iter().flat_map(|root| directories(root)).chain(roots.clone()).collect()
+    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let own = |path: &PathBuf| !paths::is_foreign_cgroup(&name(path));
+    roots.iter().flat_map(|root| directories(root)).chain(roots.clone()).filter(own).collect()
 }
 
 fn directories(dir: &Path) -> Vec<PathBuf> {
