@@ -282,7 +282,7 @@ pub fn two_nodes(networks: &[LocalNetwork], addresses: [&str; 2]) -> [Host; 2] {
         host.peers = vec![Peer {
             node: "other".to_owned(),
             vtep: Some(ips[1 - n]),
-            networks: networks.iter().map(|network| network.uid.clone()).collect(),
+            networks: networks.iter().map(|network| network.uid.as_str().into()).collect(),
         }];
     }
     hosts
