@@ -69,7 +69,7 @@ impl UserCache {
         #[cfg(test)]
         {
             let mut longest = super::lock(&self.longest_hold);
-            *longest = (tests::cpu_time() - started).max(*longest);
+            *longest = tests::cpu_time().saturating_sub(started).max(*longest);
         }
         result
     }
@@ -137,8 +137,7 @@ mod tests {
         assert_eq!(cache.references_of(WorkloadKind::Pod, "ns-0", "pod-0").len(), 2);
         assert!(cache.clear(WorkloadKind::Pod));
         assert_eq!(cache.len(), 0);
-        let longest = *crate::cache::lock(&cache.longest_hold);
-        longest
+        cache.longest_hold.into_inner().unwrap()
     }
 
     #[test]
