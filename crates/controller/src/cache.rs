@@ -84,7 +84,7 @@ impl CacheChanges {
     pub async fn changed(&mut self) {
         if self.0.changed().await.is_err() {
             // The cache is gone, so it does not change any more.
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 }
@@ -228,7 +228,9 @@ mod tests {
         cache.mark_listed(CacheSource::Networks);
         assert!(cache.synced(&nodes).now_or_never().is_some());
         assert!(cache.synced(&CacheSource::ALL).now_or_never().is_none());
-        CacheSource::ALL.into_iter().for_each(|source| cache.mark_listed(source));
+        for source in CacheSource::ALL {
+            cache.mark_listed(source);
+        }
         assert!(cache.synced(&CacheSource::ALL).now_or_never().is_some());
     }
 

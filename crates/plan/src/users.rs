@@ -7,8 +7,9 @@
 mod tests;
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet, hash_map},
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet, hash_map},
     fmt,
+    ops::Bound,
     sync::Arc,
 };
 
@@ -188,11 +189,74 @@ impl UserLookup for UserIndex {
 /// The users by NAD, and the NADs by user.
 #[derive(Debug, Default)]
 pub struct UserIndex {
-    objects: HashMap<Arc<User>, IndexEntry>,
+    /// Ordered, so that a relist can be finished in batches.
+    objects: BTreeMap<Arc<User>, IndexEntry>,
     nads: HashMap<Arc<NadRef>, NadUsers>,
     namespaces: HashSet<Arc<str>>,
     /// The number of relists of each kind.
     relists: HashMap<WorkloadKind, u32>,
+}
+
+/// The result of a batch of [`UserIndex::remove_unlisted`].
+#[derive(Debug)]
+pub struct RelistBatch {
+    /// Whether objects were removed.
+    pub removed: bool,
+    /// Where the next batch starts; None after the last one.
+    pub next: Option<Arc<User>>,
+}
+
+/// A summary that is computed in batches: see [`UserIndex::advance`].
+#[derive(Debug)]
+pub struct SummaryQuery<'a> {
+    /// The NADs that are left; the last one is in progress.
+    nads: Vec<&'a NadRef>,
+    /// The last visited user of that NAD.
+    after: Option<Arc<User>>,
+    first: usize,
+    /// The users of the last batch that name several NADs.
+    visited: Vec<Arc<User>>,
+    /// The users of earlier batches that name several NADs.
+    seen: HashSet<Arc<User>>,
+    count: usize,
+    first_users: BTreeSet<User>,
+}
+
+impl<'a> SummaryQuery<'a> {
+    pub fn new(nads: impl IntoIterator<Item = &'a NadRef>, first: usize) -> Self {
+        Self {
+            nads: nads.into_iter().collect(),
+            after: None,
+            first,
+            visited: Vec::new(),
+            seen: HashSet::new(),
+            count: 0,
+            first_users: BTreeSet::new(),
+        }
+    }
+
+    /// Counts the users of the last batch that name several NADs once. Call after each batch, without a lock on the index:
+    /// the set of users may grow.
+    pub fn count_visited(&mut self) {
+        for user in self.visited.drain(..) {
+            if !self.seen.insert(user) {
+                self.count = self.count.saturating_sub(1);
+            }
+        }
+    }
+
+    /// The result, once the query is complete.
+    pub fn summary(mut self) -> UserSummary {
+        self.count_visited();
+        UserSummary { count: self.count, first: self.first_users.into_iter().take(self.first).collect() }
+    }
+
+    /// Continues with the next NAD. Returns whether none is left.
+    fn next_nad(&mut self) -> bool {
+        self.after = None;
+        self.nads.pop();
+        self.nads.is_empty()
+    }
 }
 
 #[derive(Debug)]
@@ -259,12 +323,16 @@ impl NadUsers {
         one.into_iter().chain(many.into_iter().flatten()).take(count).map(|user| &**user)
     }
 
-    fn names_several(&self) -> impl Iterator<Item = &User> {
+    /// The users after `after` that name several NADs.
+    fn names_several(&self, after: Option<&User>) -> impl Iterator<Item = &Arc<User>> {
         let (one, many) = match self {
             Self::One { user, names_several } => (names_several.then_some(user), None),
             Self::Many(set) => (None, Some(&set.names_several)),
         };
-        one.into_iter().chain(many.into_iter().flatten()).map(|user| &**user)
+        let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let one = one.filter(move |user| after.is_none_or(|after| ***user > *after));
+        let many = many.into_iter().flat_map(move |set| set.range::<User, _>((start, Bound::Unbounded)));
+        one.into_iter().chain(many)
     }
 }
 
@@ -280,7 +348,11 @@ impl UserSet {
 impl UserIndex {
     /// Updates an object and returns whether that changed the index. An object that names no NAD is not stored.
     pub fn apply(&mut self, kind: WorkloadKind, refs: &WorkloadRefs) -> bool {
-        let references = refs.references();
+        self.apply_parsed(kind, refs, refs.references())
+    }
+
+    /// [`UserIndex::apply`] for a caller that has parsed the references already, which may take long.
+    pub fn apply_parsed(&mut self, kind: WorkloadKind, refs: &WorkloadRefs, references: Vec<NadRef>) -> bool {
         if references.is_empty() {
             return self.delete(kind, &refs.namespace, &refs.name);
         }
@@ -323,15 +395,33 @@ impl UserIndex {
 
     /// Finishes a relist and returns whether objects were removed.
     pub fn finish_relist(&mut self, kind: WorkloadKind) -> bool {
+        self.remove_unlisted(kind, None, usize::MAX).removed
+    }
+
+    /// One batch of [`UserIndex::finish_relist`]: checks at most `limit` objects after `after`.
+    pub fn remove_unlisted(
+        &mut self,
+        kind: WorkloadKind,
+        after: Option<&Arc<User>>,
+        limit: usize,
+    ) -> RelistBatch {
         let relist = self.relists.get(&kind).copied().unwrap_or_default();
-        let removed = |(user, entry): (&Arc<User>, &IndexEntry)| {
-            (user.kind == kind && entry.relist != relist).then(|| user.clone())
-        };
-        let removed: Vec<Arc<User>> = self.objects.iter().filter_map(removed).collect();
-        for user in &removed {
+        let start = User { kind, namespace: "".into(), name: "".into() };
+        let start = after.map_or(Bound::Included(&start), |after| Bound::Excluded(&**after));
+        let rest = self.objects.range::<User, _>((start, Bound::Unbounded));
+        let mut batch = rest.take_while(|(user, _)| user.kind == kind);
+        let (mut next, mut unlisted) = (None, Vec::new());
+        for (user, entry) in batch.by_ref().take(limit) {
+            next = Some(user.clone());
+            if entry.relist != relist {
+                unlisted.push(user.clone());
+            }
+        }
+        let next = next.filter(|_| batch.next().is_some());
+        for user in &unlisted {
             self.remove(user);
         }
-        !removed.is_empty()
+        RelistBatch { removed: !unlisted.is_empty(), next }
     }
 
     /// Removes all objects of a kind that no longer exists.
@@ -342,19 +432,35 @@ impl UserIndex {
 
     /// The users of any of these NADs, each counted once, and the first of them in order.
     pub fn summary<'a>(&self, nads: impl IntoIterator<Item = &'a NadRef>, first: usize) -> UserSummary {
-        let found: Vec<&NadUsers> = nads.into_iter().filter_map(|it| self.nads.get(it)).collect();
-        if let [only] = found[..] {
-            return UserSummary { count: only.len(), first: only.first(first).cloned().collect() };
+        let mut query = SummaryQuery::new(nads, first);
+        while !self.advance(&mut query, usize::MAX) {
+            query.count_visited();
         }
-        let mut seen = HashSet::new();
-        let mut count = 0;
-        let mut heads = BTreeSet::new();
-        for users in found {
-            let repeated = users.names_several().filter(|user| !seen.insert(*user)).count();
-            count += users.len() - repeated;
-            heads.extend(users.first(first));
+        query.summary()
+    }
+
+    /// One batch of [`UserIndex::summary`]: visits at most `limit` users. Returns whether the summary is complete. A change
+    /// of the index between two batches may be counted or not.
+    pub fn advance(&self, query: &mut SummaryQuery<'_>, limit: usize) -> bool {
+        let Some(nad) = query.nads.last() else { return true };
+        let Some(users) = self.nads.get(*nad) else {
+            return query.next_nad();
+        };
+        if query.after.is_none() {
+            query.count += users.len();
+            query.first_users.extend(users.first(query.first).cloned());
+            // A user that names several NADs of the query is counted for each of them.
+            if query.nads.len() == 1 && query.seen.is_empty() && query.visited.is_empty() {
+                return query.next_nad();
+            }
         }
-        UserSummary { count, first: heads.into_iter().take(first).cloned().collect() }
+        let (after, mut visited) = (query.after.take(), 0);
+        for user in users.names_several(after.as_deref()).take(limit) {
+            visited += 1;
+            query.visited.push(user.clone());
+            query.after = Some(user.clone());
+        }
+        if visited == limit { false } else { query.next_nad() }
     }
 
     /// The NADs that an indexed object names, whether or not it counts as a user.

@@ -26,7 +26,7 @@ use kube::{
 use plan::{
     network::{self, ClusterState},
     shared_map::SharedMap,
-    users::{UserIndex, WorkloadKind, WorkloadRefs},
+    users::{WorkloadKind, WorkloadRefs},
 };
 use serde::de::DeserializeOwned;
 use tracing::info;
@@ -199,7 +199,11 @@ impl CacheFiller {
             WorkloadKind::VirtualMachine => "virtualmachines.kubevirt.io",
             _ => "virtualmachineinstances.kubevirt.io",
         };
-        let clear = || self.update_users(kind, |users| users.clear(kind));
+        let clear = || {
+            if self.cache.users().clear(kind) {
+                self.cache.wake(CacheSource::Users(kind));
+            }
+        };
         let watch = || async move {
             loop {
                 self.workloads(kind).await;
@@ -279,7 +283,8 @@ impl CacheFiller {
                 CacheEvent::ListDone => CacheEvent::ListDone,
                 CacheEvent::NotServed => CacheEvent::NotServed,
             };
-            self.update_users(kind, |users| match event {
+            let users = self.cache.users();
+            let changed = match event {
                 CacheEvent::NotServed => complete && users.clear(kind),
                 CacheEvent::ListStarted => {
                     users.start_relist(kind);
@@ -288,19 +293,16 @@ impl CacheFiller {
                 CacheEvent::Applied(refs) => users.apply(kind, &refs),
                 CacheEvent::Deleted(refs) => users.delete(kind, &refs.namespace, &refs.name),
                 CacheEvent::ListDone => users.finish_relist(kind),
-            });
+            };
+            if changed {
+                self.cache.wake(CacheSource::Users(kind));
+            }
             if complete {
                 self.cache.mark_listed(CacheSource::Users(kind));
             }
             if no_longer_served {
                 return;
             }
-        }
-    }
-
-    fn update_users(&self, kind: WorkloadKind, update: impl FnOnce(&mut UserIndex) -> bool) {
-        if self.cache.users().update(update) {
-            self.cache.wake(CacheSource::Users(kind));
         }
     }
 

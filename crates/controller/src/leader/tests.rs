@@ -173,7 +173,9 @@ fn reporting(loops: Vec<LeaderLoop>, ended: &Arc<Mutex<Vec<&'static str>>>) -> V
 #[tokio::test(start_paused = true)]
 async fn the_lease_is_released_only_after_every_loop_has_ended() {
     let (context, server) = FakeApiServer::start();
-    CacheSource::ALL.into_iter().for_each(|source| context.cache.mark_listed(source));
+    for source in CacheSource::ALL {
+        context.cache.mark_listed(source);
+    }
     let stop = CancellationToken::new();
     let leader = leader(&context).await;
     let ended = Arc::new(Mutex::new(Vec::new()));
@@ -248,7 +250,9 @@ fn busy_cluster() -> (LeaderContext, Arc<FakeApiServer>) {
         state.networks.insert("red".to_owned(), ready);
         state.networks.insert("blue".to_owned(), network)
     });
-    CacheSource::ALL.into_iter().for_each(|source| context.cache.mark_listed(source));
+    for source in CacheSource::ALL {
+        context.cache.mark_listed(source);
+    }
     (context, server)
 }
 

@@ -145,6 +145,44 @@ fn objects_missing_from_a_relist_are_removed() {
 }
 
 #[test]
+fn batches_give_the_same_result_as_one_pass() {
+    let index = || {
+        let mut index = UserIndex::default();
+        for number in 0..100 {
+            let nets = ["blue,red", "blue", "red,green", "blue,red,green"][number % 4];
+            index.apply(WorkloadKind::Pod, &annotated(&format!("p{number}"), nets));
+            index.apply(WorkloadKind::Job, &annotated(&format!("j{number}"), "blue"));
+        }
+        index
+    };
+    let nads = ["blue", "red", "green", "none"].map(|name| NadRef::new("home", name));
+    let whole = index().summary(&nads, 10);
+    assert_eq!(whole.count, 200);
+    for limit in [1, 7, 1000] {
+        let (mut index, mut query, mut batches) = (index(), SummaryQuery::new(&nads, 10), 1);
+        while !index.advance(&mut query, limit) {
+            query.count_visited();
+            batches += 1;
+        }
+        assert_eq!(query.summary(), whole, "{limit}");
+        assert!(limit > 1 || batches >= 175, "{batches} batches");
+        index.start_relist(WorkloadKind::Pod);
+        for number in (0..100).step_by(2) {
+            index.apply(WorkloadKind::Pod, &annotated(&format!("p{number}"), "blue"));
+        }
+        let (mut after, mut batches) = (None, 0);
+        loop {
+            batches += 1;
+            after = index.remove_unlisted(WorkloadKind::Pod, after.as_ref(), limit).next;
+            if after.is_none() {
+                break;
+            }
+        }
+        assert_eq!((index.len(), batches), (150, 100_usize.div_ceil(limit)), "{limit}");
+    }
+}
+
+#[test]
 fn an_owner_is_indexed_even_if_it_does_not_count() {
     let mut index = UserIndex::default();
     let set =
