@@ -6,6 +6,11 @@ pub mod tests;
 use std::{collections::BTreeSet, time::Duration};
 
 use api::ErrorChain;
+use client::{
+    expectations::Expectations,
+    fence::now,
+    request::{self, ApiCall},
+};
 use kube::{
     Api, Client,
     api::{DeleteParams, DynamicObject, Preconditions},
@@ -14,11 +19,8 @@ use plan::network::{self, AbandonedBlock, MissingNodes};
 use tracing::{info, warn};
 
 use crate::{
-    api_call::{self, ApiCall},
     cache::{CacheSource, ClusterCache, project},
-    expectations::Expectations,
     leader::{EXPECTATION_TTL, LeaderContext, MIN_RETRY, RESYNC, Reconciler},
-    lease::fence::now,
     live_reads::LiveReader,
     metrics::ApiCallKind,
 };
@@ -27,18 +29,18 @@ use crate::{
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error("list the networks")]
-    Networks(#[source] api_call::Error),
+    Networks(#[source] request::Error),
     #[error("read Node {node}")]
     Node {
         node: String,
         #[source]
-        source: api_call::Error,
+        source: request::Error,
     },
     #[error("delete IPBlock {name}")]
     Delete {
         name: String,
         #[source]
-        source: api_call::Error,
+        source: request::Error,
     },
 }
 
@@ -68,7 +70,7 @@ impl BlockController {
         let LeaderContext { client, cache, metrics, fence } = context;
         Self {
             live_reader: LiveReader::new(client.clone(), metrics.clone()),
-            call: ApiCall::fenced(metrics.clone(), ApiCallKind::Block, fence.clone()),
+            call: metrics.api_call(ApiCallKind::Block).fenced(fence.clone()),
             client: client.clone(),
             cache: cache.clone(),
             missing: MissingNodes::default(),

@@ -9,6 +9,7 @@ pub mod tests;
 
 use std::{future::Future, sync::Arc, time::Duration};
 
+use client::fence::LeaseFence;
 use futures::{FutureExt, future::BoxFuture};
 use kube::Client;
 use plan::certs::CertPolicy;
@@ -20,10 +21,7 @@ use crate::{
     Error,
     blocks::BlockController,
     cache::{CacheSource, ClusterCache},
-    lease::{
-        election::{Candidate, Leader},
-        fence::LeaseFence,
-    },
+    lease::election::{Candidate, Leader},
     metrics::Metrics,
     networks::NetworkController,
     nodelabels::NodeLabelController,

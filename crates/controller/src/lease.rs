@@ -1,4 +1,3 @@
-//! Leader election: which replica leads, and until when a leader may write.
+//! Leader election: which replica leads, and until when a leader may write (`client::fence`).
 
 pub mod election;
-pub mod fence;

@@ -3,12 +3,10 @@
 //! [`run`] runs one replica with the caller's client and cancellation token. The rules are in `plan`; this crate
 //! watches the API server, asks `plan` for decisions and applies them.
 
-mod api_call;
 mod args;
 mod blocks;
 mod cache;
 mod error;
-mod expectations;
 mod leader;
 mod lease;
 mod live_reads;

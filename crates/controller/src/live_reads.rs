@@ -9,6 +9,7 @@ use std::{
 };
 
 use api::{bridgenetwork::FINALIZER_USERS, selection::NadRef};
+use client::request::{self, ApiCall};
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
@@ -19,7 +20,6 @@ use plan::users::{WorkloadKind, WorkloadRefs};
 use serde::de::DeserializeOwned;
 
 use crate::{
-    api_call::{self, ApiCall},
     cache::{
         project::{self, NadObject, NetworkObject, NodeNetworkObject, NodeObject, PodObject, WorkloadObject},
         watches::LIVE_PODS,
@@ -47,7 +47,7 @@ pub struct LiveQuery {
     pub existing: BTreeSet<String>,
 }
 
-type ReadResult<T> = Result<T, Arc<api_call::Error>>;
+type ReadResult<T> = Result<T, Arc<request::Error>>;
 
 /// The results of a [`LiveQuery`]. What was not queried counts as in use.
 #[derive(Debug)]
@@ -110,7 +110,7 @@ pub struct LiveReader {
 
 impl LiveReader {
     pub fn new(client: Client, metrics: Arc<Metrics>) -> Self {
-        Self { client, call: ApiCall::new(metrics, ApiCallKind::List, api_call::DEFAULT_TIMEOUT) }
+        Self { client, call: metrics.api_call(ApiCallKind::List) }
     }
 
     /// Runs the query. NodeNetworks count only if `exists` says that their Node does. NADs are listed before users: a pod
@@ -132,7 +132,7 @@ impl LiveReader {
     }
 
     /// The networks of these that own NADs.
-    async fn nad_owners(&self, networks: &BTreeSet<String>) -> Result<BTreeSet<String>, api_call::Error> {
+    async fn nad_owners(&self, networks: &BTreeSet<String>) -> Result<BTreeSet<String>, request::Error> {
         let mut owners = BTreeSet::new();
         if networks.is_empty() {
             return Ok(owners);
@@ -150,7 +150,7 @@ impl LiveReader {
     }
 
     /// The NADs of these that are used, each with one user.
-    async fn users(&self, nads: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
+    async fn users(&self, nads: &BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, String>, request::Error> {
         if nads.is_empty() {
             return Ok(BTreeMap::new());
         }
@@ -163,7 +163,7 @@ impl LiveReader {
         &self,
         kind: WorkloadKind,
         nads: &BTreeSet<NadRef>,
-    ) -> Result<BTreeMap<NadRef, String>, api_call::Error> {
+    ) -> Result<BTreeMap<NadRef, String>, request::Error> {
         let mut used = BTreeMap::new();
         let params = ListParams::default().limit(PAGE_SIZE);
         if kind == WorkloadKind::Pod {
@@ -181,7 +181,7 @@ impl LiveReader {
         &self,
         networks: &BTreeSet<String>,
         exists: impl Fn(&str) -> bool,
-    ) -> Result<BTreeMap<String, String>, api_call::Error> {
+    ) -> Result<BTreeMap<String, String>, request::Error> {
         let mut listed = BTreeMap::new();
         if networks.is_empty() {
             return Ok(listed);
@@ -199,7 +199,7 @@ impl LiveReader {
     }
 
     /// The networks of these that exist.
-    async fn networks(&self, uids: &BTreeSet<String>) -> Result<BTreeSet<String>, api_call::Error> {
+    async fn networks(&self, uids: &BTreeSet<String>) -> Result<BTreeSet<String>, request::Error> {
         let mut live = BTreeSet::new();
         if uids.is_empty() {
             return Ok(live);
@@ -211,7 +211,7 @@ impl LiveReader {
     }
 
     /// Whether the Node exists.
-    pub async fn node_exists(&self, name: &str, uid: &str) -> Result<bool, api_call::Error> {
+    pub async fn node_exists(&self, name: &str, uid: &str) -> Result<bool, request::Error> {
         let mut found = false;
         let api = self.all::<NodeObject>(&project::nodes());
         let params = ListParams::default().fields(&format!("metadata.name={name}"));
@@ -220,7 +220,7 @@ impl LiveReader {
     }
 
     /// The UIDs of the networks to which pods can still attach.
-    pub async fn networks_accepting_pods(&self) -> Result<BTreeSet<String>, api_call::Error> {
+    pub async fn networks_accepting_pods(&self) -> Result<BTreeSet<String>, request::Error> {
         let mut found = BTreeSet::new();
         let api = self.all::<NetworkObject>(&project::networks());
         let visit = |it: NetworkObject| {
@@ -247,7 +247,7 @@ impl LiveReader {
         api: Api<K>,
         params: ListParams,
         visit: impl FnMut(K),
-    ) -> Result<(), api_call::Error> {
+    ) -> Result<(), request::Error> {
         let page = |params| {
             let api = api.clone();
             async move { api.list(&params).await }
@@ -261,10 +261,10 @@ impl LiveReader {
         page: impl Fn(ListParams) -> F,
         mut params: ListParams,
         mut visit: impl FnMut(K),
-    ) -> Result<(), api_call::Error> {
+    ) -> Result<(), request::Error> {
         loop {
             let list = match self.call.read(page(params.clone())).await {
-                Err(api_call::Error::Failed(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
+                Err(request::Error::Failed(kube::Error::Api(status))) if status.code == 404 => return Ok(()),
                 list => list?,
             };
             list.items.into_iter().for_each(&mut visit);

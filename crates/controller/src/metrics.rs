@@ -2,9 +2,11 @@
 
 use std::{
     fmt,
+    sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
+use client::request::{ApiCall, DEFAULT_TIMEOUT};
 use prometheus_client::{
     encoding::{EncodeLabelSet, EncodeLabelValue},
     metrics::{
@@ -130,6 +132,17 @@ impl Metrics {
 
     pub fn attachment_repaired(&self) {
         self.attachment_repairs.inc();
+    }
+
+    /// Sends requests of this kind, and counts the failed ones.
+    pub fn api_call(self: &Arc<Self>, call: ApiCallKind) -> ApiCall {
+        self.api_call_within(DEFAULT_TIMEOUT, call)
+    }
+
+    /// Like [`Self::api_call`], with another timeout.
+    pub fn api_call_within(self: &Arc<Self>, timeout: Duration, call: ApiCallKind) -> ApiCall {
+        let metrics = Arc::clone(self);
+        ApiCall::new(timeout, move || metrics.api_error(call))
     }
 
     pub fn api_error(&self, call: ApiCallKind) {

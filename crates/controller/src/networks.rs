@@ -12,6 +12,7 @@ use std::{
 };
 
 use api::{ErrorChain, selection::NadRef};
+use client::fence::now;
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use plan::network::{self, ClusterState, NetworkPlan, NetworkRecords, NetworksPlan};
@@ -24,7 +25,6 @@ use self::{
 use crate::{
     cache::{CacheSource, ChangedNads, ClusterCache},
     leader::{EXPECTATION_TTL, LeaderContext, MIN_RETRY, RESYNC, Reconciler},
-    lease::fence::now,
     live_reads::LiveResults,
     metrics::Metrics,
 };

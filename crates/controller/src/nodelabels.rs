@@ -6,6 +6,11 @@ pub mod tests;
 use std::time::Duration;
 
 use api::{CONTROLLER_FIELD_MANAGER, ErrorChain};
+use client::{
+    expectations::Expectations,
+    fence::now,
+    request::{self, ApiCall},
+};
 use kube::{
     Api, Client,
     api::{DynamicObject, Patch, PatchParams},
@@ -15,11 +20,8 @@ use serde_json::json;
 use tracing::{info, warn};
 
 use crate::{
-    api_call::{self, ApiCall},
     cache::{CacheSource, ClusterCache, project},
-    expectations::Expectations,
     leader::{EXPECTATION_TTL, LeaderContext, MIN_RETRY, RESYNC, Reconciler},
-    lease::fence::now,
     metrics::ApiCallKind,
 };
 
@@ -29,7 +31,7 @@ use crate::{
 struct Error {
     name: String,
     #[source]
-    source: api_call::Error,
+    source: request::Error,
 }
 
 /// Patches the labels of Nodes.
@@ -45,7 +47,7 @@ impl NodeLabelController {
     pub fn new(context: &LeaderContext) -> Self {
         let LeaderContext { client, cache, metrics, fence } = context;
         Self {
-            call: ApiCall::fenced(metrics.clone(), ApiCallKind::Node, fence.clone()),
+            call: metrics.api_call(ApiCallKind::Node).fenced(fence.clone()),
             client: client.clone(),
             cache: cache.clone(),
             patches: Expectations::new(EXPECTATION_TTL),

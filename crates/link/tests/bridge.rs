@@ -194,8 +194,7 @@ fn a_daemon_killed_after_any_create_step_resumes() {
         host.node.internal_ips = vec!["192.168.9.1".parse().unwrap()];
         host.networks = vec![uplink("up"), overlay("over", 4711)];
         let peer = Some("192.168.9.2".parse().unwrap());
-        host.peers =
-            vec![Peer { node: "two".to_owned(), vtep: peer, networks: ["uid-over".into()].into() }];
+        host.peers = vec![Peer { node: "two".to_owned(), vtep: peer, networks: ["uid-over".into()].into() }];
         let before = snapshot(&host);
         let stopped = host.stop_after(steps);
         host.settle();

@@ -9,20 +9,17 @@ use std::{
 };
 
 use api::selection::NadRef;
-use futures::{Stream, StreamExt, TryStreamExt};
+use client::{
+    decode::MetadataObject,
+    watch::{StreamEvent, WatchConfig},
+};
+use futures::{Stream, StreamExt};
 use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1::{Namespace, Pod},
     apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
 };
-use kube::{
-    Api, Client, Resource,
-    core::{ApiResource, PartialObjectMeta},
-    runtime::{
-        WatchStreamExt,
-        watcher::{self, Event, watcher},
-    },
-};
+use kube::{Api, Client, Resource, core::ApiResource};
 use plan::{
     network::{self, ClusterState},
     shared_map::SharedMap,
@@ -34,7 +31,7 @@ use tracing::info;
 use crate::{
     cache::{CacheSource, ClusterCache, project},
     metrics::{ApiCallKind, Metrics},
-    watch,
+    watch::events,
 };
 
 /// Selects pods that have not finished. A pod that finishes leaves the watch as if it were deleted.
@@ -49,16 +46,6 @@ pub struct CacheFiller {
     pub client: Client,
     pub cache: ClusterCache,
     pub metrics: Arc<Metrics>,
-}
-
-/// An event of a watch, with errors handled.
-enum CacheEvent<K> {
-    ListStarted,
-    Applied(K),
-    Deleted(K),
-    ListDone,
-    /// The API server does not serve the kind in the requested version.
-    NotServed,
 }
 
 impl CacheFiller {
@@ -92,15 +79,23 @@ impl CacheFiller {
         );
     }
 
-    fn all<K>(&self, resource: &ApiResource, call: ApiCallKind) -> impl Stream<Item = CacheEvent<K>> + use<K>
+    fn all<K>(&self, resource: &ApiResource, call: ApiCallKind) -> impl Stream<Item = StreamEvent<K>> + use<K>
     where
         K: Resource<DynamicType = ApiResource> + Clone + Debug + DeserializeOwned + Send + 'static,
     {
-        cache_events(
-            watcher(Api::all_with(self.client.clone(), resource), watch::all()),
-            self.metrics.clone(),
-            call,
-        )
+        self.selected(resource, WatchConfig::all(), call)
+    }
+
+    fn selected<K>(
+        &self,
+        resource: &ApiResource,
+        config: WatchConfig,
+        call: ApiCallKind,
+    ) -> impl Stream<Item = StreamEvent<K>> + use<K>
+    where
+        K: Resource<DynamicType = ApiResource> + Clone + Debug + DeserializeOwned + Send + 'static,
+    {
+        events(Api::all_with(self.client.clone(), resource), config, self.metrics.clone(), call)
     }
 
     async fn networks(&self) {
@@ -123,9 +118,8 @@ impl CacheFiller {
     }
 
     async fn node_networks(&self) {
-        let api = Api::all_with(self.client.clone(), &project::node_networks());
-        let config = watch::all().page_size(NODE_NETWORK_PAGE_SIZE);
-        let stream = cache_events(watcher(api, config), self.metrics.clone(), ApiCallKind::WatchNodeNetworks);
+        let config = WatchConfig::all().page_size(NODE_NETWORK_PAGE_SIZE);
+        let stream = self.selected(&project::node_networks(), config, ApiCallKind::WatchNodeNetworks);
         self.mirror(
             CacheSource::NodeNetworks,
             stream,
@@ -142,10 +136,8 @@ impl CacheFiller {
     }
 
     async fn namespaces(&self) {
-        let api = Api::<PartialObjectMeta<Namespace>>::all(self.client.clone());
-        let stream =
-            cache_events(watcher(api, watch::all()), self.metrics.clone(), ApiCallKind::WatchNamespaces);
-        let read = |_: &ClusterState, object: PartialObjectMeta<Namespace>| {
+        let stream = self.all(&ApiResource::erase::<Namespace>(&()), ApiCallKind::WatchNamespaces);
+        let read = |_: &ClusterState, object: MetadataObject| {
             let phase = match object.metadata.deletion_timestamp {
                 Some(_) => network::NamespacePhase::Terminating,
                 None => network::NamespacePhase::Active,
@@ -183,10 +175,10 @@ impl CacheFiller {
     }
 
     async fn pods(&self) {
-        let api = Api::<PartialObjectMeta<Pod>>::all(self.client.clone());
-        let stream = watcher(api, watch::all().fields(LIVE_PODS));
-        let stream = cache_events(stream, self.metrics.clone(), ApiCallKind::WatchUsers);
-        self.index_users(WorkloadKind::Pod, stream, |object| project::pod(&object.metadata)).await;
+        let pods = ApiResource::erase::<Pod>(&());
+        let stream = self.selected(&pods, WatchConfig::all().fields(LIVE_PODS), ApiCallKind::WatchUsers);
+        let read = |object: MetadataObject| project::pod(&object.metadata);
+        self.index_users(WorkloadKind::Pod, stream, read).await;
     }
 
     async fn workloads(&self, kind: WorkloadKind) {
@@ -217,7 +209,7 @@ impl CacheFiller {
     async fn mirror<K, Key, Value>(
         &self,
         source: CacheSource,
-        stream: impl Stream<Item = CacheEvent<K>>,
+        stream: impl Stream<Item = StreamEvent<K>>,
         map: impl Fn(&mut ClusterState) -> Option<&mut SharedMap<Key, Value>>,
         read: impl Fn(&ClusterState, K) -> Option<(Key, Value)>,
     ) where
@@ -230,12 +222,12 @@ impl CacheFiller {
         while let Some(event) = stream.next().await {
             let complete = source.is_complete(&event);
             self.cache.update(source, |state| match event {
-                CacheEvent::NotServed => false,
-                CacheEvent::ListStarted => {
+                StreamEvent::NotServed(_) | StreamEvent::Failed(_) | StreamEvent::Resumed => false,
+                StreamEvent::ListStarted => {
                     listing = Some(BTreeSet::new());
                     false
                 }
-                CacheEvent::Applied(object) => {
+                StreamEvent::Applied(object) => {
                     let Some((key, value)) = read(state, object) else { return false };
                     if let Some(seen) = &mut listing {
                         seen.insert(key.clone());
@@ -245,11 +237,11 @@ impl CacheFiller {
                     map.insert(key, value);
                     changed
                 }
-                CacheEvent::Deleted(object) => {
+                StreamEvent::Deleted(object) => {
                     let Some((key, _)) = read(state, object) else { return false };
                     map(state).is_some_and(|map| map.remove(&key))
                 }
-                CacheEvent::ListDone => {
+                StreamEvent::ListDone => {
                     let (Some(map), Some(seen)) = (map(state), listing.take()) else { return false };
                     let gone: Vec<Key> = map.keys().filter(|key| !seen.contains(key)).cloned().collect();
                     gone.iter().fold(false, |_, key| map.remove(key))
@@ -266,33 +258,36 @@ impl CacheFiller {
     async fn index_users<K>(
         &self,
         kind: WorkloadKind,
-        stream: impl Stream<Item = CacheEvent<K>>,
+        stream: impl Stream<Item = StreamEvent<K>>,
         read: impl Fn(K) -> WorkloadRefs,
     ) {
         let mut stream = pin!(stream);
         let mut listed = false;
         while let Some(event) = stream.next().await {
             let complete = CacheSource::Users(kind).is_complete(&event);
-            let no_longer_served = matches!(event, CacheEvent::NotServed) && complete && listed;
-            listed |= matches!(event, CacheEvent::ListDone);
+            let no_longer_served = matches!(event, StreamEvent::NotServed(_)) && complete && listed;
+            listed |= matches!(event, StreamEvent::ListDone);
             // Parsed before the lock is taken: an annotation can be long.
             let event = match event {
-                CacheEvent::ListStarted => CacheEvent::ListStarted,
-                CacheEvent::Applied(object) => CacheEvent::Applied(read(object)),
-                CacheEvent::Deleted(object) => CacheEvent::Deleted(read(object)),
-                CacheEvent::ListDone => CacheEvent::ListDone,
-                CacheEvent::NotServed => CacheEvent::NotServed,
+                StreamEvent::ListStarted => StreamEvent::ListStarted,
+                StreamEvent::Applied(object) => StreamEvent::Applied(read(object)),
+                StreamEvent::Deleted(object) => StreamEvent::Deleted(read(object)),
+                StreamEvent::ListDone => StreamEvent::ListDone,
+                StreamEvent::Resumed => StreamEvent::Resumed,
+                StreamEvent::NotServed(error) => StreamEvent::NotServed(error),
+                StreamEvent::Failed(error) => StreamEvent::Failed(error),
             };
             let users = self.cache.users();
             let changed = match event {
-                CacheEvent::NotServed => complete && users.clear(kind),
-                CacheEvent::ListStarted => {
+                StreamEvent::NotServed(_) => complete && users.clear(kind),
+                StreamEvent::Failed(_) | StreamEvent::Resumed => false,
+                StreamEvent::ListStarted => {
                     users.start_relist(kind);
                     false
                 }
-                CacheEvent::Applied(refs) => users.apply(kind, &refs),
-                CacheEvent::Deleted(refs) => users.delete(kind, &refs.namespace, &refs.name),
-                CacheEvent::ListDone => users.finish_relist(kind),
+                StreamEvent::Applied(refs) => users.apply(kind, &refs),
+                StreamEvent::Deleted(refs) => users.delete(kind, &refs.namespace, &refs.name),
+                StreamEvent::ListDone => users.finish_relist(kind),
             };
             if changed {
                 self.cache.wake(CacheSource::Users(kind));
@@ -314,9 +309,10 @@ impl CacheFiller {
         watch: impl Fn() -> F,
         clear: impl Fn(),
     ) {
-        let api = Api::<PartialObjectMeta<CustomResourceDefinition>>::all(self.client.clone());
-        let stream = watcher(api, watch::by_name(name));
-        let mut definition = pin!(cache_events(stream, self.metrics.clone(), ApiCallKind::WatchKinds));
+        let definitions = ApiResource::erase::<CustomResourceDefinition>(&());
+        let config = WatchConfig::one(name);
+        let stream = self.selected::<MetadataObject>(&definitions, config, ApiCallKind::WatchKinds);
+        let mut definition = pin!(stream);
         let mut watching: Option<Pin<Box<F>>> = None;
         let mut listed = false;
         loop {
@@ -326,16 +322,17 @@ impl CacheFiller {
             };
             let exists = match event {
                 None => return,
-                Some(CacheEvent::ListStarted) => {
+                Some(StreamEvent::ListStarted) => {
                     listed = false;
                     continue;
                 }
-                Some(CacheEvent::Applied(_)) => {
+                Some(StreamEvent::Failed(_) | StreamEvent::Resumed) => continue,
+                Some(StreamEvent::Applied(_)) => {
                     listed = true;
                     true
                 }
-                Some(CacheEvent::Deleted(_) | CacheEvent::NotServed) => false,
-                Some(CacheEvent::ListDone) => listed,
+                Some(StreamEvent::Deleted(_) | StreamEvent::NotServed(_)) => false,
+                Some(StreamEvent::ListDone) => listed,
             };
             if exists && watching.is_none() {
                 info!(kind = name, "the kind exists, watching it");
@@ -359,85 +356,64 @@ async fn poll_watch<F: Future<Output = ()>>(watching: &mut Option<Pin<Box<F>>>) 
     }
 }
 
-/// Turns a watch into cache events. Errors are logged and counted, and the watch goes on after a backoff.
-fn cache_events<K: Resource + Clone + Debug + Send + 'static>(
-    stream: impl Stream<Item = watcher::Result<Event<K>>> + Send,
-    metrics: Arc<Metrics>,
-    call: ApiCallKind,
-) -> impl Stream<Item = CacheEvent<K>> {
-    let stream = stream.default_backoff().inspect_err(move |error| watch::failed(&metrics, call, error));
-    stream.filter_map(async |event| {
-        Some(match event {
-            Ok(Event::Init) => CacheEvent::ListStarted,
-            Ok(Event::InitApply(object) | Event::Apply(object)) => CacheEvent::Applied(object),
-            Ok(Event::Delete(object)) => CacheEvent::Deleted(object),
-            Ok(Event::InitDone) => CacheEvent::ListDone,
-            Err(
-                watcher::Error::InitialListFailed(kube::Error::Api(status))
-                | watcher::Error::WatchStartFailed(kube::Error::Api(status)),
-            ) if status.code == 404 => CacheEvent::NotServed,
-            Err(_) => return None,
-        })
-    })
-}
-
 impl CacheSource {
     /// Whether the source counts as listed after this event. A third-party kind that has a CustomResourceDefinition but is
     /// not served has no objects to wait for; the watch retries it.
-    fn is_complete<K>(self, event: &CacheEvent<K>) -> bool {
+    fn is_complete<K>(self, event: &StreamEvent<K>) -> bool {
         use WorkloadKind::{VirtualMachine, VirtualMachineInstance};
         let third_party = matches!(self, Self::Nads | Self::Users(VirtualMachine | VirtualMachineInstance));
-        matches!(event, CacheEvent::ListDone) || third_party && matches!(event, CacheEvent::NotServed)
+        matches!(event, StreamEvent::ListDone) || third_party && matches!(event, StreamEvent::NotServed(_))
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use client::watch::Error;
+    use futures::stream;
     use kube::core::Status;
 
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn a_third_party_kind_that_is_not_served_does_not_block_the_sync() {
-        let failure = || {
-            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
-            Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(status))))
-        };
-        let forbidden = Status::failure("no", "Forbidden").with_code(403);
-        let forbidden = Err(watcher::Error::InitialListFailed(kube::Error::Api(Box::new(forbidden))));
-        let events = [forbidden, failure(), Ok(Event::Init), Ok(Event::InitDone), failure()];
-        let stream = futures::stream::iter(events).boxed();
-        let events: Vec<CacheEvent<PartialObjectMeta<Pod>>> =
-            cache_events(stream, Arc::default(), ApiCallKind::WatchUsers).collect().await;
+    fn missing() -> kube::Error {
+        let status = Status::failure("the server could not find it", "NotFound").with_code(404);
+        kube::Error::Api(Box::new(status))
+    }
+
+    #[test]
+    fn a_third_party_kind_that_is_not_served_does_not_block_the_sync() {
+        let forbidden = kube::Error::Api(Box::new(Status::failure("no", "Forbidden").with_code(403)));
+        let events: [StreamEvent<MetadataObject>; 6] = [
+            StreamEvent::Failed(Error::List(forbidden)),
+            StreamEvent::NotServed(Error::List(missing())),
+            StreamEvent::ListStarted,
+            StreamEvent::ListDone,
+            StreamEvent::Resumed,
+            StreamEvent::NotServed(Error::Start(missing())),
+        ];
         let complete =
             |source: CacheSource| events.iter().map(|one| source.is_complete(one)).collect::<Vec<_>>();
         for source in [CacheSource::Nads, CacheSource::Users(WorkloadKind::VirtualMachine)] {
-            assert_eq!(complete(source), [true, false, true, true]);
+            assert_eq!(complete(source), [false, true, false, true, false, true]);
         }
         for source in [CacheSource::Nodes, CacheSource::Users(WorkloadKind::Pod)] {
-            assert_eq!(complete(source), [false, false, true, false]);
+            assert_eq!(complete(source), [false, false, false, true, false, false]);
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn users_of_a_kind_that_is_no_longer_served_are_forgotten() {
-        let missing = || {
-            let status = Status::failure("the server could not find it", "NotFound").with_code(404);
-            kube::Error::Api(Box::new(status))
-        };
         let user = || {
             let object = serde_json::json!({"metadata": {
                 "namespace": "ns", "name": "x", "annotations": {"k8s.v1.cni.cncf.io/networks": "blue"},
             }});
-            serde_json::from_value::<PartialObjectMeta<Pod>>(object).unwrap()
+            serde_json::from_value::<MetadataObject>(object).unwrap()
         };
-        let failures = [watcher::Error::InitialListFailed, watcher::Error::WatchStartFailed];
         for (kind, left) in [
             (WorkloadKind::VirtualMachine, 0),
             (WorkloadKind::VirtualMachineInstance, 0),
             (WorkloadKind::Pod, 1),
         ] {
-            for failure in failures {
+            for failure in [Error::List, Error::Start] {
                 let client = Client::new(
                     tower::service_fn(async |_: axum::http::Request<kube::client::Body>| {
                         std::future::pending::<Result<axum::http::Response<kube::client::Body>, kube::Error>>(
@@ -447,11 +423,14 @@ mod tests {
                     "ns",
                 );
                 let filler = CacheFiller { client, cache: ClusterCache::new(), metrics: Arc::default() };
-                let first = [Err(failure(missing())), Ok(Event::Init)];
-                let rest = [Ok(Event::InitApply(user())), Ok(Event::InitDone), Err(failure(missing()))];
-                let events = futures::stream::iter(first.into_iter().chain(rest));
-                let stream = events.chain(futures::stream::pending()).boxed();
-                let stream = cache_events(stream, Arc::default(), ApiCallKind::WatchUsers);
+                let events = [
+                    StreamEvent::NotServed(failure(missing())),
+                    StreamEvent::ListStarted,
+                    StreamEvent::Applied(user()),
+                    StreamEvent::ListDone,
+                    StreamEvent::NotServed(failure(missing())),
+                ];
+                let stream = stream::iter(events).chain(stream::pending());
                 let mirror = filler.index_users(kind, stream, |it| project::pod(&it.metadata));
                 let ended = tokio::time::timeout(std::time::Duration::from_mins(1), mirror).await;
                 assert_eq!(ended.is_ok(), left == 0, "{kind:?}: the watch is restarted");

@@ -11,9 +11,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::{
-    blocks::tests::block,
-    lease::{election::ElectionConfig, fence::tests::fence},
-    networks::tests::deleting,
+    blocks::tests::block, lease::election::ElectionConfig, networks::tests::deleting,
     nodelabels::tests::ready_on,
 };
 
@@ -53,7 +51,7 @@ impl FakeApiServer {
         });
         let cache = ClusterCache::new();
         cache.update(CacheSource::Nads, |state| state.nads.replace([].into()).is_none());
-        let (client, fence) = (Client::new(service, "ns"), fence(Duration::from_hours(1)));
+        let (client, fence) = (Client::new(service, "ns"), LeaseFence::expiring_in(Duration::from_hours(1)));
         (LeaderContext { client, cache, metrics: Arc::default(), fence }, server)
     }
 
@@ -229,7 +227,7 @@ async fn a_loop_that_does_not_end_is_aborted_before_the_lease_is_released() {
 #[tokio::test(start_paused = true)]
 async fn all_loops_share_the_fence_of_the_leader() {
     let (context, _) = FakeApiServer::start();
-    let until = tokio::sync::watch::Sender::new(crate::lease::fence::now());
+    let until = tokio::sync::watch::Sender::new(client::fence::now());
     let loops = loops(config(&context), LeaseFence::new(&until), &CancellationToken::new());
     // The certificates use it for the Secret and the configurations, networks for networks, NADs and events.
     assert!(until.receiver_count() >= loops.len(), "{}", until.receiver_count());

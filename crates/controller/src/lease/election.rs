@@ -9,6 +9,10 @@ use std::{
 };
 
 use api::{CONTROLLER_FIELD_MANAGER, ErrorChain, names::LEASE_NAME};
+use client::{
+    fence::{LeaseFence, now},
+    request::{self, ApiCall},
+};
 use jiff::Timestamp;
 use k8s_openapi::{
     api::coordination::v1::{Lease, LeaseSpec},
@@ -20,11 +24,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::fence::{LeaseFence, now};
-use crate::{
-    api_call::{self, ApiCall},
-    metrics::{ApiCallKind, Metrics},
-};
+use crate::metrics::{ApiCallKind, Metrics};
 
 /// The release annotation: names the replica that released the Lease. The replica that acquires the Lease removes it.
 const RELEASED_BY: &str = "patchbay.dev/released-by";
@@ -38,7 +38,7 @@ pub enum Error {
     #[error("replica {0} holds the lease")]
     HeldByOther(String),
     #[error("the lease was not renewed in time")]
-    RenewTimeout(#[source] Option<api_call::Error>),
+    RenewTimeout(#[source] Option<request::Error>),
 }
 
 /// How a candidate behaves.
@@ -86,9 +86,8 @@ impl Candidate {
     pub fn new(client: Client, config: ElectionConfig, metrics: Arc<Metrics>) -> Self {
         let api = Api::namespaced(client, &config.namespace);
         // A fifth of the lease duration, so that a leader can retry several times before its fence expires.
-        let timeout =
-            (config.lease_duration / 5).clamp(Duration::from_millis(500), api_call::DEFAULT_TIMEOUT);
-        let call = ApiCall::new(metrics.clone(), ApiCallKind::Lease, timeout);
+        let timeout = (config.lease_duration / 5).clamp(Duration::from_millis(500), request::DEFAULT_TIMEOUT);
+        let call = metrics.api_call_within(timeout, ApiCallKind::Lease);
         Self { api, config, metrics, call, last: None }
     }
 
@@ -121,7 +120,7 @@ impl Candidate {
     async fn try_acquire(
         &mut self,
         stop: &CancellationToken,
-    ) -> Result<Result<Instant, Duration>, api_call::Error> {
+    ) -> Result<Result<Instant, Duration>, request::Error> {
         let Some(snapshot) = stop.run_until_cancelled(self.refresh()).await else {
             return Ok(Err(Duration::ZERO));
         };
@@ -169,7 +168,7 @@ impl Candidate {
         }
     }
 
-    async fn refresh(&mut self) -> Result<&LeaseSnapshot, api_call::Error> {
+    async fn refresh(&mut self) -> Result<&LeaseSnapshot, request::Error> {
         let lease = self.call.read(self.api.get_opt(LEASE_NAME)).await?;
         Ok(self.observe(lease))
     }
@@ -184,7 +183,7 @@ impl Candidate {
     }
 
     /// Overwrites exactly the Lease that was last read. Returns when the write was *started*.
-    async fn write(&mut self, write: LeaseWrite) -> Result<Instant, api_call::Error> {
+    async fn write(&mut self, write: LeaseWrite) -> Result<Instant, request::Error> {
         let lease = self.last.as_ref().and_then(|last| last.lease.clone());
         let exists = lease.is_some();
         let lease = updated_lease(lease, write, &self.config, Timestamp::now());
@@ -254,11 +253,11 @@ impl Leader {
                             continue;
                         }
                         Ok(Err(error)) => error,
-                        Err(_) => api_call::Error::Timeout(remaining),
+                        Err(_) => request::Error::Timeout(remaining),
                     }
                 }
                 Ok(Err(error)) => error,
-                Err(_) => api_call::Error::Timeout(remaining),
+                Err(_) => request::Error::Timeout(remaining),
             };
             warn!(error = %ErrorChain(&error), "could not renew the lease; retrying");
             last_error = Some(error);

@@ -8,6 +8,7 @@ use api::{
     bridgenetwork::{BridgeNetworkStatus, NAD_NETWORK_LABEL, NAD_ORIGIN_ANNOTATION, NAD_UID_ANNOTATION},
     selection::NadRef,
 };
+use client::request::{self, ApiCall};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
     Api, Client,
@@ -19,7 +20,6 @@ use serde_json::{Value, json};
 use tracing::{debug, info};
 
 use crate::{
-    api_call::{self, ApiCall},
     cache::{ClusterCache, project},
     leader::LeaderContext,
     live_reads::{LiveQuery, LiveReader, LiveResults},
@@ -44,19 +44,19 @@ pub enum Error {
     LiveRead {
         name: String,
         #[source]
-        source: Arc<api_call::Error>,
+        source: Arc<request::Error>,
     },
     #[error("write network {name}")]
     Network {
         name: String,
         #[source]
-        source: api_call::Error,
+        source: request::Error,
     },
     #[error("write NetworkAttachmentDefinition {at}")]
     Nad {
         at: NadRef,
         #[source]
-        source: api_call::Error,
+        source: request::Error,
     },
 }
 
@@ -105,7 +105,7 @@ impl ApplyOutcome {
                 self.conflicted = true;
                 Ok(false)
             }
-            Err(Error::Nad { source: api_call::Error::Failed(kube::Error::Api(status)), .. }) => {
+            Err(Error::Nad { source: request::Error::Failed(kube::Error::Api(status)), .. }) => {
                 self.rejected.push((at.clone(), status.message.clone()));
                 Ok(false)
             }
@@ -129,7 +129,7 @@ pub struct NetworkWriter {
 impl NetworkWriter {
     pub fn new(context: &LeaderContext) -> Self {
         let LeaderContext { client, cache, metrics, fence } = context;
-        let fenced = |call| ApiCall::fenced(metrics.clone(), call, fence.clone());
+        let fenced = |call| metrics.api_call(call).fenced(fence.clone());
         let reporter = Reporter { controller: CONTROLLER_FIELD_MANAGER.to_owned(), instance: None };
         Self {
             live_reader: LiveReader::new(client.clone(), metrics.clone()),
@@ -404,7 +404,7 @@ impl NetworkWriter {
     }
 }
 
-fn live_read_error(plan: &NetworkPlan, source: Arc<api_call::Error>) -> Error {
+fn live_read_error(plan: &NetworkPlan, source: Arc<request::Error>) -> Error {
     Error::LiveRead { name: plan.name.clone(), source }
 }
 
@@ -481,7 +481,7 @@ mod tests {
     fn failure(reason: &str, code: u16) -> Error {
         let error = kube::Error::Api(Box::new(Status::failure("quota", reason).with_code(code)));
         let source =
-            if code == 409 { api_call::Error::Conflict(error) } else { api_call::Error::Failed(error) };
+            if code == 409 { request::Error::Conflict(error) } else { request::Error::Failed(error) };
         Error::Nad { at: NadRef::new("ns", "blue"), source }
     }
 
@@ -494,7 +494,7 @@ mod tests {
         assert_eq!(outcome.rejected, [(at.clone(), "quota".to_owned())]);
         assert!(!outcome.conflicted && !outcome.check(&at, Err(failure("Conflict", 409))).unwrap());
         assert!(outcome.conflicted);
-        let no_response = Error::Nad { at: at.clone(), source: api_call::Error::LeaseExpired };
+        let no_response = Error::Nad { at: at.clone(), source: request::Error::LeaseExpired };
         assert!(outcome.check(&at, Err(no_response)).is_err());
     }
 }

@@ -8,6 +8,10 @@ use std::{
 };
 
 use api::selection::NadRef;
+use client::{
+    expectations::Expectations,
+    retry::{Backoff, Retry},
+};
 use plan::network::{ClusterState, NetworkPlan, NetworkStep};
 
 use super::apply::ApplyOutcome;
@@ -24,19 +28,17 @@ const EVENT_INTERVAL: Duration = Duration::from_mins(1);
 /// The minimum time between two status writes that differ only in the users.
 const USERS_STATUS_INTERVAL: Duration = Duration::from_secs(1);
 
-#[derive(Default)]
 pub struct PendingState {
     /// By the UID of the network.
     networks: HashMap<String, PendingNetwork>,
-    /// The resourceVersion that a NAD had before the write (None if it did not exist), and until when the watch may be
-    /// behind.
-    nads: HashMap<NadRef, (Option<String>, Instant)>,
+    /// The resourceVersion that a written NAD had before; None if it did not exist.
+    nads: Expectations<NadRef, Option<String>>,
     /// By the UID of the deleted NAD.
-    deletions: HashMap<String, Instant>,
+    deletions: Expectations<String>,
     /// NADs that the API server rejected, by the UID of the network.
-    rejected: HashMap<(String, NadRef), RetryState>,
+    rejected: HashMap<(String, NadRef), Retry>,
     /// Networks with a failed live read, by UID.
-    live_read_failed: HashMap<String, RetryState>,
+    live_read_failed: HashMap<String, Retry>,
     writes: HashMap<NadRef, NadWrites>,
     /// When the last event about a NAD was recorded.
     events: HashMap<NadRef, Instant>,
@@ -49,22 +51,13 @@ struct NadWrites {
     times: VecDeque<Instant>,
 }
 
-/// The backoff of one failing operation.
-struct RetryState {
-    not_before: Instant,
-    delay: Duration,
+/// The delays after failures. One leader retries, so they need no random part.
+fn backoff() -> Backoff {
+    Backoff::exact(MIN_RETRY, MAX_RETRY)
 }
 
-impl RetryState {
-    /// The next backoff: twice the last one, up to [`MAX_RETRY`].
-    fn after(last: Option<&Self>, now: Instant) -> Self {
-        let delay = last.map_or(MIN_RETRY, |last| (last.delay * 2).min(MAX_RETRY));
-        Self { not_before: now + delay, delay }
-    }
-
-    fn remaining(&self, now: Instant) -> Option<Duration> {
-        Some(self.not_before.saturating_duration_since(now)).filter(|rest| !rest.is_zero())
-    }
+fn new_retry() -> Retry {
+    Retry::new(backoff())
 }
 
 #[derive(Default)]
@@ -73,9 +66,23 @@ struct PendingNetwork {
     stale: Option<(String, Instant)>,
     status_written_at: Option<Instant>,
     /// The generation whose status could not be written, and its backoff.
-    status_write_failed: Option<(Option<i64>, RetryState)>,
+    status_write_failed: Option<(Option<i64>, Retry)>,
     not_before: Option<Instant>,
-    retry: Option<Duration>,
+    backoff: Option<Backoff>,
+}
+
+impl Default for PendingState {
+    fn default() -> Self {
+        Self {
+            networks: HashMap::new(),
+            nads: Expectations::new(EXPECTATION_TTL),
+            deletions: Expectations::new(EXPECTATION_TTL),
+            rejected: HashMap::new(),
+            live_read_failed: HashMap::new(),
+            writes: HashMap::new(),
+            events: HashMap::new(),
+        }
+    }
 }
 
 impl PendingState {
@@ -91,14 +98,14 @@ impl PendingState {
 
     /// Stops waiting for created NADs that the watch has delivered. If such a NAD is missing now, it was deleted again.
     pub fn observe_nads(&mut self, changed_nads: &BTreeSet<NadRef>) {
-        self.nads.retain(|at, (before, _)| before.is_some() || !changed_nads.contains(at));
+        self.nads.retain(|at, before| before.is_some() || !changed_nads.contains(at));
     }
 
     /// How long the plan has to wait for the watch or a backoff, if it has to.
     pub fn wait(&mut self, state: &ClusterState, plan: &NetworkPlan, now: Instant) -> Option<Duration> {
-        self.nads.retain(|at, (before, until)| {
+        self.nads.retain(|at, before| {
             let current = state.nads.as_ref().and_then(|all| all.get(at));
-            *until > now && current.map(|nad| &nad.version) == before.as_ref()
+            current.map(|nad| &nad.version) == before.as_ref()
         });
         let network = self.networks.entry(plan.uid.clone()).or_default();
         if let Some(until) = network.not_before.filter(|until| *until > now) {
@@ -109,9 +116,8 @@ impl PendingState {
         {
             return Some(*until - now);
         }
-        let mut waits = plan.nads().filter_map(|at| self.nads.get(at));
-        if let Some((_, until)) = waits.next() {
-            return Some(*until - now);
+        if let Some(rest) = plan.nads().find_map(|at| self.nads.remaining(at, now, |_| true)) {
+            return Some(rest);
         }
         let last = network.status_written_at.filter(|_| plan.deferrable)?;
         let rest = USERS_STATUS_INTERVAL.saturating_sub(now.saturating_duration_since(last));
@@ -120,7 +126,7 @@ impl PendingState {
 
     pub fn written(&mut self, plan: &NetworkPlan, outcome: ApplyOutcome, now: Instant) {
         let network = self.networks.entry(plan.uid.clone()).or_default();
-        network.retry = None;
+        network.backoff = None;
         network.not_before = outcome.blocked.then(|| now + MIN_RETRY / 5);
         network.stale = outcome.network_written.then(|| (plan.version.clone(), now + EXPECTATION_TTL));
         if plan.status.is_some() && outcome.network_written {
@@ -132,7 +138,9 @@ impl PendingState {
         }
         let sent = plan.events.iter().filter_map(|event| event.nad.clone());
         self.events.extend(sent.filter(|at| outcome.wrote(at)).map(|at| (at, now)));
-        self.nads.extend(outcome.nads.into_iter().map(|(at, old)| (at, (old, now + EXPECTATION_TTL))));
+        for (at, old) in outcome.nads {
+            self.nads.expect(at, old, now);
+        }
     }
 
     fn record_step(&mut self, step: &NetworkStep, outcome: &ApplyOutcome, now: Instant) {
@@ -169,25 +177,19 @@ impl PendingState {
 
     pub fn failed(&mut self, plan: &NetworkPlan, now: Instant) -> Duration {
         let network = self.networks.entry(plan.uid.clone()).or_default();
-        let wait = network.retry.map_or(MIN_RETRY, |last| (last * 2).min(MAX_RETRY));
-        network.retry = Some(wait);
+        let wait = network.backoff.get_or_insert_with(backoff).next_delay();
         network.not_before = Some(now + wait);
         wait
     }
 
     /// Backs off a NAD that the API server rejected.
     pub fn rejected(&mut self, uid: &str, at: &NadRef, now: Instant) {
-        let key = (uid.to_owned(), at.clone());
-        let retry = RetryState::after(self.rejected.get(&key), now);
-        self.rejected.insert(key, retry);
+        self.rejected.entry((uid.to_owned(), at.clone())).or_insert_with(new_retry).failed(now);
     }
 
     /// Backs off the live reads of a network.
     pub fn live_read_failed(&mut self, uid: &str, now: Instant) -> Duration {
-        let retry = RetryState::after(self.live_read_failed.get(uid), now);
-        let wait = retry.delay;
-        self.live_read_failed.insert(uid.to_owned(), retry);
-        wait
+        self.live_read_failed.entry(uid.to_owned()).or_insert_with(new_retry).failed(now)
     }
 
     /// Backs off the status of a network, unless its generation changes.
@@ -196,8 +198,8 @@ impl PendingState {
         let generation = plan.status.as_ref().and_then(|status| status.observed_generation);
         let last =
             network.status_write_failed.take().filter(|(old, _)| *old == generation).map(|(_, last)| last);
-        let retry = RetryState::after(last.as_ref(), now);
-        let wait = retry.delay;
+        let mut retry = last.unwrap_or_else(new_retry);
+        let wait = retry.failed(now);
         network.status_write_failed = Some((generation, retry));
         wait
     }
@@ -255,12 +257,11 @@ impl PendingState {
 
     /// Whether the object's deletion was sent and the watch has not had time to deliver it.
     pub fn deletion_pending(&self, uid: &str, now: Instant) -> bool {
-        self.deletions.get(uid).is_some_and(|until| *until > now)
+        self.deletions.is_pending(&uid.to_owned(), now)
     }
 
     pub fn deletion_sent(&mut self, uid: String, now: Instant) {
-        self.deletions.retain(|_, until| *until > now);
-        self.deletions.insert(uid, now + EXPECTATION_TTL);
+        self.deletions.expect(uid, (), now);
     }
 }
 

@@ -5,6 +5,10 @@
 use std::sync::Arc;
 
 use api::{CONTROLLER_FIELD_MANAGER, names::WEBHOOK_CONFIGURATION};
+use client::{
+    fence::LeaseFence,
+    request::{self, ApiCall},
+};
 use k8s_openapi::{
     ByteString,
     api::admissionregistration::v1::{ValidatingWebhookConfiguration, WebhookClientConfig},
@@ -18,11 +22,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::{rotate::WebhookService, x509};
-use crate::{
-    api_call::{self, ApiCall},
-    lease::fence::LeaseFence,
-    metrics::{ApiCallKind, Metrics},
-};
+use crate::metrics::{ApiCallKind, Metrics};
 
 /// The CA bundle of each of our webhooks, and the resourceVersion they were read at.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,12 +40,12 @@ pub struct CaBundlePatcher {
 
 impl CaBundlePatcher {
     pub fn new(client: Client, service: WebhookService, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let call = ApiCall::fenced(metrics, ApiCallKind::WebhookConfiguration, fence);
+        let call = metrics.api_call(ApiCallKind::WebhookConfiguration).fenced(fence);
         Self { api: Api::all(client), service, call }
     }
 
     /// `None` if the configuration does not exist.
-    pub async fn read(&self) -> Result<Option<PublishedBundles>, api_call::Error> {
+    pub async fn read(&self) -> Result<Option<PublishedBundles>, request::Error> {
         let object = self.call.read(self.api.get_opt(WEBHOOK_CONFIGURATION)).await?;
         Ok(object.map(|object| published_bundles(&object, &self.service)))
     }
@@ -55,7 +55,7 @@ impl CaBundlePatcher {
         &self,
         published: &PublishedBundles,
         bundle: &CaBundle,
-    ) -> Result<(), api_call::Error> {
+    ) -> Result<(), request::Error> {
         let patch = Patch::Apply(patch(published, bundle));
         let params = PatchParams::apply(CONTROLLER_FIELD_MANAGER).force();
         self.call.change(self.api.patch(WEBHOOK_CONFIGURATION, &params, &patch)).await.map(drop)

@@ -2,9 +2,8 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
+use client::fence::now;
 use plan::certs;
-
-use crate::lease::fence::now;
 
 /// How often the clocks are compared. Cheap: no request is sent.
 const CHECK_INTERVAL: Duration = Duration::from_mins(1);

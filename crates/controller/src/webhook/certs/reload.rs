@@ -1,15 +1,13 @@
 //! Reloads the serving certificate of this replica when the Secret changes, without a restart.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, pin::pin, sync::Arc};
 
 use api::{ErrorChain, names::WEBHOOK_CERT_SECRET};
 use axum_server::tls_rustls::RustlsConfig;
-use futures::{StreamExt, TryStreamExt};
+use client::watch::{StreamEvent, WatchConfig};
+use futures::StreamExt;
 use k8s_openapi::{ByteString, api::core::v1::Secret};
-use kube::{
-    Api, Client,
-    runtime::{WatchStreamExt, watcher::watcher},
-};
+use kube::{Api, Client};
 use plan::certs;
 use tokio::sync::watch;
 use tracing::{info, warn};
@@ -17,7 +15,7 @@ use tracing::{info, warn};
 use super::x509::{self, TLS_CRT, TLS_KEY};
 use crate::{
     metrics::{ApiCallKind, Metrics},
-    watch::{by_name, failed},
+    watch::events,
     webhook::server::Readiness,
 };
 
@@ -51,15 +49,11 @@ impl CertReloader {
 
     /// Watches the Secret; ends only when it is dropped.
     pub async fn run(mut self, client: Client, namespace: String) {
-        let metrics = self.metrics.clone();
-        let mut secrets =
-            watcher(Api::<Secret>::namespaced(client, &namespace), by_name(WEBHOOK_CERT_SECRET))
-                .default_backoff()
-                .inspect_err(|error| failed(&metrics, ApiCallKind::WatchSecret, error))
-                .applied_objects()
-                .boxed();
-        while let Some(secret) = secrets.next().await {
-            let Ok(secret) = secret else { continue };
+        let api = Api::<Secret>::namespaced(client, &namespace);
+        let config = WatchConfig::one(WEBHOOK_CERT_SECRET);
+        let mut secrets = pin!(events(api, config, self.metrics.clone(), ApiCallKind::WatchSecret));
+        while let Some(event) = secrets.next().await {
+            let StreamEvent::Applied(secret) = event else { continue };
             if let Err(error) = self.load(&secret.data.unwrap_or_default()) {
                 warn!(error = %ErrorChain(&error), "could not load the webhook certificate; serving the previous one");
             }

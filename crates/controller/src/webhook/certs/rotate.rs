@@ -13,6 +13,10 @@ use api::{
     ErrorChain,
     names::{WEBHOOK_CERT_SECRET, WEBHOOK_CONFIGURATION},
 };
+use client::{
+    fence::{LeaseFence, now},
+    request,
+};
 use futures::{StreamExt, stream};
 use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
 use kube::{Api, Client};
@@ -29,8 +33,6 @@ use super::{
     x509::{self, CA_CRT, CA_KEY, SecretContents, TLS_CRT, TLS_KEY},
 };
 use crate::{
-    api_call,
-    lease::fence::{LeaseFence, now},
     metrics::{ApiCallKind, Metrics},
     watch,
 };
@@ -44,11 +46,11 @@ const MAX_RETRY: Duration = Duration::from_mins(1);
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("read the webhook certificates")]
-    Read(#[source] api_call::Error),
+    Read(#[source] request::Error),
     #[error("write the Secret of the webhook certificates")]
-    WriteSecret(#[source] api_call::Error),
+    WriteSecret(#[source] request::Error),
     #[error("write the CA bundle of the webhook configuration")]
-    Publish(#[source] api_call::Error),
+    Publish(#[source] request::Error),
     #[error("create a webhook certificate")]
     Create(#[source] x509::Error),
 }
@@ -176,7 +178,7 @@ impl CertRotator {
         }
     }
 
-    async fn read(&self) -> Result<CertObjects, api_call::Error> {
+    async fn read(&self) -> Result<CertObjects, request::Error> {
         let (secret, published) = tokio::try_join!(self.secret.read(), self.ca_bundle.read())?;
         let contents = secret.as_ref().and_then(|secret| secret.data.as_ref()).map(x509::parse_secret);
         Ok(CertObjects { secret, contents: contents.unwrap_or_default(), published })

@@ -3,6 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use api::{CONTROLLER_FIELD_MANAGER, names::WEBHOOK_CERT_SECRET};
+use client::{
+    fence::LeaseFence,
+    request::{self, ApiCall},
+};
 use k8s_openapi::{ByteString, api::core::v1::Secret};
 use kube::{
     Api, Client,
@@ -10,11 +14,7 @@ use kube::{
 };
 
 use super::x509::{TLS_CRT, TLS_KEY};
-use crate::{
-    api_call::{self, ApiCall},
-    lease::fence::LeaseFence,
-    metrics::{ApiCallKind, Metrics},
-};
+use crate::metrics::{ApiCallKind, Metrics};
 
 const TLS_TYPE: &str = "kubernetes.io/tls";
 
@@ -27,11 +27,11 @@ pub struct CertSecret {
 
 impl CertSecret {
     pub fn new(client: Client, namespace: &str, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
-        let call = ApiCall::fenced(metrics, ApiCallKind::Secret, fence);
+        let call = metrics.api_call(ApiCallKind::Secret).fenced(fence);
         Self { api: Api::namespaced(client, namespace), namespace: namespace.to_owned(), call }
     }
 
-    pub async fn read(&self) -> Result<Option<Secret>, api_call::Error> {
+    pub async fn read(&self) -> Result<Option<Secret>, request::Error> {
         self.call.read(self.api.get_opt(WEBHOOK_CERT_SECRET)).await
     }
 
@@ -40,7 +40,7 @@ impl CertSecret {
         &self,
         old: Option<Secret>,
         data: BTreeMap<&str, String>,
-    ) -> Result<(), api_call::Error> {
+    ) -> Result<(), request::Error> {
         let params =
             PostParams { field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()), ..PostParams::default() };
         let old = match old {
@@ -105,10 +105,7 @@ mod tests {
     use axum::{body::Body, http};
 
     use super::*;
-    use crate::{
-        lease::fence::tests::fence,
-        webhook::certs::x509::{CA_CRT, CA_KEY},
-    };
+    use crate::webhook::certs::x509::{CA_CRT, CA_KEY};
 
     fn bytes(text: &str) -> ByteString {
         ByteString(text.as_bytes().to_vec())
@@ -150,8 +147,12 @@ mod tests {
     async fn the_second_of_two_writes_is_not_sent_when_the_fence_expires_during_the_first() {
         for (fence_secs, expected) in [(4, 1), (60, 2)] {
             let (client, requests) = slow_server();
-            let secret =
-                CertSecret::new(client, "ns", Arc::default(), fence(Duration::from_secs(fence_secs)));
+            let secret = CertSecret::new(
+                client,
+                "ns",
+                Arc::default(),
+                LeaseFence::expiring_in(Duration::from_secs(fence_secs)),
+            );
             let foreign = Secret { type_: Some("Opaque".to_owned()), ..Secret::default() };
             let result = secret.write(Some(foreign), BTreeMap::new()).await;
             assert_eq!(result.is_ok(), expected == 2, "{result:?}");
