@@ -79,12 +79,18 @@ impl Drop for Daemon {
     }
 }
 
-/// The peak of the resident set size of a process, in MiB.
+/// The peak of the memory of a process, in MiB, without the pages of its program file. The kernel can drop those, and the
+/// test build has many more of them than the shipped one.
 fn peak_mib(pid: u32) -> Result<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = text.lines().find(|line| line.starts_with("VmHWM:")).context("no VmHWM in /proc")?;
-    let kilobytes: u64 = line.split_whitespace().nth(1).context("VmHWM has no value")?.parse()?;
-    Ok(kilobytes.div_ceil(1024))
+    let field = |name: &str| -> Result<u64> {
+        let line = text.lines().find(|line| line.starts_with(name));
+        let line = line.with_context(|| format!("no {name} in /proc"))?;
+        Ok(line.split_whitespace().nth(1).with_context(|| format!("{name} has no value"))?.parse()?)
+    };
+    let (peak, file) = (field("VmHWM:")?, field("RssFile:")?);
+    println!("process {pid}: peak {} MiB, {} MiB of them from files", peak / 1024, file / 1024);
+    Ok(peak.saturating_sub(file).div_ceil(1024))
 }
 
 /// The status of a node with a bridge and a VXLAN device for each network, as its daemon writes it.
