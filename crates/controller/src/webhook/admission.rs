@@ -228,12 +228,7 @@ fn routes(handler_of: fn(WebhookPath) -> Handler) -> Router<Arc<WebhookState>> {
     router.layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
 }
 
-async fn admit(
-    path: WebhookPath,
-    handler: Handler,
-    state: Arc<WebhookState>,
-    request: Request,
-) -> Response {
+async fn admit(path: WebhookPath, handler: Handler, state: Arc<WebhookState>, request: Request) -> Response {
     match review(path, handler, &state, request).await {
         Ok((uid, answer)) => {
             state.metrics.admission(path, answer.outcome());
