@@ -82,7 +82,7 @@ pub struct ObservedCerts {
     pub signer: Option<CertId>,
     /// The Secret's leaf; `None` if it is missing, cannot be parsed or does not match its private key.
     pub leaf: Option<LeafCert>,
-    /// The bundle of every webhook in every configuration.
+    /// The bundle of every webhook in every configuration that exists.
     pub webhook_bundles: Vec<CaBundle>,
     /// For how long the signer has been in all of them without interruption: see [`SignerTrust`].
     pub trusted_for: Option<Duration>,

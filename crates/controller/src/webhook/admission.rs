@@ -1,7 +1,7 @@
-//! The admission webhook: validation that needs other objects.
+//! The admission webhook: validation that needs other objects, and mutation.
 //!
 //! A validation is a plain function of the object and the caches, so that the webhook and the reconcilers agree. A new
-//! path is one more variant of [`WebhookPath`] and its arm in [`validate`].
+//! path is one more variant of [`WebhookPath`] and its [`Handler`].
 
 use std::{sync::Arc, time::Duration};
 
@@ -17,6 +17,8 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
+use json_patch::Patch;
+use k8s_openapi::ByteString;
 use plan::users::WorkloadKind;
 use prometheus_client::encoding::EncodeLabelValue;
 use serde::Deserialize;
@@ -129,6 +131,32 @@ pub enum AdmissionDecision {
     Deny(String),
 }
 
+/// The result of a mutation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(not(test), expect(dead_code, reason = "no path mutates yet"))]
+pub enum MutationDecision {
+    /// Allowed with these changes to the object of the request, or unchanged if there are none.
+    Patch(Patch),
+    /// Denied, with a message that says what to do next.
+    Deny(String),
+}
+
+/// What a path does with a request. API servers reject a patch from a validating webhook, so only a mutation returns one.
+#[derive(Clone, Copy)]
+enum Handler {
+    Validate(fn(&WebhookState, &ReviewedRequest) -> AdmissionDecision),
+    #[cfg_attr(not(test), expect(dead_code, reason = "no path mutates yet"))]
+    Mutate(fn(&WebhookState, &ReviewedRequest) -> MutationDecision),
+}
+
+/// The answer to a request. A patch in it is not empty.
+#[derive(Debug)]
+enum AdmissionAnswer {
+    Allowed,
+    AllowedWithPatch(Patch),
+    Denied(String),
+}
+
 /// Why a request cannot be validated.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 enum RequestError {
@@ -161,6 +189,14 @@ impl WebhookPath {
         }
     }
 
+    fn handler(self) -> Handler {
+        match self {
+            Self::ValidateNodeNetworks => Handler::Validate(validate_node_networks),
+            Self::ValidateBridgeNetworks => Handler::Validate(validate_bridge_networks),
+            Self::ValidateUsers => Handler::Validate(validate_users),
+        }
+    }
+
     /// The resources that this path validates, for messages.
     fn validates(self) -> &'static str {
         match self {
@@ -181,17 +217,22 @@ impl WebhookPath {
 
 /// All admission paths.
 pub fn router() -> Router<Arc<WebhookState>> {
+    routes(WebhookPath::handler)
+}
+
+fn routes(handler_of: fn(WebhookPath) -> Handler) -> Router<Arc<WebhookState>> {
     let router = WebhookPath::ALL.into_iter().fold(Router::new(), |router, path| {
-        router.route(path.route(), post(move |State(state), request| admit(path, state, request)))
+        let handler = handler_of(path);
+        router.route(path.route(), post(move |State(state), request| admit(path, handler, state, request)))
     });
     router.layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
 }
 
-async fn admit(path: WebhookPath, state: Arc<WebhookState>, request: Request) -> Response {
-    match review(path, &state, request).await {
-        Ok((uid, decision)) => {
-            state.metrics.admission(path, decision.outcome());
-            Json(response(&uid, &decision)).into_response()
+async fn admit(path: WebhookPath, handler: Handler, state: Arc<WebhookState>, request: Request) -> Response {
+    match review(path, handler, &state, request).await {
+        Ok((uid, answer)) => {
+            state.metrics.admission(path, answer.outcome());
+            Json(response(&uid, &answer)).into_response()
         }
         Err(error) => {
             state.metrics.admission(path, error.outcome());
@@ -201,12 +242,13 @@ async fn admit(path: WebhookPath, state: Arc<WebhookState>, request: Request) ->
     }
 }
 
-/// Returns the UID of the request and the decision.
+/// Returns the UID of the request and the answer to it.
 async fn review(
     path: WebhookPath,
+    handler: Handler,
     state: &WebhookState,
     request: Request,
-) -> Result<(String, AdmissionDecision), RequestError> {
+) -> Result<(String, AdmissionAnswer), RequestError> {
     let permit = timeout(QUEUE_TIMEOUT, state.bodies.acquire()).await;
     let Ok(Ok(_permit)) = permit else { return Err(RequestError::Busy) };
     let body = timeout(BODY_TIMEOUT, Bytes::from_request(request, &())).await;
@@ -216,8 +258,8 @@ async fn review(
     if !state.readiness.is_synced() {
         return Err(RequestError::NotSynced);
     }
-    let decision = validate(path, state, &request);
-    if let AdmissionDecision::Deny(_) = decision {
+    let answer = handler.answer(state, &request);
+    if let AdmissionAnswer::Denied(_) = answer {
         debug!(
             ?path,
             name = truncate(request.name()),
@@ -225,7 +267,7 @@ async fn review(
             "denied"
         );
     }
-    Ok((request.uid, decision))
+    Ok((request.uid, answer))
 }
 
 fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError> {
@@ -246,40 +288,50 @@ fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError
     Ok(request)
 }
 
-fn validate(path: WebhookPath, state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
-    let cluster = || state.cluster.snapshot();
-    let users = state.cluster.users();
-    match (path, request.operation) {
-        (_, ReviewedOperation::Delete | ReviewedOperation::Connect)
-        | (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Update) => AdmissionDecision::Allow,
-        (WebhookPath::ValidateNodeNetworks, ReviewedOperation::Create) => {
-            validate_node_network(request.name(), cluster().nodes.contains_key(request.name()))
+fn validate_node_networks(state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
+    match request.operation {
+        ReviewedOperation::Create => {
+            validate_node_network(request.name(), state.cluster.snapshot().nodes.contains_key(request.name()))
         }
-        (WebhookPath::ValidateBridgeNetworks, ReviewedOperation::Create | ReviewedOperation::Update) => {
-            network::validate(
-                &cluster(),
-                users,
-                request.name(),
-                request.object.as_ref(),
-                request.old_object.as_ref(),
-            )
-        }
-        (WebhookPath::ValidateUsers, ReviewedOperation::Create | ReviewedOperation::Update) => {
-            let Some(kind) = request.resource.kind() else { return AdmissionDecision::Allow };
-            let refs = |object: &Option<Map<String, Value>>| {
-                user::workload_refs(kind, &request.namespace, object.as_ref())
-            };
-            let new = refs(&request.object);
-            let added = user::added_references(&new, &refs(&request.old_object));
-            user::validate(&cluster(), users, kind, &new, &added)
+        ReviewedOperation::Update | ReviewedOperation::Delete | ReviewedOperation::Connect => {
+            AdmissionDecision::Allow
         }
     }
 }
 
-fn response(uid: &str, decision: &AdmissionDecision) -> Value {
-    let response = match decision {
-        AdmissionDecision::Allow => json!({"uid": uid, "allowed": true}),
-        AdmissionDecision::Deny(message) => {
+fn validate_bridge_networks(state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
+    if !request.operation.sets_object() {
+        return AdmissionDecision::Allow;
+    }
+    network::validate(
+        &state.cluster.snapshot(),
+        state.cluster.users(),
+        request.name(),
+        request.object.as_ref(),
+        request.old_object.as_ref(),
+    )
+}
+
+fn validate_users(state: &WebhookState, request: &ReviewedRequest) -> AdmissionDecision {
+    let Some(kind) = request.resource.kind().filter(|_| request.operation.sets_object()) else {
+        return AdmissionDecision::Allow;
+    };
+    let refs =
+        |object: &Option<Map<String, Value>>| user::workload_refs(kind, &request.namespace, object.as_ref());
+    let new = refs(&request.object);
+    let added = user::added_references(&new, &refs(&request.old_object));
+    user::validate(&state.cluster.snapshot(), state.cluster.users(), kind, &new, &added)
+}
+
+/// kube's `AdmissionResponse` is not used: it encodes a patch as a list of numbers, not in base64.
+fn response(uid: &str, answer: &AdmissionAnswer) -> Value {
+    let response = match answer {
+        AdmissionAnswer::Allowed => json!({"uid": uid, "allowed": true}),
+        AdmissionAnswer::AllowedWithPatch(patch) => {
+            let patch = ByteString(json!(patch).to_string().into_bytes());
+            json!({"uid": uid, "allowed": true, "patchType": "JSONPatch", "patch": patch})
+        }
+        AdmissionAnswer::Denied(message) => {
             let status =
                 json!({"code": StatusCode::FORBIDDEN.as_u16(), "reason": "Forbidden", "message": message});
             json!({"uid": uid, "allowed": false, "status": status})
@@ -307,6 +359,16 @@ impl ReviewedResource {
     }
 }
 
+impl ReviewedOperation {
+    /// Whether the request has a new object.
+    fn sets_object(self) -> bool {
+        match self {
+            Self::Create | Self::Update => true,
+            Self::Delete | Self::Connect => false,
+        }
+    }
+}
+
 impl ReviewedRequest {
     /// A generated name is in the object only.
     fn name(&self) -> &str {
@@ -327,11 +389,27 @@ pub fn validate_node_network(name: &str, node_exists: bool) -> AdmissionDecision
     ))
 }
 
-impl AdmissionDecision {
+impl Handler {
+    fn answer(self, state: &WebhookState, request: &ReviewedRequest) -> AdmissionAnswer {
+        match self {
+            Self::Validate(validate) => match validate(state, request) {
+                AdmissionDecision::Allow => AdmissionAnswer::Allowed,
+                AdmissionDecision::Deny(message) => AdmissionAnswer::Denied(message),
+            },
+            Self::Mutate(mutate) => match mutate(state, request) {
+                MutationDecision::Patch(patch) if patch.is_empty() => AdmissionAnswer::Allowed,
+                MutationDecision::Patch(patch) => AdmissionAnswer::AllowedWithPatch(patch),
+                MutationDecision::Deny(message) => AdmissionAnswer::Denied(message),
+            },
+        }
+    }
+}
+
+impl AdmissionAnswer {
     fn outcome(&self) -> AdmissionOutcome {
         match self {
-            Self::Allow => AdmissionOutcome::Allowed,
-            Self::Deny(_) => AdmissionOutcome::Denied,
+            Self::Allowed | Self::AllowedWithPatch(_) => AdmissionOutcome::Allowed,
+            Self::Denied(_) => AdmissionOutcome::Denied,
         }
     }
 }

@@ -127,7 +127,8 @@ fn controller_cluster_rules() -> Value {
             ],
             "verbs": ["list", "watch"],
         },
-        // The CA bundle of the webhook.
+        // The CA bundle of the webhook: the list of configurations in the controller's `webhook/certs/ca_bundle.rs`, each
+        // by its name. A MutatingWebhookConfiguration needs a rule of its own for its resource.
         {
             "apiGroups": ["admissionregistration.k8s.io"],
             "resources": ["validatingwebhookconfigurations"],

@@ -31,6 +31,8 @@ struct RotationSimulation {
     signer: Option<CertId>,
     leaf: Option<LeafCert>,
     webhook_bundles: Vec<CaBundle>,
+    /// A webhook configuration that cannot be written.
+    lagging: Option<usize>,
     trust: SignerTrust,
     /// Every leaf ever signed: a replica that is cut off may serve any of them until it expires.
     leaves: Vec<LeafCert>,
@@ -49,6 +51,7 @@ impl RotationSimulation {
             signer: None,
             leaf: None,
             webhook_bundles: vec![CaBundle::default(); 3],
+            lagging: None,
             trust: SignerTrust::default(),
             leaves: Vec::new(),
             former: Vec::new(),
@@ -90,7 +93,9 @@ impl RotationSimulation {
                 self.secret = CaBundle { cas, corrupt: false };
             }
             RotationStep::PublishBundle => {
-                for bundle in &mut self.webhook_bundles {
+                let lagging = self.lagging;
+                let all = self.webhook_bundles.iter_mut().enumerate();
+                for (_, bundle) in all.filter(|(index, _)| Some(*index) != lagging) {
                     let old = std::mem::replace(bundle, self.secret.clone());
                     self.former.push((self.second, old));
                 }
@@ -164,6 +169,48 @@ fn no_leaf_is_served_before_every_api_server_trusts_its_ca() {
     }
     assert_eq!(max_cas, 2);
     assert!(simulation.created >= 12, "{} CAs in ten lifetimes", simulation.created);
+}
+
+#[test]
+fn a_configuration_that_lags_holds_up_every_leaf_of_the_new_ca() {
+    let mut simulation = RotationSimulation::new();
+    simulation.converge(true);
+    simulation.advance(PROPAGATION_DELAY);
+    simulation.converge(true);
+    simulation.lagging = Some(1);
+    while simulation.created == 1 {
+        simulation.advance(1);
+        if let RotationDecision::Apply(step) = simulation.decide() {
+            simulation.apply(step);
+            simulation.check();
+        }
+    }
+    let new = simulation.signer.clone();
+    let leaves = simulation.leaves.len();
+    for _ in 0..3 * PROPAGATION_DELAY {
+        assert_eq!(simulation.decide(), RotationDecision::Apply(RotationStep::PublishBundle));
+        simulation.apply(RotationStep::PublishBundle);
+        simulation.check();
+        simulation.advance(1);
+    }
+    let trusting = |simulation: &RotationSimulation| {
+        let trusts = |bundle: &CaBundle| new.as_ref().is_some_and(|id| bundle.find(id).is_some());
+        simulation.webhook_bundles.iter().map(trusts).collect::<Vec<_>>()
+    };
+    assert_eq!(trusting(&simulation), [true, false, true]);
+    assert_eq!(simulation.leaves.len(), leaves);
+    simulation.lagging = None;
+    for _ in 0..PROPAGATION_DELAY {
+        simulation.converge(true);
+        assert_eq!((trusting(&simulation), simulation.leaves.len()), (vec![true; 3], leaves));
+        simulation.advance(1);
+    }
+    simulation.converge(true);
+    let signed_by = simulation.leaves[leaves..].iter().map(|leaf| leaf.signed_by.clone());
+    assert_eq!(signed_by.collect::<Vec<_>>(), [new]);
+    for bundle in &simulation.webhook_bundles {
+        assert_eq!(bundle.cas.len(), 2, "the old CA is removed last, after it has expired");
+    }
 }
 
 #[test]

@@ -140,6 +140,25 @@ fn an_old_ca_is_removed_only_after_it_has_expired_for_every_clock() {
 }
 
 #[test]
+fn an_old_ca_stays_in_every_configuration_until_it_has_expired_and_one_that_lags_does_not_add_it_again() {
+    let (a, b) = (ca("a", 0, 3000), ca("b", 1990, 5000));
+    let mut observed = up_to_date();
+    observed.secret = bundle([&b, &a]);
+    observed.signer = Some(id("b"));
+    observed.leaf = Some(leaf(&b, 3000, 3900));
+    observed.webhook_bundles = vec![bundle([&b, &a]), bundle([&b])];
+    assert_eq!(decide_at(&observed, 3299), RotationDecision::Apply(RotationStep::PublishBundle));
+    observed.secret = bundle([&b]);
+    assert_eq!(
+        decide_at(&observed, 3299),
+        RotationDecision::Apply(RotationStep::WriteBundle { retain: vec![id("b"), id("a")] })
+    );
+    assert_eq!(decide_at(&observed, 3300), RotationDecision::Apply(RotationStep::PublishBundle));
+    observed.webhook_bundles[0] = bundle([&b]);
+    assert_eq!(decide_at(&observed, 3300), RotationDecision::RecheckAfter(secs(300)));
+}
+
+#[test]
 fn a_manual_edit_of_a_webhook_configuration_is_repaired() {
     let foreign = CaCert { origin: CaOrigin::Foreign, ..ca("foreign", 0, 9000) };
     let a = ca("a", 0, 3000);

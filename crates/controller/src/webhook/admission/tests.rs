@@ -1,11 +1,16 @@
-//! Validation of networks and their users.
+//! Validation of networks and their users, and the answers of validating and mutating handlers.
 
+use axum::{
+    body::{Body, to_bytes},
+    http,
+};
 use jiff::Timestamp;
 use plan::{
     network::{ClusterState, NetworkState, NodeState},
     users::{UserIndex, WorkloadRefs},
 };
 use serde_json::{Map, Value, json};
+use tower::ServiceExt;
 
 use super::*;
 
@@ -265,5 +270,75 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
     assert_denied(
         &validate_user(&cluster, WorkloadKind::Pod, &pod("n7/deleting-7"), &no_refs()),
         "deleting-7",
+    );
+}
+
+/// The body of the response to a request that creates the pod `p`, if every path has this handler.
+async fn answer(handler_of: fn(WebhookPath) -> Handler) -> String {
+    let state =
+        Arc::new(WebhookState::new(Arc::default(), Arc::default(), crate::cache::ClusterCache::new()));
+    state.readiness.set_synced();
+    let review = json!({
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "u-1",
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "operation": "CREATE",
+            "userInfo": {},
+            "object": {"metadata": {"name": "p"}},
+        },
+    });
+    let request = http::Request::post(VALIDATE_USERS).body(Body::from(review.to_string())).unwrap();
+    let response = routes(handler_of).with_state(state.clone()).oneshot(request).await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK);
+    let body = to_bytes(response.into_body(), usize::MAX).await.unwrap();
+    let review: Value = serde_json::from_slice(&body).unwrap();
+    let counted = if review["response"]["allowed"] == true { "Allowed" } else { "Denied" };
+    let text = state.metrics.text().unwrap();
+    assert!(text.contains(&format!("{{path=\"ValidateUsers\",result=\"{counted}\"}} 1")), "{text}");
+    String::from_utf8(body.to_vec()).unwrap()
+}
+
+/// Labels an object with its own name.
+fn label(_: &WebhookState, request: &ReviewedRequest) -> MutationDecision {
+    let add = json!([{"op": "add", "path": "/metadata/labels", "value": {"name": request.name()}}]);
+    MutationDecision::Patch(serde_json::from_value(add).unwrap())
+}
+
+#[tokio::test]
+async fn the_patch_of_a_mutating_handler_is_sent_in_base64() {
+    let body = answer(|_| Handler::Mutate(label)).await;
+    // The base64 of [{"op":"add","path":"/metadata/labels","value":{"name":"p"}}].
+    let encoded = "W3sib3AiOiJhZGQiLCJwYXRoIjoiL21ldGFkYXRhL2xhYmVscyIsInZhbHVlIjp7Im5hbWUiOiJwIn19XQ==";
+    let review: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!(
+        review,
+        json!({
+            "apiVersion": "admission.k8s.io/v1",
+            "kind": "AdmissionReview",
+            "response": {"uid": "u-1", "allowed": true, "patchType": "JSONPatch", "patch": encoded},
+        })
+    );
+    let ByteString(text) = serde_json::from_value(review["response"]["patch"].clone()).unwrap();
+    let patch: Patch = serde_json::from_slice(&text).unwrap();
+    let mut pod = json!({"metadata": {"name": "p"}});
+    json_patch::patch(&mut pod, &patch).unwrap();
+    assert_eq!(pod, json!({"metadata": {"name": "p", "labels": {"name": "p"}}}));
+}
+
+#[tokio::test]
+async fn a_mutating_handler_without_changes_answers_as_a_validating_one() {
+    let unchanged = answer(|_| Handler::Mutate(|_, _| MutationDecision::Patch(Patch::default()))).await;
+    assert_eq!(unchanged, answer(|_| Handler::Validate(|_, _| AdmissionDecision::Allow)).await);
+    assert_eq!(
+        unchanged,
+        r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":true,"uid":"u-1"}}"#
+    );
+    let denied = answer(|_| Handler::Mutate(|_, _| MutationDecision::Deny("no".to_owned()))).await;
+    assert_eq!(denied, answer(|_| Handler::Validate(|_, _| AdmissionDecision::Deny("no".to_owned()))).await);
+    assert_eq!(
+        denied,
+        r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":false,"status":{"code":403,"message":"no","reason":"Forbidden"},"uid":"u-1"}}"#
     );
 }

@@ -1,84 +1,192 @@
-//! The CA bundles in the webhook configuration: reads and patches them.
+//! The CA bundles in the webhook configurations: reads and patches them.
 //!
-//! Only webhooks that call our Service are ours; other webhooks in the configuration are not changed.
+//! Only webhooks that call our Service are ours; other webhooks in a configuration are not changed.
+//!
+//! A configuration that does not exist holds up no rotation: no API server calls the webhook because of it. Once it is
+//! created, its watch triggers a reconcile, which writes the bundle into it before any other certificate is signed.
 
-use std::sync::Arc;
+use std::{
+    fmt::{self, Debug, Display},
+    sync::Arc,
+};
 
 use api::{CONTROLLER_FIELD_MANAGER, names::WEBHOOK_CONFIGURATION};
 use client::{
     fence::LeaseFence,
     request::{self, ApiCall},
 };
+use futures::future::try_join_all;
 use k8s_openapi::{
     ByteString,
-    api::admissionregistration::v1::{ValidatingWebhookConfiguration, WebhookClientConfig},
+    api::admissionregistration::v1::{
+        MutatingWebhookConfiguration, ValidatingWebhookConfiguration, WebhookClientConfig,
+    },
 };
 use kube::{
     Api, Client, Resource, ResourceExt,
     api::{Patch, PatchParams},
 };
 use plan::certs::CaBundle;
-use serde::Serialize;
+use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use super::{rotate::WebhookService, x509};
 use crate::metrics::{ApiCallKind, Metrics};
 
-/// The CA bundle of each of our webhooks, and the resourceVersion they were read at.
+/// All configurations that trust the webhook's certificates.
+///
+/// A capability that needs one more adds it here, to the manifests, and to the rules of the controller's ClusterRole:
+/// get, list, watch and patch of the resource, restricted to the name.
+pub const CONFIGURATIONS: &[WebhookConfiguration] =
+    &[WebhookConfiguration { kind: ConfigurationKind::Validating, name: WEBHOOK_CONFIGURATION }];
+
+/// A webhook configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WebhookConfiguration {
+    pub kind: ConfigurationKind,
+    pub name: &'static str,
+}
+
+/// The kind of a webhook configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConfigurationKind {
+    Validating,
+    #[cfg_attr(not(test), expect(dead_code, reason = "no capability mutates yet"))]
+    Mutating,
+}
+
+impl Display for WebhookConfiguration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match self.kind {
+            ConfigurationKind::Validating => ValidatingWebhookConfiguration::kind(&()),
+            ConfigurationKind::Mutating => MutatingWebhookConfiguration::kind(&()),
+        };
+        write!(f, "{kind} {}", self.name)
+    }
+}
+
+/// The CA bundle of each of our webhooks in one configuration, and the resourceVersion they were read at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PublishedBundles {
+    configuration: WebhookConfiguration,
     resource_version: Option<String>,
     webhooks: Vec<(String, CaBundle)>,
 }
 
-/// Reads and patches the webhook configuration for the leader.
+/// Reads and patches the webhook configurations for the leader.
 pub struct CaBundlePatcher {
-    api: Api<ValidatingWebhookConfiguration>,
+    client: Client,
     service: WebhookService,
+    configurations: &'static [WebhookConfiguration],
     call: ApiCall,
 }
 
+/// What both kinds of configurations have in common.
+trait ConfigurationObject: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned {
+    /// The name of each webhook and how API servers call it.
+    fn webhooks(&self) -> impl Iterator<Item = (&str, &WebhookClientConfig)>;
+}
+
+impl ConfigurationObject for ValidatingWebhookConfiguration {
+    fn webhooks(&self) -> impl Iterator<Item = (&str, &WebhookClientConfig)> {
+        self.webhooks.iter().flatten().map(|hook| (hook.name.as_str(), &hook.client_config))
+    }
+}
+
+impl ConfigurationObject for MutatingWebhookConfiguration {
+    fn webhooks(&self) -> impl Iterator<Item = (&str, &WebhookClientConfig)> {
+        self.webhooks.iter().flatten().map(|hook| (hook.name.as_str(), &hook.client_config))
+    }
+}
+
 impl CaBundlePatcher {
-    pub fn new(client: Client, service: WebhookService, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
+    pub fn new(
+        client: Client,
+        service: WebhookService,
+        configurations: &'static [WebhookConfiguration],
+        metrics: Arc<Metrics>,
+        fence: LeaseFence,
+    ) -> Self {
         let call = metrics.api_call(ApiCallKind::WebhookConfiguration).fenced(fence);
-        Self { api: Api::all(client), service, call }
+        Self { client, service, configurations, call }
     }
 
-    /// `None` if the configuration does not exist.
-    pub async fn read(&self) -> Result<Option<PublishedBundles>, request::Error> {
-        let object = self.call.read(self.api.get_opt(WEBHOOK_CONFIGURATION)).await?;
-        Ok(object.map(|object| published_bundles(&object, &self.service)))
+    /// The configurations that exist.
+    pub async fn read(&self) -> Result<Vec<PublishedBundles>, request::Error> {
+        let all = self.configurations.iter().map(async |configuration| match configuration.kind {
+            ConfigurationKind::Validating => {
+                self.read_one::<ValidatingWebhookConfiguration>(*configuration).await
+            }
+            ConfigurationKind::Mutating => {
+                self.read_one::<MutatingWebhookConfiguration>(*configuration).await
+            }
+        });
+        Ok(try_join_all(all).await?.into_iter().flatten().collect())
     }
 
-    /// Writes the bundle into every webhook of ours, unless the configuration has changed since it was read.
+    async fn read_one<K: ConfigurationObject>(
+        &self,
+        configuration: WebhookConfiguration,
+    ) -> Result<Option<PublishedBundles>, request::Error> {
+        let api = Api::<K>::all(self.client.clone());
+        let object = self.call.read(api.get_opt(configuration.name)).await?;
+        Ok(object.map(|object| published_bundles(configuration, &object, &self.service)))
+    }
+
+    /// Writes the bundle into every webhook of ours in one configuration, unless the configuration has changed since it
+    /// was read.
     pub async fn publish(
         &self,
         published: &PublishedBundles,
         bundle: &CaBundle,
     ) -> Result<(), request::Error> {
-        let patch = Patch::Apply(patch(published, bundle));
+        match published.configuration.kind {
+            ConfigurationKind::Validating => {
+                self.publish_one::<ValidatingWebhookConfiguration>(published, bundle).await
+            }
+            ConfigurationKind::Mutating => {
+                self.publish_one::<MutatingWebhookConfiguration>(published, bundle).await
+            }
+        }
+    }
+
+    async fn publish_one<K: ConfigurationObject>(
+        &self,
+        published: &PublishedBundles,
+        bundle: &CaBundle,
+    ) -> Result<(), request::Error> {
+        let api = Api::<K>::all(self.client.clone());
+        let patch = Patch::Apply(patch::<K>(published, bundle));
         let params = PatchParams::apply(CONTROLLER_FIELD_MANAGER).force();
-        self.call.change(self.api.patch(WEBHOOK_CONFIGURATION, &params, &patch)).await.map(drop)
+        self.call.change(api.patch(published.configuration.name, &params, &patch)).await.map(drop)
     }
 }
 
 impl PublishedBundles {
+    pub fn configuration(&self) -> WebhookConfiguration {
+        self.configuration
+    }
+
     /// The bundle of each webhook.
     pub fn bundles(&self) -> impl Iterator<Item = &CaBundle> {
         self.webhooks.iter().map(|(_, bundle)| bundle)
     }
 }
 
-fn published_bundles(object: &ValidatingWebhookConfiguration, service: &WebhookService) -> PublishedBundles {
+fn published_bundles<K: ConfigurationObject>(
+    configuration: WebhookConfiguration,
+    object: &K,
+    service: &WebhookService,
+) -> PublishedBundles {
     let bundle = |config: &WebhookClientConfig| match &config.ca_bundle {
         Some(text) => x509::parse_bundle(&text.0),
         None => CaBundle::default(),
     };
-    let webhooks =
-        object.webhooks.iter().flatten().filter(|hook| calls_service(&hook.client_config, service));
+    let webhooks = object.webhooks().filter(|(_, config)| calls_service(config, service));
     PublishedBundles {
+        configuration,
         resource_version: object.resource_version(),
-        webhooks: webhooks.map(|hook| (hook.name.clone(), bundle(&hook.client_config))).collect(),
+        webhooks: webhooks.map(|(name, config)| (name.to_owned(), bundle(config))).collect(),
     }
 }
 
@@ -88,13 +196,13 @@ fn calls_service(config: &WebhookClientConfig, service: &WebhookService) -> bool
 }
 
 /// Server-side apply of the one field that we own; the resourceVersion fences writes of a former leader.
-fn patch(published: &PublishedBundles, bundle: &CaBundle) -> Value {
+fn patch<K: Resource<DynamicType = ()>>(published: &PublishedBundles, bundle: &CaBundle) -> Value {
     let pem = x509::bundle_pem(bundle.cas.iter().map(|ca| &ca.id));
     let pem = ByteString(pem.into_bytes());
     json!({
-        "apiVersion": ValidatingWebhookConfiguration::api_version(&()),
-        "kind": ValidatingWebhookConfiguration::kind(&()),
-        "metadata": {"name": WEBHOOK_CONFIGURATION, "resourceVersion": published.resource_version},
+        "apiVersion": K::api_version(&()),
+        "kind": K::kind(&()),
+        "metadata": {"name": published.configuration.name, "resourceVersion": published.resource_version},
         "webhooks": published.webhooks.iter().map(|(name, _)| WebhookPatch::new(name, &pem)).collect::<Vec<_>>(),
     })
 }
@@ -122,7 +230,7 @@ impl<'a> WebhookPatch<'a> {
 mod tests {
     use std::time::{Duration, SystemTime};
 
-    use k8s_openapi::api::admissionregistration::v1::{ServiceReference, ValidatingWebhook};
+    use k8s_openapi::api::admissionregistration::v1::{MutatingWebhook, ServiceReference, ValidatingWebhook};
     use plan::certs::Validity;
 
     use super::*;
@@ -131,21 +239,25 @@ mod tests {
         WebhookService { namespace: "ns".to_owned(), name: "hook".to_owned() }
     }
 
-    fn hook(name: &str, service: Option<(&str, &str)>, ca_bundle: Option<&str>) -> ValidatingWebhook {
+    fn client_config(service: Option<(&str, &str)>, ca_bundle: Option<&str>) -> WebhookClientConfig {
         let service = service.map(|(namespace, name)| ServiceReference {
             namespace: namespace.to_owned(),
             name: name.to_owned(),
             ..ServiceReference::default()
         });
         let ca_bundle = ca_bundle.map(|text| ByteString(text.as_bytes().to_vec()));
-        let client_config = WebhookClientConfig { ca_bundle, service, ..WebhookClientConfig::default() };
+        WebhookClientConfig { ca_bundle, service, ..WebhookClientConfig::default() }
+    }
+
+    fn hook(name: &str, service: Option<(&str, &str)>, ca_bundle: Option<&str>) -> ValidatingWebhook {
+        let client_config = client_config(service, ca_bundle);
         ValidatingWebhook { name: name.to_owned(), client_config, ..ValidatingWebhook::default() }
     }
 
     fn read(hooks: Vec<ValidatingWebhook>) -> PublishedBundles {
         let mut object = ValidatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
         object.metadata.resource_version = Some("7".to_owned());
-        published_bundles(&object, &service())
+        published_bundles(CONFIGURATIONS[0], &object, &service())
     }
 
     fn bundle() -> CaBundle {
@@ -169,7 +281,7 @@ mod tests {
     fn only_the_bundles_of_our_webhooks_are_applied_at_the_version_that_was_read() {
         let bundle = bundle();
         let hooks = vec![hook("a", Some(("ns", "hook")), None), hook("foreign", None, None)];
-        let applied = patch(&read(hooks), &bundle);
+        let applied = patch::<ValidatingWebhookConfiguration>(&read(hooks), &bundle);
         let text = x509::bundle_pem([&bundle.cas[0].id]);
         assert_eq!(
             applied,
@@ -177,6 +289,31 @@ mod tests {
                 "apiVersion": "admissionregistration.k8s.io/v1",
                 "kind": "ValidatingWebhookConfiguration",
                 "metadata": {"name": "patchbay", "resourceVersion": "7"},
+                "webhooks": [{"name": "a", "clientConfig": {"caBundle": ByteString(text.into_bytes())}}],
+            })
+        );
+    }
+
+    #[test]
+    fn a_mutating_configuration_is_read_and_patched_as_a_validating_one() {
+        let hook = |name: &str, service| MutatingWebhook {
+            name: name.to_owned(),
+            client_config: client_config(service, None),
+            ..MutatingWebhook::default()
+        };
+        let hooks = vec![hook("a", Some(("ns", "hook"))), hook("foreign", None)];
+        let mut object = MutatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
+        object.metadata.resource_version = Some("8".to_owned());
+        let configuration = WebhookConfiguration { kind: ConfigurationKind::Mutating, name: "pods" };
+        let published = published_bundles(configuration, &object, &service());
+        let bundle = bundle();
+        let text = x509::bundle_pem([&bundle.cas[0].id]);
+        assert_eq!(
+            patch::<MutatingWebhookConfiguration>(&published, &bundle),
+            json!({
+                "apiVersion": "admissionregistration.k8s.io/v1",
+                "kind": "MutatingWebhookConfiguration",
+                "metadata": {"name": "pods", "resourceVersion": "8"},
                 "webhooks": [{"name": "a", "clientConfig": {"caBundle": ByteString(text.into_bytes())}}],
             })
         );

@@ -3,22 +3,25 @@
 //! Watches only trigger a reconcile. Decisions use objects read from the API server, not a cache: a cache that lags behind
 //! our own last write would cause one CA too many.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     collections::BTreeMap,
     sync::Arc,
     time::{Duration, SystemTime},
 };
 
-use api::{
-    ErrorChain,
-    names::{WEBHOOK_CERT_SECRET, WEBHOOK_CONFIGURATION},
-};
+use api::{ErrorChain, names::WEBHOOK_CERT_SECRET};
 use client::{
     fence::{LeaseFence, now},
     request,
 };
 use futures::{StreamExt, stream};
-use k8s_openapi::api::{admissionregistration::v1::ValidatingWebhookConfiguration, core::v1::Secret};
+use k8s_openapi::api::{
+    admissionregistration::v1::{MutatingWebhookConfiguration, ValidatingWebhookConfiguration},
+    core::v1::Secret,
+};
 use kube::{Api, Client};
 use plan::certs::{
     self, CertId, CertPolicy, ObservedCerts, RotationDecision, RotationStep, SignerTrust, Validity,
@@ -27,7 +30,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::{
-    ca_bundle::{CaBundlePatcher, PublishedBundles},
+    ca_bundle::{CONFIGURATIONS, CaBundlePatcher, ConfigurationKind, PublishedBundles, WebhookConfiguration},
     clock::WallClockMonitor,
     secret::CertSecret,
     x509::{self, CA_CRT, CA_KEY, SecretContents, TLS_CRT, TLS_KEY},
@@ -49,8 +52,8 @@ pub enum Error {
     Read(#[source] request::Error),
     #[error("write the Secret of the webhook certificates")]
     WriteSecret(#[source] request::Error),
-    #[error("write the CA bundle of the webhook configuration")]
-    Publish(#[source] request::Error),
+    #[error("write the CA bundle of {0}")]
+    Publish(WebhookConfiguration, #[source] request::Error),
     #[error("create a webhook certificate")]
     Create(#[source] x509::Error),
 }
@@ -58,7 +61,7 @@ pub enum Error {
 impl Error {
     fn is_conflict(&self) -> bool {
         match self {
-            Self::WriteSecret(error) | Self::Publish(error) => error.is_conflict(),
+            Self::WriteSecret(error) | Self::Publish(_, error) => error.is_conflict(),
             Self::Read(_) | Self::Create(_) => false,
         }
     }
@@ -78,6 +81,7 @@ pub struct CertRotator {
     policy: CertPolicy,
     metrics: Arc<Metrics>,
     secret: CertSecret,
+    configurations: &'static [WebhookConfiguration],
     ca_bundle: CaBundlePatcher,
     trust: SignerTrust,
 }
@@ -86,7 +90,8 @@ pub struct CertRotator {
 struct CertObjects {
     secret: Option<Secret>,
     contents: SecretContents,
-    published: Option<PublishedBundles>,
+    /// Of each configuration that exists.
+    published: Vec<PublishedBundles>,
 }
 
 impl CertRotator {
@@ -97,9 +102,27 @@ impl CertRotator {
         metrics: Arc<Metrics>,
         fence: LeaseFence,
     ) -> Self {
+        Self::with_configurations(client, service, CONFIGURATIONS, policy, metrics, fence)
+    }
+
+    fn with_configurations(
+        client: Client,
+        service: WebhookService,
+        configurations: &'static [WebhookConfiguration],
+        policy: CertPolicy,
+        metrics: Arc<Metrics>,
+        fence: LeaseFence,
+    ) -> Self {
         Self {
             secret: CertSecret::new(client.clone(), &service.namespace, metrics.clone(), fence.clone()),
-            ca_bundle: CaBundlePatcher::new(client.clone(), service.clone(), metrics.clone(), fence),
+            configurations,
+            ca_bundle: CaBundlePatcher::new(
+                client.clone(),
+                service.clone(),
+                configurations,
+                metrics.clone(),
+                fence,
+            ),
             client,
             service,
             policy,
@@ -144,21 +167,31 @@ impl CertRotator {
 
     fn changes(&self) -> impl futures::Stream<Item = ()> + Unpin + use<> {
         let secrets = Api::namespaced(self.client.clone(), &self.service.namespace);
-        let configurations = Api::all(self.client.clone());
-        stream::select(
-            watch::object_changes::<Secret>(
-                secrets,
-                WEBHOOK_CERT_SECRET,
-                self.metrics.clone(),
-                ApiCallKind::WatchSecret,
-            ),
-            watch::object_changes::<ValidatingWebhookConfiguration>(
-                configurations,
-                WEBHOOK_CONFIGURATION,
-                self.metrics.clone(),
-                ApiCallKind::WatchWebhookConfiguration,
-            ),
-        )
+        let secrets = watch::object_changes::<Secret>(
+            secrets,
+            WEBHOOK_CERT_SECRET,
+            self.metrics.clone(),
+            ApiCallKind::WatchSecret,
+        );
+        let configurations = self.configurations.iter().map(|configuration| {
+            let (client, metrics) = (self.client.clone(), self.metrics.clone());
+            let call = ApiCallKind::WatchWebhookConfiguration;
+            match configuration.kind {
+                ConfigurationKind::Validating => watch::object_changes::<ValidatingWebhookConfiguration>(
+                    Api::all(client),
+                    configuration.name,
+                    metrics,
+                    call,
+                ),
+                ConfigurationKind::Mutating => watch::object_changes::<MutatingWebhookConfiguration>(
+                    Api::all(client),
+                    configuration.name,
+                    metrics,
+                    call,
+                ),
+            }
+        });
+        stream::select(secrets, stream::select_all(configurations))
     }
 
     /// Applies at most one step; returns when to reconcile again.
@@ -229,10 +262,20 @@ impl CertRotator {
         Ok(())
     }
 
+    /// A configuration that cannot be written does not keep the bundle out of the others. The first failure is returned.
     async fn publish(&self, objects: &CertObjects) -> Result<(), Error> {
-        let Some(published) = &objects.published else { return Ok(()) };
-        self.ca_bundle.publish(published, &objects.contents.bundle).await.map_err(Error::Publish)?;
-        info!("wrote the CA bundle into the webhook configuration");
-        Ok(())
+        let bundle = &objects.contents.bundle;
+        let mut result = Ok(());
+        for published in &objects.published {
+            if published.bundles().all(|it| it.matches(bundle)) {
+                continue;
+            }
+            let configuration = published.configuration();
+            match self.ca_bundle.publish(published, bundle).await {
+                Ok(()) => info!(%configuration, "wrote the CA bundle into the webhook configuration"),
+                Err(error) => result = result.and(Err(Error::Publish(configuration, error))),
+            }
+        }
+        result
     }
 }
