@@ -244,7 +244,10 @@ impl Lab {
             })
             .await
             .with_context(|| self.tail(&machine, "multus"))?;
+            let [_, kubelet, ..] = node::components(&machine, node.addresses());
             wait::until(Duration::from_secs(60), &format!("the kubelet on {}", node.name), || async {
+                // It exits if containerd listens and does not serve CRI yet. Like kubelet.service, start it again.
+                machine.start_component(&kubelet)?;
                 machine
                     .output(&["busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:10248/healthz"])
                     .map(Some)
