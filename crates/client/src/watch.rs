@@ -14,7 +14,7 @@ use futures::{
 };
 use kube::{
     Api, Resource,
-    api::{ListParams, WatchParams},
+    api::{ListParams, VersionMatch, WatchParams},
     core::{Status, WatchEvent},
 };
 use serde::de::DeserializeOwned;
@@ -33,7 +33,7 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// wrongly believe that it has contact.
 pub const DETECTION_TIME: Duration =
     Duration::from_secs(WATCH_TIMEOUT.as_secs() + IDLE_MARGIN.as_secs() + RESPONSE_TIMEOUT.as_secs());
-/// A watch that ends sooner than this and delivers nothing is not renewed at once.
+/// A watch that ends sooner than this and delivers nothing is not renewed at once, and does not reset the backoff.
 const MIN_WATCH: Duration = Duration::from_secs(1);
 /// The objects of one page of a list, unless set otherwise.
 const PAGE_SIZE: u32 = 500;
@@ -70,15 +70,15 @@ impl Error {
             && self.status().is_some_and(|status| status.code == 404)
     }
 
-    /// Whether the last resource version is still good: the API server did not respond, or it responded that it cannot
-    /// serve anything now. Any other response may be about the resource version, as 410 is, or 504 after a restored
-    /// backup.
+    /// Whether the last resource version is still good: the API server did not respond, or it (or a load balancer) responded
+    /// that it cannot serve anything now. Any other response may be about the resource version, as 410 is, or 504 after a
+    /// restored backup.
     fn keeps_position(&self) -> bool {
         match self {
             Self::Deadline(_) => true,
             Self::NoResourceVersion | Self::Watch(kube::Error::SerdeError(_)) => false,
             Self::List(_) | Self::Start(_) | Self::Watch(_) => {
-                self.status().is_none_or(|status| matches!(status.code, 429 | 503))
+                self.status().is_none_or(|status| matches!(status.code, 429 | 502 | 503))
             }
         }
     }
@@ -316,13 +316,17 @@ where
             AfterPage::Watch(version) => {
                 self.state = State::Listed(version);
                 self.failed = false;
-                self.backoff.reset();
                 Some(StreamEvent::ListDone)
             }
         }
     }
 
     async fn start_watch(&mut self, version: String) -> Option<StreamEvent<K>> {
+        if self.failed
+            && let Err(error) = self.check_version(&version).await
+        {
+            return Some(self.fail(error, Some(version)));
+        }
         let params = self.config.watch_params();
         let stream = match timeout(RESPONSE_TIMEOUT, self.api.watch(&params, &version)).await {
             Ok(Ok(stream)) => stream.boxed(),
@@ -331,6 +335,22 @@ where
         };
         self.state = State::Watching(Watching { version, stream, started: Instant::now(), received: false });
         std::mem::take(&mut self.failed).then_some(StreamEvent::Resumed)
+    }
+
+    /// Checks that the API server has reached this version. After a restored backup it has not: it accepts a watch from a
+    /// future version, and sends nothing until it has reached that version again.
+    async fn check_version(&mut self, version: &str) -> Result<(), Error> {
+        let params = ListParams {
+            limit: Some(1),
+            resource_version: Some(version.to_owned()),
+            version_match: Some(VersionMatch::NotOlderThan),
+            ..self.config.list_params(None)
+        };
+        match timeout(RESPONSE_TIMEOUT, self.api.list(&params)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(Error::Start(error)),
+            Err(_) => Err(Error::Deadline(RESPONSE_TIMEOUT)),
+        }
     }
 
     async fn receive(&mut self, mut watching: Watching<K>) -> Option<StreamEvent<K>> {
@@ -367,6 +387,7 @@ where
     fn renew(&mut self, watching: Watching<K>) {
         let next = State::Listed(watching.version);
         if watching.received || watching.started.elapsed() >= MIN_WATCH {
+            self.backoff.reset();
             self.state = next;
         } else {
             self.wait(next);

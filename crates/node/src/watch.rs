@@ -87,7 +87,6 @@ mod tests {
         List,
         /// The server accepts the watch and ends it.
         EndedWatch,
-        Failure,
     }
 
     /// A watch, and the replies of its server; without one the server does not respond.
@@ -103,9 +102,6 @@ mod tests {
                         (200, r#"{"kind":"NodeList","metadata":{"resourceVersion":"5"},"items":[]}"#)
                     }
                     Ok(ServerReply::EndedWatch) => (200, ""),
-                    Ok(ServerReply::Failure) => {
-                        (500, r#"{"kind":"Status","code":500,"message":"no","reason":"no"}"#)
-                    }
                 };
                 let response = Response::builder().status(status).body(Body::from(text.as_bytes().to_vec()));
                 Ok::<_, Infallible>(response.unwrap())
@@ -121,23 +117,6 @@ mod tests {
         let event = watch.next().await;
         assert!(matches!(event, ObjectEvent::Failed(Error::Deadline(_))), "{event:?}");
         assert_eq!(start.elapsed().as_secs(), 10);
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_recovery_resets_the_backoff() {
-        let (mut watch, replies) = watch();
-        for _ in 0..8 {
-            replies.send(ServerReply::Failure).unwrap();
-            assert!(matches!(watch.next().await, ObjectEvent::Failed(_)));
-        }
-        replies.send(ServerReply::List).unwrap();
-        assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
-        replies.send(ServerReply::Failure).unwrap();
-        assert!(matches!(watch.next().await, ObjectEvent::Failed(_)));
-        let failed = Instant::now();
-        replies.send(ServerReply::List).unwrap();
-        assert!(matches!(watch.next().await, ObjectEvent::Synced(_)));
-        assert!(failed.elapsed() < Duration::from_secs(3), "{:?}", failed.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

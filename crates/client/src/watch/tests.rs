@@ -121,6 +121,7 @@ async fn a_broken_watch_resumes_at_the_last_version_and_reports_the_first_respon
     let (mut events, server, sender) = watching(WatchConfig::all()).await;
     // The connection is refused, and then works again.
     server.reply(Reply::status(503, "ServiceUnavailable"));
+    server.reply(Reply::page("11", "", &[object("b", 7)]));
     let (reply, next) = Reply::watch();
     server.reply(reply);
     drop(sender);
@@ -142,6 +143,20 @@ async fn a_watch_that_must_confirm_its_objects_lists_after_each_failure() {
     drop(sender);
     expect(&mut events, &["failed", "started", "+b", "done"]).await;
     expect_none(&mut events).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_version_that_the_server_has_not_reached_is_listed_again() {
+    let (mut events, server, sender) = watching(WatchConfig::all()).await;
+    server.reply(Reply::status(503, "ServiceUnavailable"));
+    // A backup was restored: "Too large resource version".
+    server.reply(Reply::status(504, "Timeout"));
+    server.reply(Reply::page("3", "", &[object("a", 1)]));
+    drop(sender);
+    expect(&mut events, &["failed", "failed"]).await;
+    assert!(last_query(&server).contains("resourceVersion=7"), "{}", last_query(&server));
+    assert!(last_query(&server).contains("resourceVersionMatch=NotOlderThan"), "{}", last_query(&server));
+    expect(&mut events, &["started", "+a", "done"]).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -197,7 +212,7 @@ async fn a_server_that_ends_each_watch_at_once_is_not_asked_in_a_busy_loop() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn retries_back_off_up_to_the_limit_and_a_complete_list_resets_them() {
+async fn retries_back_off_up_to_the_limit_and_only_a_lasting_watch_resets_them() {
     let (client, server) = ScriptedServer::new();
     let backoff = Backoff::exact(Duration::from_secs(1), Duration::from_secs(4));
     let mut events = stream(Api::all(client), WatchConfig::all().backoff(backoff));
@@ -211,9 +226,21 @@ async fn retries_back_off_up_to_the_limit_and_a_complete_list_resets_them() {
         delays.push(failed.elapsed().as_secs());
     }
     assert_eq!(delays, [1, 2, 4, 4]);
+    // Lists succeed and watches fail: a list in every second would overload the API server further.
     server.reply(Reply::page("5", "", &[]));
     server.reply(Reply::status(500, "InternalError"));
     expect(&mut events, &["done", "failed"]).await;
+    let failed = Instant::now();
+    expect(&mut events, &["started"]).await;
+    assert_eq!(failed.elapsed().as_secs(), 4);
+    server.reply(Reply::page("5", "", &[]));
+    let (reply, sender) = Reply::watch();
+    server.reply(reply);
+    sender.send(added("a", 6)).unwrap();
+    expect(&mut events, &["done", "+a"]).await;
+    server.reply(Reply::status(500, "InternalError"));
+    drop(sender);
+    expect(&mut events, &["failed"]).await;
     let failed = Instant::now();
     expect(&mut events, &["started"]).await;
     assert_eq!(failed.elapsed().as_secs(), 1);
@@ -277,6 +304,7 @@ async fn a_collected_watch_yields_complete_lists_of_projected_objects() {
     assert!(matches!(watch.next().await, ObjectEvent::Changed(name) if name == "c"));
     assert!(matches!(watch.next().await, ObjectEvent::Deleted(name) if name == "a"));
     server.reply(Reply::status(503, "ServiceUnavailable"));
+    server.reply(Reply::page("9", "", &[]));
     let (reply, _next) = Reply::watch();
     server.reply(reply);
     drop(sender);
