@@ -77,6 +77,11 @@ impl RawObject {
         self.find(key).map(|index| &self.text[self.entries[index].1.clone()])
     }
 
+    /// The text of the last value of a key that is not `null`. Go leaves a string as it is when it reads `null`.
+    pub fn get_not_null(&self, key: &str) -> Option<&str> {
+        self.iter().filter(|(name, text)| same_key(name, key) && *text != "null").last().map(|(_, text)| text)
+    }
+
     /// The place of a key's value in the text.
     pub fn span(&self, key: &str) -> Option<Range<usize>> {
         self.find(key).map(|index| self.entries[index].1.clone())

@@ -61,7 +61,11 @@ impl<'de, T: DeserializeOwned> Deserialize<'de> for Lenient<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = Option::<Box<RawValue>>::deserialize(deserializer)?;
         let text = text.as_ref().map_or("{}", |text| text.get());
-        Ok(Self(serde_json::from_str(text).map_err(|error| error.to_string())))
+        Ok(Self(serde_json::from_str(text).map_err(|error| {
+            // The position is one in the API server's encoding, which users do not see.
+            let text = error.to_string();
+            text.rsplit_once(" at line ").map_or(text.clone(), |(text, _)| text.to_owned())
+        })))
     }
 }
 

@@ -132,9 +132,15 @@ impl Reconciler for BlockController {
     async fn reconcile(&mut self) -> Duration {
         let (due, mut requeue_after) = self.plan();
         let mut networks = None;
+        let mut list_failed = false;
         for block in due {
+            // One attempt to list the networks serves the round, also a failed one.
+            if list_failed && block.node.is_none() {
+                continue;
+            }
             self.deletions.expect(block.uid.clone(), (), now());
             let Err(error) = self.delete(&block, &mut networks).await else { continue };
+            list_failed |= matches!(error, Error::Networks(_));
             if !error.is_conflict() {
                 warn!(error = %ErrorChain(&error), "could not delete an abandoned IPBlock, retrying");
             }

@@ -194,7 +194,11 @@ pub(super) fn parse(object: &RawObject) -> Parsed {
 ///
 /// The standard does not allow `namespace/name` as a name, but it is in use.
 fn find_nad(object: &RawObject) -> Option<(Option<String>, String)> {
-    let text = |key| object.read::<String>(key).ok().flatten().unwrap_or_default();
+    // A later `null` must not hide the reference from those who count users: Multus attaches the network.
+    let text = |key| {
+        let text = object.get_not_null(key).map(serde_json::from_str::<String>);
+        text.and_then(Result::ok).unwrap_or_default()
+    };
     let (name, namespace) = (text("name"), text("namespace"));
     let item = split_item(&name)?;
     let namespace = match namespace.trim() {

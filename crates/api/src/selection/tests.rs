@@ -40,6 +40,8 @@ fn parses_every_form_of_a_reference() {
         (r#"[{"name": "a", "namespace": "other"}]"#, &["other/a"]),
         (r#"[{"name": "a", "namespace": ""}]"#, &["home/a"]),
         (r#"[{"Name": "a", "Namespace": "other"}]"#, &["other/a"]),
+        (r#"[{"name": "a", "namespace": "other", "Namespace": null}]"#, &["other/a"]),
+        (r#"[{"name": "a", "NAME": null, "namespace": "other", "namespace": null}]"#, &["other/a"]),
         (r#"[{"name": "other/a"}]"#, &["other/a"]),
         (r#" [ {"name": "a", "interface": "x"}, {"name": "b"} ] "#, &["home/a", "home/b"]),
         (r#"{"name": "a"}"#, &["home/a"]),

@@ -154,8 +154,8 @@ impl NetworkWriter {
             query.nads.insert(at.clone());
             query.existing.extend(nad.network_uid.clone());
         }
-        let nodes = self.cache.snapshot().nodes;
-        self.live_reader.read(query, |name| nodes.contains_key(name)).await
+        // A Node that is created during the read counts.
+        self.live_reader.read(query, |name| self.cache.snapshot().nodes.contains_key(name)).await
     }
 
     /// Applies the steps, the status and the events of a plan.

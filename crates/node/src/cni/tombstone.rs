@@ -19,8 +19,14 @@ fn records(directory: &Path) -> RecordDir {
 /// Calls `apply` for every tombstone and durably removes those for which it returns true.
 pub fn apply_all(directory: &Path, apply: impl Fn(&Path, &Request) -> bool) {
     let (records, mut removed) = (records(directory), false);
-    // The directory need not exist.
-    for name in records.names().unwrap_or_default() {
+    let names = records.names().unwrap_or_else(|error| {
+        // The directory need not exist.
+        if error.kind() != io::ErrorKind::NotFound {
+            warn!(error = %ErrorChain(&error), "cannot list the tombstones; retrying");
+        }
+        Vec::new()
+    });
+    for name in names {
         let path = records.file(&name);
         match read(&records, &name) {
             Ok(Some(request)) if !apply(&path, &request) => continue,

@@ -52,6 +52,9 @@ const BATCH_WINDOW: Duration = Duration::from_millis(50);
 const EVENT_GAP: Duration = Duration::from_millis(5);
 /// How many attempts one reconcile makes.
 pub const MAX_ATTEMPTS: usize = 64;
+/// How many steps of one pass may get no answer. The time that they take and [`client::watch::DETECTION_TIME`] together must
+/// not exceed [`plan::ipam::limits::UNNOTICED_BREAK`].
+const MAX_STEP_TIMEOUTS: usize = 3;
 
 /// The current time, which a test can pause.
 pub fn now() -> Instant {
@@ -333,16 +336,23 @@ impl BlockController {
             if steps.is_empty() {
                 return Ok(());
             }
-            // A step that fails does not stop the others.
-            let (mut waiting, mut problem) = (true, None);
+            // A step that fails does not stop the others. If the API server does not answer, the rest waits: the watch must
+            // notice the loss in time.
+            let (mut waiting, mut problem, mut timeouts) = (true, None, 0);
             for step in steps {
+                if timeouts == MAX_STEP_TIMEOUTS {
+                    break;
+                }
                 let kind = step.request_kind().map(|(network, kind)| (network.to_owned(), kind));
                 match (self.apply_step(step).await, kind) {
                     (Ok(done), _) => waiting &= !done,
                     (Err(error), Some((network, kind))) if error.is_rejection() => {
                         self.back_off(&network, kind, &error);
                     }
-                    (Err(error), _) => problem = problem.or(Some(error)),
+                    (Err(error), _) => {
+                        timeouts += usize::from(matches!(error, BlockError::Timeout));
+                        problem = problem.or(Some(error));
+                    }
                 }
             }
             if let Some(problem) = problem {
@@ -455,5 +465,19 @@ async fn next_block_event(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEv
     match blocks {
         Some(watch) => watch.next().await,
         None => pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use client::watch::DETECTION_TIME;
+    use plan::ipam::limits::UNNOTICED_BREAK;
+
+    use super::*;
+
+    #[test]
+    fn steps_that_get_no_answer_do_not_keep_the_watch_from_noticing_the_loss_in_time() {
+        let unpolled = API_TIMEOUT * u32::try_from(MAX_STEP_TIMEOUTS).unwrap();
+        assert!(unpolled + DETECTION_TIME <= UNNOTICED_BREAK, "{unpolled:?} + {DETECTION_TIME:?}");
     }
 }
