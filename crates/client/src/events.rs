@@ -8,7 +8,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -28,7 +28,7 @@ use crate::request::ApiCall;
 const QUEUE_LENGTH: usize = 64;
 /// Bounds the events that are remembered for the throttle. The oldest is forgotten first.
 const MAX_REMEMBERED: usize = 512;
-/// The maximum length of a note in characters. The API server accepts 1024 bytes.
+/// The maximum length of a note in bytes. The API server accepts 1024.
 const MAX_NOTE: usize = 1000;
 
 /// An event about an object.
@@ -66,9 +66,10 @@ pub struct EventSender {
     recorder: Recorder,
     call: ApiCall,
     queue: mpsc::Receiver<QueuedEvent>,
+    throttle: Arc<Mutex<Throttle>>,
 }
 
-type QueuedEvent = (ObjectReference, Event);
+type QueuedEvent = (ObjectReference, Event, EventKey);
 
 /// The events of the last window.
 struct Throttle {
@@ -78,7 +79,7 @@ struct Throttle {
 }
 
 /// Events with the same key are the same.
-#[derive(PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct EventKey {
     uid: Option<String>,
     kind: Option<String>,
@@ -96,7 +97,8 @@ pub fn recorder(client: Client, source: EventSource, call: ApiCall) -> (EventRec
     let reporter = Reporter { controller: controller.to_owned(), instance: Some(instance) };
     let throttle = Arc::new(Mutex::new(Throttle { window, sent: VecDeque::new() }));
     let recorder = Recorder::new(client, reporter);
-    (EventRecorder { queue: sender, throttle }, EventSender { recorder, call, queue })
+    let sending = EventSender { recorder, call, queue, throttle: Arc::clone(&throttle) };
+    (EventRecorder { queue: sender, throttle }, sending)
 }
 
 /// A reference to an object of a known kind, for [`EventRecorder::record`]. `namespace` is None for cluster-scoped kinds.
@@ -119,7 +121,7 @@ impl EventRecorder {
     /// Queues an event, unless the same one was recorded in this window. Drops it if the queue is full.
     pub fn record(&self, regarding: ObjectReference, event: EventDraft) {
         let EventDraft { warning, reason, action, note } = event;
-        let note: String = note.chars().take(MAX_NOTE).collect();
+        let note = note[..note.floor_char_boundary(MAX_NOTE)].to_owned();
         let key = EventKey {
             uid: regarding.uid.clone(),
             kind: regarding.kind.clone(),
@@ -128,8 +130,7 @@ impl EventRecorder {
             reason,
             note: note.clone(),
         };
-        // Nothing that holds the lock can panic.
-        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut throttle = lock(&self.throttle);
         if throttle.contains(&key, Instant::now()) {
             return;
         }
@@ -141,7 +142,7 @@ impl EventRecorder {
             secondary: None,
         };
         let object = regarding.name.clone();
-        if self.queue.try_send((regarding, event)).is_ok() {
+        if self.queue.try_send((regarding, event, key.clone())).is_ok() {
             throttle.remember(key, Instant::now());
         } else {
             debug!(object, reason, "event queue is full, dropping an event");
@@ -163,14 +164,25 @@ impl Throttle {
         }
         self.sent.push_back((key, now));
     }
+
+    fn forget(&mut self, key: &EventKey) {
+        self.sent.retain(|(sent, _)| sent != key);
+    }
+}
+
+/// Nothing that holds the lock can panic.
+fn lock(throttle: &Mutex<Throttle>) -> MutexGuard<'_, Throttle> {
+    throttle.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl EventSender {
-    /// Sends until `stop`, or until there is no recorder left. An event that cannot be sent is dropped.
+    /// Sends until `stop`, or until there is no recorder left. An event that cannot be sent is dropped, and sent when it is
+    /// recorded again.
     pub async fn run(mut self, stop: CancellationToken) {
-        while let Some(Some((regarding, event))) = stop.run_until_cancelled(self.queue.recv()).await {
+        while let Some(Some((regarding, event, key))) = stop.run_until_cancelled(self.queue.recv()).await {
             if let Err(error) = self.call.create(self.recorder.publish(&event, &regarding)).await {
                 debug!(reason = event.reason, error = %ErrorChain(&error), "cannot send an event");
+                lock(&self.throttle).forget(&key);
             }
         }
     }
@@ -278,8 +290,8 @@ mod tests {
     async fn a_long_note_is_cut_between_characters() {
         let (recorder, mut sender, _server) = scripted();
         recorder.record(pod("a"), draft("AttachFailed", &"ä".repeat(2000)));
-        let (_, event) = sender.queue.try_recv().unwrap();
-        assert_eq!(event.note.unwrap(), "ä".repeat(MAX_NOTE));
+        let (_, event, _) = sender.queue.try_recv().unwrap();
+        assert_eq!(event.note.unwrap(), "ä".repeat(MAX_NOTE / 2));
     }
 
     #[tokio::test(start_paused = true)]
@@ -296,6 +308,10 @@ mod tests {
         tasks.spawn(sender.run(stop.clone()));
         tokio::time::sleep(Duration::from_secs(7)).await;
         assert_eq!(server.requests().len(), 2);
+        assert!(
+            recorder.throttle.lock().unwrap().sent.is_empty(),
+            "events that were not sent may be repeated"
+        );
         tokio::time::sleep(Duration::from_secs(2)).await;
         recorder.record(pod("c"), draft("AttachFailed", "x"));
         tokio::time::sleep(Duration::from_secs(2)).await;
