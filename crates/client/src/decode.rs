@@ -4,7 +4,7 @@
 //! break the list or the watch of its kind. Fields that are not declared are skipped while parsing and take no memory.
 //! `managedFields`, often the largest part of an object, are never kept.
 //!
-//! ```ignore
+//! ```text
 //! #[derive(Clone, Debug, Default, Deserialize)]
 //! struct PeerStatus {
 //!     #[serde(default, deserialize_with = "client::decode::or_default")]

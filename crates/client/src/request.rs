@@ -1,7 +1,7 @@
 //! Requests to the API server: each with a timeout, counted when it fails, and a leader's writes only while its fence
 //! holds.
 //!
-//! ```ignore
+//! ```text
 //! let call = ApiCall::new(DEFAULT_TIMEOUT, move || metrics.api_error(ApiCallKind::Secret)).fenced(fence);
 //! let secret = call.read(api.get_opt(name)).await?;
 //! let written = call.change(api.replace(name, &params, &secret)).await;
