@@ -13,7 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use crate::repository;
 
 /// The commit that this version is compared with and upgraded from.
-pub const COMMIT: &str = "6841d7be6967b7b84d12b99924f0017bf2f28717";
+pub const COMMIT: &str = "5d412b05578948919c95ada16c62359ff0c6e3bd";
 
 /// A version of the product, ready to be installed.
 #[derive(Debug, Clone)]

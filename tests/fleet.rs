@@ -93,6 +93,7 @@ impl Fleet {
             uid: self.uid(),
             state: NetworkState::NotSelected,
             ipam: Some(Arc::clone(&self.pool)),
+            has_claims: false,
         };
         let by_name = BTreeMap::from([(self.network.clone(), view)]);
         let networks = Networks { synced: true, node: Some(holder.clone()), by_name };
@@ -215,6 +216,7 @@ impl Fleet {
             boot: machine.boot.to_string(),
             since: uptime(),
             addresses: Vec::new(),
+            claim: None,
         };
         let pool = Arc::clone(&self.pool);
         async move {

@@ -2,6 +2,7 @@
 #![allow(clippy::print_stdout, reason = "a test runner prints its results")]
 
 use std::{
+    any::Any,
     env,
     panic::AssertUnwindSafe,
     path::PathBuf,
@@ -10,15 +11,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow};
 use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Topology};
 
 pub mod baseline;
 pub mod bridge;
+pub mod command_line;
+pub mod dns;
 pub mod fleet;
+pub mod hotplug;
+pub mod machine;
+pub mod network_service;
 pub mod patchbay;
+pub mod random;
 pub mod replica;
+pub mod status_watch;
 
 /// A test: its name and its function.
 pub type Test = (&'static str, fn(Lab) -> BoxFuture<'static, Result<()>>);
@@ -47,8 +55,13 @@ pub struct Suite {
     pub tests: &'static [TestGroup],
 }
 
-/// The name of a failed test, and its error with a dump of the lab.
-type TestFailure = (&'static str, anyhow::Error);
+/// A failed test.
+struct TestFailure {
+    name: &'static str,
+    error: anyhow::Error,
+    /// The state of the lab when the test failed.
+    lab: String,
+}
 
 /// The `main` of a test program without the standard harness; prints in the format of that harness. The suites run in
 /// parallel, each on its own lab.
@@ -89,8 +102,12 @@ impl Suite {
                 return false;
             }
         };
-        for (name, e) in &failures {
-            println!("\n---- {name} ----\n{e:?}");
+        for TestFailure { name, error, lab } in &failures {
+            // A namespace adds a dump to the error, too: the causes come first.
+            let causes =
+                error.chain().map(ToString::to_string).filter(|text| !text.starts_with("dump of lab"));
+            let causes = causes.collect::<Vec<_>>().join(": ");
+            println!("\n---- {name} stdout ----\nError: {causes}\n{error:?}\n{lab}");
         }
         println!(
             "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
@@ -125,7 +142,9 @@ impl Suite {
             let results: Vec<Option<TestFailure>> = thread::scope(|scope| {
                 let running: Vec<_> = group.iter().map(|test| scope.spawn(|| run_test(&lab, test))).collect();
                 let outcomes = running.into_iter().zip(group).map(|(thread, (name, _))| {
-                    thread.join().unwrap_or_else(|_| Some((*name, anyhow!("the test's thread panicked"))))
+                    thread.join().unwrap_or_else(|panic| {
+                        Some(TestFailure { name, error: panic_error(&*panic), lab: String::new() })
+                    })
                 });
                 outcomes.collect()
             });
@@ -160,7 +179,7 @@ fn run_test(lab: &Lab, (name, test): &Test) -> Option<TestFailure> {
         let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
         let result =
             tokio::time::timeout(limit, test).await.with_context(|| format!("timeout after {limit:?}"))?;
-        result.unwrap_or_else(|_| bail!("the test panicked"))
+        result.unwrap_or_else(|panic| Err(panic_error(&*panic)))
     });
     let seconds = start.elapsed().as_secs_f64();
     match outcome {
@@ -168,11 +187,18 @@ fn run_test(lab: &Lab, (name, test): &Test) -> Option<TestFailure> {
             println!("test {name} ... ok ({seconds:.1} s)");
             None
         }
-        Err(e) => {
+        Err(error) => {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            Some((name, e.context(patchbay::dump(lab))))
+            Some(TestFailure { name, error, lab: patchbay::dump(lab) })
         }
     }
+}
+
+/// The message of a panic. Its place in the code is on stderr.
+fn panic_error(panic: &(dyn Any + Send)) -> anyhow::Error {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    anyhow!("the test panicked: {}", text.unwrap_or("no message"))
 }
 
 fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {

@@ -40,7 +40,7 @@ pub async fn install(lab: &Lab) -> Result<()> {
     let reused = lab.kubectl(&["-n", NAMESPACE, "get", "daemonset", "patchbay-node"]).is_ok();
     install_release(lab, &release).await?;
     if !reused {
-        return Ok(());
+        return wait_for_pod_webhook(lab).await;
     }
     // The pods of an earlier run keep its image until their template changes.
     let built = std::fs::metadata(&release.image)?.modified()?.duration_since(UNIX_EPOCH)?;
@@ -49,7 +49,8 @@ pub async fn install(lab: &Lab) -> Result<()> {
     for workload in WORKLOADS {
         lab.kubectl(&["-n", NAMESPACE, "patch", workload, "-p", &patch])?;
     }
-    wait_ready(lab).await
+    wait_ready(lab).await?;
+    wait_for_pod_webhook(lab).await
 }
 
 /// The same with any version of the product. Another one that is installed already is upgraded or downgraded.
@@ -59,6 +60,14 @@ pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
     lab.load_image(image)?;
     lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?])?;
     wait_ready(lab).await
+}
+
+/// Waits until the leader has created the webhook configuration of launcher pods.
+pub async fn wait_for_pod_webhook(lab: &Lab) -> Result<()> {
+    wait::until(Duration::from_secs(60), "the MutatingWebhookConfiguration patchbay", || async {
+        Ok(lab.kubectl(&["get", "mutatingwebhookconfiguration", "patchbay"]).is_ok().then_some(()))
+    })
+    .await
 }
 
 /// Waits until controller and daemons are ready and every node has a NodeNetwork.
@@ -91,6 +100,7 @@ pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
     let on_node = |p: &&Pod| p.spec.as_ref().and_then(|s| s.node_name.as_deref()) == Some(node);
     all.items
         .iter()
+        .filter(|pod| pod.metadata.deletion_timestamp.is_none())
         .find(on_node)
         .map(ResourceExt::name_any)
         .with_context(|| format!("no daemon pod on {node}"))
@@ -119,6 +129,7 @@ pub fn dump(lab: &Lab) -> String {
     };
     section("bridgenetworks", &["get", "bridgenetworks", "-o", "yaml", "--request-timeout=5s"]);
     section("nodenetworks", &["get", "nodenetworks", "-o", "yaml", "--request-timeout=5s"]);
+    section("networkservices", &["get", "networkservices", "-A", "-o", "yaml", "--request-timeout=5s"]);
     for component in ["controller", "node"] {
         let selector = format!("app.kubernetes.io/component={component}");
         section(

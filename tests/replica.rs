@@ -4,7 +4,7 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, ExitStatus, Stdio},
     time::Duration,
 };
@@ -66,6 +66,11 @@ impl Replica {
     }
 
     pub fn start(lab: &Lab, number: u8, extra_args: &[&str]) -> Result<Self> {
+        Self::start_program(lab, number, &program()?, extra_args)
+    }
+
+    /// Starts a replica of another build of the program.
+    pub fn start_program(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Self> {
         let token =
             lab.kubectl(&["-n", NAMESPACE, "create", "token", "patchbay-controller", "--duration=1h"])?;
         let admin: serde_json::Value = serde_json::from_slice(&fs::read(lab.kubeconfig())?)?;
@@ -78,21 +83,21 @@ impl Replica {
         });
         let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         fs::write(&file, config.to_string())?;
-        Self::spawn(lab, number, extra_args)
+        Self::spawn(lab, number, program, extra_args)
     }
 
     /// Starts a replica again with the kubeconfig of its previous start: sends no request to the API server.
     pub fn restart(lab: &Lab, number: u8) -> Result<Self> {
-        Self::spawn(lab, number, &[])
+        Self::spawn(lab, number, &program()?, &[])
     }
 
-    fn spawn(lab: &Lab, number: u8, extra_args: &[&str]) -> Result<Self> {
+    fn spawn(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Self> {
         let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         let address = Self::address(number);
         let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
         let child = lab
             .control_plane()
-            .command_in_netns(program()?)?
+            .command_in_netns(program)?
             .args(["controller", "--namespace", NAMESPACE, "--identity", &Self::name(number)])
             .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
             .args(extra_args)
@@ -107,12 +112,17 @@ impl Replica {
 
     pub async fn start_ready(lab: &Lab, number: u8, extra_args: &[&str]) -> Result<Self> {
         let replica = Self::start(lab, number, extra_args)?;
+        replica.wait_ready().await?;
+        Ok(replica)
+    }
+
+    /// Waits until the replica serves its webhook.
+    pub async fn wait_ready(&self) -> Result<()> {
         wait::until(Duration::from_secs(60), "the replica to be ready", || async {
-            Ok((replica.probe("readyz") == 200).then_some(()))
+            Ok((self.probe("readyz") == 200).then_some(()))
         })
         .await
-        .with_context(|| replica.tail())?;
-        Ok(replica)
+        .with_context(|| self.tail())
     }
 
     pub fn tail(&self) -> String {

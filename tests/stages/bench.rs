@@ -12,9 +12,12 @@ use lab::{Lab, Topology, print_progress, wait};
 
 mod addresses;
 mod bridges;
+mod claims;
 mod compare;
 mod fleets;
+mod hotplug;
 pub mod plugin;
+mod services;
 
 use crate::{image, packages, step::build_lab};
 
@@ -61,8 +64,14 @@ pub enum BenchPart {
     Bridges,
     /// IPAM on real nodes.
     Addresses,
+    /// Plug and unplug of interfaces of running pods.
+    Hotplug,
     /// IPAM on many simulated nodes.
     Fleets,
+    /// NetworkServices, next to the EndpointSlice controller of Kubernetes.
+    Services,
+    /// IPAMClaims of virtual machines, and the webhook for their pods.
+    Claims,
     /// This version compared with the baseline, installed alternately in one lab.
     Compare,
 }
@@ -74,6 +83,8 @@ pub fn run(only: Option<BenchPart>) -> Result<()> {
         // Simulated nodes run in this process and need no image.
         if only == Some(BenchPart::Fleets) { Ok(None) } else { image::build().map(Some) }
     })?;
+    // These need the program of the image, but no node that runs it.
+    let tar = tar.filter(|_| !matches!(only, Some(BenchPart::Services | BenchPart::Claims)));
     let lab = Lab::new("bench".parse()?);
     lab.down()?;
     let selected = |part| only.is_none_or(|only| only == part);
@@ -123,6 +134,19 @@ fn measure(lab: &Lab, tar: Option<&Path>, selected: impl Fn(BenchPart) -> bool) 
     let runtime = runtime.worker_threads(64).max_blocking_threads(2048).enable_all().build()?;
     let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
     let mut rows = Vec::new();
+    if selected(BenchPart::Services) {
+        // A lab of its own: nothing but the measured controllers may act on its objects.
+        runtime.block_on(lab.up(Topology::ControlPlaneOnly))?;
+        let measured = runtime.block_on(services::measure(lab, &mut rows));
+        lab.down()?;
+        measured?;
+    }
+    if selected(BenchPart::Claims) {
+        runtime.block_on(lab.up(Topology::ControlPlaneOnly))?;
+        let measured = runtime.block_on(claims::measure(lab, &mut rows));
+        lab.down()?;
+        measured?;
+    }
     if selected(BenchPart::Nodes) || selected(BenchPart::Fleets) {
         let start = Instant::now();
         runtime.block_on(lab.up(Topology::ControlPlaneOnly))?;
@@ -158,6 +182,9 @@ fn measure(lab: &Lab, tar: Option<&Path>, selected: impl Fn(BenchPart) -> bool) 
     }
     if selected(BenchPart::Addresses) {
         runtime.block_on(addresses::measure(lab, &mut rows))?;
+    }
+    if selected(BenchPart::Hotplug) {
+        runtime.block_on(hotplug::measure(lab, &mut rows))?;
     }
     for (what, program) in
         [("controller: memory (largest replica)", "controller"), ("node daemon: memory (largest)", "node")]

@@ -15,7 +15,7 @@ use lab::print_progress;
 
 use crate::{
     image, packages,
-    step::{TestCount, cargo, low_priority_cargo, run_command, run_tests},
+    step::{TestResults, cargo, low_priority_cargo, run_command, run_tests},
     test_program::{self, TargetKind, TestProgram},
 };
 
@@ -29,7 +29,7 @@ pub enum TestLength {
 struct StageResult {
     name: &'static str,
     passed: bool,
-    count: Option<TestCount>,
+    tests: Option<TestResults>,
     seconds: f64,
 }
 
@@ -61,14 +61,18 @@ const STAGES_BESIDE_BUILDS: &[&[TestStage]] = &[
         TestStage("controller", Selection::EndToEnd("control_plane"), &[]),
         TestStage("networks", Selection::EndToEnd("networks"), &[]),
         TestStage("addresses", Selection::EndToEnd("addresses"), &[]),
+        TestStage("services", Selection::EndToEnd("services"), &[]),
+        TestStage("claims", Selection::EndToEnd("claims"), &[]),
     ],
 ];
 
-/// The stages that need the image, or the machine for themselves.
+/// The stages that need the image, or the machine for themselves. Those of a group run in parallel.
 const STAGES_ALONE: &[&[TestStage]] = &[
     // Compares the state of the whole host and measures starts, so nothing else may run meanwhile.
     &[TestStage("lab", Selection::EndToEnd("lab"), &["--test-threads=1"])],
     &[TestStage("nodes", Selection::EndToEnd("nodes"), &[])],
+    &[TestStage("hotplug", Selection::EndToEnd("hotplug"), &[])],
+    &[TestStage("machines", Selection::EndToEnd("machines"), &[])],
 ];
 
 /// The stages that only `make soak` runs.
@@ -123,7 +127,7 @@ fn build_stage(name: &'static str, action: impl FnOnce() -> Result<()>) -> Stage
     if let Err(e) = &outcome {
         print_progress(format!("{name}: {e:#}"));
     }
-    StageResult { name, passed: outcome.is_ok(), count: None, seconds: start.elapsed().as_secs_f64() }
+    StageResult { name, passed: outcome.is_ok(), tests: None, seconds: start.elapsed().as_secs_f64() }
 }
 
 impl TestStage {
@@ -155,21 +159,20 @@ impl TestStage {
         let name = self.0;
         print_progress(format!("stage {name}"));
         let start = Instant::now();
-        let (mut passed, mut count) = (true, TestCount::default());
+        let (mut passed, mut tests) = (true, TestResults::default());
         for mut command in self.commands(programs) {
             command.env("PATCHBAY_LAB_STATE", lab_state_dir());
             if length == TestLength::Long {
                 command.env("PATCHBAY_SOAK", "1");
             }
-            let (ok, counted) = run_tests(&mut command, prefix)?;
+            let (ok, results) = run_tests(&mut command, prefix)?;
             if !ok {
                 print_progress(format!("{name}: {command:?} failed"));
             }
             passed &= ok;
-            count.passed += counted.passed;
-            count.failed += counted.failed;
+            tests.add(results);
         }
-        Ok(StageResult { name, passed, count: Some(count), seconds: start.elapsed().as_secs_f64() })
+        Ok(StageResult { name, passed, tests: Some(tests), seconds: start.elapsed().as_secs_f64() })
     }
 }
 
@@ -223,13 +226,14 @@ fn run_parallel(
 
 fn print_summary(results: &[StageResult]) -> Result<()> {
     let mut text = String::from("\nstage           result   passed  failed   time\n");
-    let mut total = TestCount::default();
+    let (mut all_passed, mut all_failed) = (0, 0);
     for stage in results {
-        let count = stage.count.unwrap_or_default();
-        total.passed += count.passed;
-        total.failed += count.failed;
-        let (passed, failed) = match stage.count {
-            Some(count) => (count.passed.to_string(), count.failed.to_string()),
+        let (passed, failed) = match &stage.tests {
+            Some(tests) => {
+                all_passed += tests.passed;
+                all_failed += tests.failed;
+                (tests.passed.to_string(), tests.failed.to_string())
+            }
             None => ("-".into(), "-".into()),
         };
         let result = if stage.passed { "ok" } else { "FAILED" };
@@ -239,11 +243,16 @@ fn print_summary(results: &[StageResult]) -> Result<()> {
             stage.name, stage.seconds
         );
     }
-    println!("{text}\n{} passed, {} failed", total.passed, total.failed);
+    for stage in results {
+        for failure in stage.tests.iter().flat_map(|tests| &tests.failures) {
+            let _ = write!(text, "\n{}: {failure}\n", stage.name);
+        }
+    }
+    println!("{text}\n{all_passed} passed, {all_failed} failed");
     let failed: Vec<&str> = results.iter().filter(|s| !s.passed).map(|s| s.name).collect();
     let empty: Vec<&str> = results
         .iter()
-        .filter(|s| s.count.is_some_and(|c| c.passed + c.failed == 0))
+        .filter(|s| s.tests.as_ref().is_some_and(|tests| tests.passed + tests.failed == 0))
         .map(|s| s.name)
         .collect();
     if !failed.is_empty() {

@@ -1,7 +1,13 @@
 //! `make demo`: a guided tour. It prints every command and its real output.
 
+mod persistent_ips;
+mod services;
+
 use std::{
+    fs,
     io::Write as _,
+    os::unix::fs::symlink,
+    path::PathBuf,
     process::Command,
     time::{Duration, Instant},
 };
@@ -23,13 +29,13 @@ pub fn run() -> Result<()> {
         image::build()
     })?;
     let lab = Lab::new(LAB.parse()?);
-    let tour = Tour { lab: lab.clone() };
+    let tour = Tour { lab: lab.clone(), plugins: kubectl_plugins()? };
 
     chapter("Start a Kubernetes cluster on this machine");
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let start = Instant::now();
     print_progress("starting a control plane and two nodes …");
-    runtime.block_on(lab.up(Topology::Nodes(2)))?;
+    runtime.block_on(lab.up(Topology::KubeVirt(2)))?;
     print_progress(format!("the cluster is ready after {:.1} s", start.elapsed().as_secs_f64()));
     tour.kubectl("get nodes -o wide")?;
 
@@ -41,9 +47,13 @@ pub fn run() -> Result<()> {
     tour.kubectl("-n patchbay-system rollout status daemonset/patchbay-node --timeout=90s")?;
     tour.kubectl("-n patchbay-system get pods -o wide")?;
 
+    services::remove_leftovers(&tour);
     node_networks(&tour, &runtime)?;
     bridge_network(&tour, &runtime)?;
     ip_addresses(&tour, &runtime)?;
+    hot_plug(&tour, &runtime)?;
+    services::chapter(&tour, &runtime)?;
+    persistent_ips::chapter(&tour, &runtime)?;
     tour.print_next_steps();
     Ok(())
 }
@@ -85,7 +95,7 @@ fn bridge_network(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> 
     let _ = lab.kubectl(&["delete", "bnet", "blue", "--ignore-not-found", "--timeout=30s"]);
     let client = runtime.block_on(lab.client())?;
     println!("Create an L2 network, here a VXLAN overlay between the nodes:\n");
-    print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
+    print!("{}", fs::read_to_string(e2e::repository().join("docs/examples/blue.yaml"))?);
     tour.kubectl("apply -f docs/examples/blue.yaml")?;
     let elapsed = runtime.block_on(e2e::bridge::wait_ready(&client, "blue"))?;
     println!("Ready on both nodes after {} ms\n", elapsed.as_millis());
@@ -143,7 +153,7 @@ fn ip_addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     let _ = lab.kubectl(&["delete", "events", "--field-selector", "reason=AddressesExhausted"]);
     let client = runtime.block_on(lab.client())?;
     println!("Create a network with IPv4 and IPv6 subnets. Pods get their addresses from Patchbay:\n");
-    print!("{}", std::fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
+    print!("{}", fs::read_to_string(e2e::repository().join("docs/examples/green.yaml"))?);
     tour.kubectl("apply -f docs/examples/green.yaml")?;
     runtime.block_on(e2e::bridge::wait_ready(&client, "green"))?;
     for (name, node) in [("client", "node-1"), ("server", "node-2")] {
@@ -187,6 +197,59 @@ fn ip_addresses(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
     tour.kubectl("get ipblocks -o name")
 }
 
+/// Hot-plug: an interface for running pods, with the command line and with an annotation.
+fn hot_plug(tour: &Tour, runtime: &tokio::runtime::Runtime) -> Result<()> {
+    chapter("Plug a network into running pods: hot-plug");
+    let lab = &tour.lab;
+    // An earlier tour on the same lab may have left its objects.
+    let _ = lab.kubectl(&["delete", "pod", "web", "db", "--now", "--ignore-not-found"]);
+    let _ = lab.kubectl(&["delete", "bnet", "green", "--ignore-not-found", "--timeout=30s"]);
+    let client = runtime.block_on(lab.client())?;
+    println!("Start two pods without additional networks, and create a network afterwards:");
+    for (name, node) in [("web", "node-1"), ("db", "node-2")] {
+        println!("$ kubectl create -f {name}.json      # on {node}");
+        tour.create(&pod(name).on(node).object().to_string())?;
+    }
+    tour.kubectl("wait pod/web pod/db --for=condition=Ready --timeout=60s")?;
+    tour.kubectl("apply -f docs/examples/green.yaml")?;
+    runtime.block_on(e2e::bridge::wait_ready(&client, "green"))?;
+    tour.kubectl("exec web -- ip -br addr")?;
+
+    println!("Plug the network into the running pod web, with the command line as a plugin of kubectl:");
+    tour.kubectl("patchbay plug web --network green")?;
+    println!("The command line edits an annotation, which you can also do yourself, here for db:");
+    tour.kubectl("annotate pod db k8s.v1.cni.cncf.io/networks=green")?;
+    let start = Instant::now();
+    runtime.block_on(wait::until(Duration::from_secs(10), "net1 in network-status of db", || async {
+        Ok(tour.addresses("db").ok().filter(|addresses| !addresses.is_empty()))
+    }))?;
+    println!("network-status of db lists net1 after {} ms\n", start.elapsed().as_millis());
+    tour.kubectl("exec web -- ip -br addr show net1")?;
+    for address in tour.addresses("db")? {
+        tour.kubectl(&format!("exec web -- ping -c 2 -i 0.3 {address}"))?;
+    }
+    println!("The daemon reports what it attached, or why it cannot:");
+    tour.kubectl(r"get pod web -o jsonpath={.metadata.annotations.patchbay\.dev/attachments} | (pretty)")?;
+    tour.kubectl("get events --field-selector involvedObject.name=web,reason=AddedInterface")?;
+
+    println!("Unplug the interface. The pod goes on running, and its addresses are free again:");
+    tour.kubectl("patchbay unplug web --interface net1")?;
+    tour.kubectl("exec web -- ip -br addr")?;
+    tour.kubectl("get pod web")?;
+    tour.kubectl("delete pod web db --now")?;
+    tour.kubectl("delete bnet green --timeout=30s")
+}
+
+/// A directory with the command line under the name that makes it a plugin of kubectl.
+fn kubectl_plugins() -> Result<PathBuf> {
+    let dir = e2e::repository().join("target/demo");
+    let link = dir.join("kubectl-patchbay");
+    fs::create_dir_all(&dir).with_context(|| format!("create directory {}", dir.display()))?;
+    let _ = fs::remove_file(&link);
+    symlink(image::program(), &link).with_context(|| format!("create link {}", link.display()))?;
+    Ok(dir)
+}
+
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 
 fn chapter(title: &str) {
@@ -195,12 +258,17 @@ fn chapter(title: &str) {
 
 struct Tour {
     lab: Lab,
+    /// The directory of kubectl's plugins.
+    plugins: PathBuf,
 }
 
 impl Tour {
     fn kubectl_command(&self) -> Result<Command> {
         let mut command = Command::new(Programs::prepare()?.path("kubectl")?);
         command.env("KUBECONFIG", self.lab.kubeconfig()).current_dir(e2e::repository());
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let dirs = std::iter::once(self.plugins.clone()).chain(std::env::split_paths(&path));
+        command.env("PATH", std::env::join_paths(dirs).context("extend PATH")?);
         Ok(command)
     }
 
@@ -208,8 +276,8 @@ impl Tour {
     fn kubectl(&self, line: &str) -> Result<()> {
         let (line, pretty) = line.strip_suffix(" | (pretty)").map_or((line, false), |line| (line, true));
         println!("$ kubectl {line}");
-        if line.contains("rollout") {
-            // Takes a while; kubectl prints its progress.
+        if line.contains("rollout") || line.starts_with("patchbay ") {
+            // Takes a while; the command prints its progress.
             run_command(self.kubectl_command()?.args(line.split(' ')))?;
             println!();
             return Ok(());

@@ -19,8 +19,7 @@ const MAX_PLUGIN_SIZE: u64 = 1_500_000;
 
 /// Builds `target/image/patchbay.tar`.
 pub fn build() -> Result<PathBuf> {
-    // `PATCHBAY_PROFILE=dev` builds in seconds, for development; the image is ten times as large.
-    let profile = std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| RELEASE_PROFILE.to_owned());
+    let profile = profile();
     print_progress("building the static programs (a first build takes several minutes) …");
     let program = compile("patchbay", "patchbay", &target("gnu"), &profile)?;
     let plugin = compile("cni", "patchbay-cni", &plugin_target(), &profile)?;
@@ -43,6 +42,21 @@ pub fn build() -> Result<PathBuf> {
         e2e::patchbay::IMAGE_REFERENCE
     ));
     Ok(out)
+}
+
+/// `PATCHBAY_PROFILE=dev` builds in seconds, for development; the image is ten times as large.
+fn profile() -> String {
+    std::env::var("PATCHBAY_PROFILE").unwrap_or_else(|_| RELEASE_PROFILE.to_owned())
+}
+
+/// The program that [`build`] put into the image. It runs on this machine too.
+pub fn program() -> PathBuf {
+    built("patchbay", &target("gnu"), &profile())
+}
+
+fn built(program: &str, target: &str, profile: &str) -> PathBuf {
+    let directory = if profile == "dev" { "debug" } else { profile };
+    e2e::repository().join("target").join(target).join(directory).join(program)
 }
 
 fn target(library: &str) -> String {
@@ -75,8 +89,7 @@ fn compile(package: &str, program: &str, target: &str, profile: &str) -> Result<
     let arguments = ["build", "--locked", "--profile", profile, "-p", package, "--target", target];
     // With an explicit target, RUSTFLAGS does not apply to build scripts and procedural macros.
     run_command(low_priority_cargo(&arguments).env("RUSTFLAGS", "-C target-feature=+crt-static"))?;
-    let directory = if profile == "dev" { "debug" } else { profile };
-    Ok(e2e::repository().join("target").join(target).join(directory).join(program))
+    Ok(built(program, target, profile))
 }
 
 /// The commit that the program reports.

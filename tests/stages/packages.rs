@@ -3,7 +3,11 @@
 use std::{env, path::Path, process::Command, thread};
 
 use anyhow::{Result, anyhow, bail};
-use lab::{image::lab_image, print_progress, program::Programs};
+use lab::{
+    image::lab_image,
+    print_progress,
+    program::{ProgramSet, Programs},
+};
 
 use crate::step::run_command;
 
@@ -19,6 +23,8 @@ const REQUIRED: &[(&str, &str)] = &[
     ("nsenter", "util-linux"),
     ("mount", "mount"),
     ("cc", "gcc"),
+    ("conmon", "conmon"),
+    ("skopeo", "skopeo"),
     ("git", "git"),
 ];
 
@@ -34,14 +40,16 @@ pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Resul
         bail!("this creates namespaces, links and mounts; run it as root, for example with sudo");
     }
     install_packages()?;
-    for (program, advice) in [("go", "install Go 1.26 or later"), ("cargo", "install Rust with rustup")] {
+    for (program, advice) in [("go", "install Go 1.26.3 or later"), ("cargo", "install Rust with rustup")] {
         if !on_path(program) {
             bail!("{program} is not on the PATH; {advice}");
         }
     }
     thread::scope(|scope| {
-        let programs =
-            scope.spawn(|| print_error(Programs::prepare().and_then(|programs| lab_image(&programs))));
+        let programs = scope.spawn(|| {
+            let programs = Programs::prepare_set(ProgramSet::WithKubeVirt);
+            print_error(programs.and_then(|programs| lab_image(&programs)))
+        });
         let built = print_error(build());
         programs.join().map_err(|_| anyhow!("the thread that builds third-party programs panicked"))??;
         built

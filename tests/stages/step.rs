@@ -48,28 +48,73 @@ pub fn run_command(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The number of passed and failed tests.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct TestCount {
+/// What test runners print about their tests.
+#[derive(Debug, Default)]
+pub struct TestResults {
     pub passed: usize,
     pub failed: usize,
+    /// For each failed test its name and the first lines from its panic or error on.
+    pub failures: Vec<String>,
+    /// How many more lines of the current panic, error or cause the summary repeats.
+    panic_lines: usize,
 }
 
-/// Runs tests, shows their output with a prefix, and adds up the counts that the test runners print.
-pub fn run_tests(command: &mut Command, prefix: &str) -> Result<(bool, TestCount)> {
+/// How much of a panic message, an error and its causes the summary repeats.
+const PANIC_LINES: usize = 6;
+const PANIC_LINE_LENGTH: usize = 400;
+
+impl TestResults {
+    /// Reads the next line of a test runner's output.
+    fn read(&mut self, line: &str) {
+        if let Some(rest) = line.strip_prefix("test result: ") {
+            self.passed += number_before(rest, " passed");
+            self.failed += number_before(rest, " failed");
+            self.failures.extend(rest.split_once("; set-up: ").map(|(_, error)| format!("set-up: {error}")));
+            self.panic_lines = 0;
+        } else if let Some(name) =
+            line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----"))
+        {
+            self.failures.push(name.to_owned());
+            self.panic_lines = 0;
+        } else if let Some(failure) = self.failures.last_mut() {
+            // Logs may stand between an error and its causes.
+            if line.starts_with("Error: ")
+                || line == "Caused by:"
+                || line.starts_with("thread '") && line.contains("panicked at")
+            {
+                self.panic_lines = PANIC_LINES;
+            }
+            if line == "failures:" {
+                self.panic_lines = 0;
+            }
+            if self.panic_lines > 0 && !line.is_empty() {
+                let line: String = line.chars().take(PANIC_LINE_LENGTH).collect();
+                failure.push_str("\n    ");
+                failure.push_str(&line);
+                self.panic_lines -= 1;
+            }
+        }
+    }
+
+    pub fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.failures.extend(other.failures);
+    }
+}
+
+/// Runs tests, shows their output with a prefix, and reads the results that the test runners print.
+pub fn run_tests(command: &mut Command, prefix: &str) -> Result<(bool, TestResults)> {
     let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("run {command:?}"))?;
     let output = child.stdout.take().context("the child has no stdout")?;
-    let mut count = TestCount::default();
+    let mut results = TestResults::default();
     for line in BufReader::new(output).lines() {
         let line = line.context("read the tests' output")?;
         println!("{prefix}{line}");
-        if let Some(rest) = line.strip_prefix("test result: ") {
-            count.passed += number_before(rest, " passed");
-            count.failed += number_before(rest, " failed");
-        }
+        results.read(&line);
     }
     let status = child.wait().with_context(|| format!("wait for {command:?}"))?;
-    Ok((status.success(), count))
+    Ok((status.success(), results))
 }
 
 fn number_before(text: &str, word: &str) -> usize {
@@ -88,5 +133,18 @@ mod tests {
         let line = "FAILED. 12 passed; 3 failed; 0 ignored";
         assert_eq!((number_before(line, " passed"), number_before(line, " failed")), (12, 3));
         assert_eq!(number_before("nothing", " passed"), 0);
+    }
+
+    #[test]
+    fn keeps_the_panics_of_failed_tests() {
+        let output = "test a ... ok\ntest b ... FAILED\n\nfailures:\n\n---- b stdout ----\nlong log\n\n\
+            thread 'b' (7) panicked at tests/b.rs:1:2:\nnot ready\n---- c stdout ----\n\
+            Error: no pod\nlog 1\nlog 2\nlog 3\nlog 4\nlog 5\nlog 6\n\nCaused by:\n    timeout\n\nfailures:\n    b\n    c\n\ntest result: FAILED. 1 passed; 2 failed; 0 ignored";
+        let mut results = TestResults::default();
+        output.lines().for_each(|line| results.read(line));
+        assert_eq!((results.passed, results.failed), (1, 2));
+        let panic = "b\n    thread 'b' (7) panicked at tests/b.rs:1:2:\n    not ready";
+        let cause = "c\n    Error: no pod\n    log 1\n    log 2\n    log 3\n    log 4\n    log 5\n    Caused by:\n        timeout";
+        assert_eq!(results.failures, [panic, cause]);
     }
 }

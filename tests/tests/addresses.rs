@@ -233,20 +233,20 @@ async fn a_block_of_a_holder_that_is_not_a_node_is_left_alone(lab: Lab) -> Resul
         "apiVersion": "patchbay.dev/v1alpha1", "kind": "IPBlock",
         "metadata": {"name": name, "labels": {"patchbay.dev/network": "claims"}},
         "spec": {"network": "claims", "networkUID": "uid-claims", "cidr": "10.5.1.0/30",
-            "holder": {"node": "ipamclaims/patchbay/x", "uid": "uid-of-the-allocator"}},
+            "holder": {"node": "other/holder/x", "uid": "uid-of-the-allocator"}},
     });
     let rejected = api.create(&PostParams::default(), &serde_json::from_value(object.clone())?).await;
     let error = rejected.err().context("a name with two slashes was admitted")?.to_string();
     ensure!(error.contains("spec.holder.node"), "{error}");
-    object["spec"]["holder"]["node"] = json!("ipamclaims/patchbay");
+    object["spec"]["holder"]["node"] = json!("other/holder");
     let created = api.create(&PostParams::default(), &serde_json::from_value(object)?).await?;
     // The network has no other block.
     let mut fleet = fleet(&lab, "claims", json!({"subnets": ["10.5.1.0/30"]}), 1).await?;
     for start in ["with its journal", "after its journal was lost"] {
         let wanted: IpAddr = "10.5.1.1".parse()?;
         for (requested, expected) in [
-            (Vec::new(), "ipamclaims/patchbay holds blocks of the network and lends no addresses"),
-            (vec![wanted], "ipamclaims/patchbay holds the block of address 10.5.1.1"),
+            (Vec::new(), "other/holder holds blocks of the network and lends no addresses"),
+            (vec![wanted], "other/holder holds the block of address 10.5.1.1"),
         ] {
             let refused = fleet.add(0, "pod", requested, TIMEOUT).await?;
             let error = refused.err().with_context(|| format!("{start}: an address of it was allocated"))?;
@@ -260,7 +260,7 @@ async fn a_block_of_a_holder_that_is_not_a_node_is_left_alone(lab: Lab) -> Resul
     let left = fleet.objects().await?;
     ensure!(left.len() == 1 && left[0].spec == created.spec && left[0].metadata.uid == created.metadata.uid);
     let table = lab.kubectl(&["get", "ipblocks", name])?;
-    ensure!(table.contains("ipamclaims/patchbay"), "{table}");
+    ensure!(table.contains("other/holder"), "{table}");
     api.delete(name, &DeleteParams::default()).await?;
     add(&fleet, 0, "pod").await.context("the range is free")?;
     fleet.delete(0, "pod")?;

@@ -19,7 +19,9 @@ use e2e::{
 };
 use k8s_openapi::{
     api::{
-        admissionregistration::v1::ValidatingWebhookConfiguration, coordination::v1::Lease, core::v1::Secret,
+        admissionregistration::v1::ValidatingWebhookConfiguration,
+        coordination::v1::Lease,
+        core::v1::{Pod, Secret},
     },
     apimachinery::pkg::apis::meta::v1::MicroTime,
     jiff::{SignedDuration, Timestamp},
@@ -36,6 +38,9 @@ use serde_json::json;
 const NAMESPACE: &str = patchbay::NAMESPACE;
 /// The timeout for waits that are not about time; generous, since other suites run in parallel.
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Counts admission requests by path.
+const REQUESTS: &str = "patchbay_admission_requests_total";
 
 fn main() -> ExitCode {
     run_suites(&[Suite {
@@ -95,6 +100,29 @@ async fn admit(client: &Client, name: &str) -> Result<(), kube::Error> {
     .expect("an object");
     let dry = PostParams { dry_run: true, ..PostParams::default() };
     nodenetworks(client).create(&dry, &object).await.map(|_| ())
+}
+
+const ROTATION: &str = "rotation";
+
+/// The namespace of the launcher pods, with the ServiceAccount that the API server wants for a pod.
+fn prepare_launchers(lab: &Lab) -> Result<()> {
+    let manifests = json!({"apiVersion": "v1", "kind": "List", "items": [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": ROTATION}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default", "namespace": ROTATION}},
+    ]});
+    lab.kubectl(&["apply", "-f", &write(lab, "rotation.json", &manifests)?]).map(drop)
+}
+
+/// Creates a pod as a dry run that the mutating webhook reviews and leaves as it is.
+async fn admit_launcher(client: &Client) -> Result<(), kube::Error> {
+    let pod: Pod = serde_json::from_value(json!({
+        "metadata": {"name": "launcher", "labels": {"kubevirt.io": "virt-launcher"},
+            "annotations": {"k8s.v1.cni.cncf.io/networks": "missing"}},
+        "spec": {"containers": [{"name": "c", "image": "none"}]},
+    }))
+    .expect("a pod");
+    let dry = PostParams { dry_run: true, ..PostParams::default() };
+    Api::<Pod>::namespaced(client.clone(), ROTATION).create(&dry, &pod).await.map(drop)
 }
 
 /// Whether our webhook denied the request.
@@ -338,24 +366,38 @@ async fn certificates_rotate_under_load_without_a_failed_admission(lab: Lab) -> 
     delete_the_lease(&client).await?;
     let secrets: Api<Secret> = Api::namespaced(client.clone(), NAMESPACE);
     let _ = secrets.delete("patchbay-webhook-certs", &kube::api::DeleteParams::default()).await;
+    prepare_launchers(&lab)?;
     let short = ["--leaf-lifetime=12s", "--ca-lifetime=24s", "--ca-propagation-delay=500ms"];
     let mut one = Replica::start_ready(&lab, 1, &short).await?;
     let mut two = Replica::start_ready(&lab, 2, &short).await?;
     wait_for_webhook(&client).await?;
+    wait::until(TIMEOUT, "the mutating webhook to answer", || async {
+        Ok(Some(admit_launcher(&client).await?))
+    })
+    .await?;
+    let mutations = || anyhow::Ok(one.metric(REQUESTS, "MutatePod")? + two.metric(REQUESTS, "MutatePod")?);
+    let mutations_before: u64 = mutations()?;
 
     let stop = Arc::new(AtomicBool::new(false));
     let admissions = Arc::new(AtomicUsize::new(0));
     let mut load = tokio::task::JoinSet::new();
-    for _ in 0..4 {
+    for number in 0..4 {
         let (client, stop, admissions) = (client.clone(), Arc::clone(&stop), Arc::clone(&admissions));
         load.spawn(async move {
             let mut failed = Vec::new();
             while !stop.load(Ordering::Relaxed) {
-                let outcome = admit(&client, "missing").await;
+                // Both configurations have the CA before a certificate is signed with it.
+                let (admitted, outcome) = if number % 2 == 0 {
+                    let outcome = admit(&client, "missing").await;
+                    (denied_by_webhook(&outcome), outcome)
+                } else {
+                    let outcome = admit_launcher(&client).await;
+                    (outcome.is_ok(), outcome)
+                };
                 admissions.fetch_add(1, Ordering::Relaxed);
                 // Every certificate serves many admissions, and other suites get their share of the machine.
                 tokio::time::sleep(Duration::from_millis(10)).await;
-                if !denied_by_webhook(&outcome) {
+                if !admitted {
                     failed.push(format!("{outcome:?}"));
                 }
             }
@@ -394,6 +436,8 @@ async fn certificates_rotate_under_load_without_a_failed_admission(lab: Lab) -> 
         two.tail()
     );
     ensure!(admissions > 100, "too little load: {admissions} admissions");
+    let mutated: u64 = mutations()? - mutations_before;
+    ensure!(mutated > 50, "only {mutated} of {admissions} were by the mutating webhook");
     ensure!(
         leaves.len() >= 2 * rotations && new_cas >= rotations,
         "too few rotations: {} certificates, bundles {bundles:?}",
@@ -407,6 +451,8 @@ async fn certificates_rotate_under_load_without_a_failed_admission(lab: Lab) -> 
 /// the bundle.
 fn reset_certificates(lab: &Lab) -> Result<()> {
     lab.kubectl(&["delete", "validatingwebhookconfiguration", "patchbay"])?;
+    // The leader creates it again.
+    lab.kubectl(&["delete", "mutatingwebhookconfiguration", "patchbay", "--ignore-not-found"])?;
     lab.kubectl(&["-n", NAMESPACE, "delete", "secret", "patchbay-webhook-certs", "--ignore-not-found"])?;
     let manifests = patchbay::manifests_dir();
     lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?]).map(drop)
@@ -416,6 +462,8 @@ async fn damaged_certificates_and_bundles_are_repaired(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     delete_the_lease(&client).await?;
     reset_certificates(&lab)?;
+    // The API server must not call the replica of an earlier test, which no longer runs.
+    replica::set_webhook_endpoints(&lab, &[1])?;
     let _one = Replica::start_ready(&lab, 1, &[]).await?;
     wait_for_webhook(&client).await?;
     let damage = [

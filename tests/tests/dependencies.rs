@@ -17,7 +17,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("wire", &[]),
     ("cni", &["wire"]),
     ("node", &["api", "client", "plan", "link", "wire"]),
-    ("patchbay", &["api", "controller", "node"]),
+    ("patchbay", &["api", "client", "controller", "node"]),
     ("lab", &[]),
     ("e2e", &["api", "plan", "wire", "node", "lab"]),
 ];

@@ -1,6 +1,11 @@
 //! Tests the lab itself: it starts, is removed without a trace, and recovers from faults.
 #![allow(clippy::print_stdout, reason = "tests print what they measured")]
 
+#[path = "lab/kubevirt.rs"]
+mod kubevirt;
+#[path = "lab/node_kinds.rs"]
+mod node_kinds;
+
 use std::{
     path::Path,
     process::{Command, Stdio},
@@ -13,7 +18,7 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use lab::{
-    Lab, Topology,
+    Lab, Multus, NodeOptions, Runtime, Topology,
     machine::lab_binary,
     paths::cgroup_name,
     snapshot::{HostSnapshot, namespaces_of, processes_in},
@@ -434,4 +439,60 @@ fn a_control_plane_starts_within_5_s_and_its_requests_are_counted_by_user_agent(
         anyhow::Ok(())
     })
     .unwrap();
+}
+
+/// One lab with each kind of node.
+#[test]
+fn nodes_run_crio_the_thin_multus_or_no_multus_and_record_plugin_calls() {
+    let _serial = serialize();
+    let before = HostSnapshot::take().unwrap();
+    let guard = LabGuard::new("t-kinds").unwrap();
+    let lab = &guard.0;
+    let node = |runtime, multus| NodeOptions { runtime, multus };
+    let nodes = [
+        node(Runtime::CriO, Multus::Thick),
+        node(Runtime::Containerd, Multus::Thin),
+        node(Runtime::CriO, Multus::None),
+    ];
+    block_on(async {
+        lab.up_with(&nodes).await?;
+        let versions = lab.kubectl(&["get", "nodes", "-o", "jsonpath={..containerRuntimeVersion}"])?;
+        let names: Vec<&str> = versions.split(' ').filter_map(|v| v.split(':').next()).collect();
+        ensure!(names == ["cri-o", "containerd", "cri-o"], "{versions}");
+        // The nodes keep their kinds, and `up` does not replace them with others.
+        lab.up(Topology::Nodes(3)).await?;
+        ensure!(lab.up_with(&[node(Runtime::Containerd, Multus::None)]).await.is_err(), "node-1 has multus");
+        with_namespace(lab, "kinds", async |ns: &TestNamespace| node_kinds::attach_on_each_kind(ns).await)
+            .await?;
+        with_namespace(lab, "crio", async |ns: &TestNamespace| node_kinds::kill_and_reboot_crio(ns).await)
+            .await?;
+        node_kinds::misbehave_on_request(lab)
+    })
+    .unwrap();
+    let outcome = block_on(with_namespace(lab, "crio", async |ns: &TestNamespace| {
+        ns.start_pod(pod("last").on("node-1")).await?;
+        // Remove the lab while pods of CRI-O run.
+        remove_and_check_namespaces(lab);
+        Ok(())
+    }));
+    outcome.expect_err("the API server does not exist any more");
+    assert_unchanged(&before);
+}
+
+#[test]
+fn virtual_machines_restart_migrate_and_change_nics_through_kubevirts_controller() {
+    let _serial = serialize();
+    let before = HostSnapshot::take().unwrap();
+    let guard = LabGuard::new("t-kubevirt").unwrap();
+    let lab = &guard.0;
+    block_on(async {
+        lab.up(Topology::KubeVirt(2)).await?;
+        ensure!(lab.status().to_string().contains("virt-controller"), "{}", lab.status());
+        ensure!(lab.status().is_healthy(), "{}", lab.status());
+        with_namespace(lab, "kubevirt", async |ns: &TestNamespace| kubevirt::run_virtual_machines(ns).await)
+            .await
+    })
+    .unwrap();
+    remove_and_check_namespaces(lab);
+    assert_unchanged(&before);
 }

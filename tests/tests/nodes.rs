@@ -21,6 +21,8 @@ mod outages;
 mod random_operations;
 #[path = "nodes/rbac.rs"]
 mod rbac;
+#[path = "nodes/services.rs"]
+mod services;
 #[path = "nodes/traffic.rs"]
 mod traffic;
 
@@ -63,8 +65,17 @@ use random_operations::{
 };
 use rbac::{
     a_node_daemon_can_write_only_the_objects_of_its_own_node,
+    a_node_daemon_can_write_only_two_annotations_of_the_pods_of_its_node,
+    a_node_daemon_records_events_only_in_the_name_of_its_node,
     no_container_is_privileged_and_the_image_carries_its_commit, no_request_of_patchbay_is_unauthorized,
     the_daemon_needs_each_of_its_capabilities, the_webhook_is_reachable_through_its_service,
+};
+use services::{
+    a_client_resolves_a_service_and_connects_over_the_secondary_network,
+    a_service_of_the_netservice_controller_is_handed_over_without_a_dns_gap,
+    an_adopted_service_is_cleaned_of_endpoints_that_its_selector_left,
+    an_annotated_service_of_the_user_answers_with_names_by_the_subdomain_rule,
+    converted_samples_of_the_netservice_controller_work, endpoints_follow_hot_plug_and_readiness,
 };
 use traffic::{
     a_network_is_ready_within_2_s_and_connects_pods_of_one_node, a_network_with_a_small_mtu_connects_pods,
@@ -90,7 +101,9 @@ fn main() -> ExitCode {
                 nic_changes_are_published_within_1_s,
                 a_flapping_nic_causes_at_most_one_write_per_second,
                 nodenetwork_drift_is_repaired,
-                a_node_daemon_can_write_only_the_objects_of_its_own_node,
+                a_node_daemon_can_write_only_the_objects_of_its_own_node
+                    + a_node_daemon_can_write_only_two_annotations_of_the_pods_of_its_node
+                    + a_node_daemon_records_events_only_in_the_name_of_its_node,
                 a_network_is_ready_within_2_s_and_connects_pods_of_one_node,
                 an_uplink_connects_pods_and_is_restored_after_deletion,
                 link_drift_is_repaired_within_1_s,
@@ -107,6 +120,12 @@ fn main() -> ExitCode {
                     + only_the_holder_can_write_an_address_block
                     + a_network_with_rejected_blocks_does_not_delay_other_networks
                     + edits_converge_in_place_and_lose_no_packet,
+                a_client_resolves_a_service_and_connects_over_the_secondary_network
+                    + endpoints_follow_hot_plug_and_readiness
+                    + an_annotated_service_of_the_user_answers_with_names_by_the_subdomain_rule
+                    + converted_samples_of_the_netservice_controller_work
+                    + a_service_of_the_netservice_controller_is_handed_over_without_a_dns_gap
+                    + an_adopted_service_is_cleaned_of_endpoints_that_its_selector_left,
                 a_new_network_causes_few_writes_and_then_none,
                 no_request_of_patchbay_is_unauthorized,
                 random_operations_converge_to_the_model,

@@ -1,4 +1,5 @@
-//! Upgrades the baseline to this version and downgrades it again while pods ping each other. Part of `make soak`.
+//! Upgrades the baseline to this version, downgrades it, and upgrades it again, while pods ping each other. Part of
+//! `make soak`.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
 use std::{
@@ -14,7 +15,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use api::IPBlock;
+use api::{IPAMClaim, IPBlock};
 use e2e::{
     Suite,
     baseline::Release,
@@ -25,12 +26,16 @@ use e2e::{
     patchbay, run_suites, tests,
 };
 use k8s_openapi::api::core::v1::Pod;
-use kube::{Api, Client, ResourceExt as _, api::ListParams};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{ListParams, Patch, PatchParams, PostParams},
+};
 use lab::{
     Lab, Topology,
     test_namespace::{TestNamespace, with_namespace},
     wait,
 };
+use plan::network::NODE_GONE_GRACE;
 use serde_json::{Value, json};
 
 const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
@@ -38,6 +43,8 @@ const NETWORK_STATUS_ANNOTATION: &str = "k8s.v1.cni.cncf.io/network-status";
 const PAIRS: usize = 1900;
 /// Addresses that stay allocated on each node, besides those of pods.
 const KEPT: usize = 150;
+/// The holder of the blocks of IPAMClaims.
+const CLAIMS_HOLDER: &str = "ipamclaims/patchbay";
 
 fn main() -> ExitCode {
     run_suites(&[Suite {
@@ -133,6 +140,50 @@ async fn wait_for_used(client: &Client, network: &str, count: i64) -> Result<()>
     .await
 }
 
+/// An address of an IPAMClaim, and the block that has it.
+#[derive(Debug, PartialEq, Eq)]
+struct Claimed {
+    address: IpAddr,
+    block: String,
+}
+
+/// Creates a claim on the network `dual` unless it exists, and waits for its IPv4 address.
+async fn claim_address(ns: &TestNamespace) -> Result<Claimed> {
+    let claims: Api<IPAMClaim> = Api::namespaced(ns.client.clone(), &ns.namespace);
+    let claim: IPAMClaim = serde_json::from_value(json!({
+        "apiVersion": "k8s.cni.cncf.io/v1alpha1", "kind": "IPAMClaim", "metadata": {"name": "kept"},
+        "spec": {"network": "dual", "interface": ""},
+    }))?;
+    wait::until(WAIT_TIMEOUT, "the claim to have addresses", || async {
+        // The controller creates the CRD; the baseline drops the field of the network.
+        let persistent = Patch::Merge(json!({"spec": {"ipam": {"persistent": true}}}));
+        networks(&ns.client).patch("dual", &PatchParams::default(), &persistent).await?;
+        let claim = match claims.get_opt("kept").await? {
+            Some(claim) => claim,
+            None => claims.create(&PostParams::default(), &claim).await?,
+        };
+        let ips = claim.status.iter().flat_map(|status| &status.ips);
+        let mut addresses = ips.filter_map(|ip| ip.split('/').next()?.parse::<IpAddr>().ok());
+        let Some(address) = addresses.find(IpAddr::is_ipv4) else { return Ok(None) };
+        let blocks = Api::<IPBlock>::all(ns.client.clone()).list(&ListParams::default()).await?;
+        let reserves = |block: &&IPBlock| {
+            block.status.iter().flat_map(|status| &status.claims).any(|claimed| claimed.address == address)
+        };
+        let block = blocks.items.iter().find(reserves).map(ResourceExt::name_any);
+        Ok(block.map(|block| Claimed { address, block }))
+    })
+    .await
+}
+
+/// Fails if a pod has the address.
+async fn check_unused(lab: &Lab, ns: &TestNamespace, address: IpAddr) -> Result<()> {
+    for pod in ns.pods().list(&ListParams::default()).await?.items {
+        let all = exec_in_pod_netns(lab, &pod, &["ip", "-o", "addr"])?;
+        ensure!(!all.contains(&format!(" {address}/")), "{} has {address}: {all}", pod.name_any());
+    }
+    Ok(())
+}
+
 pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
     with_namespace(&lab, "upgrade", async |ns: &TestNamespace| {
@@ -173,7 +224,13 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
             old_blocks.values().filter(|(_, lent)| *lent > 0).count()
         );
 
-        for (what, release) in [("upgrade", Release::current()), ("downgrade", Release::baseline()?)] {
+        let mut claimed = None;
+        let releases = [
+            ("upgrade", Release::current()),
+            ("downgrade", Release::baseline()?),
+            ("second upgrade", Release::current()),
+        ];
+        for (what, release) in releases {
             let ping = |from: &str, to: &str, six: bool| {
                 anyhow::Ok(Pinger::start(&lab, &before[from].1, first_address(&before[to].0, six)?))
             };
@@ -186,7 +243,8 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
             let start = Instant::now();
             patchbay::install_release(&lab, &release).await?;
             // The daemon of the installed version gives a new pod a unique address.
-            let new_pod = ns.start_pod(attached_pod(&format!("after-{what}"), "node-1", "dual")).await?;
+            let name = format!("after-{}", what.replace(' ', "-"));
+            let new_pod = ns.start_pod(attached_pod(&name, "node-1", "dual")).await?;
             let (mut sent, mut missing) = (0, 0);
             for pinger in pingers {
                 let (more, lost) = pinger.stop()?;
@@ -220,6 +278,20 @@ pub async fn an_upgrade_and_a_downgrade_change_no_address_and_lose_no_ping(lab: 
                 ensure!(ready == "True", "{what}: {name}: {message}");
             }
             wait_for_used(&client, "fill", 2 * i64::try_from(KEPT)?).await?;
+            match &claimed {
+                None => claimed = Some(claim_address(ns).await?),
+                // The baseline knows neither claims nor their holder, and leaves both as they are.
+                Some(claimed) if what == "downgrade" => {
+                    tokio::time::sleep(NODE_GONE_GRACE + WAIT_TIMEOUT).await;
+                    let block = Api::<IPBlock>::all(client.clone()).get(&claimed.block).await?;
+                    ensure!(block.spec.holder.node == CLAIMS_HOLDER, "{:?}", block.spec);
+                    check_unused(&lab, ns, claimed.address).await?;
+                }
+                Some(claimed) => {
+                    let again = claim_address(ns).await?;
+                    ensure!(again == *claimed, "{again:?} is not {claimed:?}");
+                }
+            }
         }
         Ok(())
     })

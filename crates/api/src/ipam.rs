@@ -51,6 +51,9 @@ pub struct IpamSpec {
     /// The size of the address blocks that nodes acquire. Derived from the largest subnet if it is not set. Immutable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub block_length: Option<BlockLength>,
+    /// Whether virtual machines keep their addresses over restart and migration, with IPAMClaims. A running virtual machine is not affected by a change until it restarts.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub persistent: bool,
 }
 
 /// A route that pods get.
@@ -100,6 +103,16 @@ pub struct IpamStatus {
     /// The IPv6 addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ipv6: Option<IpFamilyStatus>,
+    /// The number of IPAMClaims that have addresses. Pods on this network may have references to them, also after
+    /// `spec.ipam.persistent` was switched off.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub claims: i64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &i64) -> bool {
+    *number == 0
 }
 
 /// How many addresses of one IP family a network has.

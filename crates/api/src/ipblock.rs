@@ -18,7 +18,11 @@ pub const HOLDER_ROLE: &str = "holds";
 pub const LENDER_ROLE: &str = "lends";
 /// Label on an IPBlock that is a single borrowed address.
 pub const BORROWED_LABEL: &str = "patchbay.dev/borrowed";
-/// The maximum length of `status.lent` and `status.refused`.
+/// The name of the holder that reserves addresses for IPAMClaims. It is the same for every controller.
+pub const CLAIMS_HOLDER: &str = "ipamclaims/patchbay";
+/// The UID of that holder.
+pub const CLAIMS_HOLDER_UID: &str = "ipamclaims-patchbay";
+/// The maximum length of `status.lent`, `status.refused` and `status.claims`.
 pub const MAX_STATUS_ADDRESSES: usize = 1024;
 /// The maximum length of `status.spare`.
 pub const MAX_SPARE_RANGES: usize = 16;
@@ -125,6 +129,21 @@ impl HolderRef {
     pub fn is_node(&self) -> bool {
         !self.node.contains('/')
     }
+
+    /// The controller, as holder of the addresses of IPAMClaims.
+    pub fn claims() -> Self {
+        Self { node: CLAIMS_HOLDER.to_owned(), uid: CLAIMS_HOLDER_UID.to_owned() }
+    }
+
+    /// Whether it is the holder of the addresses of IPAMClaims.
+    pub fn is_claims(&self) -> bool {
+        self.node == CLAIMS_HOLDER && self.uid == CLAIMS_HOLDER_UID
+    }
+
+    /// Whether the holder answers requests to borrow an address.
+    pub fn lends(&self) -> bool {
+        self.is_node() || self.is_claims()
+    }
 }
 
 impl From<NodeRef> for HolderRef {
@@ -172,6 +191,26 @@ pub struct IPBlockStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(with = "Vec<DrainingPod>", transform = list_schema::atomic(MAX_DRAINING_PODS)))]
     pub draining: Vec<String>,
+    /// The addresses that are reserved for IPAMClaims. Only blocks of the holder ipamclaims/patchbay have them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("address", MAX_STATUS_ADDRESSES)))]
+    pub claims: Vec<ClaimedAddress>,
+}
+
+/// An address that is reserved for an IPAMClaim.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimedAddress {
+    /// The IP address.
+    #[cfg_attr(feature = "kube", schemars(with = "String", length(min = 2, max = 39)))]
+    pub address: IpAddr,
+    /// The IPAMClaim, as namespace/name.
+    #[cfg_attr(feature = "kube", schemars(length(min = 3, max = 317)))]
+    pub claim: String,
+    /// The UID of the IPAMClaim.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub uid: String,
 }
 
 /// An address that is lent to another node.
@@ -221,6 +260,7 @@ mod tests {
         let node = parse(r#"{"node": "a.example", "uid": "1"}"#);
         assert_eq!((node.is_node(), node.to_string()), (true, "node a.example".to_owned()));
         let claims = parse(r#"{"node": "ipamclaims/patchbay", "uid": "2"}"#);
+        assert!(node.lends() && !claims.lends() && HolderRef::claims().lends());
         assert_eq!((claims.is_node(), claims.to_string()), (false, "ipamclaims/patchbay".to_owned()));
         assert_eq!(
             serde_json::to_string(&claims).unwrap(),

@@ -4,6 +4,7 @@
 //! the feature makes the kinds API resources.
 #![warn(missing_docs)]
 
+pub mod attachments;
 pub mod bridgenetwork;
 pub mod condition;
 pub mod digest;
@@ -11,7 +12,9 @@ pub mod duration;
 pub mod error_chain;
 pub mod ifname;
 pub mod ipam;
+pub mod ipamclaim;
 pub mod ipblock;
+pub mod labels;
 #[cfg(feature = "kube")]
 mod list_schema;
 pub mod mac;
@@ -19,6 +22,7 @@ pub mod nad;
 pub mod nad_config;
 pub mod names;
 pub mod network_status;
+pub mod networkservice;
 pub mod nodenetwork;
 pub mod pattern;
 pub mod raw_json;
@@ -32,11 +36,17 @@ pub use condition::{Condition, ConditionStatus};
 pub use error_chain::ErrorChain;
 pub use ifname::IfName;
 #[cfg(feature = "kube")]
+pub use ipamclaim::IPAMClaim;
+pub use ipamclaim::{IPAMClaimSpec, IPAMClaimStatus};
+#[cfg(feature = "kube")]
 pub use ipblock::IPBlock;
 pub use ipblock::{IPBlockSpec, IPBlockStatus};
 pub use mac::Mac;
 #[cfg(feature = "kube")]
 pub use nad::NetworkAttachmentDefinition;
+#[cfg(feature = "kube")]
+pub use networkservice::NetworkService;
+pub use networkservice::{NetworkServiceSpec, NetworkServiceStatus};
 #[cfg(feature = "kube")]
 pub use nodenetwork::NodeNetwork;
 pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
@@ -63,7 +73,7 @@ pub fn crds()
 -> Vec<k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition> {
     use kube::CustomResourceExt as _;
 
-    vec![BridgeNetwork::crd(), IPBlock::crd(), NodeNetwork::crd()]
+    vec![BridgeNetwork::crd(), IPBlock::crd(), NetworkService::crd(), NodeNetwork::crd()]
 }
 
 #[cfg(test)]

@@ -20,6 +20,14 @@ pub fn map(key: &'static str, max_items: usize) -> impl Fn(&mut Schema) {
     }
 }
 
+/// A list of objects with this field as unique key, of any length.
+pub fn keyed_map(key: &'static str) -> impl Fn(&mut Schema) {
+    move |schema| {
+        schema.insert("x-kubernetes-list-type".to_owned(), "map".into());
+        schema.insert("x-kubernetes-list-map-keys".to_owned(), vec![key].into());
+    }
+}
+
 fn of_type(name: &'static str, max_items: usize) -> impl Fn(&mut Schema) {
     move |schema| {
         schema.insert("maxItems".to_owned(), max_items.into());

@@ -43,10 +43,8 @@ pub struct PluginConfig {
 /// Why a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The NAD has no configuration.
-    #[error(
-        "spec.config is empty: Patchbay does not read configurations from files on the node; set spec.config"
-    )]
+    /// The NAD has no configuration. For a NAD without `spec.config`, it can be a file on the node: that is up to the caller.
+    #[error("spec.config is empty; set it to a CNI configuration")]
     Missing,
     /// Invalid JSON, or not an object.
     #[error("spec.config is not a JSON object: {cause} at line {line} column {column}")]
@@ -187,7 +185,7 @@ fn invalid_plugin(plugin: &str) -> Option<String> {
 }
 
 /// The rule of libcni, which uses the name in file names.
-fn check_network_name(name: &str) -> Result<(), Error> {
+pub(crate) fn check_network_name(name: &str) -> Result<(), Error> {
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
     if name.chars().all(inner) && name.starts_with(|c: char| c.is_ascii_alphanumeric()) {
         return Ok(());

@@ -4,7 +4,7 @@
 pub const LEASE_NAME: &str = "patchbay-controller";
 /// The Secret with the webhook's certificates.
 pub const WEBHOOK_CERT_SECRET: &str = "patchbay-webhook-certs";
-/// The ValidatingWebhookConfiguration.
+/// The ValidatingWebhookConfiguration and the MutatingWebhookConfiguration.
 pub const WEBHOOK_CONFIGURATION: &str = "patchbay";
 /// The Service through which the API server reaches the webhooks.
 pub const WEBHOOK_SERVICE: &str = "patchbay-webhook";
@@ -19,6 +19,11 @@ pub const VALIDATE_NODENETWORKS: &str = "/validate/nodenetworks";
 pub const VALIDATE_BRIDGENETWORKS: &str = "/validate/bridgenetworks";
 /// The path of the webhook that validates pods and other objects that may use a network.
 pub const VALIDATE_USERS: &str = "/validate/users";
+/// The path of the webhook that adds IPAMClaims to the launcher pods of virtual machines. The same as that of
+/// ipam-extensions.
+pub const MUTATE_POD: &str = "/mutate-v1-pod";
+/// The path of the webhook that validates pods which reference IPAMClaims.
+pub const VALIDATE_CLAIMS: &str = "/validate/claims";
 
 /// The directory of the node daemon's sockets, on the host and in its pod.
 pub const RUN_DIR: &str = "/run/patchbay";

@@ -1,8 +1,12 @@
 //! `metav1.LabelSelector`, without a dependency on a Kubernetes crate.
 
+mod text;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+
+pub use text::Error;
 
 #[cfg(feature = "kube")]
 use crate::list_schema;
@@ -69,16 +73,19 @@ pub enum LabelSelectorOperator {
 impl LabelSelector {
     /// Whether an object with these labels matches.
     pub fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
-        let has = |(key, value): (&String, &String)| labels.get(key) == Some(value);
-        self.match_labels.iter().all(has)
-            && self.match_expressions.iter().all(|requirement| requirement.matches(labels))
+        self.matches_by(|key| labels.get(key).map(String::as_str))
+    }
+
+    /// Whether an object matches whose labels this function looks up.
+    pub fn matches_by<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {
+        self.match_labels.iter().all(|(key, value)| label(key) == Some(value))
+            && self.match_expressions.iter().all(|requirement| requirement.matches(label(&requirement.key)))
     }
 }
 
 impl LabelSelectorRequirement {
-    fn matches(&self, labels: &BTreeMap<String, String>) -> bool {
-        let value = labels.get(&self.key);
-        let included = value.is_some_and(|value| self.values.contains(value));
+    fn matches(&self, value: Option<&str>) -> bool {
+        let included = value.is_some_and(|value| self.values.iter().any(|one| one == value));
         match self.operator {
             LabelSelectorOperator::In => included,
             LabelSelectorOperator::NotIn => !included,

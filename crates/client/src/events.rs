@@ -3,8 +3,9 @@
 //! Recording never blocks: events wait in a bounded queue, and one task sends them. An event that repeats is sent once
 //! per window. Events inform people; conditions, logs and metrics report the same, so a lost event is no failure.
 //!
-//! kube's `Recorder` sends them: it repeats an event of the same object and reason as a series, and creates events about
-//! cluster-scoped objects in the namespace `default`.
+//! kube's `Recorder` sends them: it creates events about cluster-scoped objects in the namespace `default`, and it knows
+//! series. Its series keep the note of their first event, so they fit only sources whose events of one object and reason
+//! say the same: see [`Repeats`].
 
 use std::{
     collections::VecDeque,
@@ -18,16 +19,15 @@ use kube::{
     Client, Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
-use tokio::{sync::mpsc, time::Instant};
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, timeout_at},
+};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
 use crate::request::ApiCall;
 
-/// Bounds the events that wait to be sent. Dropped events are still in the log and the metrics.
-const QUEUE_LENGTH: usize = 64;
-/// Bounds the events that are remembered for the throttle. The oldest is forgotten first.
-const MAX_REMEMBERED: usize = 512;
 /// The maximum length of a note in bytes. The API server accepts 1024.
 const MAX_NOTE: usize = 1000;
 
@@ -52,28 +52,99 @@ pub struct EventSource {
     pub instance: String,
     /// An event with the same object, reason and note as another one in this window is not sent.
     pub window: Duration,
+    pub repeats: Repeats,
+    pub limits: EventLimits,
+}
+
+/// What happens to further events of one object and reason.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Repeats {
+    /// They extend a series, which shows the note of the first.
+    Series,
+    /// Each is an event of its own, with its own note. The window throttles warnings only: a Normal event reports a
+    /// change, and the same change can happen twice.
+    Separate,
+}
+
+/// Bounds the memory of a recorder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventLimits {
+    /// Events that wait to be sent. Dropped events are still in the log and the metrics.
+    pub queue: usize,
+    /// Events that are remembered for the throttle. The oldest is forgotten first.
+    pub remembered: usize,
+}
+
+impl Default for EventLimits {
+    fn default() -> Self {
+        Self { queue: 64, remembered: 512 }
+    }
 }
 
 /// Records events. Cheap to clone.
 #[derive(Clone)]
 pub struct EventRecorder {
     queue: mpsc::Sender<QueuedEvent>,
+    repeats: Repeats,
     throttle: Arc<Mutex<Throttle>>,
 }
 
 /// Sends the recorded events.
 pub struct EventSender {
-    recorder: Recorder,
+    client: Client,
+    reporter: Reporter,
+    /// Knows the series; none for [`Repeats::Separate`].
+    series: Option<Recorder>,
     call: ApiCall,
     queue: mpsc::Receiver<QueuedEvent>,
     throttle: Arc<Mutex<Throttle>>,
+    /// Work that events wait for, and for how long.
+    after: Option<(PriorWork, Duration)>,
 }
 
-type QueuedEvent = (ObjectReference, Event, EventKey);
+struct QueuedEvent {
+    regarding: ObjectReference,
+    event: Event,
+    key: EventKey,
+    recorded: Instant,
+}
+
+/// Counts work that is more urgent than events. Clones share the count.
+#[derive(Clone, Debug)]
+pub struct PriorWork(watch::Sender<usize>);
+
+/// Counts as work until it is dropped.
+#[derive(Debug)]
+pub struct PriorWorkGuard(watch::Sender<usize>);
+
+impl Default for PriorWork {
+    fn default() -> Self {
+        Self(watch::Sender::new(0))
+    }
+}
+
+impl PriorWork {
+    pub fn start(&self) -> PriorWorkGuard {
+        self.0.send_modify(|count| *count += 1);
+        PriorWorkGuard(self.0.clone())
+    }
+
+    async fn finished(&self) {
+        // Cannot fail: this sender exists.
+        let _ = self.0.subscribe().wait_for(|count| *count == 0).await;
+    }
+}
+
+impl Drop for PriorWorkGuard {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
+}
 
 /// The events of the last window.
 struct Throttle {
     window: Duration,
+    max_remembered: usize,
     /// In the order of their times.
     sent: VecDeque<(EventKey, Instant)>,
 }
@@ -92,13 +163,15 @@ struct EventKey {
 /// A recorder, and the sender that must run for it. `call` limits and counts the requests; with a fence, nothing is sent
 /// after it has expired.
 pub fn recorder(client: Client, source: EventSource, call: ApiCall) -> (EventRecorder, EventSender) {
-    let EventSource { controller, instance, window } = source;
-    let (sender, queue) = mpsc::channel(QUEUE_LENGTH);
+    let EventSource { controller, instance, window, repeats, limits } = source;
+    let (sender, queue) = mpsc::channel(limits.queue.max(1));
     let reporter = Reporter { controller: controller.to_owned(), instance: Some(instance) };
-    let throttle = Arc::new(Mutex::new(Throttle { window, sent: VecDeque::new() }));
-    let recorder = Recorder::new(client, reporter);
-    let sending = EventSender { recorder, call, queue, throttle: Arc::clone(&throttle) };
-    (EventRecorder { queue: sender, throttle }, sending)
+    let throttle = Throttle { window, max_remembered: limits.remembered, sent: VecDeque::new() };
+    let throttle = Arc::new(Mutex::new(throttle));
+    let series = (repeats == Repeats::Series).then(|| Recorder::new(client.clone(), reporter.clone()));
+    let sending =
+        EventSender { client, reporter, series, call, queue, throttle: Arc::clone(&throttle), after: None };
+    (EventRecorder { queue: sender, repeats, throttle }, sending)
 }
 
 /// A reference to an object of a known kind, for [`EventRecorder::record`]. `namespace` is None for cluster-scoped kinds.
@@ -131,7 +204,8 @@ impl EventRecorder {
             note: note.clone(),
         };
         let mut throttle = lock(&self.throttle);
-        if throttle.contains(&key, Instant::now()) {
+        let throttled = warning || self.repeats == Repeats::Series;
+        if throttled && throttle.contains(&key, Instant::now()) {
             return;
         }
         let event = Event {
@@ -142,8 +216,11 @@ impl EventRecorder {
             secondary: None,
         };
         let object = regarding.name.clone();
-        if self.queue.try_send((regarding, event, key.clone())).is_ok() {
-            throttle.remember(key, Instant::now());
+        let recorded = Instant::now();
+        if self.queue.try_send(QueuedEvent { regarding, event, key: key.clone(), recorded }).is_ok() {
+            if throttled {
+                throttle.remember(key, recorded);
+            }
         } else {
             debug!(object, reason, "event queue is full, dropping an event");
         }
@@ -159,7 +236,7 @@ impl Throttle {
     }
 
     fn remember(&mut self, key: EventKey, now: Instant) {
-        if self.sent.len() >= MAX_REMEMBERED {
+        if self.sent.len() >= self.max_remembered {
             self.sent.pop_front();
         }
         self.sent.push_back((key, now));
@@ -176,11 +253,30 @@ fn lock(throttle: &Mutex<Throttle>) -> MutexGuard<'_, Throttle> {
 }
 
 impl EventSender {
+    /// Sends each event when the work is finished, but at most `limit` after it was recorded.
+    #[must_use]
+    pub fn after(self, work: PriorWork, limit: Duration) -> Self {
+        Self { after: Some((work, limit)), ..self }
+    }
+
+    /// The next event that is due. None if there is no recorder left.
+    async fn next(&mut self) -> Option<QueuedEvent> {
+        let queued = self.queue.recv().await?;
+        if let Some((work, limit)) = &self.after {
+            let _ = timeout_at(queued.recorded + *limit, work.finished()).await;
+        }
+        Some(queued)
+    }
+
     /// Sends until `stop`, or until there is no recorder left. An event that cannot be sent is dropped, and sent when it is
     /// recorded again.
     pub async fn run(mut self, stop: CancellationToken) {
-        while let Some(Some((regarding, event, key))) = stop.run_until_cancelled(self.queue.recv()).await {
-            if let Err(error) = self.call.create(self.recorder.publish(&event, &regarding)).await {
+        while let Some(Some(queued)) = stop.run_until_cancelled(self.next()).await {
+            let QueuedEvent { regarding, event, key, .. } = queued;
+            // A new recorder knows no series and creates an event.
+            let new = || Recorder::new(self.client.clone(), self.reporter.clone());
+            let recorder = self.series.clone().unwrap_or_else(new);
+            if let Err(error) = self.call.create(recorder.publish(&event, &regarding)).await {
                 debug!(reason = event.reason, error = %ErrorChain(&error), "cannot send an event");
                 lock(&self.throttle).forget(&key);
             }
@@ -202,11 +298,22 @@ mod tests {
     };
 
     const WINDOW: Duration = Duration::from_mins(1);
+    const QUEUE_LENGTH: usize = 64;
+    const MAX_REMEMBERED: usize = 512;
 
     fn scripted() -> (EventRecorder, EventSender, ScriptedServer) {
+        scripted_with(Repeats::Series)
+    }
+
+    fn scripted_with(repeats: Repeats) -> (EventRecorder, EventSender, ScriptedServer) {
         let (client, server) = ScriptedServer::new();
-        let source =
-            EventSource { controller: "patchbay-node", instance: "node-1".to_owned(), window: WINDOW };
+        let source = EventSource {
+            controller: "patchbay-node",
+            instance: "node-1".to_owned(),
+            window: WINDOW,
+            repeats,
+            limits: EventLimits::default(),
+        };
         let call = ApiCall::new(DEFAULT_TIMEOUT, || ());
         let (recorder, sender) = recorder(client, source, call);
         (recorder, sender, server)
@@ -270,6 +377,23 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn separate_events_of_one_reason_each_show_their_own_note() {
+        let (recorder, sender, server) = scripted_with(Repeats::Separate);
+        for note in ["net1", "net2", "net1"] {
+            recorder.record(pod("a"), EventDraft { warning: false, ..draft("AddedInterface", note) });
+            recorder.record(pod("a"), draft("FailedAddingInterface", note));
+        }
+        let sent = sent(recorder, sender, &server).await;
+        let notes = |kind: &str| -> Vec<&str> {
+            let of_kind = sent.iter().filter(|(_, event)| event["type"] == kind);
+            of_kind.map(|(_, event)| event["note"].as_str().unwrap()).collect()
+        };
+        assert_eq!(notes("Normal"), ["net1", "net2", "net1"], "every change is reported");
+        assert_eq!(notes("Warning"), ["net1", "net2"], "a warning is sent once per window");
+        assert!(server.requests().iter().all(|(method, ..)| *method == http::Method::POST));
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn memory_is_bounded_and_a_dropped_event_is_not_remembered() {
         let (recorder, mut sender, _server) = scripted();
         for number in 0..QUEUE_LENGTH {
@@ -290,8 +414,46 @@ mod tests {
     async fn a_long_note_is_cut_between_characters() {
         let (recorder, mut sender, _server) = scripted();
         recorder.record(pod("a"), draft("AttachFailed", &"ä".repeat(2000)));
-        let (_, event, _) = sender.queue.try_recv().unwrap();
-        assert_eq!(event.note.unwrap(), "ä".repeat(MAX_NOTE / 2));
+        let queued = sender.queue.try_recv().unwrap();
+        assert_eq!(queued.event.note.unwrap(), "ä".repeat(MAX_NOTE / 2));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_wait_for_prior_work_up_to_the_limit() {
+        let (recorder, sender, server) = scripted();
+        let (work, limit) = (PriorWork::default(), Duration::from_secs(2));
+        let stop = CancellationToken::new();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(sender.after(work.clone(), limit).run(stop.clone()));
+        let sent_after = async |wait: Duration| {
+            tokio::time::sleep(wait).await;
+            server.requests().len()
+        };
+        for _ in 0..4 {
+            server.reply(Reply::Body(201, r#"{"metadata":{"name":"e"},"eventTime":null}"#.to_owned()));
+        }
+        recorder.record(pod("a"), draft("Attached", "x"));
+        assert_eq!(sent_after(Duration::from_millis(1)).await, 1, "without work events are sent at once");
+
+        let (first, second) = (work.start(), work.start());
+        recorder.record(pod("b"), draft("Attached", "x"));
+        assert_eq!(sent_after(Duration::from_millis(500)).await, 1);
+        drop(first);
+        assert_eq!(sent_after(Duration::from_millis(500)).await, 1, "work is left");
+        drop(second);
+        assert_eq!(sent_after(Duration::from_millis(1)).await, 2);
+
+        let _endless = work.start();
+        recorder.record(pod("c"), draft("Attached", "x"));
+        recorder.record(pod("d"), draft("Attached", "x"));
+        assert_eq!(sent_after(limit / 2).await, 2);
+        assert_eq!(
+            sent_after(limit / 2 + Duration::from_millis(1)).await,
+            4,
+            "the limit counts from the recording"
+        );
+        stop.cancel();
+        tasks.join_next().await.unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]

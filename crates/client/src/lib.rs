@@ -9,6 +9,7 @@
 //! | [`retry`] | exponential backoff |
 //! | [`expectations`] | own writes that the watch has not delivered yet |
 //! | [`events`] | Kubernetes Events about any object |
+//! | [`json_patch`] | JSON patches that test strings |
 //!
 //! `plan::condition::ConditionDraft` builds conditions: they are decided in `plan`, without a client.
 
@@ -16,6 +17,7 @@ pub mod decode;
 pub mod events;
 pub mod expectations;
 pub mod fence;
+pub mod json_patch;
 pub mod request;
 pub mod retry;
 #[cfg(test)]

@@ -247,11 +247,21 @@ pub fn stream<K>(api: Api<K>, config: WatchConfig) -> BoxStream<'static, StreamE
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
+    positioned(api, config).map(|(event, _)| event).boxed()
+}
+
+/// Like [`stream`], with the resourceVersion that the watch has reached after each event. Every change up to that version
+/// was delivered, and none after it. None while a list is in progress, and if the version is not a number.
+pub fn positioned<K>(api: Api<K>, config: WatchConfig) -> BoxStream<'static, (StreamEvent<K>, Option<u64>)>
+where
+    K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
+{
     let backoff = config.backoff.clone();
     let watcher = Watcher { api, config, state: State::Unlisted, backoff, failed: false };
     stream::unfold(watcher, async |mut watcher| {
         let event = watcher.next().await;
-        Some((event, watcher))
+        let position = watcher.position();
+        Some(((event, position), watcher))
     })
     .boxed()
 }
@@ -281,6 +291,19 @@ where
             if let Some(event) = event {
                 return event;
             }
+        }
+    }
+
+    fn position(&self) -> Option<u64> {
+        let mut state = &self.state;
+        loop {
+            state = match state {
+                State::Unlisted | State::Page(_) | State::Deliver { .. } => return None,
+                State::Listed(version) | State::Watching(Watching { version, .. }) => {
+                    return version.parse().ok();
+                }
+                State::Waiting { next, .. } => next,
+            };
         }
     }
 

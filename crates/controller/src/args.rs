@@ -61,6 +61,19 @@ pub struct Args {
     /// How long to keep serving after SIGTERM, until API servers stop sending new requests to this replica
     #[arg(long, env = "PATCHBAY_DRAIN", default_value = "3s", value_parser = duration::parse)]
     pub drain: Duration,
+
+    /// Keep the IPAMClaim of an interface that was unplugged from a virtual machine, with its addresses
+    #[arg(long, env = "PATCHBAY_KEEP_UNPLUGGED_CLAIMS")]
+    pub keep_unplugged_claims: bool,
+
+    /// Refer pods to their IPAMClaim also on OVN-Kubernetes networks whose NetworkAttachmentDefinition is in another
+    /// namespace
+    #[arg(long, env = "PATCHBAY_REFERENCE_FOREIGN_NADS")]
+    pub reference_foreign_nads: bool,
+
+    /// Namespace of the NetworkAttachmentDefinition `default` for primary networks. Has no effect yet
+    #[arg(long, env = "PATCHBAY_DEFAULT_NETWORK_NAD_NAMESPACE", default_value = "ovn-kubernetes")]
+    pub default_network_nad_namespace: String,
 }
 
 /// Invalid flags.

@@ -3,7 +3,11 @@
 //! Readers work on snapshots. Each of the two locks is held only to take a snapshot, to apply one watch event or to process
 //! one batch: see [`UserCache`] for the users of networks, of which there are many.
 
+pub mod claims;
+mod handover;
+mod pods;
 pub mod project;
+pub mod services;
 mod users;
 pub mod watches;
 
@@ -21,6 +25,7 @@ use plan::{
 use tokio::sync::watch as channel;
 
 pub use self::users::UserCache;
+use self::{claims::ClaimCache, services::ServiceCache};
 
 /// A watched kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,17 +36,19 @@ pub enum CacheSource {
     Namespaces,
     Nads,
     Blocks,
+    Claims,
     Users(WorkloadKind),
 }
 
 impl CacheSource {
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Networks,
         Self::Nodes,
         Self::NodeNetworks,
         Self::Namespaces,
         Self::Nads,
         Self::Blocks,
+        Self::Claims,
         Self::Users(WorkloadKind::CronJob),
         Self::Users(WorkloadKind::DaemonSet),
         Self::Users(WorkloadKind::Deployment),
@@ -61,6 +68,8 @@ pub struct ClusterCache(Arc<CacheInner>);
 struct CacheInner {
     state: Mutex<ClusterState>,
     users: UserCache,
+    services: ServiceCache,
+    claims: ClaimCache,
     subscribers: Mutex<Vec<Subscriber>>,
     nad_trackers: Mutex<Vec<Weak<Mutex<BTreeSet<NadRef>>>>>,
     unlisted: channel::Sender<HashSet<CacheSource>>,
@@ -104,6 +113,8 @@ impl ClusterCache {
         Self(Arc::new(CacheInner {
             state: Mutex::default(),
             users: UserCache::default(),
+            services: ServiceCache::default(),
+            claims: ClaimCache::default(),
             subscribers: Mutex::default(),
             nad_trackers: Mutex::default(),
             unlisted: channel::Sender::new(HashSet::from(CacheSource::ALL)),
@@ -118,6 +129,21 @@ impl ClusterCache {
     /// The users of networks.
     pub fn users(&self) -> &UserCache {
         &self.0.users
+    }
+
+    /// The services on networks, with a lock and a wake-up of their own.
+    pub fn services(&self) -> &ServiceCache {
+        &self.0.services
+    }
+
+    /// The IPAMClaims with their virtual machines and pods, with a lock and a wake-up of their own.
+    pub fn claims(&self) -> &ClaimCache {
+        &self.0.claims
+    }
+
+    /// Reads the state without a copy. `read` must be short.
+    pub fn read<T>(&self, read: impl FnOnce(&ClusterState) -> T) -> T {
+        read(&lock(&self.0.state))
     }
 
     /// Updates the state, and wakes the subscribers of `source` if `update` returns true.

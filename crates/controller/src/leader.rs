@@ -12,7 +12,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 use client::fence::LeaseFence;
 use futures::{FutureExt, future::BoxFuture};
 use kube::Client;
-use plan::certs::CertPolicy;
+use plan::{certs::CertPolicy, claims::ClaimOptions};
 use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
@@ -21,10 +21,12 @@ use crate::{
     Error,
     blocks::BlockController,
     cache::{CacheSource, ClusterCache},
+    claims::ClaimController,
     lease::election::{Candidate, Leader},
     metrics::Metrics,
     networks::NetworkController,
     nodelabels::NodeLabelController,
+    services::ServiceController,
     task::{TaskExit, named, unexpected_exit, wait_for_all},
     webhook::certs::rotate::{CertRotator, WebhookService},
 };
@@ -47,6 +49,7 @@ pub struct LeaderConfig {
     pub metrics: Arc<Metrics>,
     pub service: WebhookService,
     pub policy: CertPolicy,
+    pub claims: ClaimOptions,
 }
 
 /// What a loop needs while this replica leads.
@@ -85,7 +88,7 @@ impl LeaderLoop {
 
 /// Every loop of the leader. Each ends soon after `stop`.
 fn loops(config: LeaderConfig, fence: LeaseFence, stop: &CancellationToken) -> Vec<LeaderLoop> {
-    let LeaderConfig { client, cache, metrics, service, policy } = config;
+    let LeaderConfig { client, cache, metrics, service, policy, claims } = config;
     let rotator = CertRotator::new(client.clone(), service, policy, metrics.clone(), fence.clone());
     let context = LeaderContext { client, cache, metrics, fence };
     let cache = &context.cache;
@@ -94,6 +97,8 @@ fn loops(config: LeaderConfig, fence: LeaseFence, stop: &CancellationToken) -> V
         LeaderLoop::reconcile(NetworkController::new(&context), cache, stop),
         LeaderLoop::reconcile(BlockController::new(&context), cache, stop),
         LeaderLoop::reconcile(NodeLabelController::new(&context), cache, stop),
+        LeaderLoop::new("services", ServiceController::new(&context).run(stop.clone())),
+        LeaderLoop::new("claims", ClaimController::new(&context, claims).run(stop.clone())),
     ]
 }
 

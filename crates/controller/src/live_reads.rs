@@ -8,8 +8,13 @@ use std::{
     sync::Arc,
 };
 
-use api::{bridgenetwork::FINALIZER_USERS, selection::NadRef};
+use api::{
+    bridgenetwork::FINALIZER_USERS,
+    ipblock::{CLAIMS_HOLDER_UID, HOLDER_ROLE, NODE_ROLE_LABEL_PREFIX},
+    selection::NadRef,
+};
 use client::request::{self, ApiCall};
+use futures::FutureExt as _;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, Resource,
@@ -21,7 +26,10 @@ use serde::de::DeserializeOwned;
 
 use crate::{
     cache::{
-        project::{self, NadObject, NetworkObject, NodeNetworkObject, NodeObject, PodObject, WorkloadObject},
+        project::{
+            self, BlockObject, NadObject, NetworkObject, NodeNetworkObject, NodeObject, PodObject,
+            WorkloadObject,
+        },
         watches::LIVE_PODS,
     },
     metrics::{ApiCallKind, Metrics},
@@ -37,8 +45,8 @@ const NOT_QUERIED: &str = "unknown (not queried)";
 /// What to read.
 #[derive(Debug, Default)]
 pub struct LiveQuery {
-    /// The UIDs of networks to look up NADs of.
-    pub nad_owners: BTreeSet<String>,
+    /// The UIDs of networks to look up NADs and addresses of IPAMClaims of.
+    pub held: BTreeSet<String>,
     /// The NADs to look up users of.
     pub nads: BTreeSet<NadRef>,
     /// The UIDs of networks to look up in NodeNetworks.
@@ -57,6 +65,7 @@ pub struct LiveResults {
     users: ReadResult<BTreeMap<NadRef, String>>,
     nodes: ReadResult<BTreeMap<String, String>>,
     networks: ReadResult<BTreeSet<String>>,
+    claimed: ReadResult<BTreeSet<String>>,
 }
 
 impl LiveResults {
@@ -68,13 +77,15 @@ impl LiveResults {
             users: Ok(BTreeMap::new()),
             nodes: Ok(BTreeMap::new()),
             networks: Ok(BTreeSet::new()),
+            claimed: Ok(BTreeSet::new()),
         }
     }
 
-    /// Whether the network owns a NAD.
-    pub fn has_nads(&self, uid: &str) -> ReadResult<bool> {
+    /// Whether the network owns a NAD, or an IPAMClaim has an address of it.
+    pub fn is_held(&self, uid: &str) -> ReadResult<bool> {
         let owners = self.nad_owners.as_ref().map_err(Arc::clone)?;
-        Ok(!self.query.nad_owners.contains(uid) || owners.contains(uid))
+        let claimed = self.claimed.as_ref().map_err(Arc::clone)?;
+        Ok(!self.query.held.contains(uid) || owners.contains(uid) || claimed.contains(uid))
     }
 
     /// A user of any of these NADs.
@@ -116,17 +127,19 @@ impl LiveReader {
     /// Runs the query. NodeNetworks count only if `exists` says that their Node does. NADs are listed before users: a pod
     /// that the list of users misses was created after the NADs were gone.
     pub async fn read(&self, query: LiveQuery, exists: impl Fn(&str) -> bool) -> LiveResults {
-        let nad_owners = self.nad_owners(&query.nad_owners).await.map_err(Arc::new);
-        let (users, nodes, networks) = futures::join!(
+        let nad_owners = self.nad_owners(&query.held).await.map_err(Arc::new);
+        let (users, nodes, networks, claimed) = futures::join!(
             self.users(&query.nads),
             self.nodes(&query.listed, exists),
             self.networks(&query.existing),
+            self.claimed(&query.held).boxed(),
         );
         LiveResults {
             nad_owners,
             users: users.map_err(Arc::new),
             nodes: nodes.map_err(Arc::new),
             networks: networks.map_err(Arc::new),
+            claimed: claimed.map_err(Arc::new),
             query,
         }
     }
@@ -208,6 +221,25 @@ impl LiveReader {
         let visit = |it: NetworkObject| live.extend(it.metadata.uid.filter(|uid| uids.contains(uid)));
         self.each(api, ListParams::default().limit(PAGE_SIZE), visit).await?;
         Ok(live)
+    }
+
+    /// The networks of these that have addresses of IPAMClaims.
+    async fn claimed(&self, uids: &BTreeSet<String>) -> Result<BTreeSet<String>, request::Error> {
+        let mut claimed = BTreeSet::new();
+        if uids.is_empty() {
+            return Ok(claimed);
+        }
+        let api = self.all::<BlockObject>(&project::blocks());
+        let label = format!("{NODE_ROLE_LABEL_PREFIX}{CLAIMS_HOLDER_UID}={HOLDER_ROLE}");
+        let visit = |it| {
+            let Some((_, block)) = project::block(it) else { return };
+            let network = block.object.spec.network_uid;
+            if !block.object.status.claims.is_empty() && uids.contains(&network) {
+                claimed.insert(network);
+            }
+        };
+        self.each(api, ListParams::default().limit(PAGE_SIZE).labels(&label), visit).await?;
+        Ok(claimed)
     }
 
     /// Whether the Node exists.

@@ -1,6 +1,7 @@
 //! The metrics of a replica.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -40,8 +41,28 @@ pub enum ApiCallKind {
     Block,
     WatchKinds,
     WatchUsers,
+    WatchNetworkServices,
+    WatchServices,
+    WatchSlices,
+    WatchEndpoints,
+    NetworkService,
+    Service,
+    Slice,
     WatchSecret,
     WatchWebhookConfiguration,
+    WatchClaims,
+    Claim,
+    ClaimStatus,
+    Machine,
+    Crd,
+}
+
+/// How an EndpointSlice was written. Variant names are label values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
+pub enum SliceVerb {
+    Create,
+    Update,
+    Delete,
 }
 
 /// The result of an admission request. Variant names are label values.
@@ -64,6 +85,46 @@ struct AdmissionLabels {
     result: AdmissionOutcome,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PathLabels {
+    path: WebhookPath,
+}
+
+/// The state of an IPAMClaim. Variant names are label values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, EncodeLabelValue)]
+pub enum ClaimMetricState {
+    Allocated,
+    Pending,
+    Failed,
+    NotOurs,
+    Terminating,
+}
+
+impl ClaimMetricState {
+    pub const ALL: [Self; 5] =
+        [Self::Allocated, Self::Pending, Self::Failed, Self::NotOurs, Self::Terminating];
+}
+
+/// The IPAMClaims of the cluster at the time of a scrape.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ClaimTotals {
+    pub states: BTreeMap<ClaimMetricState, usize>,
+    /// Claims whose deletion waits for our finalizer.
+    pub stuck: usize,
+    /// The age of the oldest claim that has no addresses yet.
+    pub oldest_pending: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ClaimLabels {
+    state: ClaimMetricState,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SliceLabels {
+    verb: SliceVerb,
+}
+
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -75,6 +136,18 @@ pub struct Metrics {
     users: Gauge,
     attachment_repairs: Counter,
     plan_duration: Histogram,
+    services: Gauge,
+    slice_writes: Family<SliceLabels, Counter>,
+    service_duration: Histogram,
+    admission_duration: Family<PathLabels, Histogram, fn() -> Histogram>,
+    claims: Family<ClaimLabels, Gauge>,
+    stuck_finalizers: Gauge,
+    oldest_pending: Gauge,
+    allocation_duration: Histogram,
+}
+
+fn admission_histogram() -> Histogram {
+    Histogram::new(exponential_buckets(0.000_25, 2.0, 12))
 }
 
 impl Default for Metrics {
@@ -89,6 +162,14 @@ impl Default for Metrics {
             users: Gauge::default(),
             attachment_repairs: Counter::default(),
             plan_duration: Histogram::new(exponential_buckets(0.000_1, 4.0, 8)),
+            services: Gauge::default(),
+            slice_writes: Family::default(),
+            service_duration: Histogram::new(exponential_buckets(0.000_1, 4.0, 8)),
+            admission_duration: Family::new_with_constructor(admission_histogram),
+            claims: Family::default(),
+            stuck_finalizers: Gauge::default(),
+            oldest_pending: Gauge::default(),
+            allocation_duration: Histogram::new(exponential_buckets(0.005, 2.0, 12)),
         };
         metrics.registered()
     }
@@ -111,6 +192,24 @@ impl Metrics {
         registry.register("attachment_repairs", repairs, self.attachment_repairs.clone());
         let plan = "Duration of planning all networks";
         registry.register("network_plan_duration_seconds", plan, self.plan_duration.clone());
+        let services = "Number of NetworkServices and of Services with the annotations of Patchbay";
+        registry.register("network_services", services, self.services.clone());
+        registry.register("endpointslice_writes", "Written EndpointSlices", self.slice_writes.clone());
+        let reconcile = "Duration of reconciling one service, with its writes";
+        registry.register("service_reconcile_duration_seconds", reconcile, self.service_duration.clone());
+        let admission = "Duration of answering an admission request";
+        registry.register("admission_duration_seconds", admission, self.admission_duration.clone());
+        registry.register("ipam_claims", "Number of IPAMClaims", self.claims.clone());
+        let stuck = "IPAMClaims that have been deleted for more than a minute and still have the finalizer";
+        registry.register("ipam_claim_stuck_finalizers", stuck, self.stuck_finalizers.clone());
+        let oldest = "Age of the oldest IPAMClaim without addresses";
+        registry.register("ipam_claim_oldest_pending_seconds", oldest, self.oldest_pending.clone());
+        let allocation = "Time from the first observation of an IPAMClaim until its addresses are published";
+        registry.register(
+            "ipam_claim_allocation_duration_seconds",
+            allocation,
+            self.allocation_duration.clone(),
+        );
         self
     }
 
@@ -128,6 +227,16 @@ impl Metrics {
         self.networks.set(i64::try_from(networks).unwrap_or(i64::MAX));
         self.users.set(i64::try_from(users).unwrap_or(i64::MAX));
         self.plan_duration.observe(took.as_secs_f64());
+    }
+
+    /// Records one reconcile of a service.
+    pub fn service_reconciled(&self, services: usize, took: Duration) {
+        self.services.set(i64::try_from(services).unwrap_or(i64::MAX));
+        self.service_duration.observe(took.as_secs_f64());
+    }
+
+    pub fn slice_written(&self, verb: SliceVerb) {
+        self.slice_writes.get_or_create(&SliceLabels { verb }).inc();
     }
 
     pub fn attachment_repaired(&self) {
@@ -151,6 +260,27 @@ impl Metrics {
 
     pub fn admission(&self, path: WebhookPath, result: AdmissionOutcome) {
         self.admissions.get_or_create(&AdmissionLabels { path, result }).inc();
+    }
+
+    /// Records how long the answer to an admission request took.
+    pub fn admission_took(&self, path: WebhookPath, took: Duration) {
+        self.admission_duration.get_or_create(&PathLabels { path }).observe(took.as_secs_f64());
+    }
+
+    /// Records that the addresses of a new claim were published.
+    pub fn claim_allocated(&self, took: Duration) {
+        self.allocation_duration.observe(took.as_secs_f64());
+    }
+
+    /// Sets the numbers of IPAMClaims, before they are read.
+    pub fn set_claims(&self, totals: &ClaimTotals) {
+        let gauge = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        for state in ClaimMetricState::ALL {
+            let count = totals.states.get(&state).copied().unwrap_or_default();
+            self.claims.get_or_create(&ClaimLabels { state }).set(gauge(count));
+        }
+        self.stuck_finalizers.set(gauge(totals.stuck));
+        self.oldest_pending.set(i64::try_from(totals.oldest_pending.as_secs()).unwrap_or(i64::MAX));
     }
 
     /// Encodes the metrics in the OpenMetrics text format.

@@ -4,7 +4,7 @@ use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum_server::Handle;
 use kube::Client;
-use plan::certs::CertPolicy;
+use plan::{certs::CertPolicy, claims::ClaimOptions};
 use tokio::{task::JoinSet, time::timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -46,6 +46,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         leaf_lifetime,
         ca_propagation_delay,
         drain,
+        keep_unplugged_claims,
+        reference_foreign_nads,
+        default_network_nad_namespace,
     } = args;
     info!(
         namespace,
@@ -60,6 +63,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         ?leaf_lifetime,
         ?ca_propagation_delay,
         ?drain,
+        keep_unplugged_claims,
+        reference_foreign_nads,
+        default_network_nad_namespace,
         "starting"
     );
 
@@ -67,7 +73,10 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let metrics = Arc::new(Metrics::default());
     let cluster = ClusterCache::new();
     let reloader = CertReloader::new(dns_name.clone(), readiness.clone(), metrics.clone());
-    let state = Arc::new(WebhookState::new(readiness.clone(), metrics.clone(), cluster.clone()));
+    let claims = ClaimOptions { keep_unplugged: keep_unplugged_claims, reference_foreign_nads };
+    let state =
+        WebhookState::new(readiness.clone(), metrics.clone(), cluster.clone(), client.clone(), claims);
+    let state = Arc::new(state);
     let config = ElectionConfig {
         namespace: namespace.clone(),
         identity,
@@ -83,6 +92,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         policy,
         metrics: metrics.clone(),
         cache: cluster.clone(),
+        claims,
     };
     let health = server::listen(health_addr).map_err(|source| Error::Listen { addr: health_addr, source })?;
     let webhook =

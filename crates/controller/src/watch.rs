@@ -21,13 +21,23 @@ pub fn events<K>(
 where
     K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
 {
-    watch::stream(api, config).inspect(move |event| match event {
-        StreamEvent::Failed(error) | StreamEvent::NotServed(error) => failed(&metrics, call, error),
-        StreamEvent::ListStarted
-        | StreamEvent::Applied(_)
-        | StreamEvent::Deleted(_)
-        | StreamEvent::ListDone
-        | StreamEvent::Resumed => {}
+    positioned_events(api, config, metrics, call).map(|(event, _)| event)
+}
+
+/// Like [`events`], with the resourceVersion that the watch has reached: see [`watch::positioned`].
+pub fn positioned_events<K>(
+    api: Api<K>,
+    config: WatchConfig,
+    metrics: Arc<Metrics>,
+    call: ApiCallKind,
+) -> impl Stream<Item = (StreamEvent<K>, Option<u64>)> + Send
+where
+    K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
+{
+    watch::positioned(api, config).inspect(move |(event, _)| {
+        if let StreamEvent::Failed(error) | StreamEvent::NotServed(error) = event {
+            failed(&metrics, call, error);
+        }
     })
 }
 

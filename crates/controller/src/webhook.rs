@@ -3,4 +3,5 @@
 pub mod admission;
 pub mod certs;
 mod connection;
+pub mod pod_configuration;
 pub mod server;

@@ -10,9 +10,14 @@ use std::{
     time::Instant,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Parser, Subcommand};
-use lab::{Lab, LabName, Topology, forward, image, machine, print_progress, program::Programs};
+use lab::{
+    Lab, LabName, Multus, NodeOptions, Runtime, forward, image,
+    kubevirt::VirtHandler,
+    machine, print_progress,
+    program::{ProgramSet, Programs},
+};
 
 /// A real Kubernetes cluster on this machine, without Docker; `down` removes all of it.
 #[derive(Parser)]
@@ -33,9 +38,23 @@ enum LabCommand {
         #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=200))]
         nodes: u8,
         /// Start no nodes, only the control plane.
-        #[arg(long)]
+        #[arg(long, conflicts_with_all = ["crio", "thin_multus", "no_multus"])]
         control_plane_only: bool,
+        /// Run CRI-O instead of containerd on this node, such as `node-2`. Can be repeated.
+        #[arg(long, value_name = "NODE")]
+        crio: Vec<String>,
+        /// Run multus without its daemon on this node. Can be repeated.
+        #[arg(long, value_name = "NODE")]
+        thin_multus: Vec<String>,
+        /// Run no multus on this node. Can be repeated.
+        #[arg(long, value_name = "NODE")]
+        no_multus: Vec<String>,
+        /// Run KubeVirt's virt-controller. Later starts of the lab include it.
+        #[arg(long)]
+        kubevirt: bool,
     },
+    /// Stand in for KubeVirt's virt-handlers until interrupted: virtual machines run, stop and migrate.
+    VirtHandler,
     /// Stop the lab and delete everything that belongs to it.
     Down {
         /// Delete all labs, not only the named one.
@@ -76,7 +95,17 @@ enum LabCommand {
     /// Power-cycle a node.
     Reboot { node: String },
     /// Add a node.
-    AddNode,
+    AddNode {
+        /// Run CRI-O instead of containerd.
+        #[arg(long)]
+        crio: bool,
+        /// Run multus without its daemon.
+        #[arg(long)]
+        thin_multus: bool,
+        /// Run no multus.
+        #[arg(long, conflicts_with = "thin_multus")]
+        no_multus: bool,
+    },
     /// Remove a node and its disk.
     RemoveNode { node: String },
     /// Disconnect a node from the network.
@@ -122,11 +151,14 @@ fn run(cli: Cli) -> Result<ExitCode> {
         LabCommand::Forward { cgroup, netns, target, port_file, port } => {
             forward::run(&cgroup, &netns, target, &port_file, port)?;
         }
-        LabCommand::Up { nodes, control_plane_only } => {
-            let topology =
-                if control_plane_only { Topology::ControlPlaneOnly } else { Topology::Nodes(nodes) };
-            timed("up", async { lab.up(topology).await })?;
+        LabCommand::Up { nodes, control_plane_only, crio, thin_multus, no_multus, kubevirt } => {
+            let nodes = if control_plane_only { 0 } else { nodes };
+            let options = options_of_nodes(nodes, &crio, &thin_multus, &no_multus)?;
+            timed("up", async {
+                if kubevirt { lab.up_with_kubevirt(&options).await } else { lab.up_with(&options).await }
+            })?;
         }
+        LabCommand::VirtHandler => run_virt_handler(&lab)?,
         LabCommand::Down { all } => {
             let labs =
                 if all { lab::paths::existing_labs().into_iter().map(Lab::new).collect() } else { vec![lab] };
@@ -164,17 +196,59 @@ fn run(cli: Cli) -> Result<ExitCode> {
         LabCommand::Pause { component } => lab.pause(&component)?,
         LabCommand::Resume { component } => lab.resume(&component)?,
         LabCommand::Reboot { node } => timed("reboot", async { lab.reboot(&node).await })?,
-        LabCommand::AddNode => {
-            let name = timed("add-node", async { lab.add_node().await })?;
+        LabCommand::AddNode { crio, thin_multus, no_multus } => {
+            let options = node_options(crio, thin_multus, no_multus);
+            let name = timed("add-node", async { lab.add_node_with(options).await })?;
             print(&format!("{name}\n"))?;
         }
         LabCommand::RemoveNode { node } => timed("remove-node", async { lab.remove_node(&node).await })?,
         LabCommand::Partition { node } => lab.partition(&node)?,
         LabCommand::Heal { node } => lab.heal(&node)?,
         LabCommand::LoadImage { tar } => lab.load_image(&tar)?,
-        LabCommand::Prepare => image::lab_image(&Programs::prepare()?).map(|_| ())?,
+        LabCommand::Prepare => {
+            image::lab_image(&Programs::prepare_set(ProgramSet::WithKubeVirt)?).map(|_| ())?;
+        }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The options of `node-1` to `node-NODES`.
+fn options_of_nodes(
+    nodes: u8,
+    crio: &[String],
+    thin_multus: &[String],
+    no_multus: &[String],
+) -> Result<Vec<NodeOptions>> {
+    let names: Vec<String> = (1..=nodes).map(|number| format!("node-{number}")).collect();
+    for name in crio.iter().chain(thin_multus).chain(no_multus) {
+        ensure!(names.contains(name), "no node {name}; this lab would have {}", names.join(", "));
+    }
+    if let Some(both) = thin_multus.iter().find(|name| no_multus.contains(name)) {
+        bail!("{both}: use either --thin-multus or --no-multus");
+    }
+    let of = |name| node_options(crio.contains(name), thin_multus.contains(name), no_multus.contains(name));
+    Ok(names.iter().map(of).collect())
+}
+
+#[allow(clippy::fn_params_excessive_bools, reason = "these are flags of the command line")]
+fn node_options(crio: bool, thin_multus: bool, no_multus: bool) -> NodeOptions {
+    NodeOptions {
+        runtime: if crio { Runtime::CriO } else { Runtime::Containerd },
+        multus: match (thin_multus, no_multus) {
+            (true, _) => Multus::Thin,
+            (false, true) => Multus::None,
+            (false, false) => Multus::Thick,
+        },
+    }
+}
+
+fn run_virt_handler(lab: &Lab) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    runtime.block_on(async {
+        let _handler = VirtHandler::start(lab, None).await?;
+        print_progress("virt-handler: running; press Ctrl-C to end it");
+        tokio::signal::ctrl_c().await.context("wait for Ctrl-C")
+    })
 }
 
 /// Runs the future to completion and prints how long it took.
@@ -200,5 +274,28 @@ fn print(text: &str) -> Result<()> {
         // `lab status | head` closes the pipe early.
         Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         other => other.context("write to stdout"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_name_nodes_of_the_lab_and_do_not_contradict() {
+        let names = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let options =
+            options_of_nodes(3, &names(&["node-2"]), &names(&["node-2"]), &names(&["node-3"])).unwrap();
+        let node = |runtime, multus| NodeOptions { runtime, multus };
+        assert_eq!(
+            options,
+            [
+                NodeOptions::default(),
+                node(Runtime::CriO, Multus::Thin),
+                node(Runtime::Containerd, Multus::None)
+            ]
+        );
+        assert!(options_of_nodes(2, &names(&["node-3"]), &[], &[]).is_err());
+        assert!(options_of_nodes(2, &[], &names(&["node-1"]), &names(&["node-1"])).is_err());
     }
 }

@@ -144,7 +144,13 @@ fn flags(program: &str, flags: &[(&str, String)]) -> Vec<String> {
         .collect()
 }
 
-fn pki_file(name: &str) -> String {
+/// The path of a file with rights inside the machine.
+pub fn kubernetes_file(name: &str) -> String {
+    format!("{ETC}/{name}")
+}
+
+/// The path of a certificate or key inside the machine.
+pub fn pki_file(name: &str) -> String {
     format!("{ETC}/pki/{name}")
 }
 

@@ -10,7 +10,14 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 
-use crate::{digest::sha256_hex, machine::capture, paths, program::Programs, tar::TarBuilder};
+use crate::{
+    digest::sha256_hex,
+    kubevirt::LAUNCHER_IMAGE,
+    machine::capture,
+    paths,
+    program::{LAUNCHER, Programs},
+    tar::TarBuilder,
+};
 
 /// The image of test pods; also the sandbox image of the nodes.
 pub const LAB_IMAGE: &str = "localhost/lab:1";
@@ -95,8 +102,25 @@ fn architecture() -> Result<&'static str> {
     }
 }
 
-/// Builds the image of test pods unless it is cached: busybox, iproute2's `ip` with its libraries, and `tool`.
+/// Builds the image of test pods unless it is cached.
 pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
+    build_image(LAB_IMAGE, "lab", base_layer(programs)?)
+}
+
+/// Builds the image of launcher pods unless it is cached: the image of test pods, and stand-ins for KubeVirt's programs.
+pub fn launcher_image(programs: &Programs) -> Result<PathBuf> {
+    let launcher = fs::read(programs.path(LAUNCHER)?).context("read launcher")?;
+    let mut layer = base_layer(programs)?;
+    // An init container copies this one out of the image.
+    layer.file("usr/bin/container-disk", 0o755, &launcher)?;
+    layer.symlink("usr/bin/virt-launcher-monitor", "container-disk")?;
+    layer.symlink("usr/bin/virt-tail", "container-disk")?;
+    layer.symlink("usr/bin/cp", "/bin/busybox")?;
+    build_image(LAUNCHER_IMAGE, "virt-launcher", layer)
+}
+
+/// Busybox, iproute2's `ip` with its libraries, and `tool`.
+fn base_layer(programs: &Programs) -> Result<TarBuilder> {
     let busybox = fs::read("/bin/busybox").context("read /bin/busybox: install busybox-static")?;
     let ip = fs::read("/usr/sbin/ip").context("read /usr/sbin/ip: install iproute2")?;
     let tool = fs::read(programs.path("tool")?).context("read tool")?;
@@ -125,8 +149,13 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
         }
         layer.file(path, 0o755, &content)?;
     }
+    Ok(layer)
+}
+
+/// Packs an image with this layer into the cache.
+fn build_image(reference: &str, name: &str, layer: TarBuilder) -> Result<PathBuf> {
     let image = Image {
-        reference: LAB_IMAGE,
+        reference,
         layer: layer.finish(),
         entrypoint: &["/bin/tool", "pause"],
         environment: &["PATH=/sbin:/bin:/usr/sbin:/usr/bin"],
@@ -135,7 +164,7 @@ pub fn lab_image(programs: &Programs) -> Result<PathBuf> {
     };
     let packed = image.pack()?;
     let dir = paths::cache_dir()?.join("images");
-    let path = dir.join(format!("lab-{}.tar", &sha256_hex(&packed)[..16]));
+    let path = dir.join(format!("{name}-{}.tar", &sha256_hex(&packed)[..16]));
     if !path.exists() {
         fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
         let partial = path.with_extension("partial");

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::unix::{fs::MetadataExt as _, net::UnixStream},
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
@@ -17,18 +17,21 @@ use kube::{
     config::{KubeConfigOptions, Kubeconfig},
 };
 use nix::fcntl::{Flock, FlockArg};
-use serde::{Deserialize, Serialize};
 
 use crate::{
-    address::{API_PORT, CONTROL_PLANE, MAX_NODES, NodeAddresses},
+    address::{API_PORT, CONTROL_PLANE, NodeAddresses},
     bootstrap::{self, BootstrapScope},
     cgroup::Cgroup,
     control_plane, image,
+    init::Component,
+    kubevirt,
+    lab_record::{LabRecord, NodeRecord},
     machine::{Machine, lab_binary},
     node,
+    node_options::NodeOptions,
     paths::{self, LabName},
     pki::{Pki, write_secret},
-    program::{CNI_PLUGINS, Programs},
+    program::{CNI_PLUGINS, MULTUS_PLUGINS, Programs, VIRT_CONTROLLER},
     progress::print_progress,
     switch::{self, CableState},
     wait,
@@ -48,38 +51,10 @@ pub enum Topology {
     ControlPlaneOnly,
     /// A control plane and at least this many nodes.
     Nodes(u8),
-}
-
-/// The contents of `lab.json`: which nodes a lab has.
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct LabRecord {
-    pub nodes: Vec<NodeRecord>,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct NodeRecord {
-    pub name: String,
-    pub number: u8,
-    /// The node is disconnected from the network; reboots do not change that.
-    #[serde(default, rename = "cut")]
-    pub partitioned: bool,
-}
-
-impl NodeRecord {
-    pub fn addresses(&self) -> NodeAddresses {
-        NodeAddresses(self.number)
-    }
-}
-
-impl LabRecord {
-    /// Adds a node with the lowest free number.
-    pub fn add(&mut self) -> Result<NodeRecord> {
-        let number = (1..=MAX_NODES).find(|n| self.nodes.iter().all(|node| node.number != *n));
-        let number = number.with_context(|| format!("a lab has at most {MAX_NODES} nodes"))?;
-        let node = NodeRecord { name: format!("node-{number}"), number, partitioned: false };
-        self.nodes.push(node.clone());
-        Ok(node)
-    }
+    /// A control plane and at least these nodes, from `node-1`.
+    NodesWith(&'static [NodeOptions]),
+    /// A control plane with KubeVirt's virt-controller, and at least this many nodes for virtual machines.
+    KubeVirt(u8),
 }
 
 /// The exclusive lock of a lab that every change holds.
@@ -126,34 +101,80 @@ impl Lab {
 
     /// Starts every part that is not running, and waits until the cluster is ready.
     pub async fn up(&self, topology: Topology) -> Result<()> {
-        require_root()?;
-        let programs = Programs::prepare()?;
-        let _lock = self.lock()?;
-        let record = self.load_or_create_record(topology)?;
-        if !record.nodes.is_empty() {
-            self.store_image(&image::lab_image(&programs)?, "lab")?;
+        let default_nodes = |count: u8| vec![NodeOptions::default(); usize::from(count)];
+        match topology {
+            Topology::ControlPlaneOnly => self.up_with(&[]).await,
+            Topology::Nodes(count) => self.up_with(&default_nodes(count)).await,
+            Topology::NodesWith(nodes) => self.up_with(nodes).await,
+            Topology::KubeVirt(count) => self.up_with_kubevirt(&default_nodes(count)).await,
         }
-        self.start_control_plane(&programs)?;
+    }
+
+    /// The same as [`Lab::up`] with at least these nodes, from `node-1`. A node that exists keeps its options if the
+    /// default ones are requested.
+    pub async fn up_with(&self, nodes: &[NodeOptions]) -> Result<()> {
+        self.start(nodes, false).await
+    }
+
+    /// The same as [`Lab::up_with`], and KubeVirt's virt-controller. A lab that has KubeVirt keeps it.
+    pub async fn up_with_kubevirt(&self, nodes: &[NodeOptions]) -> Result<()> {
+        self.start(nodes, true).await
+    }
+
+    async fn start(&self, nodes: &[NodeOptions], kubevirt: bool) -> Result<()> {
+        require_root()?;
+        // Building can take minutes, during which the lab is not locked.
+        LabRecord { kubevirt, ..LabRecord::default() }.programs()?;
+        let _lock = self.lock()?;
+        let record = self.load_or_create_record(nodes, kubevirt)?;
+        let programs = record.programs()?;
+        self.store_images(&record, &programs)?;
+        self.start_control_plane(&record, &programs)?;
         self.start_nodes(&record, &programs)?;
         self.start_cluster(&record).await
     }
 
-    pub(crate) fn load_or_create_record(&self, topology: Topology) -> Result<LabRecord> {
+    /// Stores the lab's own images for the nodes.
+    pub(crate) fn store_images(&self, record: &LabRecord, programs: &Programs) -> Result<()> {
+        if record.nodes.is_empty() {
+            return Ok(());
+        }
+        self.store_image(&image::lab_image(programs)?, "lab")?;
+        if record.kubevirt {
+            self.store_image(&image::launcher_image(programs)?, "virt-launcher")?;
+        }
+        Ok(())
+    }
+
+    fn load_or_create_record(&self, nodes: &[NodeOptions], kubevirt: bool) -> Result<LabRecord> {
         fs::create_dir_all(&self.dir).with_context(|| format!("create {}", self.dir.display()))?;
         let mut record =
             if self.dir.join("lab.json").exists() { self.record()? } else { LabRecord::default() };
-        if let Topology::Nodes(count) = topology {
-            while record.nodes.len() < usize::from(count) {
-                record.add()?;
+        let requested = |number: u8| nodes.get(usize::from(number) - 1).copied().unwrap_or_default();
+        for node in &record.nodes {
+            let requested = requested(node.number);
+            if requested != NodeOptions::default() && requested != node.options {
+                bail!(
+                    "{} exists with {:?}, not with {requested:?}; remove it with `lab remove-node` first",
+                    node.name,
+                    node.options
+                );
             }
         }
+        while record.nodes.len() < nodes.len() {
+            record.add(requested)?;
+        }
+        record.kubevirt |= kubevirt;
         self.save(&record)?;
         Ok(record)
     }
 
-    fn start_control_plane(&self, programs: &Programs) -> Result<()> {
+    fn start_control_plane(&self, record: &LabRecord, programs: &Programs) -> Result<()> {
         let machine = self.control_plane();
         control_plane::configure(&machine, &self.pki())?;
+        if record.kubevirt {
+            kubevirt::configure(&machine, &self.pki())?;
+        }
         self.power_on(&machine, programs)?;
         switch::create_switches(&machine)?;
         for component in control_plane::storage_and_api() {
@@ -167,7 +188,7 @@ impl Lab {
         let control_plane = self.control_plane();
         for node in &record.nodes {
             // Sequential: certificates share a directory.
-            node::configure(&self.node(&node.name), node.addresses(), &self.pki(), programs)?;
+            node::configure(&self.node(&node.name), node, &self.pki(), programs)?;
         }
         thread::scope(|scope| {
             let starts: Vec<_> = record
@@ -196,10 +217,9 @@ impl Lab {
         if record.partitioned {
             switch::set_cable_state(control_plane, record.addresses(), CableState::Partitioned)?;
         }
-        node::write_run_files(&machine)?;
-        let [containerd, ..] = node::components(&machine, record.addresses());
-        machine.start_component(&containerd)?;
-        self.import_images(&machine)
+        node::write_run_files(&machine, record)?;
+        machine.start_component(&record.options.runtime.component())?;
+        self.import_images(&machine, record.options.runtime)
     }
 
     /// Starts what needs the API server (controllers, kubelets, kube-proxies, multus) and waits until it is ready.
@@ -223,30 +243,58 @@ impl Lab {
         .await?;
         for node in &record.nodes {
             let machine = self.node(&node.name);
-            for component in node::components(&machine, node.addresses()) {
+            for component in node::components(&machine, node) {
                 machine.start_component(&component)?;
             }
         }
-        self.wait_ready(&client, record).await
+        if record.kubevirt {
+            self.start_kubevirt(&client).await?;
+        }
+        self.wait_ready(&client, record).await?;
+        if record.kubevirt {
+            for node in &record.nodes {
+                kubevirt::prepare_node(&client, &node.name).await?;
+            }
+            kubevirt::wait_ready(&client)
+                .await
+                .with_context(|| self.tail(&control_plane, VIRT_CONTROLLER))?;
+        }
+        Ok(())
+    }
+
+    async fn start_kubevirt(&self, client: &Client) -> Result<()> {
+        // The API server serves a new kind a moment after its definition was created.
+        wait::until(Duration::from_secs(20), "the objects of KubeVirt to be applied", || async {
+            kubevirt::apply(client, &self.pki()).await.map(Some)
+        })
+        .await?;
+        self.control_plane().start_component(&kubevirt::virt_controller())
+    }
+
+    /// The components of the control plane in start order.
+    pub(crate) fn control_plane_components(&self) -> Vec<Component> {
+        let has_kubevirt = self.record().is_ok_and(|record| record.kubevirt);
+        control_plane::storage_and_api()
+            .into_iter()
+            .chain(control_plane::controllers())
+            .chain(has_kubevirt.then(kubevirt::virt_controller))
+            .collect()
     }
 
     async fn wait_ready(&self, client: &Client, record: &LabRecord) -> Result<()> {
         let nodes: Api<KubeNode> = Api::all(client.clone());
         for node in &record.nodes {
             let machine = self.node(&node.name);
-            wait::until(Duration::from_secs(60), &format!("multus on {}", node.name), || async {
-                let root = format!("/proc/{}/root", machine.init().context("the node is off")?);
-                // A killed daemon leaves its socket file behind, so connect to it.
-                let listening = |path: &str| UnixStream::connect(Path::new(&root).join(path)).is_ok();
-                let configured = Path::new(&root).join("etc/cni/net.d/00-multus.conf").exists();
-                let up = listening("run/multus/multus.sock") && listening("run/containerd/containerd.sock");
-                Ok((configured && up).then_some(()))
+            wait::until(Duration::from_secs(60), &format!("the network of {}", node.name), || async {
+                let NodeOptions { runtime, multus } = node.options;
+                let ready = runtime.listens(&machine)? && node::multus_is_ready(&machine, multus)?;
+                Ok(ready.then_some(()))
             })
             .await
             .with_context(|| self.tail(&machine, "multus"))?;
-            let [_, kubelet, ..] = node::components(&machine, node.addresses());
+            let kubelet = node::kubelet(&machine, node.addresses());
             wait::until(Duration::from_secs(60), &format!("the kubelet on {}", node.name), || async {
-                // It exits if containerd listens and does not serve CRI yet. Like kubelet.service, start it again.
+                // It exits if the runtime listens and does not serve CRI yet. Like kubelet.service, start it again.
                 machine.start_component(&kubelet)?;
                 machine
                     .output(&["busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:10248/healthz"])
@@ -288,7 +336,7 @@ impl Lab {
         let mounts = if machine.name == control_plane::NAME { &read_only[..] } else { &read_only[..1] };
         // CNI plugins are in /opt/cni/bin; on the PATH they would hide iproute2's `bridge`.
         let names: Result<Vec<(String, PathBuf)>> = Programs::names()
-            .filter(|name| !CNI_PLUGINS.contains(name))
+            .filter(|name| !CNI_PLUGINS.contains(name) && !MULTUS_PLUGINS.contains(name))
             .map(|name| Ok((name.to_owned(), Path::new("/lab/programs").join(programs.relative(name)?))))
             .collect();
         let mut names = names?;

@@ -1,16 +1,21 @@
 //! A node's components and configuration files, all on their default paths.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt as _, net::UnixStream},
+    path::Path,
+};
 
 use anyhow::{Context as _, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::{
     address::{API_PORT, CONTROL_PLANE, DNS_SERVICE, NodeAddresses, PODS},
     control_plane::{api_server_url, component, multus_token, write_host_files},
-    image::LAB_IMAGE,
     init::Component,
+    lab_record::NodeRecord,
     machine::Machine,
+    node_options::{Multus, Runtime},
     pki::{CertSubject, Pki, write_secret},
     program::{CNI_PLUGINS, Programs},
 };
@@ -18,7 +23,8 @@ use crate::{
 const SERVICE_ACCOUNT_DIR: &str = "/run/secrets/kubernetes.io/serviceaccount";
 
 /// Writes certificates, kubeconfigs, configuration and CNI plugins to the node's disk.
-pub fn configure(machine: &Machine, node: NodeAddresses, pki: &Pki, programs: &Programs) -> Result<()> {
+pub fn configure(machine: &Machine, record: &NodeRecord, pki: &Pki, programs: &Programs) -> Result<()> {
+    let node = record.addresses();
     let name = &machine.name;
     let file = format!("kubelet-{name}");
     let user = format!("system:node:{name}");
@@ -29,23 +35,15 @@ pub fn configure(machine: &Machine, node: NodeAddresses, pki: &Pki, programs: &P
     let disk = machine.disk();
     let etc = disk.join("etc");
     write_host_files(&etc, name)?;
-    let dirs = [
-        "etc/kubernetes",
-        "etc/containerd",
-        "etc/cni/net.d/multus.d",
-        "opt/cni/bin",
-        "var/lib/kubelet",
-        "var/lib/containerd",
-        "var/lib/cni/multus",
-        "var/log/pods",
-    ];
+    let dirs =
+        ["etc/kubernetes", "etc/cni/net.d", "opt/cni/bin", "var/lib/kubelet", "var/lib/cni", "var/log/pods"];
     for dir in dirs {
         fs::create_dir_all(disk.join(dir)).with_context(|| format!("create /{dir} of {name}"))?;
     }
     let kubernetes = etc.join("kubernetes");
     write_secret(&kubernetes.join("kubelet.conf"), &pki.kubeconfig(&file, &api_server_url())?)?;
     write_secret(&kubernetes.join("kube-proxy.conf"), &pki.kubeconfig("kube-proxy", &api_server_url())?)?;
-    write_secret(&kubernetes.join("kubelet.yaml"), &kubelet_config(machine)?)?;
+    write_secret(&kubernetes.join("kubelet.yaml"), &kubelet_config(machine, record.options.runtime)?)?;
     for (from, to) in [
         ("ca.crt", "ca.crt"),
         (&format!("{file}.crt"), "kubelet.crt"),
@@ -54,18 +52,67 @@ pub fn configure(machine: &Machine, node: NodeAddresses, pki: &Pki, programs: &P
         let text = fs::read_to_string(pki.dir().join(from)).with_context(|| format!("read {from}"))?;
         write_secret(&kubernetes.join(to), &text)?;
     }
-    write_secret(&kubernetes.join("multus.token"), &multus_token(pki)?)?;
-    write_secret(&etc.join("containerd/config.toml"), &containerd_config())?;
-    write_secret(&etc.join("cni/net.d/10-lab.conflist"), &primary_network(node)?)?;
-    write_secret(&etc.join("cni/net.d/multus.d/daemon-config.json"), &multus_config()?)?;
-    for plugin in CNI_PLUGINS {
+    record.options.runtime.configure(&disk)?;
+    write_secret(&etc.join("cni/net.d/10-lab.conflist"), &to_text(&primary_network(node))?)?;
+    configure_multus(record, &etc, pki)?;
+    for plugin in CNI_PLUGINS.iter().chain(multus_plugins(record.options.multus)) {
         install(&programs.path(plugin)?, &disk.join("opt/cni/bin").join(plugin))?;
     }
     Ok(())
 }
 
+/// The programs of multus in `/opt/cni/bin`.
+fn multus_plugins(multus: Multus) -> &'static [&'static str] {
+    match multus {
+        Multus::Thick => &["multus-shim"],
+        Multus::Thin => &["multus"],
+        Multus::None => &[],
+    }
+}
+
+fn configure_multus(record: &NodeRecord, etc: &Path, pki: &Pki) -> Result<()> {
+    let net_d = etc.join("cni/net.d");
+    if record.options.multus != Multus::None {
+        fs::create_dir_all(net_d.join("multus.d")).context("create multus' directory")?;
+    }
+    match record.options.multus {
+        Multus::Thick => {
+            write_secret(&etc.join("kubernetes/multus.token"), &multus_token(pki)?)?;
+            write_secret(&net_d.join("multus.d/daemon-config.json"), &to_text(&multus_config())?)
+        }
+        Multus::Thin => {
+            let kubeconfig = pki.token_kubeconfig("multus", &multus_token(pki)?, &api_server_url())?;
+            write_secret(&net_d.join("multus.d/multus.kubeconfig"), &kubeconfig)?;
+            write_secret(&net_d.join(THIN_MULTUS_FILE), &to_text(&thin_multus_config(record.addresses()))?)
+        }
+        Multus::None => Ok(()),
+    }
+}
+
+/// The file that makes multus the runtime's network, on a node with the thin one. Its installer writes a conflist where
+/// the primary network has the CNI version 1.0.0.
+const THIN_MULTUS_FILE: &str = "00-multus.conflist";
+
+/// Whether multus can serve the runtime.
+pub fn multus_is_ready(machine: &Machine, multus: Multus) -> Result<bool> {
+    let init = machine.init().with_context(|| format!("{} is off", machine.name))?;
+    let root = Path::new("/proc").join(init.to_string()).join("root");
+    let configured = |file: &str| root.join("etc/cni/net.d").join(file).exists();
+    Ok(match multus {
+        // A killed daemon leaves its socket file behind, so connect to it.
+        Multus::Thick => {
+            configured("00-multus.conf") && UnixStream::connect(root.join("run/multus/multus.sock")).is_ok()
+        }
+        Multus::Thin => configured(THIN_MULTUS_FILE),
+        Multus::None => true,
+    })
+}
+
 /// Writes the files below `/run`, which do not survive a reboot.
-pub fn write_run_files(machine: &Machine) -> Result<()> {
+pub fn write_run_files(machine: &Machine, record: &NodeRecord) -> Result<()> {
+    if record.options.multus != Multus::Thick {
+        return Ok(());
+    }
     machine.output(&["mkdir", "-p", SERVICE_ACCOUNT_DIR])?;
     machine.output(&["cp", "/etc/kubernetes/multus.token", &format!("{SERVICE_ACCOUNT_DIR}/token")])?;
     machine.output(&["cp", "/etc/kubernetes/ca.crt", &format!("{SERVICE_ACCOUNT_DIR}/ca.crt")]).map(|_| ())
@@ -81,16 +128,17 @@ fn install(from: &Path, to: &Path) -> Result<()> {
     fs::rename(&partial, to).with_context(|| format!("rename to {}", to.display()))
 }
 
-/// The components of a node in start order. Only containerd starts without the API server.
-pub fn components(machine: &Machine, node: NodeAddresses) -> [Component; 4] {
-    [containerd(), kubelet(machine, node), kube_proxy(machine), multus(machine)]
+/// The components of a node in start order. Only the runtime, the first, starts without the API server.
+pub fn components(machine: &Machine, record: &NodeRecord) -> Vec<Component> {
+    let mut components =
+        vec![record.options.runtime.component(), kubelet(machine, record.addresses()), kube_proxy(machine)];
+    if record.options.multus == Multus::Thick {
+        components.push(multus(machine));
+    }
+    components
 }
 
-fn containerd() -> Component {
-    component("containerd", ["containerd".to_owned()])
-}
-
-fn kubelet(machine: &Machine, node: NodeAddresses) -> Component {
+pub fn kubelet(machine: &Machine, node: NodeAddresses) -> Component {
     component(
         "kubelet",
         [
@@ -132,7 +180,7 @@ fn multus(machine: &Machine) -> Component {
     multus
 }
 
-fn kubelet_config(machine: &Machine) -> Result<String> {
+fn kubelet_config(machine: &Machine, runtime: Runtime) -> Result<String> {
     let config = json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -144,7 +192,7 @@ fn kubelet_config(machine: &Machine) -> Result<String> {
         "authorization": {"mode": "Webhook"},
         "tlsCertFile": "/etc/kubernetes/kubelet.crt",
         "tlsPrivateKeyFile": "/etc/kubernetes/kubelet.key",
-        "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+        "containerRuntimeEndpoint": format!("unix://{}", runtime.socket()),
         "clusterDomain": "cluster.local",
         "clusterDNS": [DNS_SERVICE],
         "resolvConf": "/etc/resolv.conf",
@@ -160,36 +208,12 @@ fn kubelet_config(machine: &Machine) -> Result<String> {
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "1Mi", "nodefs.available": "0%", "imagefs.available": "0%", "nodefs.inodesFree": "0%"},
     });
-    serde_json::to_string_pretty(&config).context("serialize the kubelet's configuration")
-}
-
-fn containerd_config() -> String {
-    format!(
-        r#"version = 3
-root = "/var/lib/containerd"
-state = "/run/containerd"
-disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.erofs", "io.containerd.snapshotter.v1.blockfile", "io.containerd.tracing.processor.v1.otlp", "io.containerd.internal.v1.tracing"]
-
-[plugins."io.containerd.cri.v1.runtime"]
-restrict_oom_score_adj = true
-disable_apparmor = true
-
-[plugins."io.containerd.cri.v1.runtime".cni]
-bin_dirs = ["/opt/cni/bin"]
-conf_dir = "/etc/cni/net.d"
-
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
-runtime_type = "io.containerd.runc.v2"
-
-[plugins."io.containerd.cri.v1.images".pinned_images]
-sandbox = "{LAB_IMAGE}"
-"#
-    )
+    to_text(&config)
 }
 
 /// The primary network is routed, not bridged: pod-to-pod traffic of a node passes its IP stack, where kube-proxy's rules apply.
-fn primary_network(node: NodeAddresses) -> Result<String> {
-    let config = json!({
+fn primary_network(node: NodeAddresses) -> Value {
+    json!({
         "cniVersion": "1.0.0",
         "name": "lab",
         "plugins": [{
@@ -202,12 +226,27 @@ fn primary_network(node: NodeAddresses) -> Result<String> {
                 "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
             },
         }],
-    });
-    serde_json::to_string_pretty(&config).context("serialize the primary network")
+    })
 }
 
-fn multus_config() -> Result<String> {
-    let config = json!({
+/// The delegate is the whole primary network, as multus' installer writes it.
+fn thin_multus_config(node: NodeAddresses) -> Value {
+    json!({
+        "cniVersion": "1.0.0",
+        "name": "multus-cni-network",
+        "plugins": [{
+            "type": "multus",
+            "logLevel": "verbose",
+            "logToStderr": false,
+            "logFile": "/var/log/lab/multus.log",
+            "kubeconfig": "/etc/cni/net.d/multus.d/multus.kubeconfig",
+            "delegates": [primary_network(node)],
+        }],
+    })
+}
+
+fn multus_config() -> Value {
+    json!({
         "cniVersion": "1.0.0",
         "logLevel": "verbose",
         "logToStderr": true,
@@ -217,6 +256,9 @@ fn multus_config() -> Result<String> {
         "multusConfigFile": "auto",
         "socketDir": "/run/multus/",
         "binDir": "/opt/cni/bin",
-    });
-    serde_json::to_string_pretty(&config).context("serialize multus' configuration")
+    })
+}
+
+fn to_text(config: &Value) -> Result<String> {
+    serde_json::to_string_pretty(config).context("serialize a configuration")
 }

@@ -1,8 +1,8 @@
 //! Operations on a running lab: reboot, add, remove and partition nodes; restart, kill and pause components; load images.
 
-use std::{fs, path::Path, process::Stdio, time::Duration};
+use std::{fs, path::Path, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use k8s_openapi::api::core::v1::Node as KubeNode;
 use kube::{Api, api::DeleteParams};
 use nix::sys::signal::Signal;
@@ -11,10 +11,12 @@ use crate::{
     control_plane,
     digest::sha256_hex,
     init::Component,
-    lab::{Lab, LabRecord, NodeRecord, require_root},
+    lab::{Lab, require_root},
+    lab_record::{LabRecord, NodeRecord},
     machine::Machine,
-    node, paths,
-    program::Programs,
+    node,
+    node_options::{NodeOptions, Runtime},
+    paths,
     switch::{self, CableState},
     wait,
 };
@@ -40,26 +42,31 @@ impl Lab {
         let _lock = self.lock()?;
         let node = self.node_record(name)?;
         self.node(name).power_off()?;
-        let rebooted = LabRecord { nodes: vec![node] };
-        self.start_some_nodes(&rebooted).await
+        self.start_some_nodes(vec![node]).await
     }
 
     /// Adds a node with the lowest free number and returns its name.
     pub async fn add_node(&self) -> Result<String> {
+        self.add_node_with(NodeOptions::default()).await
+    }
+
+    /// Adds a node that runs other programs than the default ones.
+    pub async fn add_node_with(&self, options: NodeOptions) -> Result<String> {
         require_root()?;
         let _lock = self.lock()?;
         let mut record = self.record()?;
-        let programs = Programs::prepare()?;
-        self.store_image(&crate::image::lab_image(&programs)?, "lab")?;
-        let node = record.add()?;
+        let node = record.add(|_| options)?;
+        self.store_images(&record, &record.programs()?)?;
         self.save(&record)?;
-        self.start_some_nodes(&LabRecord { nodes: vec![node.clone()] }).await?;
+        self.start_some_nodes(vec![node.clone()]).await?;
         Ok(node.name)
     }
 
-    async fn start_some_nodes(&self, some: &LabRecord) -> Result<()> {
-        self.start_nodes(some, &Programs::prepare()?)?;
+    async fn start_some_nodes(&self, nodes: Vec<NodeRecord>) -> Result<()> {
         let all = self.record()?;
+        let programs = all.programs()?;
+        let some = LabRecord { nodes, kubevirt: all.kubevirt };
+        self.start_nodes(&some, &programs)?;
         // The other nodes need routes to a new node as well.
         for machine in &all.nodes {
             let others: Vec<_> =
@@ -68,7 +75,7 @@ impl Lab {
                 switch::add_pod_routes(&self.node(&machine.name), &others)?;
             }
         }
-        self.start_cluster(some).await
+        self.start_cluster(&some).await
     }
 
     /// Removes a node: the machine, its disk, and its Node object.
@@ -119,9 +126,9 @@ impl Lab {
     pub fn component(&self, text: &str) -> Result<ComponentRef> {
         let (machine, name) = text.split_once('/').unwrap_or((control_plane::NAME, text));
         let components: Vec<Component> = if machine == control_plane::NAME {
-            control_plane::storage_and_api().into_iter().chain(control_plane::controllers()).collect()
+            self.control_plane_components()
         } else {
-            node::components(&self.node(machine), self.node_record(machine)?.addresses()).into()
+            node::components(&self.node(machine), &self.node_record(machine)?)
         };
         let names: Vec<String> = components.iter().map(|c| c.name.clone()).collect();
         let matches = |c: &Component| c.name == name || c.name.strip_prefix("kube-") == Some(name);
@@ -174,8 +181,8 @@ impl Lab {
         let stem = tar.file_stem().and_then(|s| s.to_str()).context("the image archive has no file name")?;
         // The prefix keeps it from replacing the lab's own image.
         self.store_image(tar, &format!("user-{stem}"))?;
-        for node in self.nodes() {
-            self.import_images(&self.node(&node))?;
+        for node in self.record()?.nodes {
+            self.import_images(&self.node(&node.name), node.options.runtime)?;
         }
         Ok(())
     }
@@ -190,10 +197,9 @@ impl Lab {
     }
 
     /// Imports every stored image that the node does not have yet.
-    pub(crate) fn import_images(&self, machine: &Machine) -> Result<()> {
-        wait::blocking(Duration::from_secs(30), &format!("containerd on {}", machine.name), || {
-            machine.output(&["ctr", "version"]).map(Some)
-        })?;
+    pub(crate) fn import_images(&self, machine: &Machine, runtime: Runtime) -> Result<()> {
+        let what = format!("{} on {}", runtime.component().name, machine.name);
+        wait::blocking(Duration::from_secs(30), &what, || Ok(runtime.listens(machine)?.then_some(())))?;
         let imported_dir = machine.disk().join("var/lib/lab-images");
         fs::create_dir_all(&imported_dir).context("create the list of imported images")?;
         let mut images: Vec<_> = fs::read_dir(self.dir.join("images"))?.flatten().map(|e| e.path()).collect();
@@ -205,16 +211,7 @@ impl Lab {
             if fs::read_to_string(&marker).is_ok_and(|imported| imported == digest) {
                 continue;
             }
-            let output = machine
-                .command("ctr")?
-                .args(["-n", "k8s.io", "images", "import", "--local", "-"])
-                .stdin(Stdio::from(fs::File::open(image)?))
-                .output()
-                .context("run ctr")?;
-            if !output.status.success() {
-                let stderr = String::from_utf8_lossy(&output.stderr);
-                bail!("import {} on {}: {}", image.display(), machine.name, stderr.trim());
-            }
+            runtime.import(machine, image)?;
             fs::write(&marker, digest).context("record the imported image")?;
         }
         Ok(())

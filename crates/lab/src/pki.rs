@@ -12,7 +12,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
     KeyPair, KeyUsagePurpose, SanType,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// The directory of a lab's keys and certificates.
 #[derive(Clone, Debug)]
@@ -87,21 +87,33 @@ impl Pki {
 
     /// A self-contained kubeconfig with embedded certificates.
     pub fn kubeconfig(&self, file: &str, server: &str) -> Result<String> {
-        let base64 = |name: String| -> Result<String> {
-            let bytes = fs::read(self.dir.join(&name)).with_context(|| format!("read {name}"))?;
-            Ok(k8s_openapi::ByteString(bytes)).map(|b| json!(b).as_str().unwrap_or_default().to_owned())
-        };
+        let user = json!({
+            "client-certificate-data": self.base64(&format!("{file}.crt"))?,
+            "client-key-data": self.base64(&format!("{file}.key"))?,
+        });
+        self.kubeconfig_of(file, &user, server)
+    }
+
+    /// A self-contained kubeconfig with a bearer token.
+    pub fn token_kubeconfig(&self, user: &str, token: &str, server: &str) -> Result<String> {
+        self.kubeconfig_of(user, &json!({"token": token}), server)
+    }
+
+    /// A file of the directory in base64.
+    fn base64(&self, name: &str) -> Result<Value> {
+        let bytes = fs::read(self.dir.join(name)).with_context(|| format!("read {name}"))?;
+        Ok(json!(k8s_openapi::ByteString(bytes)))
+    }
+
+    fn kubeconfig_of(&self, name: &str, user: &Value, server: &str) -> Result<String> {
         let config = json!({
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [{"name": "lab", "cluster": {
-                "server": server, "certificate-authority-data": base64("ca.crt".into())?,
+                "server": server, "certificate-authority-data": self.base64("ca.crt")?,
             }}],
-            "users": [{"name": file, "user": {
-                "client-certificate-data": base64(format!("{file}.crt"))?,
-                "client-key-data": base64(format!("{file}.key"))?,
-            }}],
-            "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": file}}],
+            "users": [{"name": name, "user": user}],
+            "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": name}}],
             "current-context": "lab",
         });
         serde_json::to_string_pretty(&config).context("serialize the kubeconfig")

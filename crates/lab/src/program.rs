@@ -2,7 +2,6 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::mpsc,
@@ -13,7 +12,13 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::{digest::sha256_hex, machine::capture, paths, progress::print_progress};
+use crate::{
+    digest::sha256_hex,
+    machine::capture,
+    native_program::{RustProgram, build_c_program},
+    paths,
+    progress::print_progress,
+};
 
 /// A Go module that pins the versions of one group of programs.
 ///
@@ -24,6 +29,8 @@ struct GoModule {
     /// The files of the build directory: name and content. Part of the cache key.
     files: &'static [(&'static str, &'static str)],
     ldflags: &'static str,
+    /// Build tags, separated by commas.
+    tags: &'static str,
     /// Package path and file name of each program.
     programs: &'static [(&'static str, &'static str)],
 }
@@ -54,12 +61,19 @@ const KUBERNETES_LDFLAGS: &str = "-s -w \
     -X k8s.io/component-base/version.gitCommit=v1.36.3 \
     -X k8s.io/component-base/version.buildDate=1970-01-01T00:00:00Z";
 
+/// Sets the version that virt-controller logs.
+const KUBEVIRT_LDFLAGS: &str = "-s -w \
+    -X kubevirt.io/client-go/version.gitVersion=v1.7.0 \
+    -X kubevirt.io/client-go/version.gitTreeState=clean \
+    -X kubevirt.io/client-go/version.gitCommit=v1.7.0";
+
 /// In build order. The smallest comes first, so that compiling starts while the others are downloaded.
 const MODULES: &[GoModule] = &[
     GoModule {
         name: "cni-plugins",
         files: lock_files!("cni-plugins"),
         ldflags: LDFLAGS,
+        tags: "",
         programs: &[
             ("github.com/containernetworking/plugins/plugins/main/bridge", "bridge"),
             ("github.com/containernetworking/plugins/plugins/main/host-device", "host-device"),
@@ -68,6 +82,7 @@ const MODULES: &[GoModule] = &[
             ("github.com/containernetworking/plugins/plugins/main/ptp", "ptp"),
             ("github.com/containernetworking/plugins/plugins/ipam/host-local", "host-local"),
             ("github.com/containernetworking/plugins/plugins/ipam/static", "static"),
+            ("github.com/containernetworking/plugins/plugins/meta/bandwidth", "bandwidth"),
             ("github.com/containernetworking/plugins/plugins/meta/portmap", "portmap"),
             ("github.com/containernetworking/plugins/plugins/meta/tuning", "tuning"),
         ],
@@ -76,12 +91,14 @@ const MODULES: &[GoModule] = &[
         name: "etcd",
         files: lock_files!("etcd"),
         ldflags: LDFLAGS,
+        tags: "",
         programs: &[("go.etcd.io/etcd/server/v3", "etcd")],
     },
     GoModule {
         name: "containerd",
         files: lock_files!("containerd"),
         ldflags: LDFLAGS,
+        tags: "",
         programs: &[
             ("github.com/containerd/containerd/v2/cmd/containerd", "containerd"),
             ("github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2", "containerd-shim-runc-v2"),
@@ -92,6 +109,7 @@ const MODULES: &[GoModule] = &[
         name: "kubernetes",
         files: lock_files!("kubernetes"),
         ldflags: KUBERNETES_LDFLAGS,
+        tags: "",
         programs: &[
             ("k8s.io/kubernetes/cmd/kube-apiserver", "kube-apiserver"),
             ("k8s.io/kubernetes/cmd/kube-controller-manager", "kube-controller-manager"),
@@ -105,23 +123,75 @@ const MODULES: &[GoModule] = &[
         name: "coredns",
         files: lock_files!("coredns", "main.go"),
         ldflags: LDFLAGS,
+        tags: "",
         programs: &[(".", "coredns")],
     },
     GoModule {
         name: "multus",
         files: lock_files!("multus"),
         ldflags: LDFLAGS,
+        tags: "",
         programs: &[
+            ("gopkg.in/k8snetworkplumbingwg/multus-cni.v4/cmd/multus", "multus"),
             ("gopkg.in/k8snetworkplumbingwg/multus-cni.v4/cmd/multus-daemon", "multus-daemon"),
             ("gopkg.in/k8snetworkplumbingwg/multus-cni.v4/cmd/multus-shim", "multus-shim"),
         ],
     },
+    GoModule {
+        name: "crio",
+        files: lock_files!("crio"),
+        ldflags: LDFLAGS,
+        tags: "containers_image_openpgp,exclude_graphdriver_btrfs,exclude_graphdriver_devicemapper,exclude_graphdriver_zfs",
+        programs: &[("github.com/cri-o/cri-o/cmd/crio", "crio")],
+    },
 ];
 
-/// The source of `tool`, the program inside test pods.
-const TOOL: &str = include_str!("../third-party/tool/tool.rs");
+/// Only labs with KubeVirt need it.
+const KUBEVIRT: GoModule = GoModule {
+    name: "kubevirt",
+    files: lock_files!("kubevirt"),
+    ldflags: KUBEVIRT_LDFLAGS,
+    tags: "",
+    programs: &[("kubevirt.io/kubevirt/cmd/virt-controller", VIRT_CONTROLLER)],
+};
 
-/// The CNI plugins in `/opt/cni/bin` of a node.
+/// KubeVirt's controller.
+pub const VIRT_CONTROLLER: &str = "virt-controller";
+/// What stands in for the programs of KubeVirt's launcher image.
+pub const LAUNCHER: &str = "launcher";
+
+/// The helper of CRI-O that creates namespaces: C source in CRI-O's Go module.
+const PINNS: &str = "pinns";
+
+const RUST_PROGRAMS: &[RustProgram] = &[
+    // The program of test pods.
+    RustProgram { name: "tool", source: include_str!("../third-party/tool/tool.rs") },
+    // A CNI plugin that records its calls.
+    RustProgram { name: "lab-record", source: include_str!("../third-party/record/record.rs") },
+    RustProgram { name: LAUNCHER, source: include_str!("../third-party/launcher/launcher.rs") },
+];
+
+/// Which programs to build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProgramSet {
+    /// What every lab needs.
+    Base,
+    /// Also KubeVirt's controller, which takes minutes to build.
+    WithKubeVirt,
+}
+
+impl ProgramSet {
+    fn modules(self) -> impl Iterator<Item = &'static GoModule> {
+        MODULES.iter().chain((self == Self::WithKubeVirt).then_some(&KUBEVIRT))
+    }
+
+    /// The names of the programs.
+    fn names(self) -> impl Iterator<Item = &'static str> {
+        self.modules().flat_map(GoModule::names).chain([PINNS]).chain(RUST_PROGRAMS.iter().map(|p| p.name))
+    }
+}
+
+/// The CNI plugins in `/opt/cni/bin` of every node.
 pub const CNI_PLUGINS: &[&str] = &[
     "bridge",
     "host-device",
@@ -130,10 +200,14 @@ pub const CNI_PLUGINS: &[&str] = &[
     "ptp",
     "host-local",
     "static",
+    "bandwidth",
     "portmap",
     "tuning",
-    "multus-shim",
+    "lab-record",
 ];
+
+/// The programs of multus that are CNI plugins: the thin one and the client of the daemon.
+pub const MULTUS_PLUGINS: &[&str] = &["multus", "multus-shim"];
 
 /// The cache of built programs.
 #[derive(Clone, Debug)]
@@ -143,7 +217,7 @@ pub struct Programs {
 
 impl GoModule {
     fn key(&self) -> String {
-        let mut text = String::from(self.ldflags);
+        let mut text = format!("{}{}", self.ldflags, self.tags);
         for (name, content) in self.files {
             text.push_str(name);
             text.push_str(content);
@@ -159,10 +233,10 @@ impl GoModule {
     fn download(&self, dir: &Path) -> Result<()> {
         let packages = self.programs.iter().map(|(package, _)| package);
         let mut list = go(dir, "list");
-        list.arg("-deps").args(packages).env("GOMAXPROCS", PARALLEL_DOWNLOADS);
+        list.args(["-deps", "-tags", self.tags]).args(packages).env("GOMAXPROCS", PARALLEL_DOWNLOADS);
         capture(&mut list)
             .map(|_| ())
-            .with_context(|| format!("download the Go modules of {} with Go 1.26 or later", self.name))
+            .with_context(|| format!("download the Go modules of {} with Go 1.26.3 or later", self.name))
     }
 
     /// Builds all programs with one `go build`, so that the links of some overlap with the compilation of others.
@@ -175,11 +249,12 @@ impl GoModule {
             _ => partial.clone(),
         };
         let status = go(dir, "build")
-            .args(["-trimpath", "-buildvcs=false", GCFLAGS, "-ldflags", self.ldflags, "-o"])
+            .args(["-trimpath", "-buildvcs=false", GCFLAGS, "-tags", self.tags])
+            .args(["-ldflags", self.ldflags, "-o"])
             .arg(output)
             .args(self.programs.iter().map(|(package, _)| package))
             .status()
-            .context("run go; install Go 1.26 or later")?;
+            .context("run go; install Go 1.26.3 or later")?;
         if !status.success() {
             bail!("build {} in {}: {status}", self.name, dir.display());
         }
@@ -204,16 +279,26 @@ fn go(dir: &Path, subcommand: &str) -> Command {
     command
 }
 
-fn tool_key() -> String {
-    format!("tool-{}", &sha256_hex(TOOL.as_bytes())[..16])
+fn crio() -> Result<&'static GoModule> {
+    MODULES.iter().find(|module| module.name == "crio").context("no Go module builds crio")
+}
+
+/// The path of virt-controller relative to [`Programs::root`].
+pub fn virt_controller_path() -> String {
+    format!("{}/{VIRT_CONTROLLER}", KUBEVIRT.key())
 }
 
 impl Programs {
-    /// Builds the programs that are not cached. Prints its progress; silent when all are cached.
+    /// Builds the programs of every lab that are not cached. Prints its progress; silent when all are cached.
     pub fn prepare() -> Result<Self> {
+        Self::prepare_set(ProgramSet::Base)
+    }
+
+    /// The same as [`Programs::prepare`] for these programs.
+    pub fn prepare_set(set: ProgramSet) -> Result<Self> {
         let root = paths::cache_dir()?.join("third-party");
         let programs = Self { root };
-        if programs.complete() {
+        if programs.complete(set) {
             return Ok(programs);
         }
         fs::create_dir_all(&programs.root).with_context(|| format!("create {}", programs.root.display()))?;
@@ -221,8 +306,9 @@ impl Programs {
         let _lock = Flock::lock(lock, FlockArg::LockExclusive)
             .map_err(|(_, e)| e)
             .context("lock the cache of programs")?;
-        programs.build_modules()?;
-        programs.build_tool()?;
+        programs.build_modules(set)?;
+        programs.build_pinns()?;
+        RUST_PROGRAMS.iter().try_for_each(|program| program.build(&programs.root))?;
         Ok(programs)
     }
 
@@ -233,11 +319,15 @@ impl Programs {
 
     /// The path of a program relative to [`Programs::root`].
     pub fn relative(&self, program: &str) -> Result<String> {
-        if program == "tool" {
-            return Ok(format!("{}/tool", tool_key()));
+        if let Some(found) = RUST_PROGRAMS.iter().find(|p| p.name == program) {
+            return Ok(format!("{}/{program}", found.key()));
         }
-        let module = MODULES.iter().find(|m| m.names().any(|name| name == program));
-        let module = module.with_context(|| format!("no Go module builds {program}"))?;
+        if program == PINNS {
+            return Ok(format!("{}/{PINNS}", crio()?.key()));
+        }
+        let mut modules = ProgramSet::WithKubeVirt.modules();
+        let module = modules.find(|m| m.names().any(|name| name == program));
+        let module = module.with_context(|| format!("{program} is not a program of the lab"))?;
         Ok(format!("{}/{program}", module.key()))
     }
 
@@ -246,19 +336,29 @@ impl Programs {
         Ok(self.root.join(self.relative(program)?))
     }
 
-    /// The names of all programs.
+    /// The names of the programs of every lab.
     pub fn names() -> impl Iterator<Item = &'static str> {
-        MODULES.iter().flat_map(GoModule::names).chain(["tool"])
+        ProgramSet::Base.names()
     }
 
-    fn complete(&self) -> bool {
-        Self::names().all(|name| self.path(name).is_ok_and(|p| p.exists()))
+    fn complete(&self, set: ProgramSet) -> bool {
+        set.names().all(|name| self.path(name).is_ok_and(|p| p.exists()))
+    }
+
+    fn build_pinns(&self) -> Result<()> {
+        let program = self.path(PINNS)?;
+        if program.exists() {
+            return Ok(());
+        }
+        let mut list = go(&self.root.join(crio()?.key()), "list");
+        let source = capture(list.args(["-m", "-f", "{{.Dir}}", "github.com/cri-o/cri-o"]))?;
+        build_c_program(PINNS, &Path::new(source.trim()).join("pinns/src"), &program)
     }
 
     /// Builds the modules one after another, and downloads the next ones meanwhile.
-    fn build_modules(&self) -> Result<()> {
-        let missing: Vec<(&GoModule, PathBuf)> = MODULES
-            .iter()
+    fn build_modules(&self, set: ProgramSet) -> Result<()> {
+        let missing: Vec<(&GoModule, PathBuf)> = set
+            .modules()
             .map(|module| (module, self.root.join(module.key())))
             .filter(|(module, dir)| !module.names().all(|name| dir.join(name).exists()))
             .collect();
@@ -297,30 +397,6 @@ impl Programs {
             Ok(())
         })
     }
-
-    fn build_tool(&self) -> Result<()> {
-        let dir = self.root.join(tool_key());
-        if dir.join("tool").exists() {
-            return Ok(());
-        }
-        print_progress("building tool (for test pods) …");
-        fs::create_dir_all(&dir).with_context(|| format!("create {}", dir.display()))?;
-        let source = dir.join("tool.rs");
-        fs::write(&source, TOOL).context("write tool.rs")?;
-        let partial = dir.join(".tool.partial");
-        let status = Command::new("rustc")
-            .args(["--edition", "2024", "-O", "-C", "panic=abort", "-C", "strip=symbols"])
-            .args(["-C", "target-feature=+crt-static", "-o"])
-            .arg(&partial)
-            .arg(&source)
-            .status()
-            .context("run rustc; install Rust with rustup")?;
-        if !status.success() {
-            bail!("build tool from {}: {status}", source.display());
-        }
-        fs::set_permissions(&partial, fs::Permissions::from_mode(0o755)).context("make tool executable")?;
-        fs::rename(&partial, dir.join("tool")).context("rename tool")
-    }
 }
 
 #[cfg(test)]
@@ -329,22 +405,28 @@ mod tests {
 
     #[test]
     fn the_cache_key_depends_on_lock_files_and_flags() {
-        let keys: Vec<String> = MODULES.iter().map(GoModule::key).collect();
+        let keys: Vec<String> = ProgramSet::WithKubeVirt.modules().map(GoModule::key).collect();
         let mut unique = keys.clone();
         unique.sort();
         unique.dedup();
         assert_eq!(unique.len(), keys.len());
         let changed = GoModule {
             ldflags: "-w",
-            ..GoModule { name: "etcd", files: lock_files!("etcd"), ldflags: LDFLAGS, programs: &[] }
+            ..GoModule { name: "etcd", files: lock_files!("etcd"), ldflags: LDFLAGS, tags: "", programs: &[] }
         };
         let etcd = MODULES.iter().find(|module| module.name == "etcd").unwrap();
         assert_ne!(changed.key(), etcd.key());
     }
 
     #[test]
+    fn only_labs_with_kubevirt_build_its_controller() {
+        assert!(!Programs::names().any(|name| name == VIRT_CONTROLLER));
+        assert!(ProgramSet::WithKubeVirt.names().any(|name| name == VIRT_CONTROLLER));
+    }
+
+    #[test]
     fn every_cni_plugin_is_a_known_program() {
-        for plugin in CNI_PLUGINS {
+        for plugin in CNI_PLUGINS.iter().chain(MULTUS_PLUGINS) {
             assert!(Programs::names().any(|n| n == *plugin), "{plugin}");
         }
     }

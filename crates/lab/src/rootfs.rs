@@ -170,19 +170,11 @@ impl RootFs {
     }
 
     fn set_sysctls(&self) -> Result<()> {
-        let boot_id = format!("{}\n", self.boot_id);
-        let mut masked = vec![("kernel/random/boot_id", boot_id.as_str())];
-        masked.extend(MASKED_SYSCTLS);
-        for (name, value) in masked {
-            let target = Path::new("/proc/sys").join(name);
-            if !target.exists() {
-                continue;
-            }
-            let file = Path::new("/run/lab").join(name.replace('/', "."));
-            fs::write(&file, value).with_context(|| format!("write {}", file.display()))?;
-            mount(Some(&file), &target, None::<&str>, MsFlags::MS_BIND, None::<&str>)
-                .with_context(|| format!("mask {} with {value}", target.display()))?;
+        mask("sys/kernel/random/boot_id", &format!("{}\n", self.boot_id))?;
+        for (name, value) in MASKED_SYSCTLS {
+            mask(&format!("sys/{name}"), value)?;
         }
+        mask("cgroups", &mounted_controllers()?)?;
         for (name, value) in [
             ("net/ipv4/ip_forward", "1"),
             ("net/ipv6/conf/all/forwarding", "1"),
@@ -193,6 +185,37 @@ impl RootFs {
         }
         Ok(())
     }
+}
+
+/// Mounts a file with this content over a file of `/proc`, if that exists.
+fn mask(name: &str, content: &str) -> Result<()> {
+    let target = Path::new("/proc").join(name);
+    if !target.exists() {
+        return Ok(());
+    }
+    let file = Path::new("/run/lab").join(name.trim_start_matches("sys/").replace('/', "."));
+    fs::write(&file, content).with_context(|| format!("write {}", file.display()))?;
+    mount(Some(&file), &target, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+        .with_context(|| format!("mask {} with {content}", target.display()))
+}
+
+/// The content of `/proc/cgroups`, with the controllers disabled that have no hierarchy: CRI-O sets limits for each
+/// enabled one and fails where it is not mounted. With cgroup v2 alone, no controller has a hierarchy of its own.
+fn mounted_controllers() -> Result<String> {
+    let text = fs::read_to_string("/proc/cgroups").context("read /proc/cgroups")?;
+    Ok(disable_unmounted(&text))
+}
+
+fn disable_unmounted(text: &str) -> String {
+    let hierarchy = |line: &str| line.split('\t').nth(1).and_then(|id| id.parse::<u32>().ok());
+    if !text.lines().any(|line| hierarchy(line).is_some_and(|id| id > 0)) {
+        return text.to_owned();
+    }
+    let disable = |line: &str| match line.strip_suffix("\t1") {
+        Some(rest) if hierarchy(line) == Some(0) => format!("{rest}\t0\n"),
+        _ => format!("{line}\n"),
+    };
+    text.lines().map(disable).collect()
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -229,4 +252,18 @@ fn mount_new(kind: &str, target: &Path, options: Option<&str>) -> Result<()> {
 fn mount_flags(target: &Path, flags: MsFlags) -> Result<()> {
     mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
         .with_context(|| format!("set {flags:?} on {}", target.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn controllers_without_a_hierarchy_are_disabled_unless_all_are() {
+        let heading = "#subsys_name\thierarchy\tnum_cgroups\tenabled\n";
+        let version_1 = format!("{heading}cpu\t1\t34\t1\nhugetlb\t0\t34\t1\n");
+        assert_eq!(disable_unmounted(&version_1), format!("{heading}cpu\t1\t34\t1\nhugetlb\t0\t34\t0\n"));
+        let version_2 = format!("{heading}cpu\t0\t34\t1\nhugetlb\t0\t34\t1\n");
+        assert_eq!(disable_unmounted(&version_2), version_2);
+    }
 }

@@ -5,7 +5,8 @@ use std::{collections::BTreeMap, fmt};
 use crate::{
     control_plane,
     init::ComponentState,
-    lab::{Lab, NodeRecord},
+    lab::Lab,
+    lab_record::NodeRecord,
     switch::{self, CableState},
 };
 
@@ -46,13 +47,9 @@ impl Lab {
     fn machine_status(&self, name: &str, node: Option<&NodeRecord>) -> MachineStatus {
         let machine = self.node(name);
         let running = machine.components().unwrap_or_default();
-        let expected: Vec<String> = match node {
-            Some(node) => crate::node::components(&machine, node.addresses()).map(|c| c.name).into(),
-            None => control_plane::storage_and_api()
-                .into_iter()
-                .chain(control_plane::controllers())
-                .map(|c| c.name)
-                .collect(),
+        let expected = match node {
+            Some(node) => crate::node::components(&machine, node),
+            None => self.control_plane_components(),
         };
         MachineStatus {
             name: name.to_owned(),
@@ -60,7 +57,7 @@ impl Lab {
             cable: node.map(|n| switch::cable_state(&self.control_plane(), n.addresses())),
             components: expected
                 .into_iter()
-                .map(|name| (name.clone(), running.get(&name).cloned()))
+                .map(|component| (component.name.clone(), running.get(&component.name).cloned()))
                 .collect(),
         }
     }

@@ -1,16 +1,24 @@
 //! Writes reproducible ustar archives: no times, no owners.
 
+use std::collections::BTreeSet;
+
 use anyhow::{Context as _, Result, bail};
 
 /// Builds a tar archive in memory.
 #[derive(Default)]
 pub struct TarBuilder {
     bytes: Vec<u8>,
+    directories: BTreeSet<String>,
 }
 
 impl TarBuilder {
+    /// Adds a directory, unless it was added before: CRI-O rejects a layer with the same path twice.
     pub fn directory(&mut self, path: &str, mode: u32) -> Result<()> {
-        self.header(&format!("{}/", path.trim_end_matches('/')), mode, 0, b'5', "")
+        let path = format!("{}/", path.trim_end_matches('/'));
+        if !self.directories.insert(path.clone()) {
+            return Ok(());
+        }
+        self.header(&path, mode, 0, b'5', "")
     }
 
     pub fn file(&mut self, path: &str, mode: u32, content: &[u8]) -> Result<()> {

@@ -70,6 +70,22 @@ impl PodBuilder {
         self
     }
 
+    /// The pod is ready while this command succeeds in its container; checked every second.
+    #[must_use]
+    pub fn ready_if(mut self, argv: &[&str]) -> Self {
+        self.object["spec"]["containers"][0]["readinessProbe"] =
+            json!({"exec": {"command": argv}, "periodSeconds": 1, "failureThreshold": 1});
+        self
+    }
+
+    /// Sets the hostname of the pod and the name of the headless Service under which DNS knows it.
+    #[must_use]
+    pub fn hostname(mut self, hostname: &str, subdomain: &str) -> Self {
+        self.object["spec"]["hostname"] = json!(hostname);
+        self.object["spec"]["subdomain"] = json!(subdomain);
+        self
+    }
+
     /// The finished object.
     #[must_use]
     pub fn object(self) -> Value {

@@ -2,7 +2,9 @@
 //!
 //! Parsers accept arbitrary bytes and never panic. Integers are in host byte order.
 
+mod default_route;
 mod entry;
+mod namespace;
 
 use std::{
     collections::BTreeMap,
@@ -10,8 +12,10 @@ use std::{
 };
 
 use api::Mac;
+pub use default_route::{ListedDefaultRoute, parse_listed_default_route};
 pub use entry::{RouteEntry, is_local_route, parse_address, parse_route, port_forwards};
 use ipnet::IpNet;
+pub use namespace::{LinkEvent, ObservedPeer, parse_event, parse_link_event, parse_nsid, parse_peer};
 use plan::nodenetwork::{Address, AdminState, FloodEntry, Link, OperState, Vxlan};
 
 pub const DONE: u16 = 3;

@@ -194,6 +194,11 @@ impl Netlink {
         Ok(links.into_iter().collect())
     }
 
+    /// Whether a dump was interrupted each time, so that its list may be incomplete.
+    pub fn is_partial(&self) -> bool {
+        self.partial
+    }
+
     /// Requests a list and parses each message of it. Repeats an interrupted dump.
     pub fn dump<T>(
         &mut self,

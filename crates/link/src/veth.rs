@@ -4,6 +4,7 @@
 //! MAC address. Half a pair is never visible. If a later step fails, the pair is deleted.
 
 mod address;
+mod announce;
 mod delete;
 mod event_wait;
 mod route;
@@ -29,15 +30,18 @@ use crate::{
     netlink::Netlink,
     request::{CHANGE, CREATE, NetlinkRequest, link_header},
 };
+pub(crate) use delete::delete_link;
 use event_wait::{EventGroup, EventSocket};
 use route::RouteLookup;
 
+pub use announce::{Announce, AnnounceOutcome, announce};
 pub use route::Route;
 
 const SET_LINK: u16 = 19;
 /// `NLM_F_REQUEST | NLM_F_ACK`: the kernel answers with one link and an acknowledgement.
 const GET: u16 = 0x5;
 const IFF_UP: u32 = 1;
+const IFF_NOARP: u32 = 1 << 7;
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
@@ -75,6 +79,8 @@ pub struct VethConfig<'a> {
     pub addresses: &'a [IpNet],
     /// Routes through the pod end.
     pub routes: &'a [Route],
+    /// When the addresses are announced. Existing pairs are not compared with it.
+    pub announce: Announce,
 }
 
 impl VethConfig<'_> {
@@ -186,7 +192,8 @@ impl fmt::Display for VethDrift {
 /// Creates the pair unless it exists with the desired configuration.
 ///
 /// A veth with the name of the host end that differs, for example left by an interrupted call, is deleted and the pair
-/// recreated. When this returns, the addresses of a new pair are usable and announced to all neighbours.
+/// recreated. When this returns, the addresses of a new pair are usable and announced to all neighbours, or the pair is
+/// quiet ([`Announce::Later`]).
 pub fn attach(config: &VethConfig<'_>) -> Result<AttachOutcome, Error> {
     validate(config)?;
     let mut netlink = Netlink::open()?;
@@ -259,12 +266,17 @@ fn finish(netlink: &mut Netlink, config: &VethConfig<'_>) -> Result<(), Error> {
     let up = NetlinkRequest::new(SET_LINK, CHANGE, &link_header(0, IFF_UP, IFF_UP));
     // Without a final NUL: the kernel would make it a part of the alias.
     let alias = config.alias.as_bytes();
-    let host = up.clone().text(IFLA_IFNAME, config.host.as_str()).attribute(IFLA_IFALIAS, alias);
+    let host = up.text(IFLA_IFNAME, config.host.as_str()).attribute(IFLA_IFALIAS, alias);
     netlink.execute("set the host end up", host)?;
     let (mut pod_netlink, events) = namespace::within(config.namespace, || {
         address::prepare_sysctls(config)?;
         Ok::<_, Error>((Netlink::open()?, EventSocket::open(EventGroup::Ipv6Routes)?))
     })??;
+    let flags = match config.announce {
+        Announce::Now => IFF_UP,
+        Announce::Later => IFF_UP | IFF_NOARP,
+    };
+    let up = NetlinkRequest::new(SET_LINK, CHANGE, &link_header(0, flags, flags));
     pod_netlink.execute("set the pod end up", up.text(IFLA_IFNAME, config.inside.as_str()))?;
     if config.addresses.is_empty() && config.routes.is_empty() {
         return Ok(());
@@ -281,7 +293,10 @@ fn finish(netlink: &mut Netlink, config: &VethConfig<'_>) -> Result<(), Error> {
     // A timeout of these two is not an error: the link is configured correctly.
     events.wait_until(|| address::all_usable(&mut pod_netlink, config.addresses))?;
     wait_until_forwarding(netlink, config.host)?;
-    announce(&mut pod_netlink, config)
+    match config.announce {
+        Announce::Now => announce::announce_new(&mut pod_netlink, config.inside, config.mac),
+        Announce::Later => Ok(()),
+    }
 }
 
 /// Waits until a bridge port forwards, and returns whether it does. The bridge notices the carrier of a new port late
@@ -294,16 +309,6 @@ fn wait_until_forwarding(netlink: &mut Netlink, port: &IfName) -> Result<bool, E
         found.map(|forwards| forwards == Some(true))
     };
     Ok(EventSocket::open(EventGroup::Links)?.wait_until(forwards)?)
-}
-
-/// Announces the addresses to the neighbours by setting the MAC address to its current value, for which the kernel
-/// sends gratuitous ARP and unsolicited neighbour advertisements. Those it sent when the link came up were too early:
-/// the link had no address and the port did not forward.
-fn announce(pod_netlink: &mut Netlink, config: &VethConfig<'_>) -> Result<(), Error> {
-    let same = NetlinkRequest::new(SET_LINK, CHANGE, &link_header(0, 0, 0))
-        .text(IFLA_IFNAME, config.inside.as_str())
-        .attribute(IFLA_ADDRESS, &config.mac.octets());
-    Ok(pod_netlink.execute("announce the addresses", same)?)
 }
 
 /// Rejects impossible configurations before anything is created.
@@ -375,7 +380,7 @@ fn delete(host: &IfName, found: &Link) -> Result<bool, Error> {
     if !is_veth(found) {
         return Err(Error::NotAVeth { name: host.clone() });
     }
-    match delete::delete_link(found.index) {
+    match delete_link(found.index) {
         Ok(()) => Ok(true),
         // The namespace was destroyed at the same time, and the pair with it.
         Err(error) if is(&error, Errno::ENODEV) => Ok(false),

@@ -7,7 +7,7 @@ use api::{
     names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
-use crate::Probe;
+use crate::{Probe, hotplug::HotplugArgs};
 
 /// The path in the image of the CNI plugin that the daemon installs in [`CNI_BIN_DIR`].
 const CNI_SHIM: &str = "/usr/bin/patchbay-cni";
@@ -67,6 +67,9 @@ pub struct Args {
     /// lease without a sandbox only if the lease is older than this interval and older than five minutes.
     #[arg(long, env = "PATCHBAY_GC_INTERVAL", value_name = "DURATION", default_value = "10m", value_parser = gc_interval)]
     pub gc_interval: Duration,
+
+    #[command(flatten)]
+    pub hotplug: HotplugArgs,
 }
 
 /// Flags of `patchbay probe`.

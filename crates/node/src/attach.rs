@@ -17,10 +17,10 @@ use std::{
 
 use api::{ErrorChain, IfName, Mac, digest::digest};
 use ipnet::IpNet;
-use link::veth::{self, VethConfig, VethProperty};
+use link::veth::{self, Announce, VethConfig, VethProperty};
 use plan::{
     attachment,
-    ipam::{AttachmentKey, PodRef},
+    ipam::{AttachmentKey, LeaseClaim, PodRef},
 };
 use tracing::info;
 use wire::{
@@ -31,6 +31,7 @@ use wire::{
 pub use address::{AddressRequest, AllocatedAddresses};
 
 use crate::{
+    claims::{Announcer, ServedClaim},
     cni::tombstone,
     ipam::Ipam,
     network_snapshot::{NetworkView, Networks, NetworksReader, ReadyNetwork},
@@ -46,6 +47,7 @@ pub struct Attacher {
     tombstones: PathBuf,
     /// `/proc` of the host.
     proc_root: PathBuf,
+    announcer: Announcer,
     locks: Vec<Mutex<()>>,
 }
 
@@ -70,7 +72,9 @@ pub struct AttachRequest<'a> {
     pub plugin: &'a str,
     /// None without IPAM; else the addresses that the pod requests, or none for any.
     pub addresses: Option<&'a [IpNet]>,
-    /// None for the MAC address that is derived from the attachment and the network.
+    /// The claim whose addresses the pod gets.
+    pub claim: Option<&'a ServedClaim>,
+    /// None for the MAC address that is derived from the claim, or from the attachment and the network.
     pub mac: Option<Mac>,
     /// None for the MTU of the network.
     pub mtu: Option<u32>,
@@ -143,9 +147,15 @@ impl<'a> AttachmentId<'a> {
 }
 
 impl Attacher {
-    pub fn new(networks: NetworksReader, ipam: Arc<Ipam>, state_dir: &Path, proc_root: PathBuf) -> Self {
+    pub fn new(
+        networks: NetworksReader,
+        ipam: Arc<Ipam>,
+        state_dir: &Path,
+        proc_root: PathBuf,
+        announcer: Announcer,
+    ) -> Self {
         let locks = (0..LOCK_SHARDS).map(|_| Mutex::new(())).collect();
-        Self { networks, ipam, tombstones: state_dir.join(TOMBSTONE_DIR), proc_root, locks }
+        Self { networks, ipam, tombstones: state_dir.join(TOMBSTONE_DIR), proc_root, announcer, locks }
     }
 
     /// The networks of this node now.
@@ -180,8 +190,9 @@ impl Attacher {
         })?;
         let allocated = match addresses {
             Some(requested) => {
-                let (pod, caller_alive) = (pod.clone(), request.caller_alive);
-                let wanted = AddressRequest { id, pod, network, config, plugin, requested, caller_alive };
+                let (pod, claim, caller_alive) = (pod.clone(), request.claim, request.caller_alive);
+                let wanted =
+                    AddressRequest { id, pod, network, config, plugin, requested, claim, caller_alive };
                 self.allocate_locked(&view, &wanted)?
             }
             None => AllocatedAddresses::default(),
@@ -191,16 +202,20 @@ impl Attacher {
             namespace: *namespace,
             host: &id.host,
             inside: &inside,
-            mac: request.mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
+            mac: request.mac.unwrap_or_else(|| default_mac(id, ready.uid, allocated.claim.as_ref())),
             mtu,
             bridge: ready.bridge,
             alias: &attachment::alias(ready.uid, config, id.container_id, id.ifname),
             proc_root: &self.proc_root,
             addresses: &addresses,
             routes: &allocated.routes,
+            announce: if is_shared(allocated.claim.as_ref()) { Announce::Later } else { Announce::Now },
         };
         let created = veth::attach(&wanted).map_err(|error| link_error(&error))?;
         self.verify_still_ready(&view, network, &id.host)?;
+        if let Some(holders) = request.claim.and_then(|claim| claim.holders.clone()) {
+            self.announcer.watch(id.key(), holders);
+        }
         let mac = wanted.mac;
         info!(
             network,
@@ -254,6 +269,7 @@ impl Attacher {
         if !still() {
             return Ok(());
         }
+        self.announcer.forget(&id.key());
         if scope == AttachmentScope::Interface {
             match veth::detach(&id.host) {
                 Ok(true) => {
@@ -286,13 +302,17 @@ impl Attacher {
             namespace: *namespace,
             host: &id.host,
             inside: &inside,
-            mac: mac.unwrap_or_else(|| attachment::mac(id.container_id, id.ifname, ready.uid)),
+            mac: mac.unwrap_or_else(|| {
+                let claim = self.ipam.grant(&id.key()).and_then(|grant| grant.lease.claim);
+                default_mac(id, ready.uid, claim.as_ref())
+            }),
             mtu: mtu.unwrap_or(ready.mtu),
             bridge: ready.bridge,
             alias: &attachment::alias(ready.uid, config, id.container_id, id.ifname),
             proc_root: &self.proc_root,
             addresses: &addresses,
             routes: &[],
+            announce: Announce::Now,
         };
         let mut differences = veth::check(&wanted).map_err(|error| link_error(&error))?;
         // The host end follows a raised MTU of the network, and only CNI 1.1.0 records the MTU that the pod got.
@@ -371,6 +391,19 @@ impl Attacher {
         // State behind a poisoned lock stays usable: every change is preceded by a comparison with the kernel.
         Some(self.locks.get(shard)?.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// The MAC address of an attachment that requests none. One that shares its addresses has its own: with the MAC address of
+/// the other pod, it would draw the frames to that pod.
+fn default_mac(id: &AttachmentId<'_>, network_uid: &str, claim: Option<&LeaseClaim>) -> Mac {
+    match claim {
+        Some(claim) if !claim.shared => attachment::claim_mac(&claim.uid),
+        _ => attachment::mac(id.container_id, id.ifname, network_uid),
+    }
+}
+
+fn is_shared(claim: Option<&LeaseClaim>) -> bool {
+    claim.is_some_and(|claim| claim.shared)
 }
 
 /// The MTU of the pod's link. While an MTU is being raised, a NetworkAttachmentDefinition can be ahead of this node, so a

@@ -443,7 +443,7 @@ impl BridgeController {
         let unreadable = self.unreadable.iter().map(|(uid, name)| {
             let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
             let state = NetworkState::NotReady { reason, message };
-            (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None })
+            (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None, has_claims: false })
         });
         let by_name = self
             .networks
@@ -451,7 +451,8 @@ impl BridgeController {
             .flat_map(BTreeMap::values)
             .map(|network| {
                 let (uid, ipam) = (network.uid().to_owned(), network.ipam());
-                let view = NetworkView { uid, state: state(network), ipam };
+                let has_claims = network.has_claims();
+                let view = NetworkView { uid, state: state(network), ipam, has_claims };
                 (network.name().to_owned(), view)
             })
             .chain(unreadable)

@@ -32,7 +32,7 @@ use wire::{
     socket::{self as frames, Message, Reply, Request},
 };
 
-use crate::{Error, attach::Attacher, socket};
+use crate::{Error, attach::Attacher, claims::ClaimLookup, socket};
 
 pub use crate::network_snapshot::{NetworkState, NetworkView, Networks};
 pub use install::{Error as InstallError, install};
@@ -58,13 +58,19 @@ pub struct CniServer {
 /// Handles CNI calls; shared by all worker threads.
 struct CniHandler {
     attacher: Arc<Attacher>,
+    claims: ClaimLookup,
     metrics: Metrics,
 }
 
 impl CniServer {
     /// Opens the socket in a directory.
-    pub fn bind(run_dir: &Path, attacher: Arc<Attacher>, metrics: Metrics) -> Result<Self, Error> {
-        let handler = Arc::new(CniHandler { attacher, metrics });
+    pub fn bind(
+        run_dir: &Path,
+        attacher: Arc<Attacher>,
+        claims: ClaimLookup,
+        metrics: Metrics,
+    ) -> Result<Self, Error> {
+        let handler = Arc::new(CniHandler { attacher, claims, metrics });
         Ok(Self { listener: socket::bind(run_dir, frames::SOCKET_NAME)?, handler })
     }
 

@@ -18,7 +18,7 @@ use tonic::{
 use tonic_prost::ProstCodec;
 use wire::cri::{
     self, ListPodSandboxRequest, ListPodSandboxResponse, Message, NamespaceMode, PodSandbox, PodSandboxState,
-    PodSandboxStatusRequest, PodSandboxStatusResponse,
+    PodSandboxStatusRequest, PodSandboxStatusResponse, SandboxInfo,
 };
 
 /// Default sockets of containerd, CRI-O, K3s and RKE2, k0s, MicroK8s, and cri-dockerd.
@@ -57,6 +57,10 @@ pub enum Error {
     NoCri { path: PathBuf, source: Box<Status> },
     #[error("list the sandboxes at {}", path.display())]
     List { path: PathBuf, source: Box<Status> },
+    #[error("read the status of sandbox {id} at {}", path.display())]
+    Status { path: PathBuf, id: String, source: Box<Status> },
+    #[error("read the status of sandbox {id} at {}", path.display())]
+    Info { path: PathBuf, id: String, source: cri::InfoError },
     #[error("{} did not respond within {} s", path.display(), limit.as_secs())]
     Timeout { path: PathBuf, limit: Duration },
     #[error("{} does not run this pod", path.display())]
@@ -80,6 +84,8 @@ pub struct Sandbox {
     pub pod_uid: String,
     pub pod_namespace: String,
     pub pod_name: String,
+    /// Its number among the sandboxes of the pod: the last one has the highest.
+    pub attempt: u32,
     /// Whether it runs. An unknown state counts as running.
     pub ready: bool,
 }
@@ -105,6 +111,8 @@ struct RuntimeState {
 struct RuntimeCache {
     /// The socket that listed the daemon's pod last.
     socket: Option<PathBuf>,
+    /// The connection to that socket. It connects again by itself when the runtime has restarted.
+    channel: Option<(PathBuf, Channel)>,
     /// By sandbox ID, whether the sandbox uses the host's network. That never changes during its life.
     host_network: BTreeMap<String, bool>,
 }
@@ -134,6 +142,36 @@ impl ContainerRuntime {
         self.0.cache().socket.clone()
     }
 
+    /// All sandboxes, also those that have stopped and are not yet removed.
+    pub async fn sandboxes(&self) -> Result<Vec<Sandbox>, Error> {
+        Ok(self.0.list().await?.sandboxes)
+    }
+
+    /// What the runtime says about a sandbox; None if it does not exist. Asks the runtime that listed the daemon's pod
+    /// last.
+    pub async fn sandbox_info(&self, id: &str) -> Result<Option<SandboxInfo>, Error> {
+        let connected = self.0.cache().channel.clone();
+        let (path, channel) = if let Some(connected) = connected {
+            connected
+        } else {
+            // Listing finds the runtime and connects to it.
+            let Listing { path, channel, .. } = self.0.list().await?;
+            (path, channel)
+        };
+        let request = PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
+        let status = timeout(CRI_TIMEOUT, unary(&channel, cri::POD_SANDBOX_STATUS, request)).await;
+        let status: PodSandboxStatusResponse = match status {
+            Err(_) => return Err(Error::Timeout { path, limit: CRI_TIMEOUT }),
+            Ok(Err(status)) if status.code() == Code::NotFound => return Ok(None),
+            Ok(Err(status)) => {
+                return Err(Error::Status { path, id: id.to_owned(), source: Box::new(status) });
+            }
+            Ok(Ok(status)) => status,
+        };
+        let info = SandboxInfo::parse(&status.info);
+        info.map(Some).map_err(|source| Error::Info { path, id: id.to_owned(), source })
+    }
+
     /// The IDs of all sandboxes, also of those that have stopped and are not yet removed.
     pub async fn live(&self) -> Result<BTreeSet<String>, Error> {
         let Listing { sandboxes, .. } = self.0.list().await?;
@@ -143,7 +181,7 @@ impl ContainerRuntime {
     /// The IDs of the sandboxes that may use an address of a network: all but the daemon's own, which is another one after
     /// each upgrade, and those on the host's network.
     pub async fn witnesses(&self) -> Result<BTreeSet<String>, Error> {
-        let Listing { path, channel, sandboxes } = self.0.list().await?;
+        let Listing { channel, sandboxes, .. } = self.0.list().await?;
         let ids: BTreeSet<&String> = sandboxes.iter().map(|sandbox| &sandbox.id).collect();
         let mut known = std::mem::take(&mut self.0.cache().host_network);
         known.retain(|id, _| ids.contains(id));
@@ -155,7 +193,7 @@ impl ContainerRuntime {
             }
             if !known.contains_key(id) {
                 let request = PodSandboxStatusRequest { pod_sandbox_id: id.clone(), verbose: false };
-                let status = call(&channel, &path, cri::POD_SANDBOX_STATUS, request);
+                let status = unary(&channel, cri::POD_SANDBOX_STATUS, request);
                 // A sandbox without an answer counts: too many witnesses keep a block closed, too few open it too early.
                 if let Ok(Ok(status)) = timeout_at(deadline, status).await {
                     known.insert(id.clone(), is_host_network(&status));
@@ -185,7 +223,10 @@ impl RuntimeState {
             let listed = timeout(CRI_TIMEOUT, self.list_at(path)).await;
             match listed.unwrap_or_else(|_| Err(Error::Timeout { path: path.clone(), limit: CRI_TIMEOUT })) {
                 Ok(listing) if listing.sandboxes.iter().any(|sandbox| sandbox.pod_uid == *own_pod) => {
-                    self.cache().socket = Some(path.clone());
+                    let mut cache = self.cache();
+                    cache.socket = Some(path.clone());
+                    cache.channel = Some((path.clone(), listing.channel.clone()));
+                    drop(cache);
                     return Ok(listing);
                 }
                 Ok(_) => attempts.push(Error::OtherRuntime { path: path.clone() }),
@@ -200,14 +241,19 @@ impl RuntimeState {
     }
 
     async fn list_at(&self, path: &Path) -> Result<Listing, Error> {
+        let cached = self.cache().channel.clone().filter(|(connected, _)| connected == path);
+        if let Some((_, channel)) = cached {
+            // The connection may be stale: a runtime that has restarted is asked again over a new one.
+            if let Ok(listing) = list_over(path, channel).await {
+                return Ok(listing);
+            }
+            self.cache().channel = None;
+        }
         let connect = |source| Error::Connect { path: path.to_owned(), source };
         // With `unix:` the path does not become the authority of the request, which the server would reject.
         let endpoint = Endpoint::from_shared(format!("unix:{}", self.mounted(path).display()));
         let channel = endpoint.map_err(connect)?.connect().await.map_err(connect)?;
-        let request = ListPodSandboxRequest {};
-        let response: ListPodSandboxResponse = call(&channel, path, cri::LIST_POD_SANDBOX, request).await?;
-        let sandboxes = response.items.into_iter().map(Sandbox::from).collect();
-        Ok(Listing { path: path.to_owned(), channel, sandboxes })
+        list_over(path, channel).await
     }
 
     /// Where a path of the host is found in the daemon's container.
@@ -219,23 +265,28 @@ impl RuntimeState {
     }
 }
 
-async fn call<Q, A>(channel: &Channel, path: &Path, method: &'static str, request: Q) -> Result<A, Error>
-where
-    Q: Message + Send + Sync + 'static,
-    A: Message + Default + Send + Sync + 'static,
-{
-    let failed = |status: Status| {
+async fn list_over(path: &Path, channel: Channel) -> Result<Listing, Error> {
+    let listed = unary(&channel, cri::LIST_POD_SANDBOX, ListPodSandboxRequest {}).await;
+    let response: ListPodSandboxResponse = listed.map_err(|status| {
         let (path, source) = (path.to_owned(), Box::new(status));
         match source.code() {
             Code::Unimplemented => Error::NoCri { path, source },
             _ => Error::List { path, source },
         }
-    };
+    })?;
+    let sandboxes = response.items.into_iter().map(Sandbox::from).collect();
+    Ok(Listing { path: path.to_owned(), channel, sandboxes })
+}
+
+async fn unary<Q, A>(channel: &Channel, method: &'static str, request: Q) -> Result<A, Status>
+where
+    Q: Message + Send + Sync + 'static,
+    A: Message + Default + Send + Sync + 'static,
+{
     let mut client = Grpc::new(channel.clone()).max_decoding_message_size(MAX_RESPONSE);
-    client.ready().await.map_err(|error| failed(Status::from_error(error.into())))?;
+    client.ready().await.map_err(|error| Status::from_error(error.into()))?;
     let (method, codec) = (PathAndQuery::from_static(method), ProstCodec::default());
-    let response = client.unary(Request::new(request), method, codec).await;
-    response.map(tonic::Response::into_inner).map_err(failed)
+    client.unary(Request::new(request), method, codec).await.map(tonic::Response::into_inner)
 }
 
 /// Whether a sandbox uses the host's network; no if the runtime does not report it.
@@ -249,9 +300,10 @@ impl From<PodSandbox> for Sandbox {
     fn from(sandbox: PodSandbox) -> Self {
         let ready = sandbox.state != i32::from(PodSandboxState::NotReady);
         let pod = sandbox.metadata.unwrap_or_default();
-        Self { id: sandbox.id, pod_uid: pod.uid, pod_namespace: pod.namespace, pod_name: pod.name, ready }
+        let (id, attempt) = (sandbox.id, pod.attempt);
+        Self { id, pod_uid: pod.uid, pod_namespace: pod.namespace, pod_name: pod.name, attempt, ready }
     }
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -4,13 +4,16 @@ use std::time::Duration;
 
 use api::BridgeNetwork;
 use client::{
-    events::{self, EventDraft, EventRecorder, EventSource},
+    events::{self, EventDraft, EventLimits, EventRecorder, EventSource, Repeats},
     request::{ApiCall, DEFAULT_TIMEOUT},
 };
 use kube::Client;
 use tokio_util::sync::CancellationToken;
 
 use crate::Error;
+
+/// The reporter of all events of the daemon.
+pub const REPORTER: &str = "patchbay-node";
 
 /// The same event is not sent again within this time.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -39,7 +42,13 @@ pub enum EventReason {
 
 impl Events {
     pub fn new(client: Client, node: &str) -> (Self, EventSender) {
-        let source = EventSource { controller: "patchbay-node", instance: node.to_owned(), window: WINDOW };
+        let source = EventSource {
+            controller: REPORTER,
+            instance: node.to_owned(),
+            window: WINDOW,
+            repeats: Repeats::Series,
+            limits: EventLimits::default(),
+        };
         let (recorder, sender) = events::recorder(client, source, ApiCall::new(DEFAULT_TIMEOUT, || ()));
         (Self(recorder), EventSender(sender))
     }

@@ -32,6 +32,8 @@ pub enum Component {
     Journal,
     /// Without it, changes of pods are not seen.
     PodWatch,
+    /// Without it, interfaces of running pods are not attached or detached.
+    Hotplug,
 }
 
 /// What the problem of a component means for the daemon.
@@ -44,7 +46,7 @@ pub enum Impact {
 }
 
 impl Component {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Kernel,
         Self::NodeWatch,
         Self::Node,
@@ -55,6 +57,7 @@ impl Component {
         Self::Runtime,
         Self::Journal,
         Self::PodWatch,
+        Self::Hotplug,
     ];
 
     fn impact(self) -> Impact {
@@ -66,7 +69,7 @@ impl Component {
             | Self::NodeNetworkWatch
             | Self::Publish
             | Self::Plugin => Impact::NotReady,
-            Self::Runtime | Self::Journal | Self::PodWatch => Impact::Informative,
+            Self::Runtime | Self::Journal | Self::PodWatch | Self::Hotplug => Impact::Informative,
         }
     }
 }
@@ -107,6 +110,7 @@ impl Health {
             (Component::NetworkWatch, "the BridgeNetworks have not been read yet"),
             (Component::NodeNetworkWatch, "the NodeNetworks have not been read yet"),
             (Component::Publish, "the NodeNetwork has not been published yet"),
+            (Component::Plugin, "the CNI plugin has not been installed yet"),
         ];
         let problems: BTreeMap<Component, String> =
             problems.map(|(component, text)| (component, text.to_owned())).into();
@@ -191,9 +195,13 @@ mod tests {
     #[test]
     fn ready_means_that_every_component_works() {
         let health = Health::new();
-        for component in
-            [Component::Kernel, Component::NodeWatch, Component::NetworkWatch, Component::NodeNetworkWatch]
-        {
+        for component in [
+            Component::Kernel,
+            Component::NodeWatch,
+            Component::NetworkWatch,
+            Component::NodeNetworkWatch,
+            Component::Plugin,
+        ] {
             assert_eq!(health.ok(component), HealthChange::Changed);
         }
         assert_eq!(health.problem().unwrap(), "the NodeNetwork has not been published yet");
@@ -216,12 +224,12 @@ mod tests {
         for component in Component::ALL {
             health.ok(component);
         }
-        let informative = [Component::Runtime, Component::Journal, Component::PodWatch];
+        let informative = [Component::Runtime, Component::Journal, Component::PodWatch, Component::Hotplug];
         for component in informative {
             assert_eq!(health.fail(component, format!("{component:?}")), HealthChange::Changed);
         }
         assert_eq!(health.problem(), None);
-        assert_eq!(health.warnings(), ["Runtime", "Journal", "PodWatch"]);
+        assert_eq!(health.warnings(), ["Runtime", "Journal", "PodWatch", "Hotplug"]);
         // Every other one does.
         for component in Component::ALL.into_iter().filter(|component| !informative.contains(component)) {
             health.fail(component, "broken".to_owned());
@@ -247,7 +255,8 @@ mod tests {
             r#"component_failed{component="Kernel"} 0"#,
             r#"component_failed{component="Journal"} 1"#,
             r#"component_failed{component="Publish"} 1"#,
-            r#"component_failed{component="Plugin"} 0"#,
+            r#"component_failed{component="Plugin"} 1"#,
+            r#"component_failed{component="Runtime"} 0"#,
         ] {
             assert!(text.contains(line), "{text}");
         }

@@ -7,19 +7,21 @@ mod admin;
 mod args;
 mod attach;
 mod bridges;
+mod claims;
 pub mod cni;
 mod controller;
 pub mod cri;
 pub mod event;
+mod executor;
 mod health;
+mod host_mounts;
+mod hotplug;
 pub mod ipam;
 mod link_records;
 mod metrics;
 mod network;
 mod network_snapshot;
 mod node_network;
-// Hot-plug is its first user. Until then, the daemon neither watches pods nor may.
-#[cfg_attr(not(test), expect(dead_code, reason = "no capability subscribes yet"))]
 mod pods;
 mod probe;
 mod socket;
@@ -42,6 +44,7 @@ use link::{LinkEditor, Monitor};
 use plan::nodenetwork::RuntimeStatus;
 use tokio::{
     net::lookup_host,
+    runtime::Handle,
     sync::watch::{self as channel, Sender},
     task::JoinSet,
     time::timeout,
@@ -50,15 +53,18 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 pub use args::{Args, ProbeArgs};
+pub use hotplug::parse_plugin_timeout;
 pub use probe::{Probe, probe};
 
 use crate::{
     attach::Attacher,
     bridges::{BridgeController, Deps},
+    claims::{Announcer, AnnouncerTask, ClaimLookup},
     controller::{NodeConfig, NodeController},
     cri::ContainerRuntime,
     event::Events,
     health::{Component, Health, HealthChange},
+    hotplug::{AttachmentJournal, HotplugConfig},
     ipam::{BlockController, Ipam, SandboxFilter, Timings},
     link_records::LinkRecords,
     metrics::Metrics,
@@ -89,6 +95,10 @@ pub enum Error {
     Records(#[source] link_records::Error),
     #[error("read the address journal")]
     Ipam(#[source] ipam::JournalError),
+    #[error("read the settings of hot-plug")]
+    HotplugConfig(#[source] hotplug::ConfigError),
+    #[error("read the hot-plug journal")]
+    HotplugJournal(#[source] hotplug::JournalError),
     #[error("serve the admin socket")]
     Serve(#[source] std::io::Error),
     #[error("start the worker threads for CNI calls")]
@@ -119,7 +129,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         runtime_socket,
         pod_uid,
         gc_interval,
+        hotplug,
     } = args;
+    let hotplug = hotplug.settings(runtime_socket).map_err(Error::HotplugConfig)?;
     info!(
         node = node_name,
         ignore_interfaces = %ignore_interfaces,
@@ -129,9 +141,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         cni_bin_dir = %cni_bin_dir.display(),
         shim = %shim.display(),
         api_server,
-        ?runtime_socket,
         ?pod_uid,
         ?gc_interval,
+        ?hotplug,
         "starting"
     );
     let host = Host::detect(&host_root);
@@ -154,18 +166,22 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     cni_metrics.register(&mut registry);
     let ipam_metrics = ipam::Metrics::default();
     ipam_metrics.register(&mut registry);
+    let hotplug_metrics = hotplug::Metrics::default();
+    hotplug_metrics.register(&mut registry);
+    let executor_metrics = executor::Metrics::default();
+    executor_metrics.register(&mut registry);
+    let claim_metrics = claims::Metrics::default();
+    claim_metrics.register(&mut registry);
     let (runtime_status, runtime) = channel::channel(RuntimeStatus::default());
     let ipam = open_ipam(&state_dir, boot, ipam_metrics).await?;
+    let attachments = open_attachment_journal(&state_dir).await?;
+    let container_runtime = ContainerRuntime::new(&host_root, hotplug.runtime_socket.clone(), pod_uid);
     let blocks = BlockController::new(
         Arc::clone(&ipam),
         client.clone(),
         networks.clone(),
         block_events,
-        sandbox_lister(
-            ContainerRuntime::new(&host_root, runtime_socket, pod_uid),
-            runtime_status,
-            Arc::clone(&health),
-        ),
+        sandbox_lister(container_runtime.clone(), runtime_status, Arc::clone(&health)),
         Timings {
             gc_interval,
             min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
@@ -174,13 +190,39 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     );
     let state_problem = ipam.journal_problem();
     let (journal, journal_problem) = (Arc::clone(&ipam), ipam.journal_problem());
-    let attacher = Arc::new(Attacher::new(networks, ipam, &state_dir, host.proc));
-    let cni = cni::CniServer::bind(&run_dir, attacher, cni_metrics)?;
-    let (name, ignored, sysctls) = (node_name, ignore_interfaces, host.sysctls);
+    let mount_namespace = host.proc.join("1/ns/mnt");
+    let (pods, pod_watch) = pods::own_pods(client.clone(), &node_name, Arc::clone(&health));
+    let (persistent, persistent_watch) = claims::persistent_nads(client.clone(), pods.clone());
+    let announcer = Announcer::default();
+    let announcer_task = AnnouncerTask::new(
+        announcer.clone(),
+        client.clone(),
+        Arc::clone(&ipam),
+        &host.proc,
+        &mount_namespace,
+        claim_metrics.clone(),
+    );
+    let lookup = ClaimLookup {
+        client: client.clone(),
+        runtime: Handle::current(),
+        pods: pods.clone(),
+        networks: networks.clone(),
+        persistent,
+        ipam: Arc::clone(&ipam),
+        metrics: claim_metrics,
+    };
+    let attacher = Arc::new(Attacher::new(networks, ipam, &state_dir, host.proc, announcer));
+    let cni = cni::CniServer::bind(&run_dir, attacher, lookup, cni_metrics)?;
+    let (name, ignored, sysctls) = (node_name.clone(), ignore_interfaces, host.sysctls);
     let config = NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
-    let controller =
-        NodeController::new(client, config, monitor, BridgeController::new(deps), Arc::clone(&health));
+    let controller = NodeController::new(
+        client.clone(),
+        config,
+        monitor,
+        BridgeController::new(deps),
+        Arc::clone(&health),
+    );
     let listener = admin::bind(&run_dir)?;
 
     // Cancelled when this function returns, even if the caller never cancels `stop`.
@@ -188,6 +230,24 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let mut tasks = JoinSet::new();
     let plugin_health = Arc::clone(&health);
     health.register(&mut registry);
+    tasks.spawn(pod_watch.run(stop.clone()));
+    tasks.spawn(persistent_watch.run(stop.clone()));
+    tasks.spawn(announcer_task.run(stop.clone()));
+    let config = HotplugConfig {
+        client,
+        node: &node_name,
+        pods,
+        settings: hotplug,
+        runtime: container_runtime,
+        journal: attachments,
+        boot: host.boot,
+        mount_namespace: &mount_namespace,
+        health: Arc::clone(&health),
+        metrics: hotplug_metrics,
+        executor: executor::ExecutorConfig::default(),
+        executor_metrics,
+    };
+    start_hotplug(config, &mut tasks, &stop).await;
     tasks.spawn(report_journal(journal_problem, Arc::clone(&health), stop.clone()));
     tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
     tasks.spawn(controller.run(stop.clone()));
@@ -205,6 +265,27 @@ async fn open_ipam(state_dir: &Path, boot: String, metrics: ipam::Metrics) -> Re
     let state_dir = state_dir.to_owned();
     let opened = tokio::task::spawn_blocking(move || Ipam::open(&state_dir, &boot, metrics)).await;
     Ok(Arc::new(opened.map_err(Error::Panicked)?.map_err(Error::Ipam)?))
+}
+
+/// Reads the journal of hot-plug. Waits while the previous daemon still holds its lock.
+async fn open_attachment_journal(state_dir: &Path) -> Result<AttachmentJournal, Error> {
+    let state_dir = state_dir.to_owned();
+    let opened = tokio::task::spawn_blocking(move || AttachmentJournal::open(&state_dir)).await;
+    opened.map_err(Error::Panicked)?.map_err(Error::HotplugJournal)
+}
+
+/// Starts hot-plug. A daemon that lacks a capability for it still does everything else.
+async fn start_hotplug(
+    config: HotplugConfig<'_>,
+    tasks: &mut JoinSet<Result<(), Error>>,
+    stop: &CancellationToken,
+) {
+    let health = Arc::clone(&config.health);
+    if let Err(error) = hotplug::start(config, tasks, stop).await {
+        let problem = format!("hot-plug cannot start: {}", ErrorChain(&error));
+        warn!(error = problem, "interfaces of running pods are neither attached nor detached");
+        health.fail(Component::Hotplug, problem);
+    }
 }
 
 /// Lists sandboxes for IPAM, and reports whether the container runtime was found.

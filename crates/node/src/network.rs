@@ -35,6 +35,7 @@ pub struct ParsedNetwork {
     /// With [`Desired::Present`].
     network: LocalNetwork,
     ipam: Option<Arc<Pool>>,
+    has_claims: bool,
 }
 
 /// A BridgeNetwork of the API server.
@@ -103,7 +104,8 @@ impl ParsedNetwork {
         };
         let live = deletion != Deletion::Terminating;
         let pool = spec.ipam.as_ref().map(|ipam| Arc::new(Pool::new(&network.name, ipam, length, live)));
-        Some(Self { selector: spec.node_selector, deletion, network, ipam: pool })
+        let has_claims = ipam_status.claims > 0;
+        Some(Self { selector: spec.node_selector, deletion, network, ipam: pool, has_claims })
     }
 
     /// The network on a node with these labels.
@@ -130,6 +132,11 @@ impl ParsedNetwork {
     /// The address pool, if the network has IPAM.
     pub fn ipam(&self) -> Option<Arc<Pool>> {
         self.ipam.clone()
+    }
+
+    /// Whether IPAMClaims have addresses of it.
+    pub fn has_claims(&self) -> bool {
+        self.has_claims
     }
 
     pub fn mtu(&self) -> Option<u32> {

@@ -34,6 +34,8 @@ pub struct NetworkView {
     pub state: NetworkState,
     /// Its address pool, if it has IPAM.
     pub ipam: Option<Arc<Pool>>,
+    /// Whether IPAMClaims have addresses of it.
+    pub has_claims: bool,
 }
 
 /// The state of a network on this node.
@@ -137,6 +139,11 @@ impl Networks {
         }
     }
 
+    /// Whether IPAMClaims have addresses of a network.
+    pub fn has_claims(&self, name: &str) -> bool {
+        self.by_name.get(name).is_some_and(|network| network.has_claims)
+    }
+
     /// The UID and the address pool of a network. Its bridge need not be on this node.
     pub fn pool(&self, name: &str) -> Result<(&str, &Pool), Error> {
         let later = |msg: String| Err(Error::new(Code::TryAgainLater, msg));
@@ -171,7 +178,7 @@ mod tests {
     use super::*;
 
     fn networks(state: NetworkState) -> Networks {
-        let view = NetworkView { uid: "u".to_owned(), state, ipam: None };
+        let view = NetworkView { uid: "u".to_owned(), state, ipam: None, has_claims: false };
         Networks { synced: true, node: None, by_name: [("blue".to_owned(), view)].into() }
     }
 

@@ -17,9 +17,10 @@ use client::watch::{ObjectEvent, ObjectWatch, WatchConfig};
 use jiff::Timestamp;
 use k8s_openapi::{
     NamespaceResourceScope,
-    apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time},
+    apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time},
 };
-use kube::{Api, Client, Resource};
+use kube::{Api, Client, Resource, api::ListParams};
+use plan::claims::{OwnerKind, OwnerRef};
 use serde::{Deserialize, Deserializer};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +34,25 @@ use crate::{
 
 /// The UID of a static pod in the container runtime. Its mirror pod has another one.
 const STATIC_POD_ANNOTATION: &str = "kubernetes.io/config.hash";
+/// Marks the mirror pod of a static pod.
+const MIRROR_POD_ANNOTATION: &str = "kubernetes.io/config.mirror";
+
+/// The label by which the pods of multus-dynamic-networks-controller are recognized.
+pub const APP_LABEL: &str = "app";
+/// The label of KubeVirt's pods. A pod that runs a virtual machine has the value [`VIRT_LAUNCHER`].
+pub const KUBEVIRT_LABEL: &str = "kubevirt.io";
+/// The value of [`KUBEVIRT_LABEL`] of a pod that runs a virtual machine.
+pub const VIRT_LAUNCHER: &str = "virt-launcher";
+/// The label of launcher pods with the UID of their VirtualMachineInstance.
+pub const CREATED_BY_LABEL: &str = "kubevirt.io/created-by";
+/// The label of launcher pods with a digest of the name of their VirtualMachineInstance.
+pub const VMI_ID_LABEL: &str = "vmi.kubevirt.io/id";
+/// The labels that are kept of a pod.
+const KEPT_LABELS: [&str; 4] = [APP_LABEL, KUBEVIRT_LABEL, CREATED_BY_LABEL, VMI_ID_LABEL];
+/// Selects the pods that have not ended.
+pub const LIVE_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
+/// The pods of one page of a live list.
+const LIST_PAGE: u32 = 100;
 
 /// The UID of a pod.
 pub type PodUid = String;
@@ -44,12 +64,17 @@ pub struct OwnPod {
     pub namespace: String,
     pub name: String,
     pub phase: PodPhase,
+    pub created: Timestamp,
     /// When the pod was deleted. It may still run.
     pub deleted: Option<Timestamp>,
+    /// What controls the pod.
+    pub controller: Option<OwnerRef>,
     /// Whether it uses the host's network.
     pub host_network: bool,
     /// Those about networks, those of Patchbay, and the one of static pods.
     annotations: BTreeMap<String, String>,
+    /// The [`KEPT_LABELS`].
+    labels: BTreeMap<String, String>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -78,17 +103,31 @@ impl OwnPod {
         self.annotation(NETWORK_STATUS_ANNOTATION)
     }
 
+    /// One of the labels that are kept.
+    pub fn label(&self, name: &str) -> Option<&str> {
+        self.labels.get(name).map(String::as_str)
+    }
+
+    /// Whether the pod runs a virtual machine of KubeVirt, which renames and moves the links of its networks.
+    pub fn is_virt_launcher(&self) -> bool {
+        self.label(KUBEVIRT_LABEL) == Some(VIRT_LAUNCHER)
+    }
+
     /// The UID by which the container runtime knows the pod.
+    ///
+    /// For a mirror pod it is a claim: users can write these annotations too.
     pub fn runtime_uid(&self) -> &str {
-        self.annotation(STATIC_POD_ANNOTATION).unwrap_or(&self.uid)
+        let is_mirror = self.annotation(MIRROR_POD_ANNOTATION).is_some();
+        self.annotation(STATIC_POD_ANNOTATION).filter(|_| is_mirror).unwrap_or(&self.uid)
     }
 }
 
 fn is_kept(annotation: &str) -> bool {
     let domain = annotation.split('/').next().unwrap_or_default();
     let subdomain = domain.strip_suffix(api::GROUP);
-    matches!(annotation, NETWORKS_ANNOTATION | NETWORK_STATUS_ANNOTATION | STATIC_POD_ANNOTATION)
-        || subdomain.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+    let standard =
+        [NETWORKS_ANNOTATION, NETWORK_STATUS_ANNOTATION, STATIC_POD_ANNOTATION, MIRROR_POD_ANNOTATION];
+    standard.contains(&annotation) || subdomain.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
 }
 
 /// The pods of this node, shared by their consumers.
@@ -138,6 +177,11 @@ impl OwnPods {
         self.lock().pods.as_ref()?.get(uid).cloned()
     }
 
+    /// Whether the pods have been listed.
+    pub fn is_listed(&self) -> bool {
+        self.lock().pods.is_some()
+    }
+
     /// All pods; none until they have been listed.
     pub fn snapshot(&self) -> Option<BTreeMap<PodUid, Arc<OwnPod>>> {
         self.lock().pods.clone()
@@ -153,9 +197,29 @@ impl OwnPods {
         PodChanges(subscriber)
     }
 
+    /// Starts the watch, without a subscriber.
+    pub fn want(&self) {
+        self.lock().wanted.send_replace(true);
+    }
+
     fn lock(&self) -> MutexGuard<'_, PodState> {
         // No change of the state is left half done by a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Pods without a watch, for tests of consumers.
+#[cfg(test)]
+impl OwnPods {
+    pub fn unlisted() -> Self {
+        let state = PodState { pods: None, subscribers: Vec::new(), wanted: watch::channel(false).0 };
+        Self(Arc::new(Mutex::new(state)))
+    }
+
+    /// Replaces all pods by these objects.
+    pub fn list(&self, objects: Vec<serde_json::Value>) {
+        let decode = |object| serde_json::from_value::<PodObject>(object).ok().and_then(PodObject::into_pod);
+        self.lock().replace(objects.into_iter().filter_map(decode));
     }
 }
 
@@ -292,32 +356,78 @@ fn pod_metadata<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectMeta
         namespace: Option<String>,
         uid: Option<String>,
         resource_version: Option<String>,
+        creation_timestamp: Option<Time>,
         deletion_timestamp: Option<Time>,
+        owner_references: Option<Vec<OwnerReference>>,
         annotations: Option<BTreeMap<String, String>>,
+        labels: Option<BTreeMap<String, String>>,
     }
-    let Part { name, namespace, uid, resource_version, deletion_timestamp, annotations } =
-        Part::deserialize(deserializer)?;
-    let annotations = annotations.map(|mut annotations| {
+    let part = Part::deserialize(deserializer)?;
+    let Part { name, namespace, uid, resource_version, creation_timestamp, deletion_timestamp, .. } = part;
+    let annotations = part.annotations.map(|mut annotations| {
         annotations.retain(|name, _| is_kept(name));
         annotations
     });
+    let labels = part.labels.map(|mut labels| {
+        labels.retain(|name, _| KEPT_LABELS.contains(&name.as_str()));
+        labels
+    });
+    let owner_references = part.owner_references;
     let named = ObjectMeta { name, namespace, uid, resource_version, ..ObjectMeta::default() };
-    Ok(ObjectMeta { deletion_timestamp, annotations, ..named })
+    let timed = ObjectMeta { creation_timestamp, deletion_timestamp, ..named };
+    Ok(ObjectMeta { owner_references, annotations, labels, ..timed })
 }
 
 impl PodObject {
     fn into_pod(self) -> Option<OwnPod> {
-        let ObjectMeta { name, namespace, uid, deletion_timestamp, annotations, .. } = self.metadata;
+        let meta = self.metadata;
         Some(OwnPod {
-            uid: uid?,
-            namespace: namespace?,
-            name: name?,
+            uid: meta.uid?,
+            namespace: meta.namespace?,
+            name: meta.name?,
             phase: self.status.phase,
-            deleted: deletion_timestamp.map(|at| at.0),
+            created: meta.creation_timestamp.map(|at| at.0).unwrap_or_default(),
+            deleted: meta.deletion_timestamp.map(|at| at.0),
+            controller: controller(meta.owner_references.unwrap_or_default()),
             host_network: self.spec.host_network,
-            annotations: annotations.unwrap_or_default(),
+            annotations: meta.annotations.unwrap_or_default(),
+            labels: meta.labels.unwrap_or_default(),
         })
     }
+}
+
+/// The owner that controls an object.
+pub fn controller(owners: Vec<OwnerReference>) -> Option<OwnerRef> {
+    let owner = owners.into_iter().find(|owner| owner.controller == Some(true))?;
+    let kind = OwnerKind::of(&owner.api_version, &owner.kind);
+    Some(OwnerRef { kind, name: owner.name.into(), uid: owner.uid })
+}
+
+/// Lists pods of a namespace at the API server. The snapshot of [`OwnPods`] has those of this node only, and may be older.
+pub async fn list_live(
+    client: Client,
+    namespace: &str,
+    labels: Option<&str>,
+    fields: &str,
+) -> kube::Result<Vec<OwnPod>> {
+    let api: Api<PodObject> = Api::namespaced(client, namespace);
+    let mut params = ListParams::default().fields(fields).limit(LIST_PAGE);
+    params.label_selector = labels.map(str::to_owned);
+    let mut pods = Vec::new();
+    loop {
+        let page = api.list(&params).await?;
+        pods.extend(page.items.into_iter().filter_map(PodObject::into_pod));
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => params = params.continue_token(&token),
+            None => return Ok(pods),
+        }
+    }
+}
+
+/// Watches the live pods of a namespace that a label selector selects.
+pub fn watch_live(client: Client, namespace: &str, labels: &str) -> ObjectWatch<Option<OwnPod>> {
+    let config = WatchConfig::labelled(labels).fields(LIVE_PODS).backoff(backoff());
+    ObjectWatch::projected(Api::namespaced(client, namespace), config, PodObject::into_pod)
 }
 
 impl Resource for PodObject {

@@ -1,6 +1,10 @@
 //! The client of the admin socket, for the kubelet's exec probes.
 
-use std::{io, path::Path, time::Duration};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -36,8 +40,15 @@ impl Probe {
 }
 
 /// Queries the daemon that serves `run_dir` and returns the body. A status other than 200 is an error.
+///
+/// Only the daemon of the same container can be ready. One that was deleted without a grace period may still serve the
+/// socket when the next one starts.
 pub async fn probe(run_dir: &Path, endpoint: Probe) -> Result<String, Error> {
     let path = admin::path(run_dir);
+    if endpoint == Probe::Ready && is_served_elsewhere(&path, mount_namespace).await {
+        let response = "not ready: the daemon of another pod still serves this node; the probe is repeated";
+        return Err(Error::NotOk { response: response.to_owned() });
+    }
     let response = match timeout(PROBE_TIMEOUT, get(&path, endpoint)).await {
         Err(_) => return Err(Error::Timeout { path, limit: PROBE_TIMEOUT }),
         Ok(Err(source)) => return Err(Error::Query { path, source }),
@@ -51,6 +62,21 @@ pub async fn probe(run_dir: &Path, endpoint: Probe) -> Result<String, Error> {
             Err(Error::Query { path, source })
         }
     }
+}
+
+/// Whether a process in another mount namespace, and so in another container, serves the socket.
+async fn is_served_elsewhere(path: &Path, mount_namespace: impl Fn(&str) -> io::Result<PathBuf>) -> bool {
+    let Ok(stream) = UnixStream::connect(path).await else { return false };
+    let Some(peer) = stream.peer_cred().ok().and_then(|peer| peer.pid()) else { return false };
+    match (mount_namespace("self"), mount_namespace(&peer.to_string())) {
+        (Ok(own), Ok(other)) => own != other,
+        // It has ended, or the probe may not look at it.
+        _ => false,
+    }
+}
+
+fn mount_namespace(process: &str) -> io::Result<PathBuf> {
+    fs::read_link(format!("/proc/{process}/ns/mnt"))
 }
 
 async fn get(path: &Path, endpoint: Probe) -> io::Result<String> {
@@ -117,6 +143,20 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn only_a_daemon_of_the_same_container_is_ready() {
+        let dir = ProbeDir::new("elsewhere");
+        let listener = admin::bind(&dir.0).unwrap();
+        let path = admin::path(&dir.0);
+        assert!(!is_served_elsewhere(&path, mount_namespace).await, "this process serves it");
+        let other = |process: &str| Ok(PathBuf::from(format!("mnt:[{process}]")));
+        assert!(is_served_elsewhere(&path, other).await);
+        let gone = |_: &str| Err(io::ErrorKind::NotFound.into());
+        assert!(!is_served_elsewhere(&path, gone).await);
+        drop(listener);
+        assert!(!is_served_elsewhere(&path, other).await, "the query says why it fails");
+    }
+
+    #[tokio::test]
     async fn the_admin_socket_reports_liveness_readiness_and_metrics() {
         let dir = ProbeDir::new("responses");
         let health = Arc::new(Health::new());
@@ -132,6 +172,7 @@ mod tests {
             Component::NetworkWatch,
             Component::NodeNetworkWatch,
             Component::Publish,
+            Component::Plugin,
         ] {
             health.ok(component);
         }
@@ -156,6 +197,7 @@ mod tests {
             Component::NetworkWatch,
             Component::NodeNetworkWatch,
             Component::Publish,
+            Component::Plugin,
         ] {
             new.ok(component);
         }

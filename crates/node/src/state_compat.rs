@@ -139,6 +139,7 @@ fn a_journal_of_a_newer_format_serves_del_and_refuses_add_with_the_reason() {
         boot: BOOT.to_owned(),
         since: 1,
         addresses: Vec::new(),
+        claim: None,
     };
     let refused = ipam.allocate_until(&pool, lease, &[], Instant::now()).unwrap_err();
     assert!(refused.msg.contains("says format 2"), "{refused:?}");

@@ -9,20 +9,25 @@ use std::{
 };
 
 use anyhow::Context;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use kube::Client;
 use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
 use crate::{
+    clean::{self, CleanArgs},
+    convert::{self, ConvertArgs},
     install, lifecycle,
     log::{self, ServiceArgs},
+    plug::{self, PlugArgs, UnplugArgs},
     version,
 };
 
 /// Tokio worker threads of a service. It mostly waits; one thread per core of a large host would be wasted.
 const WORKER_THREADS: usize = 2;
+/// Threads for work that blocks. The stacks of more of them would stay in memory after many pods change at once.
+const BLOCKING_THREADS: usize = 16;
 /// How long blocking tasks may take to end after the service has ended. A thread that is blocked in the kernel cannot be
 /// interrupted and must not keep the process alive.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -43,6 +48,16 @@ enum Command {
     Node(ServiceArgs<node::Args>),
     /// Query the node daemon on this node: liveness, readiness or metrics. Exits with 1 if the daemon is not ok.
     Probe(node::ProbeArgs),
+    /// Plug an interface into a running pod, and wait until it is attached. Exits with 1 if it is not.
+    Plug(PlugArgs),
+    /// Remove an interface from a running pod, and wait until it is gone. Exits with 1 if it is not.
+    Unplug(UnplugArgs),
+    /// Convert NetServices, and Services annotated for multus-service, to NetworkServices. Prints the new objects to stdout and
+    /// what differs to stderr. Exits with 1 if an object could not be converted.
+    Convert(ConvertArgs),
+    /// List the EndpointSlices and Endpoints of a Service that Patchbay does not manage, and delete them with --yes. Or list
+    /// the IPAMClaims with a finalizer that no controller removes after Patchbay is gone, and remove it with --yes.
+    Clean(CleanArgs),
     /// Print the CustomResourceDefinitions of Patchbay.
     Crds,
     /// Print the manifests that install Patchbay, for `kubectl apply -f -`.
@@ -62,11 +77,27 @@ struct InstallArgs {
 }
 
 impl Cli {
+    /// Parses the arguments of the process. Exits if they are invalid.
+    pub fn from_arguments() -> Self {
+        let mut command = Self::command();
+        if std::env::args_os().next().is_some_and(|program| is_kubectl_plugin(Path::new(&program))) {
+            command = command.bin_name("kubectl patchbay");
+        }
+        Self::from_arg_matches(&command.get_matches()).unwrap_or_else(|error| error.exit())
+    }
+
     /// Whether this is a long-running service, which reports errors in its log, rather than a one-shot command.
     pub fn is_service(&self) -> bool {
         match self.command {
             Command::Controller(_) | Command::Node(_) => true,
-            Command::Probe(_) | Command::Crds | Command::Install(_) | Command::Version => false,
+            Command::Probe(_)
+            | Command::Plug(_)
+            | Command::Unplug(_)
+            | Command::Convert(_)
+            | Command::Clean(_)
+            | Command::Crds
+            | Command::Install(_)
+            | Command::Version => false,
         }
     }
 
@@ -85,6 +116,10 @@ impl Cli {
                 let answer = block_on(Builder::new_current_thread(), node::probe(&run_dir, probe))?;
                 print(&answer?)
             }
+            Command::Plug(args) => block_on(Builder::new_current_thread(), plug::plug(args))?,
+            Command::Unplug(args) => block_on(Builder::new_current_thread(), plug::unplug(args))?,
+            Command::Convert(args) => convert::convert(args),
+            Command::Clean(args) => block_on(Builder::new_current_thread(), clean::clean(args))?,
             Command::Crds => print(&install::crds()),
             Command::Install(InstallArgs { dir: Some(dir), options }) => write_files(&dir, &options),
             Command::Install(InstallArgs { dir: None, options }) => {
@@ -93,6 +128,11 @@ impl Cli {
             Command::Version => print(&version::text()),
         }
     }
+}
+
+/// Whether kubectl runs the program as its plugin: `kubectl patchbay` runs `kubectl-patchbay` from the PATH.
+fn is_kubectl_plugin(program: &Path) -> bool {
+    program.file_stem().is_some_and(|name| name == "kubectl-patchbay")
 }
 
 /// Runs the controller or the node daemon until it ends.
@@ -108,7 +148,7 @@ where
     log::init(log);
     info!(component = name, version = version::VERSION, commit = version::COMMIT, "starting patchbay");
     let mut builder = Builder::new_multi_thread();
-    builder.worker_threads(WORKER_THREADS);
+    builder.worker_threads(WORKER_THREADS).max_blocking_threads(BLOCKING_THREADS);
     block_on(builder, lifecycle::run(name, run))?
 }
 
@@ -130,7 +170,7 @@ fn write_files(dir: &Path, options: &install::InstallOptions) -> anyhow::Result<
 }
 
 /// Prints to stdout. A closed pipe, as with `head`, is not an error.
-fn print(text: &str) -> anyhow::Result<()> {
+pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),

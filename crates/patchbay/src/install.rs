@@ -2,14 +2,16 @@
 //!
 //! Pure: options in, files out. Nothing here connects to a cluster.
 
+mod claims;
 mod crds;
 mod daemonset;
 mod deployment;
+mod hotplug;
 mod namespace;
 mod policy;
 mod rbac;
 mod webhook;
-mod yaml;
+pub mod yaml;
 
 use std::time::Duration;
 
@@ -63,6 +65,12 @@ pub struct InstallOptions {
     /// The socket of the nodes' container runtime [default: the usual path that lists the daemon's own pod]
     #[arg(long, value_name = "PATH", value_parser = parse_socket)]
     pub runtime_socket: Option<String>,
+
+    #[command(flatten)]
+    pub hotplug: hotplug::HotplugOptions,
+
+    #[command(flatten)]
+    pub claims: claims::ClaimOptions,
 }
 
 impl InstallOptions {
@@ -119,7 +127,8 @@ pub fn crds() -> String {
 /// Everything except the CRDs. kubectl applies and deletes from the top, so the order suits both:
 /// - The admission policies come after the node daemon's roles and before its pods. No daemon runs before the policy binds
 ///   it, and deletion removes the roles before the policy.
-/// - The webhook configuration comes before the Deployment, so that deletion never leaves a webhook without a server.
+/// - The ValidatingWebhookConfiguration comes before the Deployment, so that deletion never leaves a webhook without a
+///   server. The leader creates the MutatingWebhookConfiguration, which is owned by it.
 fn objects(options: &InstallOptions) -> Vec<Value> {
     let mut objects = vec![namespace::namespace(options)];
     objects.extend(rbac::rbac(options));
@@ -139,17 +148,14 @@ fn render(objects: &[Value]) -> String {
     format!("{HEADER}{}", documents.join("---\n"))
 }
 
-/// The labels that select pods. They must never change: the selector of a workload is immutable.
+/// The labels that select pods.
 fn selector(component: &str) -> Value {
-    json!({"app.kubernetes.io/name": "patchbay", "app.kubernetes.io/component": component})
+    json!(api::labels::selector(component))
 }
 
 /// The labels of every object.
 fn labels(component: &str) -> Value {
-    let mut labels = selector(component);
-    labels["app.kubernetes.io/part-of"] = json!("patchbay");
-    labels["app.kubernetes.io/version"] = json!(concat!("v", env!("CARGO_PKG_VERSION")));
-    labels
+    json!(api::labels::labels(component))
 }
 
 fn cluster_metadata(name: &str, component: &str) -> Value {

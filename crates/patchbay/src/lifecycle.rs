@@ -37,7 +37,7 @@ where
 }
 
 /// Bounds every call, and sets the user agent, which the API server uses for audit logs and flow control.
-fn client_config(mut config: Config, name: &str) -> anyhow::Result<Config> {
+pub fn client_config(mut config: Config, name: &str) -> anyhow::Result<Config> {
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     config.read_timeout = Some(READ_TIMEOUT);
     // Idle time between two calls does not count.

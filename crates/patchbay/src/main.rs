@@ -1,9 +1,13 @@
 //! The patchbay binary: the controller, the node daemon and the command line.
 
+mod clean;
 mod cli;
+mod cluster;
+mod convert;
 mod install;
 mod lifecycle;
 mod log;
+mod plug;
 mod version;
 
 use std::{
@@ -11,11 +15,9 @@ use std::{
     process::ExitCode,
 };
 
-use clap::Parser;
-
 /// Exit codes: 0 success, 1 failure, 2 usage error (set by clap).
 fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    let cli = cli::Cli::from_arguments();
     let is_service = cli.is_service();
     let Err(error) = cli.run() else {
         return ExitCode::SUCCESS;

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::Read,
+    io::{Read, Write as _},
     path::PathBuf,
     process::{Command, Output, Stdio},
 };
@@ -167,4 +167,144 @@ fn a_service_that_cannot_start_logs_the_error_as_json() {
         assert_eq!(last["message"], "patchbay failed");
         assert!(last["error"].as_str().is_some_and(|error| error.contains("/nowhere/config")), "{stderr}");
     }
+}
+
+#[test]
+fn plug_and_unplug_validate_their_arguments() {
+    for args in [
+        &["plug"][..],
+        &["plug", "web"],
+        &["plug", "web", "--network", "a/b/c"],
+        &["plug", "web", "--network", "blue@net1"],
+        &["plug", "Web", "--network", "blue"],
+        &["plug", "web", "--network", "blue", "--interface", "an-interface-name-too-long"],
+        &["plug", "web", "--network", "blue", "--ip", "10.1.0.300"],
+        &["plug", "web", "--network", "blue", "--mac", "02:00"],
+        &["plug", "web", "--network", "blue", "--timeout", "30"],
+        &["plug", "web", "--network", "blue", "--timeout", "2d"],
+        &["unplug", "web"],
+        &["unplug", "web", "--interface", "net1", "--network", "blue"],
+    ] {
+        let output = patchbay(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(output.stderr));
+        assert!(output.stdout.is_empty(), "{args:?}");
+    }
+}
+
+#[test]
+fn plug_reports_what_it_cannot_reach() {
+    let dir = TempDir::new("kubeconfig");
+    fs::create_dir(&dir.0).unwrap();
+    let missing = format!("{}/none", dir.path());
+    let config = format!("{}/config", dir.path());
+    // The reserved address of a server that refuses connections.
+    let server = "{apiVersion: v1, kind: Config, current-context: a, clusters: [{name: a, cluster: {server: 'http://127.0.0.1:1'}}], \
+                  users: [{name: a, user: {}}], contexts: [{name: a, context: {cluster: a, user: a, namespace: tenant}}]}";
+    fs::write(&config, server).unwrap();
+    let run = |program: &[&str]| {
+        let output = patchbay(program);
+        assert_eq!(output.status.code(), Some(1));
+        text(output.stderr)
+    };
+    let stderr = run(&["plug", "web", "--network=blue", "--kubeconfig", &missing]);
+    assert!(stderr.contains("read the kubeconfig") && stderr.contains(&missing), "{stderr}");
+    let stderr = run(&["plug", "web", "--network=blue", "--kubeconfig", &config, "--context=b"]);
+    assert!(stderr.contains("find the API server"), "{stderr}");
+    let stderr = run(&["unplug", "pod/web", "--interface=net1", "--kubeconfig", &config, "--timeout=5s"]);
+    assert!(stderr.contains("pod tenant/web"), "the namespace is that of the context: {stderr}");
+    let stderr =
+        run(&["unplug", "web", "-n", "other", "--network=blue", "--kubeconfig", &config, "--timeout=5s"]);
+    assert!(stderr.contains("pod other/web"), "{stderr}");
+}
+
+const NETSERVICE: &str = "apiVersion: svcctl.metaswitch.com/v1alpha1\nkind: NetService\nmetadata:\n  name: corens\nspec:\n  \
+                          netAttachDef: core\n  selector:\n    app: utils\n";
+
+#[test]
+fn convert_prints_manifests_to_stdout_and_differences_to_stderr() {
+    let dir = TempDir::new("convert");
+    fs::create_dir(&dir.0).unwrap();
+    let file = format!("{}/core.yaml", dir.path());
+    fs::write(&file, NETSERVICE).unwrap();
+    let output = patchbay(&["convert", "-f", &file, "--network-namespace", "networks"]);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(
+        text(output.stdout),
+        "apiVersion: patchbay.dev/v1alpha1\nkind: NetworkService\nmetadata:\n  name: corens\nspec:\n  network: networks/core\n  \
+         selector:\n    app: utils\n"
+    );
+    let stderr = text(output.stderr);
+    assert!(stderr.lines().count() == 3 && stderr.lines().all(|line| line.starts_with("note: ")), "{stderr}");
+}
+
+#[test]
+fn convert_reads_standard_input_and_goes_on_after_a_bad_document() {
+    let mut child = command(&["convert", "-f", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let input = format!("kind: [\n---\n{NETSERVICE}---\n{}", NETSERVICE.replace("corens", "Core_NS"));
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let (stdout, stderr) = (text(output.stdout), text(output.stderr));
+    assert_eq!(stdout.matches("kind: NetworkService\n").count(), 1, "{stdout}");
+    assert!(stderr.contains("error: document 1: invalid YAML: "), "{stderr}");
+    assert!(stderr.contains("error: NetService Core_NS (document 3): "), "{stderr}");
+    assert!(stderr.ends_with("patchbay: 2 objects were not converted\n"), "{stderr}");
+}
+
+#[test]
+fn convert_reports_what_it_cannot_read() {
+    let dir = TempDir::new("convert-input");
+    fs::create_dir(&dir.0).unwrap();
+    let file = format!("{}/input", dir.path());
+    let run = |content: Option<&[u8]>| {
+        let _ = fs::remove_file(&file);
+        if let Some(content) = content {
+            fs::write(&file, content).unwrap();
+        }
+        let output = patchbay(&["convert", "--filename", &file]);
+        assert_eq!(output.status.code(), Some(1));
+        assert!(output.stdout.is_empty());
+        text(output.stderr)
+    };
+    let stderr = run(None);
+    assert!(stderr.starts_with(&format!("patchbay: read {file}: ")), "{stderr}");
+    let stderr = run(Some(b"\xff\xfe"));
+    assert!(stderr.starts_with(&format!("patchbay: read {file}: ")), "{stderr}");
+    let stderr = run(Some(b"# nothing\n---\n"));
+    assert!(stderr.starts_with("patchbay: found no NetService and no Service with annotation "), "{stderr}");
+}
+
+#[test]
+fn convert_and_clean_validate_their_arguments() {
+    for args in [
+        &["convert"][..],
+        &["convert", "-f", "-", "--network-namespace", "a/b"],
+        &["clean"],
+        &["clean", "web"],
+        &["clean", "pod/web"],
+        &["clean", "nsvc/Web"],
+        &["clean", "nsvc/web", "nsvc/db"],
+    ] {
+        let output = patchbay(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {}", text(output.stderr));
+        assert!(output.stdout.is_empty(), "{args:?}");
+    }
+}
+
+#[test]
+fn a_link_named_kubectl_patchbay_is_a_kubectl_plugin() {
+    let dir = TempDir::new("plugin");
+    fs::create_dir(&dir.0).unwrap();
+    let link = dir.0.join("kubectl-patchbay");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_patchbay"), &link).unwrap();
+    let output = Command::new(&link).args(["plug", "--help"]).output().unwrap();
+    let help = text(output.stdout);
+    assert!(output.status.success() && help.contains("Usage: kubectl patchbay plug"), "{help}");
+    let help = text(patchbay(&["plug", "--help"]).stdout);
+    assert!(help.contains("Usage: patchbay plug"), "{help}");
 }

@@ -21,6 +21,14 @@ pub fn mac(container_id: &str, ifname: &str, network_uid: &str) -> Mac {
     Mac::from(octets)
 }
 
+/// The default MAC address of an attachment whose addresses an IPAMClaim has. It stays the same when the virtual machine
+/// restarts.
+pub fn claim_mac(claim_uid: &str) -> Mac {
+    let [_, _, mut octets @ ..] = digest(["mac", "claim", claim_uid]).to_be_bytes();
+    octets[0] = octets[0] & 0xfc | 0x02;
+    Mac::from(octets)
+}
+
 /// The prefix of the aliases of all host-side veths of one network configuration. GC names one configuration, and several
 /// configurations can attach to the same network.
 pub fn alias_prefix(network_uid: &str, config: &str) -> String {
@@ -51,6 +59,7 @@ mod tests {
     fn names_never_change() {
         assert_eq!(host_ifname("c", "net1").unwrap().as_str(), "vethd7ea65581f0");
         assert_eq!(mac("c", "net1", "u").to_string(), "b6:c3:ac:9a:ae:63");
+        assert_eq!(claim_mac("u").to_string(), "56:14:1c:fd:13:9e");
         assert_eq!(alias("u", "blue", "c", "net1"), "pod/u/blue/c/net1");
         assert_eq!(alias_prefix("u", "a/../b c"), "pod/u/a_.._b_c/");
     }
@@ -67,6 +76,7 @@ mod tests {
         fn names_are_valid_for_any_input(id in "\\PC{0,300}", ifname in "\\PC{0,20}") {
             prop_assert_eq!(host_ifname(&id, &ifname).unwrap().as_str().len(), IfName::MAX);
             prop_assert_eq!(mac(&id, &ifname, "u").octets()[0] & 3, 2);
+            prop_assert_eq!(claim_mac(&id).octets()[0] & 3, 2);
             prop_assert!(alias("u", &id, &id, &ifname).bytes().take(MAX_ALIAS_LEN + 1).all(|b| b.is_ascii_graphic()));
         }
     }

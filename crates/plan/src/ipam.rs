@@ -9,6 +9,7 @@
 mod acquire;
 pub mod blocks;
 mod borrow;
+mod claimed;
 mod grid;
 mod ledger;
 mod lending;
@@ -26,7 +27,9 @@ pub use acquire::{
     UnansweredCreates,
 };
 pub use blocks::{BlockPlanInput, BlockStep, ObservedIpBlock, PendingRequests, RequestKind, is_ours};
+pub(crate) use borrow::is_spare;
 pub use borrow::{BorrowFailure, BorrowOutcome, Borrowing, WaitingRequest, lending_candidate};
+pub use claimed::LeaseClaim;
 pub use grid::{BlockGrid, Family};
 pub use ledger::{
     AddressInfo, AttachmentKey, BlockKey, Grant, Holding, Lease, Ledger, LedgerRecord, PodRef, Stage,
@@ -35,6 +38,6 @@ pub use lending::LentChecks;
 pub use limits::{Contact, Timings};
 pub use pool::Pool;
 pub use reclaim::{IdleBlocks, abandoned};
-pub use request::{AddressRequest, AllocationError, Shortage};
+pub use request::{AddressRequest, AllocationError, Shortage, validate};
 pub use status::{StatusReports, network_status};
 pub use verify::{UnverifiedBlock, Verification, carries_boot};

@@ -5,11 +5,14 @@
 pub mod attachment;
 pub mod bridge;
 pub mod certs;
+pub mod claims;
 pub mod condition;
 pub mod conflict;
+pub mod hotplug;
 pub mod ipam;
 pub mod lease;
 pub mod network;
 pub mod nodenetwork;
+pub mod services;
 pub mod shared_map;
 pub mod users;

@@ -20,7 +20,7 @@ use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
     bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_STATUS_ENTRIES, READY_LABEL_PREFIX},
     digest::digest,
-    nad::origin_digest,
+    nad::{NadNetwork, origin_digest},
     selection::NadRef,
 };
 use jiff::{SignedDuration, Timestamp};
@@ -90,6 +90,8 @@ pub struct NadState {
     pub config: Option<String>,
     /// The BridgeNetwork that the config attaches pods to.
     pub joins: Option<String>,
+    /// What the config says about IPAMClaims, or why it cannot be read.
+    pub network_config: Result<NadNetwork, String>,
 }
 
 impl NadState {
@@ -356,6 +358,7 @@ pub fn plan(
             records,
             selected: selected.get(network.name.as_str()),
             blocks,
+            claims: addresses::claims(blocks),
         };
         let network_plan = context.plan();
         if network.deleting.is_some() && !grace_is_over(network, now) {
@@ -399,6 +402,8 @@ struct NetworkContext<'a> {
     records: &'a NetworkRecords,
     selected: Option<&'a SelectedNodes<'a>>,
     blocks: &'a [(&'a str, &'a BlockState)],
+    /// The IPAMClaims that have addresses of the network, as namespace/name.
+    claims: BTreeSet<&'a str>,
 }
 
 impl<'a> NetworkContext<'a> {
@@ -431,7 +436,7 @@ impl<'a> NetworkContext<'a> {
     fn finalize(&self, mut plan: NetworkPlan) -> NetworkPlan {
         if self.has(FINALIZER_USERS) {
             let mtu = mtu::effective(self);
-            let used = self.users.count > 0;
+            let used = self.used_by() > 0;
             let mut nad_plan = if used { self.nads.plan(self, mtu.mtu) } else { nads::NadPlan::default() };
             if !used && grace_is_over(self.network, self.now) {
                 nad_plan.steps.extend(self.next_deletion_step());
@@ -456,6 +461,11 @@ impl<'a> NetworkContext<'a> {
         let nad_plan = nads::NadPlan { rejected, ..nads::NadPlan::default() };
         status::write(self, &mtu::effective(self), &nad_plan, &mut plan);
         plan
+    }
+
+    /// How many objects use the network or have addresses of it.
+    fn used_by(&self) -> usize {
+        self.users.count + self.claims.len()
     }
 
     /// The NADs of these steps that the API server rejected the last time, with its message.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use e2e::replica::Replica;
 use lab::{Lab, wait};
 use serde_json::{Value, json};
@@ -25,8 +25,23 @@ fn random_delays(mut seed: u64) -> impl FnMut(u64) -> Duration {
     }
 }
 
+/// How often a pod and the deletion of its network ended in which way.
+#[derive(Debug, Default)]
+struct DeletionRaces {
+    /// The webhook rejected the pod.
+    rejected: usize,
+    /// The pod was admitted and kept the network until it was deleted.
+    admitted: usize,
+    /// The pod was created after the network was gone.
+    late: usize,
+}
+
 /// Deletes a network and creates a pod on it concurrently.
-async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'static str> {
+async fn race_pod_with_deletion(
+    cluster: &TestCluster,
+    watch_log: &WatchLog,
+    number: u64,
+) -> Result<DeletionRaces> {
     let mut delay = random_delays(4711 + number * 7919);
     let name = format!("race-{number}");
     let (delete_after, create_after) =
@@ -45,10 +60,25 @@ async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'
     deleted?;
     if rejected? {
         cluster.wait_until_deleted(&name).await?;
-        return Ok("rejected");
+        return Ok(DeletionRaces { rejected: 1, ..DeletionRaces::default() });
     }
-    // The pod was admitted: the network and its NAD must stay as long as the pod exists.
-    cluster.wait_for_reason(&name, "Ready", "DeletionBlocked").await?;
+    let created = watch_log.wait_for(ObjectKind::Pod, &name, ChangeType::Added).await?;
+    let kept = wait::until(TIMEOUT, &format!("{name} to be blocked or deleted"), || async {
+        let Some(network) = cluster.get_network(&name).await? else { return Ok(Some(false)) };
+        let reason = condition(&network, "Ready").map(|it| it["reason"].clone());
+        Ok((reason == Some(Value::from("DeletionBlocked"))).then_some(true))
+    })
+    .await?;
+    if !kept {
+        let gone = watch_log.wait_for(ObjectKind::Network, &name, ChangeType::Deleted).await?;
+        ensure!(
+            gone < created,
+            "the network of an admitted pod was deleted at {gone}, the pod exists since {created}"
+        );
+        cluster.delete_workload(&cluster.pod_ref(&name)).await?;
+        return Ok(DeletionRaces { late: 1, ..DeletionRaces::default() });
+    }
+    // The network and its NAD must stay as long as the pod exists.
     cluster.wait_for_nad(&cluster.namespace, &name).await?;
     let started = Instant::now();
     while started.elapsed() < Duration::from_millis(1500) {
@@ -61,25 +91,33 @@ async fn race_pod_with_deletion(cluster: &TestCluster, number: u64) -> Result<&'
     }
     cluster.delete_workload(&cluster.pod_ref(&name)).await?;
     cluster.wait_until_deleted_in_time(&name).await?;
-    Ok("admitted")
+    Ok(DeletionRaces { admitted: 1, ..DeletionRaces::default() })
 }
 
 pub async fn no_pod_loses_its_network_in_a_race_with_deletion(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "race").await?;
     let rounds = if e2e::soak() { 1000 } else { 20 };
-    let (mut rejected, mut admitted) = (0, 0);
-    for first in (0..rounds).step_by(20) {
-        let batch = (first..first + 20).map(|number| race_pod_with_deletion(&cluster, number));
-        for (number, outcome) in (first..).zip(futures::future::join_all(batch).await) {
-            match outcome.with_context(|| format!("round {number}\n{}", replica.tail()))? {
-                "rejected" => rejected += 1,
-                "admitted" => admitted += 1,
-                other => bail!("{other}"),
+    let watch_log = WatchLog::start(&cluster).await?;
+    let all = async {
+        let mut races = DeletionRaces::default();
+        for first in (0..rounds).step_by(20) {
+            let batch =
+                (first..first + 20).map(|number| race_pod_with_deletion(&cluster, &watch_log, number));
+            for (number, one) in (first..).zip(futures::future::join_all(batch).await) {
+                let one = one.with_context(|| format!("round {number}"))?;
+                races.rejected += one.rejected;
+                races.admitted += one.admitted;
+                races.late += one.late;
             }
         }
-    }
-    println!("{rounds} rounds: {rejected} pods rejected, {admitted} admitted");
-    ensure!(rejected > 0 && admitted > 0, "only one outcome occurred; the race was not exercised");
+        Ok(races)
+    };
+    let races = watch_log.record_during(all).await.with_context(|| replica.tail())?;
+    println!("{rounds} rounds: {races:?}");
+    ensure!(
+        races.rejected > 0 && races.admitted > 0,
+        "only one outcome occurred; the race was not exercised"
+    );
     Ok(())
 }
 

@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use e2e::bridge::{WAIT_TIMEOUT, delete_network, start_network, wait_deleted};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::{Api, api::ListParams};
 use lab::{
     Lab,
     audit::{AuditOffset, AuditedRequest},
@@ -20,6 +22,7 @@ pub fn patchbay_writes(lab: &Lab, offset: AuditOffset) -> Result<Vec<AuditedRequ
 
 /// Waits for a second without writes: a pending change is written within a second.
 pub async fn wait_until_idle(lab: &Lab) -> Result<AuditOffset> {
+    wait_for_terminating_namespaces(lab).await?;
     let mut since = (lab.audit_offset()?, Instant::now());
     wait::until(WAIT_TIMEOUT, "a second without a write", || {
         let observed = lab.audit_offset().and_then(|now| Ok((now, patchbay_writes(lab, since.0)?)));
@@ -30,6 +33,17 @@ pub async fn wait_until_idle(lab: &Lab) -> Result<AuditOffset> {
             (since.1.elapsed() > Duration::from_millis(1100)).then_some(now)
         });
         async move { outcome }
+    })
+    .await
+}
+
+/// The objects of an earlier test go with its namespace, which causes writes.
+async fn wait_for_terminating_namespaces(lab: &Lab) -> Result<()> {
+    let namespaces: Api<Namespace> = Api::all(lab.client().await?);
+    wait::until(WAIT_TIMEOUT, "terminating namespaces to be gone", || async {
+        let all = namespaces.list(&ListParams::default()).await?;
+        let terminating = all.iter().any(|namespace| namespace.metadata.deletion_timestamp.is_some());
+        Ok((!terminating).then_some(()))
     })
     .await
 }

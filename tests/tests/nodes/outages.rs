@@ -148,6 +148,11 @@ pub async fn patchbay_can_be_uninstalled_and_reinstalled(lab: Lab) -> Result<()>
     lab.kubectl(&["delete", "-f", file, "--timeout=90s"])?;
     println!("removed in {:?}", start.elapsed());
     ensure!(lab.kubectl(&["get", "namespace", NAMESPACE]).is_err(), "the namespace was not deleted");
+    // It fails closed, so it must not outlive the controllers.
+    wait::until(WAIT_TIMEOUT, "the webhook of launcher pods to be deleted", || async {
+        Ok(lab.kubectl(&["get", "mutatingwebhookconfiguration", "patchbay"]).is_err().then_some(()))
+    })
+    .await?;
     ensure!(nodenetworks(&client).get_opt("node-1").await?.is_some(), "custom resources were deleted");
     let eths =
         |text: &str| text.lines().filter(|l| l.starts_with("eth")).map(str::to_owned).collect::<Vec<_>>();

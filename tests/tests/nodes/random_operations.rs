@@ -11,6 +11,7 @@ use api::NodeNetwork;
 use e2e::{
     bridge::{self, attached_pod, networks},
     patchbay,
+    random::SplitMix64,
 };
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
@@ -30,23 +31,6 @@ const NAMES: [&str; 3] = ["red", "green", "gold"];
 const STEPS: u64 = 6;
 /// Long enough for a new leader to take over from a killed one.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// A deterministic random number generator: the same operations for the same seed.
-struct SplitMix64(u64);
-
-impl SplitMix64 {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
-    }
-
-    fn choose<T: Copy>(&mut self, all: &[T]) -> T {
-        all[usize::try_from(self.below(all.len() as u64)).unwrap_or(0)]
-    }
-}
 
 /// The desired state of a network.
 #[derive(Clone, Debug, PartialEq)]

@@ -85,6 +85,21 @@ async fn a_list_is_read_page_by_page_and_then_watched() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn the_position_is_known_once_the_list_is_complete() {
+    let (client, server) = ScriptedServer::new();
+    server.reply(Reply::page("5", "", &[object("a", 1)]));
+    let (reply, sender) = Reply::watch();
+    server.reply(reply);
+    let mut events = positioned(Api::<Node>::all(client), WatchConfig::all());
+    sender.send(added("b", 7)).unwrap();
+    sender.send(error(500)).unwrap();
+    for expected in [("started", None), ("+a", None), ("done", Some(5)), ("+b", Some(7)), ("failed", None)] {
+        let (event, position) = events.next().await.unwrap();
+        assert_eq!((short(&event).as_str(), position), expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn each_page_has_a_deadline_of_its_own() {
     let (client, server) = ScriptedServer::new();
     for page in 0..4 {

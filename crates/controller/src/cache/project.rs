@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use api::{
     BridgeNetworkSpec, BridgeNetworkStatus, IPBlockSpec, IPBlockStatus, NetworkOnNode, Vtep,
     bridgenetwork::{NAD_NETWORK_LABEL, NAD_ORIGIN_ANNOTATION, NAD_UID_ANNOTATION},
-    nad::{NetworkAttachmentDefinitionSpec, network_of},
+    nad::{NadNetwork, NetworkAttachmentDefinitionSpec, network_of},
     selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
 };
 use client::decode::{Ignored, Lenient, Object};
@@ -21,6 +21,8 @@ use plan::{
 };
 use serde::Deserialize;
 use serde_json::Value;
+
+use super::{claims, handover::PodRecord};
 
 pub type NetworkObject = Object<Lenient<BridgeNetworkSpec>, Lenient<BridgeNetworkStatus>>;
 pub type NodeObject = Object<Ignored, Lenient<NodeStatus>>;
@@ -163,6 +165,19 @@ pub fn network(object: NetworkObject, now: Timestamp) -> Option<NetworkState> {
     })
 }
 
+/// Whether claims on a network may get other addresses after this change.
+pub fn changes_claims(old: &NetworkState, new: &NetworkState) -> bool {
+    let lengths = |network: &NetworkState| {
+        let ipam = network.status.ipam.as_ref();
+        let length = |family: Option<&api::ipam::IpFamilyStatus>| family.map(|family| family.block_length);
+        (length(ipam.and_then(|ipam| ipam.ipv4.as_ref())), length(ipam.and_then(|ipam| ipam.ipv6.as_ref())))
+    };
+    old.spec != new.spec
+        || old.deleting != new.deleting
+        || old.finalizers != new.finalizers
+        || lengths(old) != lengths(new)
+}
+
 pub fn node(object: NodeObject) -> Option<(String, NodeState)> {
     let status = object.status.map(Lenient::or_default).unwrap_or_default();
     // A Node without a Ready condition counts as ready.
@@ -188,6 +203,7 @@ pub fn block(object: BlockObject) -> Option<(String, BlockState)> {
 pub fn nad(object: NadObject) -> Option<(api::selection::NadRef, NadState)> {
     let Object { metadata, spec, .. } = object;
     let config = spec.or_default().config;
+    let name = metadata.name?;
     let value = |map: &Option<BTreeMap<String, String>>, key: &str| map.as_ref()?.get(key).cloned();
     let nad = NadState {
         deleting: metadata.deletion_timestamp.is_some(),
@@ -197,9 +213,10 @@ pub fn nad(object: NadObject) -> Option<(api::selection::NadRef, NadState)> {
         uid: metadata.uid?,
         version: metadata.resource_version?,
         joins: config.as_deref().and_then(network_of),
+        network_config: NadNetwork::read(config.as_deref(), &name).map_err(|error| error.to_string()),
         config,
     };
-    Some((api::selection::NadRef::new(metadata.namespace?, metadata.name?), nad))
+    Some((api::selection::NadRef::new(metadata.namespace?, name), nad))
 }
 
 /// The NADs that a pod names, all of them in its metadata.
@@ -213,6 +230,15 @@ pub fn pod(metadata: &ObjectMeta) -> WorkloadRefs {
         multus: Vec::new(),
         finished: false,
         owner: owner(metadata),
+    }
+}
+
+/// What the metadata of a pod say to the indexes of pods.
+pub fn pod_record(metadata: &ObjectMeta) -> PodRecord {
+    PodRecord {
+        uid: metadata.uid.clone().unwrap_or_default(),
+        refs: pod(metadata),
+        claims: claims::project::claim_pod(metadata).map(Box::new),
     }
 }
 

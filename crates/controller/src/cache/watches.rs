@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use api::selection::NadRef;
+use api::{networkservice::ZONE_LABEL, selection::NadRef};
 use client::{
     decode::MetadataObject,
     watch::{StreamEvent, WatchConfig},
@@ -16,8 +16,7 @@ use client::{
 use futures::{Stream, StreamExt};
 use jiff::Timestamp;
 use k8s_openapi::{
-    api::core::v1::{Namespace, Pod},
-    apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+    api::core::v1::Namespace, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
 };
 use kube::{Api, Client, Resource, core::ApiResource};
 use plan::{
@@ -64,8 +63,7 @@ impl CacheFiller {
         ];
         let workloads = futures::future::join_all(workloads.map(|kind| self.workloads(kind)));
         let virtual_machines = [WorkloadKind::VirtualMachine, WorkloadKind::VirtualMachineInstance];
-        let virtual_machines =
-            futures::future::join_all(virtual_machines.map(|kind| self.virtual_machines(kind)));
+        let virtual_machines = futures::future::join_all(virtual_machines.map(|kind| self.machines(kind)));
         futures::join!(
             networks,
             nodes,
@@ -73,20 +71,26 @@ impl CacheFiller {
             namespaces,
             blocks,
             self.pods(),
+            self.services(),
+            self.claims(),
             workloads,
             virtual_machines,
             self.nads()
         );
     }
 
-    fn all<K>(&self, resource: &ApiResource, call: ApiCallKind) -> impl Stream<Item = StreamEvent<K>> + use<K>
+    pub fn all<K>(
+        &self,
+        resource: &ApiResource,
+        call: ApiCallKind,
+    ) -> impl Stream<Item = StreamEvent<K>> + use<K>
     where
         K: Resource<DynamicType = ApiResource> + Clone + Debug + DeserializeOwned + Send + 'static,
     {
         self.selected(resource, WatchConfig::all(), call)
     }
 
-    fn selected<K>(
+    pub fn selected<K>(
         &self,
         resource: &ApiResource,
         config: WatchConfig,
@@ -105,16 +109,33 @@ impl CacheFiller {
             if let (Some(since), Some(_)) = (old.and_then(|old| old.deleting), network.deleting) {
                 network.deleting = Some(since);
             }
+            if old.is_none_or(|old| old.spec != network.spec) {
+                // Its NADs or subnets may have changed.
+                self.cache.services().mark_all();
+            }
+            if old.is_none_or(|old| project::changes_claims(old, &network)) {
+                self.cache.claims().mark_network(&network.uid);
+            }
             Some((network.name.clone(), network))
         };
         let stream = self.all(&project::networks(), ApiCallKind::WatchNetworks);
-        self.mirror(CacheSource::Networks, stream, |state| Some(&mut state.networks), read).await;
+        let removed = |_: &String| {
+            self.cache.services().mark_all();
+            self.cache.claims().mark_all();
+        };
+        self.mirror(CacheSource::Networks, stream, |state| Some(&mut state.networks), read, removed).await;
     }
 
     async fn nodes(&self) {
+        let services = self.cache.services();
         let stream = self.all(&project::nodes(), ApiCallKind::WatchNodes);
-        self.mirror(CacheSource::Nodes, stream, |state| Some(&mut state.nodes), |_, it| project::node(it))
-            .await;
+        let read = |_: &ClusterState, object| {
+            let (name, node) = project::node(object)?;
+            services.set_node(&name, node.labels.get(ZONE_LABEL).map(String::as_str));
+            Some((name, node))
+        };
+        let removed = |name: &String| services.delete_node(name);
+        self.mirror(CacheSource::Nodes, stream, |state| Some(&mut state.nodes), read, removed).await;
     }
 
     async fn node_networks(&self) {
@@ -125,14 +146,21 @@ impl CacheFiller {
             stream,
             |state| Some(&mut state.reports),
             |_, it| project::node_report(it),
+            |_| {},
         )
         .await;
     }
 
     async fn blocks(&self) {
         let stream = self.all(&project::blocks(), ApiCallKind::WatchBlocks);
-        self.mirror(CacheSource::Blocks, stream, |state| Some(&mut state.blocks), |_, it| project::block(it))
-            .await;
+        let claims = self.cache.claims();
+        let read = |_: &ClusterState, object| {
+            let (name, block) = project::block(object)?;
+            claims.set_block(&name, &block);
+            Some((name, block))
+        };
+        let removed = |name: &String| claims.delete_block(name);
+        self.mirror(CacheSource::Blocks, stream, |state| Some(&mut state.blocks), read, removed).await;
     }
 
     async fn namespaces(&self) {
@@ -144,26 +172,44 @@ impl CacheFiller {
             };
             Some((object.metadata.name?, phase))
         };
-        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read).await;
+        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read, |_| {}).await;
     }
 
     async fn nads(&self) {
+        let (services, claims) = (self.cache.services(), self.cache.claims());
         let watch = || {
             self.cache.update(CacheSource::Nads, |state| {
                 state.nads.get_or_insert_default();
+                services.mark_all();
+                claims.mark_all();
                 true
             });
             let stream = self.all(&project::nads(), ApiCallKind::WatchAttachments);
             let map: fn(&mut ClusterState) -> Option<&mut SharedMap<NadRef, network::NadState>> =
                 |state| state.nads.as_mut();
-            self.mirror(CacheSource::Nads, stream, map, |_, it| {
-                let (at, nad) = project::nad(it)?;
+            let read = |state: &ClusterState, object| {
+                let (at, nad) = project::nad(object)?;
                 self.cache.record_changed_nad(&at);
+                let known = state.nads.as_ref().and_then(|all| all.get(&at));
+                if known.is_none_or(|known| known.joins != nad.joins) {
+                    services.mark_network(&at);
+                }
+                if known.is_none_or(|known| known.network_config != nad.network_config) {
+                    claims.mark_nad(&at);
+                }
                 Some((at, nad))
+            };
+            self.mirror(CacheSource::Nads, stream, map, read, |at| {
+                services.mark_network(at);
+                claims.mark_nad(at);
             })
         };
         let clear = || {
-            self.cache.update(CacheSource::Nads, |state| state.nads.take().is_some());
+            self.cache.update(CacheSource::Nads, |state| {
+                services.mark_all();
+                claims.mark_all();
+                state.nads.take().is_some()
+            });
         };
         self.watch_optional(
             "network-attachment-definitions.k8s.cni.cncf.io",
@@ -174,44 +220,20 @@ impl CacheFiller {
         .await;
     }
 
-    async fn pods(&self) {
-        let pods = ApiResource::erase::<Pod>(&());
-        let stream = self.selected(&pods, WatchConfig::all().fields(LIVE_PODS), ApiCallKind::WatchUsers);
-        let read = |object: MetadataObject| project::pod(&object.metadata);
-        self.index_users(WorkloadKind::Pod, stream, read).await;
-    }
-
     async fn workloads(&self, kind: WorkloadKind) {
         let stream = self.all(&project::workloads(kind), ApiCallKind::WatchUsers);
         self.index_users(kind, stream, move |object| project::workload(kind, object)).await;
     }
 
-    async fn virtual_machines(&self, kind: WorkloadKind) {
-        let name = match kind {
-            WorkloadKind::VirtualMachine => "virtualmachines.kubevirt.io",
-            _ => "virtualmachineinstances.kubevirt.io",
-        };
-        let clear = || {
-            if self.cache.users().clear(kind) {
-                self.cache.wake(CacheSource::Users(kind));
-            }
-        };
-        let watch = || async move {
-            loop {
-                self.workloads(kind).await;
-                info!(kind = name, "the kind is no longer served, listing it again");
-            }
-        };
-        self.watch_optional(name, CacheSource::Users(kind), watch, clear).await;
-    }
-
-    /// Mirrors a watch into one map of the state.
+    /// Mirrors a watch into one map of the state. `read` and `removed` are called while the state is locked, so that a reader
+    /// that they wake finds the change.
     async fn mirror<K, Key, Value>(
         &self,
         source: CacheSource,
         stream: impl Stream<Item = StreamEvent<K>>,
         map: impl Fn(&mut ClusterState) -> Option<&mut SharedMap<Key, Value>>,
         read: impl Fn(&ClusterState, K) -> Option<(Key, Value)>,
+        removed: impl Fn(&Key),
     ) where
         Key: Ord + Clone,
         Value: PartialEq,
@@ -239,12 +261,16 @@ impl CacheFiller {
                 }
                 StreamEvent::Deleted(object) => {
                     let Some((key, _)) = read(state, object) else { return false };
+                    removed(&key);
                     map(state).is_some_and(|map| map.remove(&key))
                 }
                 StreamEvent::ListDone => {
                     let (Some(map), Some(seen)) = (map(state), listing.take()) else { return false };
                     let gone: Vec<Key> = map.keys().filter(|key| !seen.contains(key)).cloned().collect();
-                    gone.iter().fold(false, |_, key| map.remove(key))
+                    gone.iter().fold(false, |_, key| {
+                        removed(key);
+                        map.remove(key)
+                    })
                 }
             });
             if complete {
@@ -255,7 +281,7 @@ impl CacheFiller {
 
     /// Mirrors a watch of one kind into the index of users. Returns when a kind that was listed is no longer served: its
     /// objects cannot use anything, and a watch that resumed later would not list the existing ones.
-    async fn index_users<K>(
+    pub(super) async fn index_users<K>(
         &self,
         kind: WorkloadKind,
         stream: impl Stream<Item = StreamEvent<K>>,
@@ -302,7 +328,7 @@ impl CacheFiller {
     }
 
     /// Watches a kind for as long as its CustomResourceDefinition exists.
-    async fn watch_optional<F: Future<Output = ()>>(
+    pub(super) async fn watch_optional<F: Future<Output = ()>>(
         &self,
         name: &str,
         source: CacheSource,
@@ -359,9 +385,10 @@ async fn poll_watch<F: Future<Output = ()>>(watching: &mut Option<Pin<Box<F>>>) 
 impl CacheSource {
     /// Whether the source counts as listed after this event. A third-party kind that has a CustomResourceDefinition but is
     /// not served has no objects to wait for; the watch retries it.
-    fn is_complete<K>(self, event: &StreamEvent<K>) -> bool {
+    pub(super) fn is_complete<K>(self, event: &StreamEvent<K>) -> bool {
         use WorkloadKind::{VirtualMachine, VirtualMachineInstance};
-        let third_party = matches!(self, Self::Nads | Self::Users(VirtualMachine | VirtualMachineInstance));
+        let third_party =
+            matches!(self, Self::Nads | Self::Claims | Self::Users(VirtualMachine | VirtualMachineInstance));
         matches!(event, StreamEvent::ListDone) || third_party && matches!(event, StreamEvent::NotServed(_))
     }
 }

@@ -76,7 +76,7 @@ impl FakeApiServer {
             let lists = self.lists.lock().unwrap();
             let items = lists.iter().find(|(end, _)| path.ends_with(end));
             let items = items.map_or_else(|| json!([]), |(_, items)| items.clone());
-            json!({"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items})
+            json!({"apiVersion": "v1", "kind": "List", "metadata": {"resourceVersion": "5"}, "items": items})
         } else {
             let version = *self.version_after_write.lock().unwrap();
             json!({"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any", "resourceVersion": version}})
@@ -136,6 +136,7 @@ fn config(context: &LeaderContext) -> LeaderConfig {
             leaf_lifetime: Duration::from_hours(24),
             ca_propagation_delay: Duration::from_secs(1),
         },
+        claims: ClaimOptions::default(),
     }
 }
 
@@ -179,7 +180,7 @@ async fn the_lease_is_released_only_after_every_loop_has_ended() {
     let ended = Arc::new(Mutex::new(Vec::new()));
     let mut loops = reporting(loops(config(&context), leader.fence(), &stop), &ended);
     let names: Vec<&str> = loops.iter().map(|one| one.name).collect();
-    assert_eq!(names, ["certificates", "networks", "blocks", "node labels"]);
+    assert_eq!(names, ["certificates", "networks", "blocks", "node labels", "services", "claims"]);
     // A loop that takes two seconds to finish its step, and observes whether the Lease is released before that.
     let (observer, token) = (server.clone(), stop.clone());
     let slow = LeaderLoop::new("slow", async move {
@@ -196,7 +197,7 @@ async fn the_lease_is_released_only_after_every_loop_has_ended() {
     result.unwrap();
     let mut ended = ended.lock().unwrap().clone();
     ended.sort_unstable();
-    assert_eq!(ended, ["blocks", "certificates", "networks", "node labels", "slow"]);
+    assert_eq!(ended, ["blocks", "certificates", "claims", "networks", "node labels", "services", "slow"]);
     assert!(is_release(server.requests.lock().unwrap().last().unwrap()), "the release is the last request");
 }
 

@@ -230,7 +230,7 @@ impl NetworkWriter {
                 Ok(())
             }
             NetworkStep::RemoveUsersFinalizer { nads, finalizers } => {
-                let left = live.has_nads(&plan.uid).map_err(|source| live_read_error(plan, source))?;
+                let left = live.is_held(&plan.uid).map_err(|source| live_read_error(plan, source))?;
                 if left || used(plan, nads, live)? {
                     outcome.blocked = true;
                     return Ok(());
@@ -414,7 +414,7 @@ fn add_to_query(query: &mut LiveQuery, uid: &str, step: &NetworkStep) {
         NetworkStep::DeleteNads(all) => query.nads.extend(all.iter().map(|(at, _)| at.clone())),
         NetworkStep::ConfirmNadsUnused(all) => query.nads.extend(all.iter().cloned()),
         NetworkStep::RemoveUsersFinalizer { nads, .. } => {
-            query.nad_owners.insert(uid.to_owned());
+            query.held.insert(uid.to_owned());
             query.nads.extend(nads.iter().cloned());
         }
         NetworkStep::RemoveNodesFinalizer { .. } => _ = query.listed.insert(uid.to_owned()),

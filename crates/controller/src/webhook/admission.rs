@@ -3,11 +3,14 @@
 //! A validation is a plain function of the object and the caches, so that the webhook and the reconcilers agree. A new
 //! path is one more variant of [`WebhookPath`] and its [`Handler`].
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use api::{
     ErrorChain,
-    names::{VALIDATE_BRIDGENETWORKS, VALIDATE_NODENETWORKS, VALIDATE_USERS},
+    names::{MUTATE_POD, VALIDATE_BRIDGENETWORKS, VALIDATE_CLAIMS, VALIDATE_NODENETWORKS, VALIDATE_USERS},
 };
 use axum::{
     Json, Router,
@@ -17,6 +20,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::post,
 };
+use futures::future::BoxFuture;
 use json_patch::Patch;
 use k8s_openapi::ByteString;
 use plan::users::WorkloadKind;
@@ -32,6 +36,8 @@ use crate::{
     metrics::AdmissionOutcome,
 };
 
+mod claim_reference;
+mod mutate_pod;
 mod network;
 #[cfg(test)]
 mod tests;
@@ -55,7 +61,8 @@ const MAX_ECHO_CHARS: usize = 64;
 const REVIEW_VERSION: &str = "admission.k8s.io/v1";
 
 /// What the decisions read. A replica is ready once these have been listed.
-pub const SOURCES: [CacheSource; 12] = [
+pub const SOURCES: [CacheSource; 13] = [
+    CacheSource::Claims,
     CacheSource::Networks,
     CacheSource::Nodes,
     CacheSource::Nads,
@@ -116,11 +123,12 @@ struct ReviewedUser {
 
 /// A path of the webhook. Variant names are label values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EncodeLabelValue)]
-#[expect(clippy::enum_variant_names, reason = "a mutating path would have another prefix")]
 pub enum WebhookPath {
     ValidateNodeNetworks,
     ValidateBridgeNetworks,
     ValidateUsers,
+    ValidateClaims,
+    MutatePod,
 }
 
 /// The result of a validation.
@@ -133,20 +141,24 @@ pub enum AdmissionDecision {
 
 /// The result of a mutation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[cfg_attr(not(test), expect(dead_code, reason = "no path mutates yet"))]
 pub enum MutationDecision {
     /// Allowed with these changes to the object of the request, or unchanged if there are none.
     Patch(Patch),
-    /// Denied, with a message that says what to do next.
-    Deny(String),
+    /// Denied because the object is invalid, with a message that says what to do next.
+    Invalid(String),
 }
 
 /// What a path does with a request. API servers reject a patch from a validating webhook, so only a mutation returns one.
 #[derive(Clone, Copy)]
 enum Handler {
     Validate(fn(&WebhookState, &ReviewedRequest) -> AdmissionDecision),
-    #[cfg_attr(not(test), expect(dead_code, reason = "no path mutates yet"))]
-    Mutate(fn(&WebhookState, &ReviewedRequest) -> MutationDecision),
+    /// May read what the cache does not have.
+    Mutate(
+        for<'a> fn(
+            &'a WebhookState,
+            &'a ReviewedRequest,
+        ) -> BoxFuture<'a, Result<MutationDecision, RequestError>>,
+    ),
 }
 
 /// The answer to a request. A patch in it is not empty.
@@ -155,6 +167,7 @@ enum AdmissionAnswer {
     Allowed,
     AllowedWithPatch(Patch),
     Denied(String),
+    Invalid(String),
 }
 
 /// Why a request cannot be validated.
@@ -176,16 +189,26 @@ enum RequestError {
     BodyRejected(StatusCode, String),
     #[error("the caches are not synced; retry")]
     NotSynced,
+    #[error("{0}")]
+    ReadFailed(String),
 }
 
 impl WebhookPath {
-    const ALL: [Self; 3] = [Self::ValidateNodeNetworks, Self::ValidateBridgeNetworks, Self::ValidateUsers];
+    const ALL: [Self; 5] = [
+        Self::ValidateNodeNetworks,
+        Self::ValidateBridgeNetworks,
+        Self::ValidateUsers,
+        Self::ValidateClaims,
+        Self::MutatePod,
+    ];
 
     fn route(self) -> &'static str {
         match self {
             Self::ValidateNodeNetworks => VALIDATE_NODENETWORKS,
             Self::ValidateBridgeNetworks => VALIDATE_BRIDGENETWORKS,
             Self::ValidateUsers => VALIDATE_USERS,
+            Self::ValidateClaims => VALIDATE_CLAIMS,
+            Self::MutatePod => MUTATE_POD,
         }
     }
 
@@ -194,6 +217,8 @@ impl WebhookPath {
             Self::ValidateNodeNetworks => Handler::Validate(validate_node_networks),
             Self::ValidateBridgeNetworks => Handler::Validate(validate_bridge_networks),
             Self::ValidateUsers => Handler::Validate(validate_users),
+            Self::ValidateClaims => Handler::Validate(claim_reference::validate),
+            Self::MutatePod => Handler::Mutate(mutate_pod::mutate),
         }
     }
 
@@ -203,6 +228,7 @@ impl WebhookPath {
             Self::ValidateNodeNetworks => "nodenetworks.patchbay.dev",
             Self::ValidateBridgeNetworks => "bridgenetworks.patchbay.dev",
             Self::ValidateUsers => "pods, workloads and virtual machines",
+            Self::ValidateClaims | Self::MutatePod => "pods",
         }
     }
 
@@ -211,6 +237,7 @@ impl WebhookPath {
             Self::ValidateNodeNetworks => resource.is(api::GROUP, "nodenetworks"),
             Self::ValidateBridgeNetworks => resource.is(api::GROUP, "bridgenetworks"),
             Self::ValidateUsers => resource.kind().is_some(),
+            Self::ValidateClaims | Self::MutatePod => resource.is("", "pods"),
         }
     }
 }
@@ -229,7 +256,10 @@ fn routes(handler_of: fn(WebhookPath) -> Handler) -> Router<Arc<WebhookState>> {
 }
 
 async fn admit(path: WebhookPath, handler: Handler, state: Arc<WebhookState>, request: Request) -> Response {
-    match review(path, handler, &state, request).await {
+    let started = Instant::now();
+    let reviewed = review(path, handler, &state, request).await;
+    state.metrics.admission_took(path, started.elapsed());
+    match reviewed {
         Ok((uid, answer)) => {
             state.metrics.admission(path, answer.outcome());
             Json(response(&uid, &answer)).into_response()
@@ -258,8 +288,8 @@ async fn review(
     if !state.readiness.is_synced() {
         return Err(RequestError::NotSynced);
     }
-    let answer = handler.answer(state, &request);
-    if let AdmissionAnswer::Denied(_) = answer {
+    let answer = handler.answer(state, &request).await?;
+    if let AdmissionAnswer::Denied(_) | AdmissionAnswer::Invalid(_) = answer {
         debug!(
             ?path,
             name = truncate(request.name()),
@@ -336,6 +366,11 @@ fn response(uid: &str, answer: &AdmissionAnswer) -> Value {
                 json!({"code": StatusCode::FORBIDDEN.as_u16(), "reason": "Forbidden", "message": message});
             json!({"uid": uid, "allowed": false, "status": status})
         }
+        AdmissionAnswer::Invalid(message) => {
+            let status =
+                json!({"code": StatusCode::BAD_REQUEST.as_u16(), "reason": "BadRequest", "message": message});
+            json!({"uid": uid, "allowed": false, "status": status})
+        }
     };
     json!({"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response})
 }
@@ -390,18 +425,22 @@ pub fn validate_node_network(name: &str, node_exists: bool) -> AdmissionDecision
 }
 
 impl Handler {
-    fn answer(self, state: &WebhookState, request: &ReviewedRequest) -> AdmissionAnswer {
-        match self {
+    async fn answer(
+        self,
+        state: &WebhookState,
+        request: &ReviewedRequest,
+    ) -> Result<AdmissionAnswer, RequestError> {
+        Ok(match self {
             Self::Validate(validate) => match validate(state, request) {
                 AdmissionDecision::Allow => AdmissionAnswer::Allowed,
                 AdmissionDecision::Deny(message) => AdmissionAnswer::Denied(message),
             },
-            Self::Mutate(mutate) => match mutate(state, request) {
+            Self::Mutate(mutate) => match mutate(state, request).await? {
                 MutationDecision::Patch(patch) if patch.is_empty() => AdmissionAnswer::Allowed,
                 MutationDecision::Patch(patch) => AdmissionAnswer::AllowedWithPatch(patch),
-                MutationDecision::Deny(message) => AdmissionAnswer::Denied(message),
+                MutationDecision::Invalid(message) => AdmissionAnswer::Invalid(message),
             },
-        }
+        })
     }
 }
 
@@ -409,7 +448,7 @@ impl AdmissionAnswer {
     fn outcome(&self) -> AdmissionOutcome {
         match self {
             Self::Allowed | Self::AllowedWithPatch(_) => AdmissionOutcome::Allowed,
-            Self::Denied(_) => AdmissionOutcome::Denied,
+            Self::Denied(_) | Self::Invalid(_) => AdmissionOutcome::Denied,
         }
     }
 }
@@ -424,12 +463,13 @@ impl RequestError {
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::BodyRejected(status, _) => *status,
             Self::Busy | Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
+            Self::ReadFailed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
     fn outcome(&self) -> AdmissionOutcome {
         match self {
-            Self::Busy | Self::NotSynced => AdmissionOutcome::Unavailable,
+            Self::Busy | Self::NotSynced | Self::ReadFailed(_) => AdmissionOutcome::Unavailable,
             Self::InvalidBody(_)
             | Self::NoRequest
             | Self::UnsupportedVersion(_)

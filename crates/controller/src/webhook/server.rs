@@ -1,7 +1,7 @@
 //! The two listeners: health over plain HTTP, admission and metrics over TLS.
 
 #[cfg(test)]
-mod tests;
+pub mod tests;
 
 use std::{
     io,
@@ -22,6 +22,9 @@ use axum::{
 };
 use axum_server::{Handle, Server, tls_rustls::RustlsConfig};
 use hyper_util::rt::TokioTimer;
+use jiff::Timestamp;
+use kube::Client;
+use plan::claims::ClaimOptions;
 use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -44,13 +47,23 @@ pub struct WebhookState {
     pub readiness: Arc<Readiness>,
     pub metrics: Arc<Metrics>,
     pub cluster: ClusterCache,
+    /// For what the cache does not have.
+    pub client: Client,
+    pub claims: ClaimOptions,
     /// Permits to read and validate a body: bounds the memory that concurrent requests take.
     pub bodies: Semaphore,
 }
 
 impl WebhookState {
-    pub fn new(readiness: Arc<Readiness>, metrics: Arc<Metrics>, cluster: ClusterCache) -> Self {
-        Self { readiness, metrics, cluster, bodies: Semaphore::new(admission::MAX_CONCURRENT_BODIES) }
+    pub fn new(
+        readiness: Arc<Readiness>,
+        metrics: Arc<Metrics>,
+        cluster: ClusterCache,
+        client: Client,
+        claims: ClaimOptions,
+    ) -> Self {
+        let bodies = Semaphore::new(admission::MAX_CONCURRENT_BODIES);
+        Self { readiness, metrics, cluster, client, claims, bodies }
     }
 }
 
@@ -104,6 +117,7 @@ pub fn router(state: Arc<WebhookState>) -> Router {
 
 async fn metrics(State(state): State<Arc<WebhookState>>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+    state.metrics.set_claims(&state.cluster.claims().totals(Timestamp::now()));
     match state.metrics.text() {
         Ok(text) => ([(header::CONTENT_TYPE, content_type)], text).into_response(),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

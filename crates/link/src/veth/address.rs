@@ -1,15 +1,20 @@
 //! IP addresses of the pod end.
 
-use std::{fs, io, net::IpAddr, path::Path};
+use std::{
+    fs, io,
+    net::IpAddr,
+    path::{Path, PathBuf},
+};
 
+use api::IfName;
 use ipnet::{IpNet, Ipv4Net};
 use nix::errno::Errno;
 
-use super::{Error, VethConfig, is};
+use super::{Announce, Error, VethConfig, is};
 use crate::{
-    message::{self, NEW_ADDRESS},
+    message::{self, DELETE_ADDRESS, NEW_ADDRESS},
     netlink::{Netlink, empty_if},
-    request::{CREATE, NetlinkRequest, address_parts},
+    request::{CHANGE, CREATE, NetlinkRequest, address_parts},
 };
 
 /// How many unexpected addresses a message names. A privileged pod can add any number of them.
@@ -18,21 +23,40 @@ const MAX_UNEXPECTED: usize = 8;
 /// Sets the sysctls of the pod end. Call it in the sandbox, before the link is up.
 ///
 /// Overrides the sandbox's defaults for new links: IPv6 is enabled if it is needed, and the kernel announces addresses
-/// when the link comes up or its MAC address is set.
+/// when the link comes up or its MAC address is set, unless the link is quiet.
 pub fn prepare_sysctls(config: &VethConfig<'_>) -> Result<(), Error> {
-    let settings = config.proc_root.join("sys/net");
-    let conf = |family: &str| settings.join(family).join("conf").join(config.inside.as_str());
-    if config.addresses.iter().any(|address| address.addr().is_ipv4()) {
-        set_sysctl(&conf("ipv4").join("arp_notify"), "1")?;
-    }
     if config.needs_ipv6() {
-        if !settings.join("ipv6").exists() {
+        if !config.proc_root.join("sys/net/ipv6").exists() {
             return Err(Error::NoIpv6);
         }
-        set_sysctl(&conf("ipv6").join("disable_ipv6"), "0")?;
-        set_sysctl(&conf("ipv6").join("ndisc_notify"), "1")?;
+        set_sysctl(&conf(config.proc_root, "ipv6", config.inside).join("disable_ipv6"), "0")?;
+    }
+    set_notify(config.proc_root, config.inside, config.addresses, config.announce)
+}
+
+/// Sets whether the kernel announces addresses of these families. Call it in the sandbox.
+pub fn set_notify(
+    proc_root: &Path,
+    link: &IfName,
+    addresses: &[IpNet],
+    announce: Announce,
+) -> Result<(), Error> {
+    let value = match announce {
+        Announce::Now => "1",
+        Announce::Later => "0",
+    };
+    if addresses.iter().any(|address| address.addr().is_ipv4()) {
+        set_sysctl(&conf(proc_root, "ipv4", link).join("arp_notify"), value)?;
+    }
+    if addresses.iter().any(|address| address.addr().is_ipv6()) {
+        set_sysctl(&conf(proc_root, "ipv6", link).join("ndisc_notify"), value)?;
     }
     Ok(())
+}
+
+/// The directory of a link's sysctls.
+fn conf(proc_root: &Path, family: &str, link: &IfName) -> PathBuf {
+    proc_root.join("sys/net").join(family).join("conf").join(link.as_str())
 }
 
 /// Writes only if the value differs: for some sysctls the kernel takes the RTNL lock.
@@ -46,13 +70,21 @@ fn set_sysctl(path: &Path, value: &str) -> Result<(), Error> {
 
 /// Adds an address to the link. Succeeds if the link has it.
 pub fn add(pod_netlink: &mut Netlink, link: u32, address: IpNet) -> Result<(), crate::Error> {
-    match pod_netlink.execute("add an address", request(link, address)) {
+    match pod_netlink.execute("add an address", request((NEW_ADDRESS, CREATE), link, address)) {
         Err(error) if is(&error, Errno::EEXIST) => Ok(()),
         result => result,
     }
 }
 
-fn request(link: u32, address: IpNet) -> NetlinkRequest {
+/// Deletes an address of the link. Succeeds if the link does not have it.
+pub fn delete(pod_netlink: &mut Netlink, link: u32, address: IpNet) -> Result<(), crate::Error> {
+    match pod_netlink.execute("delete an address", request((DELETE_ADDRESS, CHANGE), link, address)) {
+        Err(error) if is(&error, Errno::EADDRNOTAVAIL) => Ok(()),
+        result => result,
+    }
+}
+
+fn request((kind, message_flags): (u16, u16), link: u32, address: IpNet) -> NetlinkRequest {
     const IFA_ADDRESS: u16 = 1;
     const IFA_LOCAL: u16 = 2;
     const IFA_BROADCAST: u16 = 4;
@@ -63,7 +95,7 @@ fn request(link: u32, address: IpNet) -> NetlinkRequest {
     let flags = if address.addr().is_ipv6() { IFA_F_NODAD } else { 0 };
     let mut header = [family, address.prefix_len(), flags, 0, 0, 0, 0, 0];
     header[4..].copy_from_slice(&link.to_ne_bytes());
-    let request = NetlinkRequest::new(NEW_ADDRESS, CREATE, &header)
+    let request = NetlinkRequest::new(kind, message_flags, &header)
         .attribute(IFA_LOCAL, &bytes)
         .attribute(IFA_ADDRESS, &bytes);
     match address {

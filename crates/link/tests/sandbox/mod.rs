@@ -3,7 +3,7 @@
 use std::{fs, os::fd::AsFd as _, path::Path, process::Command};
 
 use api::{IfName, Mac};
-use link::veth::VethConfig;
+use link::veth::{Announce, VethConfig};
 
 pub use super::netns::Namespace;
 
@@ -58,5 +58,6 @@ pub fn with_config<T>(pod: &Namespace, bridge: u32, host: &str, with: impl FnOnc
         proc_root: Path::new("/proc"),
         addresses: &[],
         routes: &[],
+        announce: Announce::Now,
     })
 }

@@ -4,12 +4,13 @@ use std::time::{Duration, Instant};
 
 use ipnet::IpNet;
 use link::veth;
-use plan::ipam::{AddressInfo, AttachmentKey, Family, Grant, Lease, PodRef, Pool};
+use plan::ipam::{AddressInfo, AttachmentKey, Family, Grant, Lease, LeaseClaim, PodRef, Pool};
 use tracing::info;
 use wire::cni::{Code, Error};
 
 use super::{Attacher, AttachmentId};
 use crate::{
+    claims::ServedClaim,
     ipam::{CallerWait, uptime},
     network_snapshot::Networks,
 };
@@ -28,6 +29,8 @@ pub struct AddressRequest<'a> {
     pub plugin: &'a str,
     /// None for any.
     pub requested: &'a [IpNet],
+    /// The claim whose addresses the pod gets.
+    pub claim: Option<&'a ServedClaim>,
     /// Fails once the caller has gone. Then nothing is allocated.
     pub caller_alive: &'a dyn Fn() -> Result<(), Error>,
 }
@@ -37,6 +40,8 @@ pub struct AddressRequest<'a> {
 pub struct AllocatedAddresses {
     pub addresses: Vec<AddressInfo>,
     pub routes: Vec<veth::Route>,
+    /// The claim that has the addresses.
+    pub claim: Option<LeaseClaim>,
 }
 
 impl Attacher {
@@ -67,15 +72,22 @@ impl Attacher {
             boot: self.ipam.boot().to_owned(),
             since: uptime(),
             addresses: Vec::new(),
+            claim: request.claim.map(|served| served.claim.clone()),
         };
-        let wait = CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive: request.caller_alive };
-        let grant = self.ipam.allocate(pool, lease, requested, &wait)?;
+        let caller_alive = request.caller_alive;
+        let grant = if let Some(served) = request.claim {
+            self.ipam.serve(&pool.name, lease, served.infos.clone(), caller_alive)?
+        } else {
+            let wait = CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive };
+            self.ipam.allocate(pool, lease, requested, &wait)?
+        };
         info!(
             network,
             container_id = id.container_id,
             ifname = id.ifname,
             pod = format!("{}/{}", pod.namespace, pod.name),
             addresses = ?grant.lease.addresses,
+            claim = grant.lease.claim.as_ref().map(|claim| claim.name.as_str()),
             "allocated addresses"
         );
         Ok(allocated_addresses(pool, &grant))
@@ -113,5 +125,9 @@ fn allocated_addresses(pool: &Pool, grant: &Grant) -> AllocatedAddresses {
         let info = grant.infos.iter().find(|info| Family::of(info.net.addr()) == family)?;
         Some(veth::Route { dst: route.dst, gw: route.gw.or(info.gateway) })
     });
-    AllocatedAddresses { addresses: grant.infos.clone(), routes: routes.collect() }
+    AllocatedAddresses {
+        addresses: grant.infos.clone(),
+        routes: routes.collect(),
+        claim: grant.lease.claim.clone(),
+    }
 }

@@ -24,14 +24,16 @@ impl CniHandler {
             Verb::Add => {
                 let args = Args::parse(&request.args)?;
                 let requested = requested_addresses(config, &args)?;
-                let network = network(config)?;
+                let (network, id, pod) = (network(config)?, attachment_id(request)?, pod_ref(args));
+                let claim = self.claim(call, &pod, network, &requested)?;
                 let allocated = self.attacher.allocate(&AddressRequest {
-                    id: &attachment_id(request)?,
-                    pod: pod_ref(args),
+                    id: &id,
+                    pod,
                     network,
                     config: &config.name,
                     plugin: &request.plugin,
                     requested: &requested,
+                    claim: claim.as_ref(),
                     caller_alive: &|| caller.check_connected(),
                 })?;
                 let (ips, routes) = ips_and_routes(allocated, None);

@@ -14,11 +14,12 @@ use wire::{
 
 use super::{
     CniHandler,
-    address::{prev_result_addresses, requested_addresses},
+    address::{attachment_key, prev_result_addresses, requested_addresses},
     caller::Caller,
 };
-use crate::attach::{
-    AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope, CheckRequest,
+use crate::{
+    attach::{AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope, CheckRequest},
+    claims::{ClaimQuery, ServedClaim},
 };
 
 /// A call with a valid configuration.
@@ -80,19 +81,46 @@ impl CniHandler {
             );
             return Err(Error::new(Code::InvalidConfig, msg));
         }
+        let pod = pod_ref(args);
+        let claim = match addresses {
+            Some(requested) => self.claim(call, &pod, network, requested)?,
+            None => None,
+        };
         let attached = self.attacher.attach(&AttachRequest {
             id: &id,
             namespace: namespace.as_fd(),
-            pod: pod_ref(args),
+            pod,
             network,
             config: &config.name,
             plugin: &request.plugin,
             addresses,
+            claim: claim.as_ref(),
             mac,
             mtu: config.mtu,
             caller_alive: &|| caller.check_connected(),
         })?;
         Ok(success(&request.netns, attached))
+    }
+
+    /// The claim whose addresses the pod gets.
+    pub(super) fn claim(
+        &self,
+        call: &CniCall<'_>,
+        pod: &PodRef,
+        network: &str,
+        requested: &[IpNet],
+    ) -> Result<Option<ServedClaim>, Error> {
+        let CniCall { request, config, caller } = *call;
+        self.claims.resolve(&ClaimQuery {
+            pod,
+            key: attachment_key(request),
+            config: &config.name,
+            persistent: config.allow_persistent_ips,
+            network,
+            requested,
+            netns: &request.netns,
+            caller_alive: &|| caller.check_connected(),
+        })
     }
 
     fn check(&self, request: &Request, namespace: Option<&OwnedFd>, config: &Config) -> Result<(), Error> {
@@ -226,7 +254,7 @@ pub(super) fn ips_and_routes(
     allocated: AllocatedAddresses,
     interface: Option<usize>,
 ) -> (Vec<Ip>, Vec<Route>) {
-    let AllocatedAddresses { addresses, routes } = allocated;
+    let AllocatedAddresses { addresses, routes, claim: _ } = allocated;
     let ips = addresses.into_iter().map(|info| Ip { address: info.net, gateway: info.gateway, interface });
     let routes = routes.into_iter().map(|route| Route { dst: route.dst, gw: route.gw, ..Route::default() });
     (ips.collect(), routes.collect())

@@ -24,10 +24,12 @@ use tokio::{
 use super::*;
 use crate::{
     attach::{AllocatedAddresses, AttachRequest, AttachmentId, AttachmentScope, CheckRequest},
+    claims::{Announcer, fake_api::FakeApi},
     ipam::Ipam,
 };
 
 mod address;
+mod claims;
 
 const MTU: u32 = 1400;
 
@@ -66,6 +68,9 @@ struct TestHost {
     metrics: Metrics,
     ipam: Arc<Ipam>,
     attacher: Arc<Attacher>,
+    announcer: Announcer,
+    /// Is asked about claims only.
+    api: Arc<FakeApi>,
 }
 
 struct TestPaths {
@@ -81,7 +86,7 @@ impl TestHost {
     fn set(&self, name: &str, state: NetworkState) {
         self.networks.send_modify(|networks| {
             let networks = Arc::make_mut(networks);
-            let view = NetworkView { uid: format!("uid-{name}"), state, ipam: None };
+            let view = NetworkView { uid: format!("uid-{name}"), state, ipam: None, has_claims: false };
             networks.by_name.insert(name.to_owned(), view);
         });
     }
@@ -162,18 +167,23 @@ fn beside_server(
     let inside = File::try_clone(&host.0).unwrap();
     let ipam = Arc::new(Ipam::open(&paths.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
     let (reader, proc_root) = (networks.subscribe(), PathBuf::from("/proc"));
-    let attacher = Arc::new(Attacher::new(reader, Arc::clone(&ipam), &paths.state_dir, proc_root));
-    let metrics = Metrics::default();
-    let host = TestHost { namespace: host, bridge, paths, networks, metrics, ipam, attacher };
+    let announcer = Announcer::default();
+    let attacher = Attacher::new(reader, Arc::clone(&ipam), &paths.state_dir, proc_root, announcer.clone());
+    let (metrics, attacher) = (Metrics::default(), Arc::new(attacher));
+    let api = FakeApi::with_claim(["10.1.0.4/24", "fd01::4/64"], ["10.1.0.0/28", "fd01::/120"]);
+    let host = TestHost { namespace: host, bridge, paths, networks, metrics, ipam, attacher, announcer, api };
     host.set("blue", host.ready());
     before(&host);
     let run = || {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let attacher = Arc::clone(&host.attacher);
-            let server = CniServer::bind(&host.paths.run_dir, attacher, host.metrics.clone());
+            let claims = host.claims();
+            let server = CniServer::bind(&host.paths.run_dir, attacher, claims, host.metrics.clone());
+            let (task, stop) = (host.announcer_task(), CancellationToken::new());
             tokio::select! {
-                ended = server.unwrap().run(CancellationToken::new()) => panic!("the server ended: {ended:?}"),
+                ended = server.unwrap().run(stop.clone()) => panic!("the server ended: {ended:?}"),
+                ended = task.run(stop) => panic!("the announcer ended: {ended:?}"),
                 done = timeout(Duration::from_secs(60), test(&host)) => done.unwrap(),
             }
         });
@@ -283,6 +293,7 @@ fn direct<'a>(
         config: "blue",
         plugin: "patchbay-bridge",
         addresses: None,
+        claim: None,
         mac: None,
         mtu: None,
         caller_alive,

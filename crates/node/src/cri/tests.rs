@@ -10,9 +10,11 @@ use axum::{
     body::{Body, Bytes},
     http::{HeaderMap, HeaderValue, Response},
     routing::post,
+    serve::ListenerExt as _,
 };
 use http_body_util::{BodyExt as _, Full};
-use tokio::{net::UnixListener, task::JoinSet};
+use tokio::{net::UnixListener, sync::Semaphore, task::JoinSet};
+use tokio_util::sync::CancellationToken;
 use wire::cri::{LinuxPodSandboxStatus, Namespace, NamespaceOption, PodSandboxMetadata, PodSandboxStatus};
 
 use super::*;
@@ -24,10 +26,10 @@ const K3S: &str = DEFAULT_SOCKETS[2];
 const CRI_DOCKERD: &str = DEFAULT_SOCKETS[5];
 
 /// The root of a host; removed on drop.
-struct HostRoot(PathBuf);
+pub struct HostRoot(pub PathBuf);
 
 impl HostRoot {
-    fn new(test: &str) -> Self {
+    pub fn new(test: &str) -> Self {
         let path = std::env::temp_dir().join(format!("patchbay-cri-{}-{test}", std::process::id()));
         _ = fs::remove_dir_all(&path);
         fs::create_dir_all(&path).unwrap();
@@ -111,7 +113,98 @@ fn with_status(items: Vec<PodSandbox>) -> (Router, Arc<AtomicUsize>) {
     (list.route(cri::POD_SANDBOX_STATUS, post(status)), queries)
 }
 
-fn sandbox(id: &str, name: &str, uid: &str, state: i32) -> PodSandbox {
+/// A runtime whose sandboxes change, and that can restart.
+pub struct FakeRuntime {
+    pub host: HostRoot,
+    pub state: Arc<FakeState>,
+    serving: Option<(CancellationToken, JoinSet<()>)>,
+}
+
+/// What a [`FakeRuntime`] answers, and how often it was asked.
+pub struct FakeState {
+    items: Mutex<Vec<PodSandbox>>,
+    /// The verbose information, by sandbox ID.
+    infos: Mutex<BTreeMap<String, String>>,
+    /// Each list takes one permit.
+    pub gate: Semaphore,
+    pub lists: AtomicUsize,
+    pub statuses: AtomicUsize,
+    pub connections: AtomicUsize,
+}
+
+impl FakeRuntime {
+    /// Lists the daemon's own pod, and lets all lists pass.
+    pub fn new(test: &str) -> Self {
+        let state = FakeState {
+            items: Mutex::new(vec![own()]),
+            infos: Mutex::default(),
+            gate: Semaphore::new(Semaphore::MAX_PERMITS),
+            lists: AtomicUsize::new(0),
+            statuses: AtomicUsize::new(0),
+            connections: AtomicUsize::new(0),
+        };
+        let mut runtime = Self { host: HostRoot::new(test), state: Arc::new(state), serving: None };
+        runtime.start();
+        runtime
+    }
+
+    pub fn runtime(&self) -> ContainerRuntime {
+        self.host.runtime()
+    }
+
+    /// Adds a sandbox with verbose information.
+    pub fn add(&self, sandbox: PodSandbox, info: &str) {
+        self.state.infos.lock().unwrap().insert(sandbox.id.clone(), info.to_owned());
+        self.state.items.lock().unwrap().push(sandbox);
+    }
+
+    pub fn remove(&self, id: &str) {
+        self.state.infos.lock().unwrap().remove(id);
+        self.state.items.lock().unwrap().retain(|sandbox| sandbox.id != id);
+    }
+
+    pub fn start(&mut self) {
+        let (list, status) = (Arc::clone(&self.state), Arc::clone(&self.state));
+        let list = move || async move {
+            list.lists.fetch_add(1, Ordering::Relaxed);
+            list.gate.acquire().await.unwrap().forget();
+            let items = list.items.lock().unwrap().clone();
+            response(&ListPodSandboxResponse { items }.encode_to_vec(), "0")
+        };
+        let status = move |request: Bytes| async move {
+            status.statuses.fetch_add(1, Ordering::Relaxed);
+            let request: PodSandboxStatusRequest = Message::decode(&request[5..]).unwrap();
+            assert!(request.verbose);
+            let info = status.infos.lock().unwrap().get(&request.pod_sandbox_id).cloned();
+            let Some(info) = info else { return response(&[], "5") };
+            let info = BTreeMap::from([("info".to_owned(), info)]);
+            let status = PodSandboxStatusResponse { info, ..PodSandboxStatusResponse::default() };
+            response(&status.encode_to_vec(), "0")
+        };
+        let router = Router::new()
+            .route(cri::LIST_POD_SANDBOX, post(list))
+            .route(cri::POD_SANDBOX_STATUS, post(status));
+        let (stop, mut tasks, state) = (CancellationToken::new(), JoinSet::new(), Arc::clone(&self.state));
+        let listener = self.host.listen(CONTAINERD).tap_io(move |_| {
+            state.connections.fetch_add(1, Ordering::Relaxed);
+        });
+        let stopped = stop.clone().cancelled_owned();
+        tasks.spawn(
+            async move { axum::serve(listener, router).with_graceful_shutdown(stopped).await.unwrap() },
+        );
+        self.serving = Some((stop, tasks));
+    }
+
+    /// Closes all connections and removes the socket.
+    pub async fn stop(&mut self) {
+        let Some((stop, mut tasks)) = self.serving.take() else { return };
+        stop.cancel();
+        while tasks.join_next().await.is_some() {}
+        fs::remove_file(self.host.0.join(CONTAINERD.strip_prefix('/').unwrap())).unwrap();
+    }
+}
+
+pub fn sandbox(id: &str, name: &str, uid: &str, state: i32) -> PodSandbox {
     let [name, uid, namespace] = [name, uid, "shop"].map(str::to_owned);
     let metadata = PodSandboxMetadata { name, uid, namespace, attempt: 1 };
     PodSandbox { id: id.to_owned(), metadata: Some(metadata), state, created_at: 1 }
@@ -129,7 +222,8 @@ fn ids(ids: &[&str]) -> BTreeSet<String> {
 fn a_sandbox_has_its_pod_and_whether_it_runs() {
     let read = |state| Sandbox::from(sandbox("id", "web", "uid", state));
     assert_eq!((read(0).ready, read(1).ready, read(9).ready), (true, false, true));
-    let Sandbox { id, pod_uid, pod_namespace, pod_name, ready: _ } = read(0);
+    let Sandbox { id, pod_uid, pod_namespace, pod_name, attempt, ready: _ } = read(0);
+    assert_eq!(attempt, 1);
     assert_eq!([id, pod_uid, pod_namespace, pod_name], ["id", "uid", "shop", "web"]);
     let nameless = PodSandbox { id: "bare".to_owned(), ..PodSandbox::default() };
     assert_eq!(Sandbox::from(nameless).pod_uid, "");
@@ -271,4 +365,38 @@ async fn a_runtime_that_hangs_is_abandoned_after_the_timeout() {
     let Err(Error::NotFound { attempts }) = host.runtime().live().await else { panic!("it hangs") };
     assert!(matches!(attempts[..], [Error::Timeout { .. }]), "{attempts:?}");
     assert_eq!(started.elapsed().as_secs(), CRI_TIMEOUT.as_secs());
+}
+
+#[tokio::test]
+async fn one_connection_serves_all_calls_and_is_made_again_after_a_restart() {
+    let mut fake = FakeRuntime::new("restart");
+    fake.add(sandbox("a", "web", "uid-1", 0), r#"{"pid": 7}"#);
+    let runtime = fake.runtime();
+    for _ in 0..3 {
+        assert_eq!(runtime.sandboxes().await.unwrap().len(), 2);
+        assert_eq!(runtime.sandbox_info("a").await.unwrap().unwrap().pid, Some(7));
+    }
+    assert_eq!(fake.state.connections.load(Ordering::Relaxed), 1);
+
+    fake.stop().await;
+    assert!(runtime.sandboxes().await.is_err());
+    assert!(runtime.sandbox_info("a").await.is_err());
+    fake.start();
+    assert_eq!(runtime.sandbox_info("a").await.unwrap().unwrap().pid, Some(7));
+    assert_eq!(runtime.sandboxes().await.unwrap().len(), 2);
+
+    // A restart that no call has noticed.
+    fake.stop().await;
+    fake.start();
+    assert_eq!(runtime.sandboxes().await.unwrap().len(), 2);
+    assert_eq!(runtime.sandbox_info("a").await.unwrap().unwrap().pid, Some(7));
+}
+
+#[tokio::test]
+async fn a_sandbox_that_does_not_exist_has_no_information() {
+    let fake = FakeRuntime::new("no-info");
+    fake.add(sandbox("odd", "web", "uid-1", 0), "[]");
+    assert_eq!(fake.runtime().sandbox_info("gone").await.unwrap(), None);
+    let error = fake.runtime().sandbox_info("odd").await.unwrap_err();
+    assert!(matches!(error, Error::Info { .. }), "{error}");
 }

@@ -12,7 +12,7 @@ use std::{
 use api::ErrorChain;
 use ipnet::IpNet;
 use plan::ipam::{
-    AddressRequest, AttachmentKey, Contact, Grant, Lease, Ledger, LedgerRecord, Pool, Shortage,
+    AddressInfo, AddressRequest, AttachmentKey, Contact, Grant, Lease, Ledger, LedgerRecord, Pool, Shortage,
 };
 use tokio::{
     sync::{Notify, watch},
@@ -258,6 +258,27 @@ impl Ipam {
             self.wake.notify_one();
         }
         result
+    }
+
+    /// Leases addresses of an IPAMClaim, which belong to no block of this node. The lease is on disk when this returns.
+    /// `network` is the name of the network.
+    pub fn serve(
+        &self,
+        network: &str,
+        lease: Lease,
+        infos: Vec<AddressInfo>,
+        caller_alive: &dyn Fn() -> Result<(), Error>,
+    ) -> Result<Grant, Error> {
+        let mut state = self.lock();
+        caller_alive()?;
+        let grant = state.ledger.serve(lease, infos).map_err(|error| rejection(network, &error))?;
+        if state.ledger.leases().get(&grant.lease.key) == Some(&grant.lease) {
+            return self.keep_lease(&mut state, &grant.lease.key).map(|()| grant);
+        }
+        let leased = self.append(&mut state, &[LedgerRecord::Leased(grant.clone())]);
+        leased.map_err(|error| not_recorded(&error))?;
+        self.update_metrics(&state);
+        Ok(grant)
     }
 
     /// Waits for a change, at most [`CALLER_POLL`].

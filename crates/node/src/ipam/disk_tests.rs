@@ -9,7 +9,7 @@ use std::{
 
 use api::ipam::IpamSpec;
 use nix::{
-    mount::{MsFlags, mount, umount},
+    mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
 };
 use plan::ipam::{AttachmentKey, Lease, PodRef, Pool};
@@ -31,7 +31,7 @@ fn with_small_disk(name: &str, test: impl FnOnce(&SmallDisk) + Send + 'static) {
         mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
         mount(Some("tmpfs"), &disk.0, Some("tmpfs"), MsFlags::empty(), Some("size=256k")).unwrap();
         test(&disk);
-        umount(&disk.0).unwrap();
+        disk.unmount();
     });
     let ended = thread.join();
     fs::remove_dir_all(dir).unwrap();
@@ -58,9 +58,22 @@ impl SmallDisk {
         fs::remove_file(self.ballast()).unwrap();
     }
 
+    /// Covers the directory with a read-only mount of itself, or uncovers it.
+    ///
+    /// A remount of the file system would fail with EBUSY while a process that another test of this program
+    /// is starting has a copy of a descriptor of this one, until it executes its program.
     fn set_read_only(&self, read_only: bool) {
-        let flag = if read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-        mount(None::<&str>, &self.0, None::<&str>, MsFlags::MS_REMOUNT | flag, None::<&str>).unwrap();
+        if !read_only {
+            return self.unmount();
+        }
+        mount(Some(&self.0), &self.0, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
+        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+        mount(None::<&str>, &self.0, None::<&str>, flags, None::<&str>).unwrap();
+    }
+
+    /// Detaches the topmost mount; copies of descriptors, as above, do not delay it.
+    fn unmount(&self) {
+        umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
     }
 }
 
@@ -89,6 +102,7 @@ fn add(ipam: &Ipam, container: &str) -> Result<Lease, Error> {
         boot: ipam.boot().to_owned(),
         since: 1,
         addresses: Vec::new(),
+        claim: None,
     };
     ipam.allocate_until(&pool(), lease, &[], Instant::now() + Duration::from_millis(200))
 }

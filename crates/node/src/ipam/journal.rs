@@ -105,7 +105,7 @@ mod tests {
 
     use api::digest::digest;
     use ipnet::IpNet;
-    use plan::ipam::{AddressInfo, AttachmentKey, BlockKey, Grant, Lease, PodRef, Stage};
+    use plan::ipam::{AddressInfo, AttachmentKey, BlockKey, Grant, Lease, LeaseClaim, PodRef, Stage};
 
     use super::*;
     use crate::store::journal::COMPACT_AFTER;
@@ -136,6 +136,7 @@ mod tests {
             boot: "boot".to_owned(),
             since: 7,
             addresses: vec![address],
+            claim: None,
         };
         let net = IpNet::new(address, 24).unwrap();
         LedgerRecord::Leased(Grant { lease, infos: vec![AddressInfo { net, gateway: None }] })
@@ -212,6 +213,46 @@ mod tests {
         let mut old = new;
         old["leased"].as_object_mut().unwrap().remove("told");
         assert_eq!(old, serde_json::from_str::<serde_json::Value>(WITHOUT_INFOS).unwrap());
+    }
+
+    /// A lease of an IPAMClaim. An older daemon ignores the claim; two of them can have one address.
+    #[test]
+    fn leases_of_claims_are_read_by_daemons_of_both_versions() {
+        let record = |container: &str| {
+            let LedgerRecord::Leased(mut grant) = leased(container, "10.0.0.1") else { unreachable!() };
+            let (uid, name) = ("6b1c".to_owned(), "vm1.blue".to_owned());
+            let netns = "/var/run/netns/x".to_owned();
+            grant.lease.claim = Some(LeaseClaim { uid, name, shared: true, netns });
+            LedgerRecord::Leased(grant)
+        };
+        let new = serde_json::to_value(record("a")).unwrap();
+        let claim = r#"{"uid":"6b1c","name":"vm1.blue","shared":true,"netns":"/var/run/netns/x"}"#;
+        assert_eq!(new["leased"]["claim"], serde_json::from_str::<serde_json::Value>(claim).unwrap());
+        let mut old = new;
+        old["leased"].as_object_mut().unwrap().remove("claim");
+        assert_eq!(old, serde_json::to_value(leased("a", "10.0.0.1")).unwrap());
+
+        // This version restores both; then the older daemon records the end of each.
+        let (new, old) = (JournalDir::new("claims"), JournalDir::new("claims-old"));
+        let lines = |records: &[LedgerRecord]| records.iter().flat_map(line).collect::<Vec<u8>>();
+        let freed = |container: &str| {
+            LedgerRecord::Freed(AttachmentKey { container: container.into(), interface: "net1".into() })
+        };
+        for (dir, records) in [
+            (&new, [record("a"), record("b"), LedgerRecord::Complete]),
+            (&old, [leased("a", "10.0.0.1"), leased("b", "10.0.0.1"), LedgerRecord::Complete]),
+        ] {
+            fs::create_dir_all(dir.0.join("ipam")).unwrap();
+            fs::write(dir.file(), lines(&records)).unwrap();
+            let (mut journal, mut ledger) = Journal::open(&dir.0).unwrap();
+            assert_eq!(ledger.leases().len(), 2);
+            for container in ["a", "b"] {
+                journal.append(&[freed(container)], &ledger).unwrap();
+                ledger.apply(&freed(container));
+            }
+            drop(journal);
+            assert!(Journal::open(&dir.0).unwrap().1.leases().is_empty());
+        }
     }
 
     /// Every kind of record and every stage, as commit 6841d7b wrote them.

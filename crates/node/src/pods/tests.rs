@@ -35,7 +35,7 @@ fn pod(uid: &str, version: &str, changes: &Value) -> Value {
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
             "name": format!("pod-{uid}"), "namespace": "ns", "uid": uid, "resourceVersion": version,
-            "labels": {"app": "x"},
+            "labels": {"app": "x", "tier": "y"},
             "annotations": {"k8s.v1.cni.cncf.io/networks": "blue", "patchbay.dev/x": "1", "other": "2"},
             "managedFields": [{"manager": "kubelet", "fieldsV1": {"f:metadata": {}}}],
         },
@@ -88,8 +88,15 @@ async fn changes(changes: &mut PodChanges, count: usize) -> Vec<PodUid> {
 
 #[test]
 fn only_what_is_used_of_a_pod_is_decoded() {
-    let object: PodObject = serde_json::from_value(pod("a", "1", &json!({}))).unwrap();
-    assert_eq!((&object.metadata.managed_fields, &object.metadata.labels), (&None, &None));
+    let owner = |kind: &str, controller| {
+        json!({"apiVersion": "kubevirt.io/v1", "kind": kind, "name": "vm1",
+        "uid": format!("uid-{kind}"), "controller": controller})
+    };
+    let owners = [owner("Other", Value::Null), owner("VirtualMachineInstance", json!(true))];
+    let changes = json!({"/metadata/ownerReferences": owners,
+        "/metadata/creationTimestamp": "2026-01-02T00:00:00Z"});
+    let object: PodObject = serde_json::from_value(pod("a", "1", &changes)).unwrap();
+    assert_eq!(object.metadata.managed_fields, None);
     let decoded = object.into_pod().unwrap();
     let annotations = [("k8s.v1.cni.cncf.io/networks", "blue"), ("patchbay.dev/x", "1")];
     let expected = OwnPod {
@@ -97,13 +104,21 @@ fn only_what_is_used_of_a_pod_is_decoded() {
         namespace: "ns".to_owned(),
         name: "pod-a".to_owned(),
         phase: PodPhase::Running,
+        created: "2026-01-02T00:00:00Z".parse().unwrap(),
         deleted: None,
+        controller: Some(OwnerRef {
+            kind: OwnerKind::VirtualMachineInstance,
+            name: "vm1".into(),
+            uid: "uid-VirtualMachineInstance".to_owned(),
+        }),
         host_network: false,
         annotations: annotations.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
+        labels: BTreeMap::from([("app".to_owned(), "x".to_owned())]),
     };
     assert_eq!(decoded, expected);
     assert_eq!((decoded.networks(), decoded.network_status()), (Some("blue"), None));
     assert_eq!(decoded.runtime_uid(), "a");
+    assert_eq!((decoded.label("app"), decoded.is_virt_launcher()), (Some("x"), false));
 }
 
 #[test]
@@ -115,14 +130,18 @@ fn unusual_pods_are_decoded() {
         "/metadata/deletionTimestamp": "2026-01-01T00:00:00Z",
         "/metadata/annotations": {
             "k8s.v1.cni.cncf.io/network-status": "[]", "kubernetes.io/config.hash": "static",
-            "network.patchbay.dev/y": "", "notpatchbay.dev/z": "", "patchbay.dev.example/z": "",
+            "kubernetes.io/config.mirror": "static", "network.patchbay.dev/y": "", "notpatchbay.dev/z": "", "patchbay.dev.example/z": "",
         },
     });
     let unusual = decoded(pod("a", "1", &changes));
     assert_eq!((unusual.phase, unusual.host_network), (PodPhase::Unknown, true));
     assert_eq!(unusual.deleted, Some("2026-01-01T00:00:00Z".parse().unwrap()));
     assert_eq!((unusual.network_status(), unusual.runtime_uid()), (Some("[]"), "static"));
-    assert_eq!(unusual.annotations.len(), 3, "{:?}", unusual.annotations);
+    assert_eq!(unusual.annotations.len(), 4, "{:?}", unusual.annotations);
+    let changes = json!({"/metadata/annotations": {"kubernetes.io/config.hash": "static"}});
+    assert_eq!(decoded(pod("a", "1", &changes)).runtime_uid(), "a");
+    let machine = decoded(pod("a", "1", &json!({"/metadata/labels": {"kubevirt.io": "virt-launcher"}})));
+    assert!(machine.is_virt_launcher());
     let without_uid = serde_json::from_value::<PodObject>(json!({"metadata": {"name": "p"}})).unwrap();
     assert_eq!(without_uid.into_pod(), None);
 }

@@ -46,6 +46,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_RETRY: Duration = Duration::from_millis(20);
 /// A journal is compacted when it has this many lines more than needed.
 pub const COMPACT_AFTER: usize = 4096;
+/// The same in bytes. The file is read as a whole at the start.
+pub const COMPACT_AFTER_LENGTH: u64 = 8 * 1024 * 1024;
 /// The hexadecimal digits of a digest.
 const DIGEST_DIGITS: usize = 16;
 /// Separates the digest from a record that every reader must understand.
@@ -118,6 +120,7 @@ pub struct Journal<C> {
     lines: usize,
     /// Compaction is tried above this many lines.
     compact_above: usize,
+    compact_above_length: u64,
     length: u64,
     /// The lines of ignorable records that this version does not know.
     kept: KeptLines,
@@ -146,6 +149,7 @@ impl<C: Codec> Journal<C> {
             file: None,
             lines: 0,
             compact_above: 0,
+            compact_above_length: 0,
             length: 0,
             kept: KeptLines::default(),
             format: None,
@@ -213,7 +217,7 @@ impl<C: Codec> Journal<C> {
         }
         if self.file.is_none() {
             self.replace(before())?;
-        } else if self.lines > self.compact_above {
+        } else if self.lines > self.compact_above || self.length > self.compact_above_length {
             self.compact(before())?;
         }
         let text: Vec<u8> = records.iter().flat_map(line::<C>).collect();
@@ -253,6 +257,7 @@ impl<C: Codec> Journal<C> {
             Err(error) => {
                 warn!(journal = self.name, error = %ErrorChain(&error), "cannot compact a journal, trying again later");
                 self.compact_above = self.lines + COMPACT_AFTER;
+                self.compact_above_length = self.length + COMPACT_AFTER_LENGTH;
                 Ok(())
             }
         }
@@ -277,6 +282,7 @@ impl<C: Codec> Journal<C> {
         self.file = None;
         let file = staged.install(&path).map_err(failed("replace", &path))?;
         self.compact_above = COMPACT_AFTER + 2 * lines;
+        self.compact_above_length = COMPACT_AFTER_LENGTH + 2 * length;
         (self.file, self.length, self.lines) = (Some(file), length, lines);
         Ok(())
     }

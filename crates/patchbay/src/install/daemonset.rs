@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 
 use super::{BINARY, InstallOptions, NODE};
 
-/// Capabilities of the node daemon. `rbac.rs` and `cni_directory.rs` in `tests/tests/nodes` show what fails without each.
+/// Capabilities of the node daemon. `rbac.rs` and `cni_directory.rs` in `tests/tests/nodes` and the tests in
+/// `tests/tests/hotplug` show what fails without each.
 const CAPABILITIES: &[&str] = &[
     // Create and change links and their settings, also the pod's end inside the pod's network namespace.
     "NET_ADMIN",
@@ -13,7 +14,17 @@ const CAPABILITIES: &[&str] = &[
     "SYS_ADMIN",
     // Write to a CNI directory that root does not own, as with the official cni-plugins archives and Kubespray.
     "DAC_OVERRIDE",
+    // Open /proc/1/ns/mnt, the host's mount namespace, in which hot-plug runs the CNI plugins.
+    "SYS_PTRACE",
+    // Enter that mount namespace.
+    "SYS_CHROOT",
+    // Receive the link events of all network namespaces over one socket of the host: hot-plug notices deleted links.
+    "NET_BROADCAST",
 ];
+
+/// The CNI plugins that hot-plug runs share the daemon's cgroup. At most 48 of them run at once, and a plugin in Go has 6
+/// to 8 MiB of anonymous memory: 384 MiB. The rest is for the daemon, and for the page cache of the plugins' files.
+const MEMORY_LIMIT: &str = "512Mi";
 
 /// The DaemonSet.
 pub fn daemonset(options: &InstallOptions) -> Value {
@@ -67,6 +78,7 @@ fn container(options: &InstallOptions) -> Value {
     let mut args = vec![String::from("node"), format!("--log={}", options.log_level)];
     args.extend(options.ignore_interfaces.iter().map(|pattern| format!("--ignore-interfaces={pattern}")));
     args.extend(options.runtime_socket.iter().map(|path| format!("--runtime-socket={path}")));
+    args.extend(options.hotplug.args());
     json!({
         "name": "node",
         "image": options.image,
@@ -76,10 +88,12 @@ fn container(options: &InstallOptions) -> Value {
         "env": [
             super::env_from_field("NODE_NAME", "spec.nodeName"),
             super::env_from_field("PATCHBAY_POD_UID", "metadata.uid"),
+            // Threads that work for a moment would each keep freed memory in an arena of their own.
+            {"name": "MALLOC_ARENA_MAX", "value": "2"},
         ],
         "livenessProbe": probe("live", 10, 3),
         "readinessProbe": probe("ready", 5, 2),
-        "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": "128Mi"}},
+        "resources": {"requests": {"cpu": "100m", "memory": "32Mi"}, "limits": {"memory": MEMORY_LIMIT}},
         "securityContext": security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [

@@ -72,7 +72,7 @@ fn container(options: &InstallOptions) -> Value {
         "image": options.image,
         "imagePullPolicy": options.image_pull_policy.text(),
         "command": [BINARY],
-        "args": ["controller", format!("--log={}", options.log_level)],
+        "args": args(options),
         "env": [
             super::env_from_field("POD_NAME", "metadata.name"),
             super::env_from_field("POD_NAMESPACE", "metadata.namespace"),
@@ -92,6 +92,12 @@ fn container(options: &InstallOptions) -> Value {
         },
         "terminationMessagePolicy": "FallbackToLogsOnError",
     })
+}
+
+fn args(options: &InstallOptions) -> Vec<String> {
+    let mut args = vec!["controller".to_owned(), format!("--log={}", options.log_level)];
+    args.extend(options.claims.args());
+    args
 }
 
 fn probe(path: &str, period_seconds: u32, failure_threshold: u32) -> Value {

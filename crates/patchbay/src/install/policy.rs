@@ -1,8 +1,11 @@
 //! The ValidatingAdmissionPolicies: they restrict a node daemon to the objects of its own node, and the controller to its
-//! own labels on Nodes.
+//! own labels on Nodes, its own IPBlocks, one CustomResourceDefinition and one MutatingWebhookConfiguration.
 //!
 //! The API server evaluates them in process, so no controller needs to run. The token of a pod carries the name of the
 //! pod's node, which the holder of the token cannot forge.
+
+mod claims;
+mod pods;
 
 use api::{GROUP, bridgenetwork::READY_LABEL_PREFIX};
 use serde_json::{Value, json};
@@ -56,7 +59,17 @@ request.operation == 'UPDATE' && object.spec == oldObject.spec && object.status 
 
 /// The policies and their bindings.
 pub fn policies(options: &InstallOptions) -> Vec<Value> {
-    [node_policy(options), block_policy(options), event_policy(options), controller_policy(options)].concat()
+    [
+        node_policy(options),
+        block_policy(options),
+        event_policy(options),
+        pods::pod_policy(options),
+        controller_policy(options),
+        claims::crd_policy(options),
+        claims::webhook_policy(options),
+        claims::block_policy(options),
+    ]
+    .concat()
 }
 
 /// The parts in which the policies differ.
@@ -156,7 +169,9 @@ fn block_policy(options: &InstallOptions) -> Vec<Value> {
     .objects()
 }
 
-/// A node daemon writes events only in the name of its own node.
+/// A node daemon writes events only in the name of its own node: about pods in every namespace, and about cluster-scoped
+/// objects, whose events are stored in namespace `default`. Of Nodes only its own: users read the events of a Node as
+/// reports of that Node.
 fn event_policy(options: &InstallOptions) -> Vec<Value> {
     AdmissionPolicy {
         name: EVENT_POLICY,
@@ -169,14 +184,24 @@ fn event_policy(options: &InstallOptions) -> Vec<Value> {
             {"name": "userNode", "expression": USER_NODE},
             {"name": "previous", "expression": "oldObject == null ? object : oldObject"},
         ]),
-        validations: json!([{
+        validations: json!([
+          {
             "expression": "variables.userNode != '' && [object, variables.previous].all(event, \
                 has(event.reportingController) && event.reportingController == 'patchbay-node' && \
                 has(event.reportingInstance) && event.reportingInstance == variables.userNode)",
             "reason": "Forbidden",
             "message": "Event rejected: a node daemon may only write events whose reportingController is patchbay-node and \
                 whose reportingInstance is its own node; use the token of the patchbay-node pod on that node.",
-        }]),
+          },
+          {
+            "expression": "has(object.regarding) && has(object.regarding.kind) && (object.regarding.kind == 'Pod' || \
+                (object.metadata.namespace == 'default' && (object.regarding.kind != 'Node' || \
+                (has(object.regarding.name) && object.regarding.name == variables.userNode))))",
+            "reason": "Forbidden",
+            "message": "Event rejected: a node daemon may only write events about pods, about its own Node, and about \
+                other objects without a namespace; set regarding to one of these.",
+          },
+        ]),
     }
     .objects()
 }

@@ -1,5 +1,7 @@
 //! Invariants of the manifests.
 
+mod claims;
+
 use std::{collections::BTreeSet, fs, path::Path};
 
 use clap::Parser;
@@ -203,7 +205,8 @@ fn only_the_node_daemon_has_host_access() {
 fn the_node_daemon_has_no_capability_beyond_the_design() {
     let context =
         only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0]["securityContext"].clone();
-    let allowed = ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_CHROOT", "SYS_PTRACE", "DAC_OVERRIDE"];
+    let allowed =
+        ["NET_ADMIN", "NET_RAW", "SYS_ADMIN", "SYS_CHROOT", "SYS_PTRACE", "DAC_OVERRIDE", "NET_BROADCAST"];
     for capability in list(&context["capabilities"]["add"]) {
         assert!(allowed.iter().any(|name| capability == name), "{capability}");
     }
@@ -213,6 +216,23 @@ fn the_node_daemon_has_no_capability_beyond_the_design() {
 fn the_node_daemon_can_write_to_a_cni_directory_of_another_user() {
     let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
     assert!(list(&container["securityContext"]["capabilities"]["add"]).contains(&json!("DAC_OVERRIDE")));
+}
+
+/// Hot-plug runs plugins in the host's mount namespace.
+#[test]
+fn the_node_daemon_can_enter_the_mount_namespace_of_the_host() {
+    let spec = only_object("DaemonSet")["spec"]["template"]["spec"].clone();
+    assert_eq!(spec["hostPID"], true, "/proc/1 is the host's");
+    let capabilities = &spec["containers"][0]["securityContext"]["capabilities"]["add"];
+    for capability in ["SYS_ADMIN", "SYS_PTRACE", "SYS_CHROOT", "NET_BROADCAST"] {
+        assert!(list(capabilities).contains(&json!(capability)), "{capability}");
+    }
+}
+
+#[test]
+fn a_flag_of_the_daemon_that_is_not_set_is_not_passed() {
+    let container = only_object("DaemonSet")["spec"]["template"]["spec"]["containers"][0].clone();
+    assert_eq!(container["args"], json!(["node", "--log=info"]));
 }
 
 #[test]
@@ -303,22 +323,46 @@ fn controller_and_node_daemon_have_separate_service_accounts() {
         assert_eq!(only_object(kind)["spec"]["template"]["spec"]["serviceAccountName"], name);
     }
     for binding in [of_kind(&objects, "RoleBinding"), of_kind(&objects, "ClusterRoleBinding")].concat() {
-        if binding["metadata"]["name"] == "patchbay-events" {
-            // Both record events.
-            continue;
-        }
         let [subject] = list(&binding["subjects"]) else { panic!("{}", kind_and_name(binding)) };
         assert_eq!(subject["name"], binding["roleRef"]["name"], "{}", kind_and_name(binding));
+    }
+}
+
+#[test]
+fn the_built_in_roles_of_users_include_networkservices() {
+    let verbs = |built_in: &str| -> BTreeSet<String> {
+        let label = format!("rbac.authorization.k8s.io/aggregate-to-{built_in}");
+        let objects = all_objects();
+        let roles = of_kind(&objects, "ClusterRole");
+        let added = roles.iter().filter(|role| role["metadata"]["labels"][&label] == "true");
+        let rules = added.flat_map(|role| list(&role["rules"]).to_vec());
+        let ours = rules.filter(|rule| list(&rule["resources"]).contains(&json!("networkservices")));
+        ours.flat_map(|rule| list(&rule["verbs"]).to_vec())
+            .map(|verb| verb.as_str().unwrap().to_owned())
+            .collect()
+    };
+    assert_eq!(verbs("view"), ["get", "list", "watch"].map(str::to_owned).into());
+    for built_in in ["edit", "admin"] {
+        // The built-in roles include view.
+        assert_eq!(verbs(built_in), ["create", "delete", "patch", "update"].map(str::to_owned).into());
+    }
+    for name in ["patchbay-view", "patchbay-edit"] {
+        for rule in list(&object_named("ClusterRole", name)["rules"]) {
+            assert_eq!(rule["apiGroups"], json!([api::GROUP]), "users write no EndpointSlices");
+        }
     }
 }
 
 /// Otherwise one node could write the objects of another.
 #[test]
 fn the_policies_cover_everything_that_the_node_daemon_may_write() {
-    let policies = [NODE, "patchbay-ipblocks"].map(|name| object_named("ValidatingAdmissionPolicy", name));
+    let policies = [NODE, "patchbay-ipblocks", "patchbay-node-events", "patchbay-node-pods"]
+        .map(|name| object_named("ValidatingAdmissionPolicy", name));
     let covered = policies.each_ref().map(|policy| &policy["spec"]["matchConstraints"]["resourceRules"][0]);
     for rule in covered {
-        assert_eq!(rule["operations"], json!(["CREATE", "UPDATE", "DELETE"]));
+        // No daemon may delete an event.
+        let operations = if rule["resources"] == json!(["events"]) { 2 } else { 3 };
+        assert_eq!(list(&rule["operations"]), &["CREATE", "UPDATE", "DELETE"][..operations]);
     }
     for (role, rule) in rules() {
         let is_read = |verb: &Value| ["get", "list", "watch"].iter().any(|read| verb == read);
@@ -335,7 +379,7 @@ fn the_policies_cover_everything_that_the_node_daemon_may_write() {
     for policy in &policies {
         assert_eq!(policy["spec"]["failurePolicy"], "Fail");
     }
-    for name in [NODE, CONTROLLER, "patchbay-node-events", "patchbay-ipblocks"] {
+    for name in [NODE, CONTROLLER, "patchbay-node-events", "patchbay-ipblocks", "patchbay-node-pods"] {
         let binding = object_named("ValidatingAdmissionPolicyBinding", name);
         assert_eq!(binding["spec"], json!({"policyName": name, "validationActions": ["Deny"]}));
     }
@@ -394,19 +438,25 @@ fn a_policy_restricts_the_controllers_writes_to_nodes() {
     }
 }
 
-/// Pods can be created while no controller runs.
+fn webhooks() -> Vec<Value> {
+    list(&only_object("ValidatingWebhookConfiguration")["webhooks"]).to_vec()
+}
+
+/// Pods can be created while no controller runs, except those that refer to IPAMClaims.
 #[test]
-fn only_webhooks_for_our_own_kinds_fail_closed() {
-    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
+fn only_webhooks_for_our_own_kinds_and_for_claims_fail_closed() {
+    for webhook in webhooks() {
         let ours = webhook["rules"][0]["apiGroups"] == json!([api::GROUP]);
-        assert_eq!(webhook["failurePolicy"], if ours { "Fail" } else { "Ignore" }, "{}", webhook["name"]);
+        let name = webhook["name"].as_str().unwrap();
+        let claims = name == "claims.pods.patchbay.dev";
+        assert_eq!(webhook["failurePolicy"], if ours || claims { "Fail" } else { "Ignore" }, "{name}");
         assert!(!list(&webhook["matchConditions"]).is_empty(), "{}", webhook["name"]);
     }
 }
 
 #[test]
 fn the_ca_bundle_is_left_to_the_controller() {
-    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
+    for webhook in webhooks() {
         assert!(webhook["clientConfig"].get("caBundle").is_none());
     }
 }
@@ -420,7 +470,7 @@ fn the_webhook_service_selects_the_controller_pods() {
     }
     let target = &service["spec"]["ports"][0]["targetPort"];
     assert!(list(&template["spec"]["containers"][0]["ports"]).iter().any(|port| port["name"] == *target));
-    for webhook in list(&only_object("ValidatingWebhookConfiguration")["webhooks"]) {
+    for webhook in webhooks() {
         let service_ref = &webhook["clientConfig"]["service"];
         assert_eq!(service_ref["name"], service["metadata"]["name"]);
         assert_eq!(service_ref["namespace"], service["metadata"]["namespace"]);
@@ -444,13 +494,31 @@ fn flags_reach_the_containers() {
         "--log-level=debug",
         "--ignore-interfaces=veth*,cali*",
         "--runtime-socket=unix:///run/k0s/containerd.sock",
+        "--hotplug=off",
+        "--namespace-isolation",
+        "--global-namespaces=networks,default",
+        "--peer-namespaces=cnao",
+        "--plugin-timeout=1m",
+        "--hotplug-config=/etc/dynamic-networks-config.json",
+        "--keep-unplugged-claims",
+        "--reference-foreign-nads",
+        "--default-network-nad-namespace=openshift-ovn-kubernetes",
     ]);
     let objects = objects(&options);
     let [deployment] = of_kind(&objects, "Deployment")[..] else { panic!("no Deployment") };
     let [daemonset] = of_kind(&objects, "DaemonSet")[..] else { panic!("no DaemonSet") };
     assert_eq!(deployment["spec"]["replicas"], 1);
     for (object, args) in [
-        (deployment, json!(["controller", "--log=debug"])),
+        (
+            deployment,
+            json!([
+                "controller",
+                "--log=debug",
+                "--keep-unplugged-claims",
+                "--reference-foreign-nads",
+                "--default-network-nad-namespace=openshift-ovn-kubernetes",
+            ]),
+        ),
         (
             daemonset,
             json!([
@@ -458,6 +526,12 @@ fn flags_reach_the_containers() {
                 "--log=debug",
                 "--ignore-interfaces=veth*,cali*",
                 "--runtime-socket=/run/k0s/containerd.sock",
+                "--hotplug=off",
+                "--namespace-isolation=true",
+                "--global-namespaces=networks,default",
+                "--peer-namespaces=cnao",
+                "--plugin-timeout=1m",
+                "--hotplug-config=/host/etc/dynamic-networks-config.json",
             ]),
         ),
     ] {
@@ -466,6 +540,34 @@ fn flags_reach_the_containers() {
         assert_eq!(container["imagePullPolicy"], "Never");
         assert_eq!(container["args"], args);
     }
+}
+
+#[test]
+fn the_daemon_accepts_every_flag_that_it_gets() {
+    let options = options(&[
+        "--ignore-interfaces=veth*",
+        "--runtime-socket=/run/crio/crio.sock",
+        "--hotplug=off",
+        "--namespace-isolation=false",
+        "--global-namespaces=networks,default",
+        "--peer-namespaces=cnao",
+        "--plugin-timeout=1m",
+        "--hotplug-config=/etc/dynamic-networks-config.json",
+    ]);
+    let daemonset = daemonset::daemonset(&options);
+    let args = list(&daemonset["spec"]["template"]["spec"]["containers"][0]["args"]);
+    let args = args.iter().map(|argument| argument.as_str().unwrap());
+    let line = ["patchbay"].into_iter().chain(args).chain(["--node-name=node-1"]);
+    if let Err(error) = crate::cli::Cli::try_parse_from(line) {
+        panic!("{error}");
+    }
+}
+
+#[test]
+fn no_namespace_may_be_global() {
+    let daemonset = daemonset::daemonset(&options(&["--global-namespaces="]));
+    let args = list(&daemonset["spec"]["template"]["spec"]["containers"][0]["args"]);
+    assert!(args.contains(&json!("--global-namespaces=")), "{args:?}");
 }
 
 #[test]
@@ -480,6 +582,15 @@ fn invalid_flag_values_are_rejected() {
         ["--log-level", "info,=,"],
         ["--runtime-socket", "containerd.sock"],
         ["--runtime-socket", "tcp://127.0.0.1:2375"],
+        ["--hotplug", "maybe"],
+        ["--global-namespaces", "a,B"],
+        ["--peer-namespaces", ""],
+        ["--plugin-timeout", "30"],
+        ["--plugin-timeout", "0s"],
+        // The daemon would not start with them.
+        ["--plugin-timeout", "500ms"],
+        ["--plugin-timeout", "15m"],
+        ["--hotplug-config", "config.json"],
     ] {
         assert!(TestFlags::try_parse_from(["install", flags[0], flags[1]]).is_err(), "{flags:?}");
     }

@@ -1,9 +1,13 @@
-//! The controller's admission webhook: its Service and its ValidatingWebhookConfiguration.
+//! The controller's admission webhook: its Service and its ValidatingWebhookConfiguration. The leader creates the
+//! MutatingWebhookConfiguration: see `controller::pod_configuration`.
 
 use api::{
-    GROUP, VERSION, names,
+    GROUP, VERSION,
+    ipamclaim::CLAIM_KEY,
+    names,
     selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
 };
+use controller::pod_configuration;
 use serde_json::{Value, json};
 
 use super::InstallOptions;
@@ -30,13 +34,37 @@ pub fn service(options: &InstallOptions) -> Value {
 /// The ValidatingWebhookConfiguration. It omits `caBundle`, which the controller owns; `kubectl apply` keeps fields
 /// that the manifest never had.
 pub fn configuration(options: &InstallOptions) -> Value {
-    let mut webhooks = vec![node_networks(options), bridge_networks(options)];
+    let mut webhooks = vec![node_networks(options), bridge_networks(options), claim_references(options)];
     webhooks.extend(network_users(options));
     json!({
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingWebhookConfiguration",
         "metadata": super::cluster_metadata(names::WEBHOOK_CONFIGURATION, "controller"),
         "webhooks": webhooks,
+    })
+}
+
+/// Rejects a pod that refers to the IPAMClaim of a virtual machine and is no launcher of it. Only such pods depend on a
+/// running controller.
+fn claim_references(options: &InstallOptions) -> Value {
+    // Multus ignores the case of keys and decodes escapes in them.
+    let networks = pod_configuration::networks("object");
+    let refers = format!(
+        r"{} && ({networks}.lowerAscii().contains('{CLAIM_KEY}') || {networks}.contains('\\u'))",
+        pod_configuration::is_annotated("object")
+    );
+    json!({
+        "name": format!("claims.pods.{GROUP}"),
+        "admissionReviewVersions": ["v1"],
+        "clientConfig": client_config(options, names::VALIDATE_CLAIMS),
+        "failurePolicy": "Fail",
+        "matchConditions": [
+            {"name": "refers-to-a-claim", "expression": refers},
+            pod_configuration::networks_change(),
+        ],
+        "rules": [pod_configuration::pod_rule()],
+        "sideEffects": "None",
+        "timeoutSeconds": 5,
     })
 }
 

@@ -36,8 +36,7 @@ pub enum AcquireError {
     #[error("address {address} of network {network:?} is in use on {holder}")]
     InUse { address: IpAddr, network: String, holder: HolderRef },
     #[error(
-        "{holder} holds the block of address {address} of network {network:?} and does not answer: check the node, or delete \
-        its Node if it is gone for good"
+        "{holder} holds the block of address {address} of network {network:?} and does not answer: {}", remedy(.holder)
     )]
     Silent { address: IpAddr, network: String, holder: HolderRef },
     #[error(
@@ -49,25 +48,30 @@ pub enum AcquireError {
 /// Who may have free addresses of a network that is exhausted for this holder.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ExhaustedHint {
-    /// The name of a node that does not answer.
-    pub silent_node: Option<String>,
-    /// A holder that is not a Node: it lends no addresses.
+    /// A holder that does not answer.
+    pub silent: Option<Box<HolderRef>>,
+    /// A holder that lends no addresses.
     pub other_holder: Option<HolderRef>,
 }
 
 impl std::fmt::Display for ExhaustedHint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if let Some(node) = &self.silent_node {
-            write!(
-                f,
-                "; node {node} may have free addresses and does not answer: check the node, or delete its Node if it is gone \
-                for good"
-            )?;
+        if let Some(holder) = &self.silent {
+            write!(f, "; {holder} may have free addresses and does not answer: {}", remedy(holder))?;
         }
         if let Some(holder) = &self.other_holder {
             write!(f, "; {holder} holds blocks of the network and lends no addresses")?;
         }
         Ok(())
+    }
+}
+
+/// What to do about a holder that does not answer.
+fn remedy(holder: &HolderRef) -> &'static str {
+    if holder.is_node() {
+        "check the node, or delete its Node if it is gone for good"
+    } else {
+        "check that the patchbay controller runs"
     }
 }
 
@@ -125,7 +129,7 @@ impl RequestedAddress<'_> {
         }
         match holder {
             None => AddressSource::Released,
-            Some(holder) if !holder.is_node() => {
+            Some(holder) if !holder.lends() => {
                 AddressSource::Unavailable(AcquireError::NotLent { address, network, holder })
             }
             Some(holder) => AddressSource::Lender(holder),
@@ -333,7 +337,7 @@ mod tests {
     use std::time::Duration;
 
     use super::{
-        super::tests::{block, claims, grid, ip, ipam, me, net, observed, other},
+        super::tests::{block, claims, grid, ip, ipam, me, net, not_lending, observed, other},
         *,
     };
 
@@ -399,20 +403,22 @@ mod tests {
     }
 
     #[test]
-    fn a_requested_address_is_borrowed_from_nodes_only() {
+    fn a_requested_address_is_borrowed_from_holders_that_lend() {
         let (whole, address) = (block("10.0.0.0/28"), ip("10.0.0.3"));
         let requested = RequestedAddress { network: "net", name: "blue", address, block: &whole };
         let source =
             |holder, may_borrow| requested.source(Some(&observed("10.0.0.0/28", "1", holder)), may_borrow);
-        assert_eq!(source(other(), true), AddressSource::Lender(other()));
+        for lender in [other(), claims()] {
+            assert_eq!(source(lender.clone(), true), AddressSource::Lender(lender));
+        }
         assert_eq!(requested.source(None, true), AddressSource::Released);
         let text = |source| match source {
             AddressSource::Unavailable(error) => error.to_string(),
             source => panic!("{source:?}"),
         };
         assert_eq!(
-            text(source(claims(), true)),
-            "ipamclaims/patchbay holds the block of address 10.0.0.3 of network \"blue\" and lends no addresses: request \
+            text(source(not_lending(), true)),
+            "other/holder holds the block of address 10.0.0.3 of network \"blue\" and lends no addresses: request \
             another address"
         );
         assert_eq!(text(source(other(), false)), "address 10.0.0.3 of network \"blue\" belongs to node b");

@@ -30,7 +30,7 @@ pub struct Borrowing {
 
 #[derive(Debug)]
 struct SilentLender {
-    node: String,
+    holder: HolderRef,
     /// Until when this holder does not borrow from it.
     until: Instant,
     /// How long that is in total.
@@ -156,9 +156,9 @@ impl Borrowing {
     pub fn exhausted_hint(&self, listed: &[ObservedIpBlock], now: Instant) -> ExhaustedHint {
         let holders: BTreeSet<&Uid> = listed.iter().map(|one| &one.spec.holder.uid).collect();
         let mut silent = self.silent.iter().filter(|(uid, one)| one.until > now && holders.contains(uid));
-        let mut others = listed.iter().map(|one| &one.spec.holder).filter(|holder| !holder.is_node());
+        let mut others = listed.iter().map(|one| &one.spec.holder).filter(|holder| !holder.lends());
         ExhaustedHint {
-            silent_node: silent.next().map(|(_, one)| one.node.clone()),
+            silent: silent.next().map(|(_, one)| Box::new(one.holder.clone())),
             other_holder: others.next().cloned(),
         }
     }
@@ -194,7 +194,7 @@ impl Borrowing {
         let before = self.silent.get(&lender.uid);
         if before.is_none_or(|one| one.until <= now) {
             let backoff = LENDER_BACKOFF.after(before.map(|one| one.backoff));
-            let one = SilentLender { node: lender.node.clone(), until: now + backoff, backoff };
+            let one = SilentLender { holder: lender.clone(), until: now + backoff, backoff };
             self.silent.insert(lender.uid.clone(), one);
         }
     }
@@ -249,19 +249,28 @@ pub(super) fn lending_answer(
 
 /// The free addresses that the status of a block reports. Without a status, any address may be free.
 fn spare_addresses(object: &ObservedIpBlock, grid: &BlockGrid) -> Vec<IpAddr> {
+    let inside = |address: &IpAddr| object.spec.cidr.contains(address) && grid.contains(*address);
+    spare_spans(object, grid).into_iter().flat_map(addresses_between).filter(inside).collect()
+}
+
+fn spare_spans(object: &ObservedIpBlock, grid: &BlockGrid) -> Vec<(IpAddr, IpAddr)> {
     let status = &object.status;
     if status.closed {
         return Vec::new();
     }
     if status.spare.is_empty() && status.used == 0 && status.free == 0 && status.lent.is_empty() {
-        return grid.free_spans(object.spec.cidr, |_| false).flat_map(addresses_between).collect();
+        return grid.free_spans(object.spec.cidr, |_| false).collect();
     }
     let spans = status.spare.iter().filter_map(|text| {
         let (first, last) = text.split_once('-')?;
         Some((first.parse().ok()?, last.parse().ok()?))
     });
-    let inside = |address: &IpAddr| object.spec.cidr.contains(address) && grid.contains(*address);
-    spans.flat_map(addresses_between).filter(inside).collect()
+    spans.collect()
+}
+
+/// Whether the status of a block reports this address as free. Without a status, any address may be free.
+pub(crate) fn is_spare(object: &ObservedIpBlock, grid: &BlockGrid, address: IpAddr) -> bool {
+    spare_spans(object, grid).into_iter().any(|(first, last)| (first..=last).contains(&address))
 }
 
 /// The addresses of a range, at most as many as a block may list.
@@ -274,8 +283,8 @@ fn addresses_between((first, last): (IpAddr, IpAddr)) -> Vec<IpAddr> {
     all
 }
 
-/// An address to borrow and the block that it is in: a free address of another node's block, chosen by the seed. Skips
-/// refused addresses, holders that do not answer, and holders that are not Nodes, because these lend no addresses.
+/// An address to borrow and the block that it is in: a free address of another holder's block, chosen by the seed. Skips
+/// refused addresses, holders that do not answer, and holders that lend no addresses.
 pub fn lending_candidate(
     objects: &[ObservedIpBlock],
     grid: &BlockGrid,
@@ -289,7 +298,7 @@ pub fn lending_candidate(
         objects.iter().filter(|object| !whole(object)).map(|object| object.spec.cidr.addr()).collect();
     let reachable = |object: &&ObservedIpBlock| {
         let other = &object.spec.holder;
-        other.is_node() && other.uid != holder.uid && !silent.contains(&other.uid)
+        other.lends() && other.uid != holder.uid && !silent.contains(&other.uid)
     };
     let others = objects.iter().filter(whole).filter(reachable);
     let mut all: Vec<(IpAddr, &ObservedIpBlock)> = Vec::new();
@@ -310,7 +319,7 @@ mod tests {
     use super::{
         super::{
             LedgerRecord,
-            tests::{block, claims, grid, ip, ipam, me, observed, other},
+            tests::{block, claims, grid, ip, ipam, me, not_lending, observed, other},
         },
         *,
     };
@@ -390,7 +399,7 @@ mod tests {
             borrowing.mark_silent(&other(), now);
             let last = now + wait.saturating_sub(Duration::from_millis(1));
             assert_eq!(asks(&borrowing, last), None, "{wait:?}");
-            assert_eq!(borrowing.exhausted_hint(&listed, last).silent_node.as_deref(), Some("b"));
+            assert_eq!(borrowing.exhausted_hint(&listed, last).silent.as_deref(), Some(&other()));
             now += wait;
             assert_eq!(asks(&borrowing, now), Some(other()), "{wait:?}");
         }
@@ -401,23 +410,50 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_that_is_not_a_node_is_not_asked_and_is_named_when_the_network_is_exhausted() {
-        let listed = [observed("10.0.0.0/28", "1", claims())];
+    fn a_holder_that_does_not_lend_is_not_asked_and_is_named_when_the_network_is_exhausted() {
+        let listed = [observed("10.0.0.0/28", "1", not_lending())];
         let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
         let (borrowing, now) = (Borrowing::default(), Instant::now());
         assert_eq!(borrowing.candidate(&me(), "net", &grid, &listed, (7, now)), None);
         let hint = borrowing.exhausted_hint(&listed, now);
-        assert_eq!(hint.other_holder, Some(claims()));
+        assert_eq!(hint.other_holder, Some(not_lending()));
         let error = AcquireError::Exhausted { network: "blue".to_owned(), family: Family::V4, hint };
         assert_eq!(
             error.to_string(),
             "network \"blue\" has no free IPv4 address left: add a subnet to spec.ipam.subnets of the BridgeNetwork, or delete \
-            pods that use it; ipamclaims/patchbay holds blocks of the network and lends no addresses"
+            pods that use it; other/holder holds blocks of the network and lends no addresses"
         );
         // It can itself borrow from a node.
         let listed = [observed("10.0.0.0/28", "1", other())];
-        let found = borrowing.candidate(&claims(), "net", &grid, &listed, (7, now));
+        let found = borrowing.candidate(&not_lending(), "net", &grid, &listed, (7, now));
         assert_eq!(found.map(|(_, lender)| lender), Some(other()));
+    }
+
+    #[test]
+    fn the_holder_of_claims_borrows_and_lends() {
+        let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
+        let (mut borrowing, now) = (Borrowing::default(), Instant::now());
+        for (borrower, lender) in [(me(), claims()), (claims(), other())] {
+            let listed = [observed("10.0.0.0/28", "1", lender.clone())];
+            let found = borrowing.candidate(&borrower, "net", &grid, &listed, (7, now));
+            assert_eq!(found.map(|(_, holder)| holder), Some(lender));
+        }
+        let listed = [observed("10.0.0.0/28", "1", claims())];
+        assert_eq!(borrowing.candidate(&claims(), "net", &grid, &listed, (7, now)), None, "not from itself");
+        assert_eq!(borrowing.exhausted_hint(&listed, now), ExhaustedHint::default());
+        let at = |seconds| now + Duration::from_secs(seconds);
+        assert_eq!(check(&mut borrowing, &listed[0], None, now), None);
+        let failure = check(&mut borrowing, &listed[0], None, at(3)).unwrap();
+        assert_eq!(
+            failure.error.to_string(),
+            "ipamclaims/patchbay holds the block of address 10.0.0.3 of network \"blue\" and does not answer: check that the \
+            patchbay controller runs"
+        );
+        let hint = borrowing.exhausted_hint(&listed, at(4)).to_string();
+        assert_eq!(
+            hint,
+            "; ipamclaims/patchbay may have free addresses and does not answer: check that the patchbay controller runs"
+        );
     }
 
     #[test]

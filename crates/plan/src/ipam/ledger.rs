@@ -13,7 +13,8 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AddressRequest, AllocationError, BlockGrid, Family, Shortage,
+    AddressRequest, AllocationError, BlockGrid, Family, LeaseClaim, Shortage,
+    claimed::ClaimedAddresses,
     request::{repeat, validate},
 };
 use crate::bridge::Uid;
@@ -63,6 +64,9 @@ pub struct Lease {
     /// When it was allocated, in seconds since that boot.
     pub since: i64,
     pub addresses: Vec<IpAddr>,
+    /// None if the addresses are of a block of this node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claim: Option<LeaseClaim>,
 }
 
 /// What the CNI result says about an address. It stays the same for the life of the lease, even if the subnet changes.
@@ -196,6 +200,8 @@ pub struct Ledger {
     infos: BTreeMap<AttachmentKey, Vec<AddressInfo>>,
     /// The attachment that has each address, by the network's UID.
     owners: BTreeMap<Uid, BTreeMap<IpAddr, AttachmentKey>>,
+    /// The attachments that have addresses of claims.
+    claimed: ClaimedAddresses,
 }
 
 impl Ledger {
@@ -223,7 +229,21 @@ impl Ledger {
         Some(Grant { lease, infos: self.infos.get(key).cloned().unwrap_or_default() })
     }
 
-    /// The addresses of a block that pods of this node use.
+    fn owner(&self, network: &str, address: IpAddr) -> Option<&AttachmentKey> {
+        self.owners.get(network)?.get(&address)
+    }
+
+    /// The attachments of this node that have an address: one that owns it, or those of a claim.
+    pub(super) fn holders(&self, network: &str, address: IpAddr) -> impl Iterator<Item = &AttachmentKey> {
+        self.owner(network, address).into_iter().chain(self.claimed.keys(network, address))
+    }
+
+    /// Whether an address of a holding is lent, or a pod of this node has it.
+    pub(super) fn is_taken(&self, network: &str, holding: &Holding, address: IpAddr) -> bool {
+        holding.lent.contains_key(&address) || self.holders(network, address).next().is_some()
+    }
+
+    /// The addresses of a block that pods of this node own; those of claims belong to the claims allocator.
     pub fn used(&self, block: &BlockKey) -> impl Iterator<Item = (IpAddr, &AttachmentKey)> {
         let owners = self.owners.get(&block.network).into_iter();
         let range = block.range.network()..=block.range.broadcast();
@@ -270,7 +290,13 @@ impl Ledger {
         let all = usize::try_from(grid.addresses_in(block.range)).unwrap_or(usize::MAX);
         let used = self.used(block).filter(|(address, _)| grid.contains(*address)).count();
         let lent = holding.lent.keys().filter(|address| grid.contains(**address)).count();
-        all.saturating_sub(used).saturating_sub(lent)
+        // A pod of this node can still have the address of a claim that is gone.
+        let claimed = self.claimed.in_block(block).filter(|address| {
+            let counted =
+                holding.lent.contains_key(address) || self.owner(&block.network, *address).is_some();
+            grid.contains(*address) && !counted
+        });
+        all.saturating_sub(used).saturating_sub(lent).saturating_sub(claimed.count())
     }
 
     /// The lease that a request gets. A repeated request for the same attachment gets the same grant.
@@ -305,8 +331,8 @@ impl Ledger {
         address: IpAddr,
         confirmed: &BTreeMap<String, Uid>,
     ) -> Result<IpAddr, Shortage> {
-        let owner = self.owners.get(&lease.network).and_then(|owners| owners.get(&address));
-        if let Some(owner) = owner.filter(|owner| **owner != lease.key) {
+        let mut others = self.holders(&lease.network, address).filter(|owner| **owner != lease.key);
+        if let Some(owner) = others.next() {
             let pod = self.leases.get(owner).map(|lease| lease.pod.clone()).unwrap_or_default();
             return Err(Shortage::Rejected(AllocationError::InUse { address, pod }));
         }
@@ -335,11 +361,7 @@ impl Ledger {
         open.retain(|(free, ..)| *free > 0);
         let (_, block, holding) =
             open.into_iter().min_by_key(|(free, block, _)| (!block.is_single(), *free))?;
-        let owners = self.owners.get(network);
-        let taken = |address: IpAddr| {
-            holding.lent.contains_key(&address) || owners.is_some_and(|owners| owners.contains_key(&address))
-        };
-        grid.free_in(block.range, holding.next, taken)
+        grid.free_in(block.range, holding.next, |address| self.is_taken(&block.network, holding, address))
     }
 
     /// The leases of sandboxes from an earlier boot.
@@ -432,6 +454,13 @@ impl Ledger {
         let Grant { lease, infos } = grant;
         // An attachment has one lease; the new one replaces the old one.
         self.apply_free(&lease.key);
+        self.leases.insert(lease.key.clone(), lease.clone());
+        if !infos.is_empty() {
+            self.infos.insert(lease.key.clone(), infos.clone());
+        }
+        if lease.claim.is_some() {
+            return self.claimed.insert(lease);
+        }
         let owners = self.owners.entry(lease.network.clone()).or_default();
         for address in &lease.addresses {
             owners.insert(*address, lease.key.clone());
@@ -442,15 +471,14 @@ impl Ledger {
                 holding.next = Some(next_address(*address));
             }
         }
-        self.leases.insert(lease.key.clone(), lease.clone());
-        if !infos.is_empty() {
-            self.infos.insert(lease.key.clone(), infos.clone());
-        }
     }
 
     fn apply_free(&mut self, key: &AttachmentKey) {
         self.infos.remove(key);
         let Some(lease) = self.leases.remove(key) else { return };
+        if lease.claim.is_some() {
+            return self.claimed.remove(&lease);
+        }
         let Some(owners) = self.owners.get_mut(&lease.network) else { return };
         for address in &lease.addresses {
             if owners.get(address) == Some(key) {
@@ -478,7 +506,7 @@ impl Ledger {
 
 impl Lease {
     /// Whether both belong to one sandbox, interface and network.
-    fn is_same_attachment(&self, other: &Self) -> bool {
+    pub(super) fn is_same_attachment(&self, other: &Self) -> bool {
         let same_pod = self.pod.uid.is_empty() || other.pod.uid.is_empty() || self.pod.uid == other.pod.uid;
         let same_boot = same_boot(&self.boot, &other.boot);
         self.key == other.key && self.network == other.network && same_boot && same_pod

@@ -107,10 +107,8 @@ pub(super) fn plan_lending(ledger: &Ledger, input: BlockPlanInput<'_>) -> Vec<Bl
 }
 
 fn may_lend(ledger: &Ledger, block: &BlockKey, holding: &Holding, address: IpAddr) -> bool {
-    let used = ledger.used(block).any(|(used, _)| used == address);
     holding.stage == Stage::Open
-        && !used
-        && !holding.lent.contains_key(&address)
+        && !ledger.is_taken(&block.network, holding, address)
         && holding.lent.len() < MAX_STATUS_ADDRESSES
 }
 

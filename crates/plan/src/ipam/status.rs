@@ -95,6 +95,7 @@ fn status(ledger: &Ledger, input: BlockPlanInput<'_>, block: &BlockKey, holding:
         refused: refused.map(|request| request.uid.clone()).take(MAX_STATUS_ADDRESSES).collect(),
         closed: holding.stage != Stage::Open,
         draining: draining.take(MAX_DRAINING_PODS).collect(),
+        claims: Vec::new(),
     }
 }
 
@@ -103,8 +104,7 @@ fn spare_ranges(ledger: &Ledger, block: &BlockKey, holding: &Holding, grid: &Blo
     if holding.stage != Stage::Open || block.is_single() {
         return Vec::new();
     }
-    let used: BTreeSet<IpAddr> = ledger.used(block).map(|(address, _)| address).collect();
-    let taken = |address: IpAddr| used.contains(&address) || holding.lent.contains_key(&address);
+    let taken = |address: IpAddr| ledger.is_taken(&block.network, holding, address);
     let text = |(first, last): (IpAddr, IpAddr)| format!("{first}-{last}");
     grid.free_spans(block.range, taken).take(MAX_SPARE_RANGES).map(text).collect()
 }

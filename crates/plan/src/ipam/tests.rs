@@ -15,6 +15,7 @@ use proptest::prelude::*;
 use super::*;
 
 mod boots;
+mod claimed;
 mod grid;
 mod lending;
 mod request;
@@ -62,9 +63,14 @@ pub(super) fn other() -> HolderRef {
     HolderRef { node: "b".to_owned(), uid: "uid-b".to_owned() }
 }
 
-/// A holder that is not a Node.
+/// The holder of the addresses of IPAMClaims: it is not a Node, and lends.
 pub(super) fn claims() -> HolderRef {
-    HolderRef { node: "ipamclaims/patchbay".to_owned(), uid: "uid-claims".to_owned() }
+    HolderRef::claims()
+}
+
+/// A holder that is not a Node and lends nothing.
+pub(super) fn not_lending() -> HolderRef {
+    HolderRef { node: "other/holder".to_owned(), uid: "uid-holder".to_owned() }
 }
 
 /// An IPBlock of the network, without a status.
@@ -173,6 +179,7 @@ impl TestNode {
             boot: "boot".to_owned(),
             since: 100,
             addresses: Vec::new(),
+            claim: None,
         };
         let parse = |text: &&str| if text.contains('/') { net(text) } else { ip(text).into() };
         let requested: Vec<IpNet> = requested.iter().map(parse).collect();

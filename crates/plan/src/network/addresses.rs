@@ -124,12 +124,19 @@ pub fn abandoned(state: &ClusterState, missing: &MissingNodes) -> Vec<AbandonedB
     all
 }
 
+/// The IPAMClaims that have addresses in these blocks.
+pub fn claims<'a>(blocks: &[(&'a str, &'a BlockState)]) -> BTreeSet<&'a str> {
+    let claimed = blocks.iter().flat_map(|(_, block)| &block.object.status.claims);
+    claimed.map(|claimed| claimed.claim.as_str()).collect()
+}
+
 /// The address counts of a network. The block length is set once and never changes.
 pub fn status(context: &NetworkContext<'_>) -> Option<IpamStatus> {
     let old = context.network.status.ipam.clone().unwrap_or_default();
     let new = IpamStatus {
         ipv4: family(context, Family::V4, old.ipv4),
         ipv6: family(context, Family::V6, old.ipv6),
+        claims: i64::try_from(claims(context.blocks).len()).unwrap_or(i64::MAX),
     };
     (new != IpamStatus::default()).then_some(new)
 }
@@ -182,8 +189,10 @@ pub fn conditions(context: &NetworkContext<'_>, status: Option<&IpamStatus>) -> 
     let draining = if pods.is_empty() {
         ConditionDraft::new(DRAINING, false, "None", "")
     } else {
+        let claims = pods.iter().any(|holder| holder.starts_with("IPAMClaim "));
         let message = format!(
-            "pods have addresses outside of spec.ipam and keep them until they are deleted: {}",
+            "{} have addresses outside of spec.ipam and keep them until they are deleted: {}",
+            if claims { "pods and IPAMClaims" } else { "pods" },
             list(&pods)
         );
         ConditionDraft::new(DRAINING, true, "InUse", message)

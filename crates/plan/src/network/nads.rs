@@ -219,7 +219,8 @@ fn plan_nad(
     nad_plan: &mut NadPlan,
 ) {
     let network = context.network;
-    let addresses = network.spec.as_ref().is_ok_and(|spec| spec.ipam.is_some());
+    let ipam = network.spec.as_ref().ok().and_then(|spec| spec.ipam.as_ref());
+    let addresses = ipam.map_or(Addresses::None, |ipam| Addresses::of(ipam.persistent));
     let config = plugin_config(&at.name, &network.name, mtu, addresses);
     // It was in sync with this very content, so another client changed or deleted it.
     let synced = context.records.synced_nads.get(at);
@@ -262,8 +263,25 @@ fn repair_event(at: &NadRef, what: &str) -> EventDraft {
     EventDraft { nad: Some(at.clone()), warning: true, reason: status::ATTACHMENT_REPAIRED, note }
 }
 
+/// Which addresses pods get on a network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Addresses {
+    None,
+    PerPod,
+    /// Virtual machines keep theirs.
+    Persistent,
+}
+
+impl Addresses {
+    const ALL: [Self; 3] = [Self::None, Self::PerPod, Self::Persistent];
+
+    fn of(persistent: bool) -> Self {
+        if persistent { Self::Persistent } else { Self::PerPod }
+    }
+}
+
 /// The CNI config of a NAD that Patchbay manages for a network.
-fn plugin_config(nad: &str, network: &str, mtu: i32, addresses: bool) -> Value {
+fn plugin_config(nad: &str, network: &str, mtu: i32, addresses: Addresses) -> Value {
     let mut config = json!({
         "cniVersion": "1.0.0",
         "name": nad,
@@ -272,9 +290,12 @@ fn plugin_config(nad: &str, network: &str, mtu: i32, addresses: bool) -> Value {
         "mtu": mtu,
         "capabilities": {"mac": true},
     });
-    if addresses {
+    if addresses != Addresses::None {
         config["ipam"] = json!({"type": IPAM_PLUGIN, "network": network});
         config["capabilities"]["ips"] = json!(true);
+    }
+    if addresses == Addresses::Persistent {
+        config["allowPersistentIPs"] = json!(true);
     }
     config
 }
@@ -288,7 +309,7 @@ fn config_equals(text: Option<&str>, config: &Value) -> bool {
 fn is_plugin_config(text: &str, nad: &str, network: &str) -> bool {
     let Ok(value) = serde_json::from_str::<Value>(text) else { return false };
     let mtu = value["mtu"].as_i64().and_then(|mtu| i32::try_from(mtu).ok());
-    mtu.is_some_and(|mtu| [true, false].iter().any(|ipam| value == plugin_config(nad, network, mtu, *ipam)))
+    mtu.is_some_and(|mtu| Addresses::ALL.iter().any(|ipam| value == plugin_config(nad, network, mtu, *ipam)))
 }
 
 #[cfg(test)]
@@ -297,13 +318,17 @@ mod config_tests {
 
     #[test]
     fn configs_are_compared_as_json() {
-        let ours = plugin_config("nad", "blue", 1450, false);
-        let addresses = plugin_config("nad", "blue", 1450, true);
+        let ours = plugin_config("nad", "blue", 1450, Addresses::None);
+        let addresses = plugin_config("nad", "blue", 1450, Addresses::PerPod);
+        let persistent = plugin_config("nad", "blue", 1450, Addresses::Persistent);
+        assert_eq!(persistent["allowPersistentIPs"], true);
+        assert!(is_plugin_config(&persistent.to_string(), "nad", "blue"));
+        assert!(!config_equals(Some(&persistent.to_string()), &addresses));
         assert!(!config_equals(Some(&ours.to_string()), &addresses));
         assert!(is_plugin_config(&addresses.to_string(), "nad", "blue"));
         let pretty = serde_json::to_string_pretty(&ours).unwrap();
         assert!(config_equals(Some(&pretty), &ours) && config_equals(Some(&ours.to_string()), &ours));
-        assert!(!config_equals(Some(&pretty), &plugin_config("nad", "blue", 1400, false)));
+        assert!(!config_equals(Some(&pretty), &plugin_config("nad", "blue", 1400, Addresses::None)));
         assert!(!config_equals(Some("junk"), &ours) && !config_equals(None, &ours));
         assert!(
             is_plugin_config(&pretty, "nad", "blue") && is_plugin_config(&ours.to_string(), "nad", "blue")

@@ -91,8 +91,8 @@ pub fn write(
         nodes: Some(nodes),
         not_ready,
         users: Some(NetworkUsers {
-            count: i32::try_from(context.users.count).unwrap_or(i32::MAX),
-            first: context.users.first.iter().map(ToString::to_string).collect(),
+            count: i32::try_from(context.used_by()).unwrap_or(i32::MAX),
+            first: first_users(context),
         }),
         pods_with_old_mtu: (old_mtu > 0).then_some(old_mtu),
         conditions,
@@ -130,13 +130,13 @@ fn only_users_differ(new: &BridgeNetworkStatus, old: &BridgeNetworkStatus) -> bo
     outlines(new) == outlines(old) && rest(new) == rest(old)
 }
 
-/// Only the block lengths, which daemons wait for; the counts may be written late.
+/// Only the block lengths, which daemons wait for, and whether there are claims; the counts may be written late.
 fn lengths(ipam: &IpamStatus) -> IpamStatus {
     let length = |family: &Option<IpFamilyStatus>| {
         let block_length = family.as_ref()?.block_length;
         Some(IpFamilyStatus { block_length, ..IpFamilyStatus::default() })
     };
-    IpamStatus { ipv4: length(&ipam.ipv4), ipv6: length(&ipam.ipv6) }
+    IpamStatus { ipv4: length(&ipam.ipv4), ipv6: length(&ipam.ipv6), claims: ipam.claims.min(1) }
 }
 
 /// A warning event if a condition begins to report a problem.
@@ -307,7 +307,7 @@ fn live_read_failed(context: &NetworkContext<'_>) -> Option<String> {
 fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> ConditionDraft {
     let no = |reason, message| ConditionDraft::new(READY, false, reason, message);
     if context.has(api::bridgenetwork::FINALIZER_USERS) {
-        if context.users.count > 0 {
+        if context.used_by() > 0 {
             return no(DELETION_BLOCKED, format!("deletion waits for users to go: {}", users(context)));
         }
         let problem = rejected(nad_plan).or_else(|| live_read_failed(context));
@@ -330,16 +330,23 @@ fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> Condit
 }
 
 fn in_use(context: &NetworkContext<'_>) -> ConditionDraft {
-    if context.users.count == 0 {
+    if context.used_by() == 0 {
         return ConditionDraft::new(IN_USE, false, "Unused", "no users");
     }
     ConditionDraft::new(IN_USE, true, "Used", format!("used by {}", users(context)))
 }
 
 fn users(context: &NetworkContext<'_>) -> String {
-    let names: Vec<String> = context.users.first.iter().map(ToString::to_string).collect();
-    let more = if context.users.count > names.len() { ", …" } else { "" };
-    format!("{} in total: {}{more}", context.users.count, names.join(", "))
+    let names = first_users(context);
+    let more = if context.used_by() > names.len() { ", …" } else { "" };
+    format!("{} in total: {}{more}", context.used_by(), names.join(", "))
+}
+
+/// The first users, then the first IPAMClaims.
+fn first_users(context: &NetworkContext<'_>) -> Vec<String> {
+    let users = context.users.first.iter().map(ToString::to_string);
+    let claims = context.claims.iter().map(|claim| format!("IPAMClaim {claim}"));
+    users.chain(claims).take(MAX_STATUS_ENTRIES).collect()
 }
 
 fn conflict(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> ConditionDraft {

@@ -175,6 +175,7 @@ fn apply_step(state: &mut TestState, network_plan: &NetworkPlan, step: &NetworkS
         network_uid: Some(network_plan.uid.clone()),
         origin: Some(origin_digest(&network_plan.uid, at)),
         joins: api::nad::network_of(config),
+        network_config: NadNetwork::read(Some(config), &at.name).map_err(|error| error.to_string()),
         config: Some(config.clone()),
     };
     let finalizers = |state: &mut TestState, all: &Vec<String>| {

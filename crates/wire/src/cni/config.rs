@@ -24,6 +24,8 @@ pub struct Config {
     pub ips: Vec<String>,
     /// The IPAM section, if it is not empty.
     pub ipam: Option<Ipam>,
+    /// Whether the key `allowPersistentIPs` is true. A plugin of a list does not get the keys of the list.
+    pub allow_persistent_ips: bool,
     /// The result of ADD.
     pub prev_result: Option<Value>,
     /// The attachments that GC keeps.
@@ -58,6 +60,9 @@ struct RawConfig {
     runtime_config: Option<RuntimeRequest>,
     args: Option<RawArgs>,
     ipam: Option<Map<String, Value>>,
+    /// Of any type: it is a key of others, too.
+    #[serde(rename = "allowPersistentIPs")]
+    allow_persistent_ips: Option<Value>,
     prev_result: Option<Value>,
     #[serde(rename = "cni.dev/valid-attachments")]
     valid_attachments: Option<Vec<Attachment>>,
@@ -106,6 +111,7 @@ impl Config {
             mac: filled(runtime.mac).or_else(|| filled(cni_args.mac)),
             ips: some(runtime.ips).or_else(|| some(cni_args.ips)).unwrap_or_default(),
             ipam: ipam.map(|ipam| Ipam { network: ipam.network.filter(|name| !name.is_empty()), ..ipam }),
+            allow_persistent_ips: raw.allow_persistent_ips == Some(Value::Bool(true)),
             prev_result: raw.prev_result,
             valid_attachments: raw.valid_attachments,
         })

@@ -135,7 +135,8 @@ impl Success {
         } else {
             Self { interfaces: raw.interfaces, ips: raw.ips, routes: raw.routes, dns: raw.dns }
         };
-        if version < Version::V1_1_0 {
+        // 1.1.0 introduced these keys, but libcni reads them in 1.0.0 too.
+        if version < Version::V1_0_0 {
             for interface in &mut result.interfaces {
                 (interface.mtu, interface.socket_path, interface.pci_id) = (None, None, None);
             }

@@ -122,7 +122,7 @@ fn a_full_configuration_is_parsed() {
         br#"{"cniVersion":"1.1.0","name":"blue","type":"patchbay-bridge","network":"blue","mtu":1400,
             "capabilities":{"mac":true},"runtimeConfig":{"mac":"02:00:00:00:00:01","other":1},
             "args":{"cni":{"mac":"02:00:00:00:00:02","ips":["10.0.0.5"]}},"ipam":{"type":"patchbay-ipam","network":"red","x":1},"prevResult":{"interfaces":[]},
-            "cni.dev/valid-attachments":[{"containerID":"c","ifname":"net1"}],"unknown":[1]}"#,
+            "cni.dev/valid-attachments":[{"containerID":"c","ifname":"net1"}],"allowPersistentIPs":true,"unknown":[1]}"#,
     );
     let wanted = Config {
         version: Version::V1_1_0,
@@ -132,6 +132,7 @@ fn a_full_configuration_is_parsed() {
         mac: Some("02:00:00:00:00:01".to_owned()),
         ips: vec!["10.0.0.5".to_owned()],
         ipam: Some(Ipam { plugin: "patchbay-ipam".to_owned(), network: Some("red".to_owned()) }),
+        allow_persistent_ips: true,
         prev_result: Some(json!({"interfaces": []})),
         valid_attachments: Some(vec![Attachment { container_id: "c".to_owned(), ifname: "net1".to_owned() }]),
     };
@@ -145,8 +146,11 @@ fn a_minimal_configuration_is_parsed() {
         (r#"{"mtu":0,"network":"","runtimeConfig":null,"args":null,"ipam":{},"prevResult":null}"#, None),
         (r#"{"runtimeConfig":{"mac":""},"args":{"cni":{"mac":"x"}}}"#, Some("x")),
         (r#"{"args":{"cni":null}}"#, None),
+        (r#"{"allowPersistentIPs":"true"}"#, None),
+        (r#"{"allowPersistentIPs":false}"#, None),
     ] {
         let config = Config::parse(text.as_bytes()).unwrap();
+        assert!(!config.allow_persistent_ips, "{text}");
         assert_eq!((config.version, config.mtu, config.network), (Version::V0_1_0, None, None));
         assert_eq!(config.mac.as_deref(), mac, "{text}");
     }
@@ -242,7 +246,7 @@ fn a_result_of_every_version_is_parsed() {
             "routes":[{"dst":"0.0.0.0/0","gw":"10.1.0.1","mtu":1300,"advmss":1200,"priority":5,"table":0,"scope":253}],
             "dns":{},"unknown":[{}]}"#;
         let result = parse(&text.replace("VERSION", version)).unwrap();
-        let newest = version == "1.1.0";
+        let newest = ["1.0.0", "1.1.0"].contains(&version);
         let inside = Interface {
             name: "net1".to_owned(),
             mac: None,

@@ -71,6 +71,14 @@ struct RawInfo {
 #[derive(Deserialize)]
 struct RuntimeSpec {
     linux: Option<LinuxSpec>,
+    annotations: Option<CrioAnnotations>,
+}
+
+/// The annotations that CRI-O adds to a specification.
+#[derive(Deserialize)]
+struct CrioAnnotations {
+    #[serde(rename = "io.kubernetes.cri-o.HostNetwork")]
+    host_network: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -132,6 +140,10 @@ impl SandboxInfo {
 
 impl RuntimeSpec {
     fn network(self) -> SandboxNetwork {
+        // CRI-O gives a host-network sandbox a path as well: a mount of the host's own namespace.
+        if self.annotations.is_some_and(|annotations| annotations.host_network.as_deref() == Some("true")) {
+            return SandboxNetwork::Host;
+        }
         let Some(namespaces) = self.linux.and_then(|linux| linux.namespaces) else {
             return SandboxNetwork::Unknown;
         };
@@ -167,6 +179,17 @@ mod tests {
         "annotations":{"io.kubernetes.cri-o.SandboxID":"c0ffee"},"linux":{"cgroupsPath":"kubepods.slice:crio:c0ffee",
             "namespaces":[{"type":"pid"},{"type":"network","path":"/var/run/netns/6d8c0b1e-3a54-4a9e-bb32-0d6a1c3b2f90"},
                 {"type":"ipc","path":"/var/run/ipcns/6d8c0b1e"},{"type":"uts","path":"/var/run/utsns/6d8c0b1e"},{"type":"mount"}]}}}"#;
+
+    /// What CRI-O 1.36 says about a sandbox without an infra container, shortened.
+    const CRIO_WITHOUT_INFRA: &str = r#"{"runtimeSpec":{"ociVersion":"1.3.0","process":{"args":["/bin/tool","pause"],"oomScoreAdj":-998},
+        "hostname":"c2","annotations":{"io.container.manager":"cri-o","io.kubernetes.container.name":"POD",
+            "io.kubernetes.cri-o.ContainerType":"sandbox","io.kubernetes.cri-o.HostNetwork":"false","io.kubernetes.cri-o.IP.0":"10.244.2.2",
+            "io.kubernetes.cri-o.SandboxID":"8ad635884fd9c3e55ef4de6e5ef83f01d3447332e00e9b714f6831d0277c0d6e",
+            "io.kubernetes.cri-o.NamespaceOptions":"{\"pid\":1,\"userns_options\":{\"mode\":2}}"},
+        "linux":{"cgroupsPath":"/kubepods/besteffort/podde5cbc27/8ad63588","namespaces":[{"type":"pid"},
+            {"type":"network","path":"/var/run/netns/737600b0-4506-4126-8aa1-843553e72b6c"},
+            {"type":"ipc","path":"/var/run/ipcns/737600b0-4506-4126-8aa1-843553e72b6c"},
+            {"type":"uts","path":"/var/run/utsns/737600b0-4506-4126-8aa1-843553e72b6c"},{"type":"mount"}]}}}"#;
 
     fn parse(text: &str) -> Result<SandboxInfo, InfoError> {
         SandboxInfo::parse(&BTreeMap::from([(INFO.to_owned(), text.to_owned())]))
@@ -222,6 +245,15 @@ mod tests {
             assert_eq!(parse(&text).unwrap().network, network, "{text}");
         }
         assert_eq!(parse(r#"{"runtimeSpec":{}}"#).unwrap().network, SandboxNetwork::Unknown);
+    }
+
+    #[test]
+    fn a_host_network_sandbox_of_crio_has_the_path_of_the_hosts_namespace() {
+        let netns = path("/var/run/netns/737600b0-4506-4126-8aa1-843553e72b6c");
+        let pod = SandboxInfo { pid: None, network: netns, runtime_handler: None };
+        assert_eq!(parse(CRIO_WITHOUT_INFRA), Ok(pod));
+        let host = CRIO_WITHOUT_INFRA.replace(r#"HostNetwork":"false""#, r#"HostNetwork":"true""#);
+        assert_eq!(parse(&host).unwrap().network, SandboxNetwork::Host);
     }
 
     #[test]

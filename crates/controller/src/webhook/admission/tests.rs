@@ -1,9 +1,12 @@
 //! Validation of networks and their users, and the answers of validating and mutating handlers.
 
+mod claims;
+
 use axum::{
     body::{Body, to_bytes},
     http,
 };
+use futures::FutureExt as _;
 use jiff::Timestamp;
 use plan::{
     network::{ClusterState, NetworkState, NodeState},
@@ -13,6 +16,7 @@ use serde_json::{Map, Value, json};
 use tower::ServiceExt;
 
 use super::*;
+use crate::webhook::server::tests::unreachable_client;
 
 fn network(name: &str, spec: &Value, deleting: bool) -> NetworkState {
     NetworkState {
@@ -247,6 +251,7 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
             origin: None,
             config: None,
             joins: None,
+            network_config: Err("none".to_owned()),
         };
         let all = cluster.nads.as_mut().unwrap();
         for namespace in 0..10 {
@@ -258,7 +263,7 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
     let unrelated = pod("blue");
     // The best of several runs, so that other load on the machine does not count.
     let best = (0..20).map(|_| {
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         assert_eq!(
             validate_user(&cluster, WorkloadKind::Pod, &unrelated, &no_refs()),
             AdmissionDecision::Allow
@@ -275,8 +280,13 @@ fn validation_time_does_not_depend_on_the_number_of_attachments() {
 
 /// The body of the response to a request that creates the pod `p`, if every path has this handler.
 async fn answer(handler_of: fn(WebhookPath) -> Handler) -> String {
-    let state =
-        Arc::new(WebhookState::new(Arc::default(), Arc::default(), crate::cache::ClusterCache::new()));
+    let state = Arc::new(WebhookState::new(
+        Arc::default(),
+        Arc::default(),
+        crate::cache::ClusterCache::new(),
+        unreachable_client(),
+        plan::claims::ClaimOptions::default(),
+    ));
     state.readiness.set_synced();
     let review = json!({
         "apiVersion": "admission.k8s.io/v1",
@@ -301,9 +311,16 @@ async fn answer(handler_of: fn(WebhookPath) -> Handler) -> String {
 }
 
 /// Labels an object with its own name.
-fn label(_: &WebhookState, request: &ReviewedRequest) -> MutationDecision {
+fn label<'a>(
+    _: &'a WebhookState,
+    request: &'a ReviewedRequest,
+) -> BoxFuture<'a, Result<MutationDecision, RequestError>> {
     let add = json!([{"op": "add", "path": "/metadata/labels", "value": {"name": request.name()}}]);
-    MutationDecision::Patch(serde_json::from_value(add).unwrap())
+    mutation(MutationDecision::Patch(serde_json::from_value(add).unwrap()))
+}
+
+fn mutation<'a>(decision: MutationDecision) -> BoxFuture<'a, Result<MutationDecision, RequestError>> {
+    std::future::ready(Ok(decision)).boxed()
 }
 
 #[tokio::test]
@@ -329,16 +346,21 @@ async fn the_patch_of_a_mutating_handler_is_sent_in_base64() {
 
 #[tokio::test]
 async fn a_mutating_handler_without_changes_answers_as_a_validating_one() {
-    let unchanged = answer(|_| Handler::Mutate(|_, _| MutationDecision::Patch(Patch::default()))).await;
+    let unchanged =
+        answer(|_| Handler::Mutate(|_, _| mutation(MutationDecision::Patch(Patch::default())))).await;
     assert_eq!(unchanged, answer(|_| Handler::Validate(|_, _| AdmissionDecision::Allow)).await);
     assert_eq!(
         unchanged,
         r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":true,"uid":"u-1"}}"#
     );
-    let denied = answer(|_| Handler::Mutate(|_, _| MutationDecision::Deny("no".to_owned()))).await;
-    assert_eq!(denied, answer(|_| Handler::Validate(|_, _| AdmissionDecision::Deny("no".to_owned()))).await);
+    let denied = answer(|_| Handler::Validate(|_, _| AdmissionDecision::Deny("no".to_owned()))).await;
     assert_eq!(
         denied,
         r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":false,"status":{"code":403,"message":"no","reason":"Forbidden"},"uid":"u-1"}}"#
+    );
+    let invalid = |_| Handler::Mutate(|_, _| mutation(MutationDecision::Invalid("no".to_owned())));
+    assert_eq!(
+        answer(invalid).await,
+        r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":false,"status":{"code":400,"message":"no","reason":"BadRequest"},"uid":"u-1"}}"#
     );
 }

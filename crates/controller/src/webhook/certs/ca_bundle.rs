@@ -1,9 +1,10 @@
-//! The CA bundles in the webhook configurations: reads and patches them.
+//! The webhook configurations: reads them, writes the CA bundles into them, and creates the one of launcher pods.
 //!
 //! Only webhooks that call our Service are ours; other webhooks in a configuration are not changed.
 //!
-//! A configuration that does not exist holds up no rotation: no API server calls the webhook because of it. Once it is
-//! created, its watch triggers a reconcile, which writes the bundle into it before any other certificate is signed.
+//! A configuration that does not exist holds up no rotation: no API server calls the webhook because of it. The manifests
+//! create the ValidatingWebhookConfiguration; its watch triggers a reconcile, which writes the bundle into it before any
+//! other certificate is signed. The leader creates the MutatingWebhookConfiguration, with the bundle in it.
 
 use std::{
     fmt::{self, Debug, Display},
@@ -15,69 +16,68 @@ use client::{
     fence::LeaseFence,
     request::{self, ApiCall},
 };
-use futures::future::try_join_all;
 use k8s_openapi::{
     ByteString,
     api::admissionregistration::v1::{
         MutatingWebhookConfiguration, ValidatingWebhookConfiguration, WebhookClientConfig,
     },
+    apimachinery::pkg::apis::meta::v1::OwnerReference,
 };
 use kube::{
     Api, Client, Resource, ResourceExt,
-    api::{Patch, PatchParams},
+    api::{Patch, PatchParams, PostParams},
 };
 use plan::certs::CaBundle;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use super::{rotate::WebhookService, x509};
-use crate::metrics::{ApiCallKind, Metrics};
+use crate::{
+    metrics::{ApiCallKind, Metrics},
+    webhook::pod_configuration,
+};
 
-/// All configurations that trust the webhook's certificates.
-///
-/// A capability that needs one more adds it here, to the manifests, and to the rules of the controller's ClusterRole:
-/// get, list, watch and patch of the resource, restricted to the name.
-pub const CONFIGURATIONS: &[WebhookConfiguration] =
-    &[WebhookConfiguration { kind: ConfigurationKind::Validating, name: WEBHOOK_CONFIGURATION }];
-
-/// A webhook configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WebhookConfiguration {
-    pub kind: ConfigurationKind,
-    pub name: &'static str,
-}
-
-/// The kind of a webhook configuration.
+/// The kind of a webhook configuration. The name of both is [`WEBHOOK_CONFIGURATION`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConfigurationKind {
     Validating,
-    #[cfg_attr(not(test), expect(dead_code, reason = "no capability mutates yet"))]
     Mutating,
 }
 
-impl Display for WebhookConfiguration {
+impl Display for ConfigurationKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match self.kind {
-            ConfigurationKind::Validating => ValidatingWebhookConfiguration::kind(&()),
-            ConfigurationKind::Mutating => MutatingWebhookConfiguration::kind(&()),
+        let kind = match self {
+            Self::Validating => ValidatingWebhookConfiguration::kind(&()),
+            Self::Mutating => MutatingWebhookConfiguration::kind(&()),
         };
-        write!(f, "{kind} {}", self.name)
+        write!(f, "{kind} {WEBHOOK_CONFIGURATION}")
     }
 }
 
-/// The CA bundle of each of our webhooks in one configuration, and the resourceVersion they were read at.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PublishedBundles {
-    configuration: WebhookConfiguration,
-    resource_version: Option<String>,
-    webhooks: Vec<(String, CaBundle)>,
+/// The webhook configurations that exist.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PublishedConfigurations {
+    pub validating: Option<PublishedBundles>,
+    pub mutating: Option<PublishedBundles>,
+    /// The owner of the MutatingWebhookConfiguration. `None` if the ValidatingWebhookConfiguration does not exist.
+    owner: Option<OwnerReference>,
 }
 
-/// Reads and patches the webhook configurations for the leader.
+/// The CA bundle of each of our webhooks in one configuration, and the resourceVersion they were read at.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PublishedBundles {
+    kind: ConfigurationKind,
+    resource_version: Option<String>,
+    webhooks: Vec<(String, CaBundle)>,
+    /// The fields besides the CA bundles that the leader sets. `None` if the manifests set them.
+    desired: Option<Box<MutatingWebhookConfiguration>>,
+    has_drifted: bool,
+}
+
+/// Reads and writes the webhook configurations for the leader.
 pub struct CaBundlePatcher {
     client: Client,
     service: WebhookService,
-    configurations: &'static [WebhookConfiguration],
     call: ApiCall,
 }
 
@@ -100,47 +100,33 @@ impl ConfigurationObject for MutatingWebhookConfiguration {
 }
 
 impl CaBundlePatcher {
-    pub fn new(
-        client: Client,
-        service: WebhookService,
-        configurations: &'static [WebhookConfiguration],
-        metrics: Arc<Metrics>,
-        fence: LeaseFence,
-    ) -> Self {
+    pub fn new(client: Client, service: WebhookService, metrics: Arc<Metrics>, fence: LeaseFence) -> Self {
         let call = metrics.api_call(ApiCallKind::WebhookConfiguration).fenced(fence);
-        Self { client, service, configurations, call }
+        Self { client, service, call }
     }
 
     /// The configurations that exist.
-    pub async fn read(&self) -> Result<Vec<PublishedBundles>, request::Error> {
-        let all = self.configurations.iter().map(async |configuration| match configuration.kind {
-            ConfigurationKind::Validating => {
-                self.read_one::<ValidatingWebhookConfiguration>(*configuration).await
-            }
-            ConfigurationKind::Mutating => {
-                self.read_one::<MutatingWebhookConfiguration>(*configuration).await
-            }
-        });
-        Ok(try_join_all(all).await?.into_iter().flatten().collect())
+    pub async fn read(&self) -> Result<PublishedConfigurations, request::Error> {
+        let (validating, mutating) = tokio::try_join!(
+            self.read_one::<ValidatingWebhookConfiguration>(),
+            self.read_one::<MutatingWebhookConfiguration>()
+        )?;
+        Ok(published_configurations(validating.as_ref(), mutating.as_ref(), &self.service))
     }
 
-    async fn read_one<K: ConfigurationObject>(
-        &self,
-        configuration: WebhookConfiguration,
-    ) -> Result<Option<PublishedBundles>, request::Error> {
+    async fn read_one<K: ConfigurationObject>(&self) -> Result<Option<K>, request::Error> {
         let api = Api::<K>::all(self.client.clone());
-        let object = self.call.read(api.get_opt(configuration.name)).await?;
-        Ok(object.map(|object| published_bundles(configuration, &object, &self.service)))
+        self.call.read(api.get_opt(WEBHOOK_CONFIGURATION)).await
     }
 
-    /// Writes the bundle into every webhook of ours in one configuration, unless the configuration has changed since it
-    /// was read.
+    /// Writes the bundle into every webhook of ours in one configuration, and repairs the fields that the leader sets,
+    /// unless the configuration has changed since it was read.
     pub async fn publish(
         &self,
         published: &PublishedBundles,
         bundle: &CaBundle,
     ) -> Result<(), request::Error> {
-        match published.configuration.kind {
+        match published.kind {
             ConfigurationKind::Validating => {
                 self.publish_one::<ValidatingWebhookConfiguration>(published, bundle).await
             }
@@ -158,23 +144,76 @@ impl CaBundlePatcher {
         let api = Api::<K>::all(self.client.clone());
         let patch = Patch::Apply(patch::<K>(published, bundle));
         let params = PatchParams::apply(CONTROLLER_FIELD_MANAGER).force();
-        self.call.change(api.patch(published.configuration.name, &params, &patch)).await.map(drop)
+        self.call.change(api.patch(WEBHOOK_CONFIGURATION, &params, &patch)).await.map(drop)
+    }
+
+    /// Creates the MutatingWebhookConfiguration if it is absent. Without its owner it is not created: the garbage collector
+    /// would not delete it when Patchbay is removed. Returns whether it was created.
+    pub async fn create_absent(
+        &self,
+        published: &PublishedConfigurations,
+        bundle: &CaBundle,
+    ) -> Result<bool, request::Error> {
+        let (None, Some(owner)) = (&published.mutating, &published.owner) else { return Ok(false) };
+        let mut object = pod_configuration::configuration(&self.service, Some(owner.clone()));
+        for webhook in object.webhooks.iter_mut().flatten() {
+            webhook.client_config.ca_bundle = Some(pem(bundle));
+        }
+        let params =
+            PostParams { field_manager: Some(CONTROLLER_FIELD_MANAGER.to_owned()), ..PostParams::default() };
+        let api = Api::<MutatingWebhookConfiguration>::all(self.client.clone());
+        self.call.create(api.create(&params, &object)).await.map(|_| true)
+    }
+}
+
+impl PublishedConfigurations {
+    pub fn existing(&self) -> impl Iterator<Item = &PublishedBundles> {
+        self.validating.iter().chain(&self.mutating)
     }
 }
 
 impl PublishedBundles {
-    pub fn configuration(&self) -> WebhookConfiguration {
-        self.configuration
+    pub fn kind(&self) -> ConfigurationKind {
+        self.kind
     }
 
     /// The bundle of each webhook.
     pub fn bundles(&self) -> impl Iterator<Item = &CaBundle> {
         self.webhooks.iter().map(|(_, bundle)| bundle)
     }
+
+    /// Whether a field besides the CA bundles that the leader sets was changed.
+    pub fn has_drifted(&self) -> bool {
+        self.has_drifted
+    }
+}
+
+fn published_configurations(
+    validating: Option<&ValidatingWebhookConfiguration>,
+    mutating: Option<&MutatingWebhookConfiguration>,
+    service: &WebhookService,
+) -> PublishedConfigurations {
+    let owner = validating.and_then(ResourceExt::uid).map(pod_configuration::owner);
+    let of_mutating = |object: &MutatingWebhookConfiguration| {
+        // If the owner is gone, the reference to it stays, so that the garbage collector deletes the object.
+        let owner = owner.clone().or_else(|| pod_configuration::owner_of(object));
+        let desired = pod_configuration::configuration(service, owner);
+        PublishedBundles {
+            has_drifted: pod_configuration::has_drifted(object, &desired),
+            desired: Some(Box::new(desired)),
+            ..published_bundles(ConfigurationKind::Mutating, object, service)
+        }
+    };
+    PublishedConfigurations {
+        validating: validating
+            .map(|object| published_bundles(ConfigurationKind::Validating, object, service)),
+        mutating: mutating.map(of_mutating),
+        owner,
+    }
 }
 
 fn published_bundles<K: ConfigurationObject>(
-    configuration: WebhookConfiguration,
+    kind: ConfigurationKind,
     object: &K,
     service: &WebhookService,
 ) -> PublishedBundles {
@@ -184,9 +223,11 @@ fn published_bundles<K: ConfigurationObject>(
     };
     let webhooks = object.webhooks().filter(|(_, config)| calls_service(config, service));
     PublishedBundles {
-        configuration,
+        kind,
         resource_version: object.resource_version(),
         webhooks: webhooks.map(|(name, config)| (name.to_owned(), bundle(config))).collect(),
+        desired: None,
+        has_drifted: false,
     }
 }
 
@@ -195,15 +236,35 @@ fn calls_service(config: &WebhookClientConfig, service: &WebhookService) -> bool
     reference.is_some_and(|it| it.namespace == service.namespace && it.name == service.name)
 }
 
-/// Server-side apply of the one field that we own; the resourceVersion fences writes of a former leader.
+fn pem(bundle: &CaBundle) -> ByteString {
+    ByteString(x509::bundle_pem(bundle.cas.iter().map(|ca| &ca.id)).into_bytes())
+}
+
+/// Server-side apply of all fields that we own; the resourceVersion fences writes of a former leader.
 fn patch<K: Resource<DynamicType = ()>>(published: &PublishedBundles, bundle: &CaBundle) -> Value {
-    let pem = x509::bundle_pem(bundle.cas.iter().map(|ca| &ca.id));
-    let pem = ByteString(pem.into_bytes());
+    let pem = pem(bundle);
+    let mut webhooks: Vec<Value> = Vec::new();
+    let mut metadata = json!({"name": WEBHOOK_CONFIGURATION});
+    if let Some(desired) = &published.desired {
+        metadata = json!(desired.metadata);
+        let desired = desired.webhooks.iter().flatten();
+        webhooks.extend(desired.map(|webhook| {
+            let mut webhook = webhook.clone();
+            webhook.client_config.ca_bundle = Some(pem.clone());
+            json!(webhook)
+        }));
+    }
+    metadata["resourceVersion"] = json!(published.resource_version);
+    for (name, _) in &published.webhooks {
+        if !webhooks.iter().any(|webhook| webhook["name"] == **name) {
+            webhooks.push(json!(WebhookPatch::new(name, &pem)));
+        }
+    }
     json!({
         "apiVersion": K::api_version(&()),
         "kind": K::kind(&()),
-        "metadata": {"name": published.configuration.name, "resourceVersion": published.resource_version},
-        "webhooks": published.webhooks.iter().map(|(name, _)| WebhookPatch::new(name, &pem)).collect::<Vec<_>>(),
+        "metadata": metadata,
+        "webhooks": webhooks,
     })
 }
 
@@ -257,7 +318,7 @@ mod tests {
     fn read(hooks: Vec<ValidatingWebhook>) -> PublishedBundles {
         let mut object = ValidatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
         object.metadata.resource_version = Some("7".to_owned());
-        published_bundles(CONFIGURATIONS[0], &object, &service())
+        published_bundles(ConfigurationKind::Validating, &object, &service())
     }
 
     fn bundle() -> CaBundle {
@@ -295,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mutating_configuration_is_read_and_patched_as_a_validating_one() {
+    fn a_mutating_configuration_is_applied_whole_with_other_webhooks_of_our_service() {
         let hook = |name: &str, service| MutatingWebhook {
             name: name.to_owned(),
             client_config: client_config(service, None),
@@ -304,18 +365,34 @@ mod tests {
         let hooks = vec![hook("a", Some(("ns", "hook"))), hook("foreign", None)];
         let mut object = MutatingWebhookConfiguration { webhooks: Some(hooks), ..Default::default() };
         object.metadata.resource_version = Some("8".to_owned());
-        let configuration = WebhookConfiguration { kind: ConfigurationKind::Mutating, name: "pods" };
-        let published = published_bundles(configuration, &object, &service());
+        let mut validating = ValidatingWebhookConfiguration::default();
+        validating.metadata.uid = Some("u".to_owned());
+        let all = published_configurations(Some(&validating), Some(&object), &service());
+        let published = all.mutating.unwrap();
+        assert!(published.has_drifted());
         let bundle = bundle();
-        let text = x509::bundle_pem([&bundle.cas[0].id]);
-        assert_eq!(
-            patch::<MutatingWebhookConfiguration>(&published, &bundle),
-            json!({
-                "apiVersion": "admissionregistration.k8s.io/v1",
-                "kind": "MutatingWebhookConfiguration",
-                "metadata": {"name": "pods", "resourceVersion": "8"},
-                "webhooks": [{"name": "a", "clientConfig": {"caBundle": ByteString(text.into_bytes())}}],
-            })
-        );
+        let pem = pem(&bundle);
+        let mut desired =
+            pod_configuration::configuration(&service(), Some(pod_configuration::owner("u".to_owned())));
+        desired.metadata.resource_version = Some("8".to_owned());
+        desired.webhooks.as_mut().unwrap()[0].client_config.ca_bundle = Some(pem.clone());
+        let mut expected = json!(desired);
+        expected["webhooks"]
+            .as_array_mut()
+            .unwrap()
+            .push(json!({"name": "a", "clientConfig": {"caBundle": pem}}));
+        assert_eq!(patch::<MutatingWebhookConfiguration>(&published, &bundle), expected);
+    }
+
+    /// A webhook that fails closed must not outlive the controllers.
+    #[test]
+    fn a_mutating_configuration_keeps_the_reference_to_an_owner_that_is_gone() {
+        let owner = pod_configuration::owner("gone".to_owned());
+        let object = pod_configuration::configuration(&service(), Some(owner.clone()));
+        let all = published_configurations(None, Some(&object), &service());
+        let published = all.mutating.unwrap();
+        assert!(!published.has_drifted());
+        let applied = patch::<MutatingWebhookConfiguration>(&published, &bundle());
+        assert_eq!(applied["metadata"]["ownerReferences"], json!([owner]));
     }
 }

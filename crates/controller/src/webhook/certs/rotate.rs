@@ -12,7 +12,10 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use api::{ErrorChain, names::WEBHOOK_CERT_SECRET};
+use api::{
+    ErrorChain,
+    names::{WEBHOOK_CERT_SECRET, WEBHOOK_CONFIGURATION},
+};
 use client::{
     fence::{LeaseFence, now},
     request,
@@ -30,7 +33,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
 use super::{
-    ca_bundle::{CONFIGURATIONS, CaBundlePatcher, ConfigurationKind, PublishedBundles, WebhookConfiguration},
+    ca_bundle::{CaBundlePatcher, ConfigurationKind, PublishedBundles, PublishedConfigurations},
     clock::WallClockMonitor,
     secret::CertSecret,
     x509::{self, CA_CRT, CA_KEY, SecretContents, TLS_CRT, TLS_KEY},
@@ -52,8 +55,10 @@ pub enum Error {
     Read(#[source] request::Error),
     #[error("write the Secret of the webhook certificates")]
     WriteSecret(#[source] request::Error),
-    #[error("write the CA bundle of {0}")]
-    Publish(WebhookConfiguration, #[source] request::Error),
+    #[error("write {0}")]
+    Publish(ConfigurationKind, #[source] request::Error),
+    #[error("create {}", ConfigurationKind::Mutating)]
+    CreateConfiguration(#[source] request::Error),
     #[error("create a webhook certificate")]
     Create(#[source] x509::Error),
 }
@@ -61,7 +66,9 @@ pub enum Error {
 impl Error {
     fn is_conflict(&self) -> bool {
         match self {
-            Self::WriteSecret(error) | Self::Publish(_, error) => error.is_conflict(),
+            Self::WriteSecret(error) | Self::Publish(_, error) | Self::CreateConfiguration(error) => {
+                error.is_conflict()
+            }
             Self::Read(_) | Self::Create(_) => false,
         }
     }
@@ -81,7 +88,6 @@ pub struct CertRotator {
     policy: CertPolicy,
     metrics: Arc<Metrics>,
     secret: CertSecret,
-    configurations: &'static [WebhookConfiguration],
     ca_bundle: CaBundlePatcher,
     trust: SignerTrust,
 }
@@ -90,8 +96,7 @@ pub struct CertRotator {
 struct CertObjects {
     secret: Option<Secret>,
     contents: SecretContents,
-    /// Of each configuration that exists.
-    published: Vec<PublishedBundles>,
+    published: PublishedConfigurations,
 }
 
 impl CertRotator {
@@ -102,27 +107,9 @@ impl CertRotator {
         metrics: Arc<Metrics>,
         fence: LeaseFence,
     ) -> Self {
-        Self::with_configurations(client, service, CONFIGURATIONS, policy, metrics, fence)
-    }
-
-    fn with_configurations(
-        client: Client,
-        service: WebhookService,
-        configurations: &'static [WebhookConfiguration],
-        policy: CertPolicy,
-        metrics: Arc<Metrics>,
-        fence: LeaseFence,
-    ) -> Self {
         Self {
             secret: CertSecret::new(client.clone(), &service.namespace, metrics.clone(), fence.clone()),
-            configurations,
-            ca_bundle: CaBundlePatcher::new(
-                client.clone(),
-                service.clone(),
-                configurations,
-                metrics.clone(),
-                fence,
-            ),
+            ca_bundle: CaBundlePatcher::new(client.clone(), service.clone(), metrics.clone(), fence),
             client,
             service,
             policy,
@@ -173,37 +160,34 @@ impl CertRotator {
             self.metrics.clone(),
             ApiCallKind::WatchSecret,
         );
-        let configurations = self.configurations.iter().map(|configuration| {
-            let (client, metrics) = (self.client.clone(), self.metrics.clone());
-            let call = ApiCallKind::WatchWebhookConfiguration;
-            match configuration.kind {
-                ConfigurationKind::Validating => watch::object_changes::<ValidatingWebhookConfiguration>(
-                    Api::all(client),
-                    configuration.name,
-                    metrics,
-                    call,
-                ),
-                ConfigurationKind::Mutating => watch::object_changes::<MutatingWebhookConfiguration>(
-                    Api::all(client),
-                    configuration.name,
-                    metrics,
-                    call,
-                ),
-            }
-        });
-        stream::select(secrets, stream::select_all(configurations))
+        let validating = watch::object_changes::<ValidatingWebhookConfiguration>(
+            Api::all(self.client.clone()),
+            WEBHOOK_CONFIGURATION,
+            self.metrics.clone(),
+            ApiCallKind::WatchWebhookConfiguration,
+        );
+        let mutating = watch::object_changes::<MutatingWebhookConfiguration>(
+            Api::all(self.client.clone()),
+            WEBHOOK_CONFIGURATION,
+            self.metrics.clone(),
+            ApiCallKind::WatchWebhookConfiguration,
+        );
+        stream::select_all([secrets, validating, mutating])
     }
 
     /// Applies at most one step; returns when to reconcile again.
     async fn reconcile(&mut self) -> Result<Duration, Error> {
-        let objects = self.read().await.map_err(Error::Read)?;
+        let objects = Box::pin(self.read()).await.map_err(Error::Read)?;
         let webhook_bundles: Vec<_> =
-            objects.published.iter().flat_map(PublishedBundles::bundles).cloned().collect();
+            objects.published.existing().flat_map(PublishedBundles::bundles).cloned().collect();
         let trusted_for = self.trust.observe(objects.contents.signer.as_ref(), &webhook_bundles, now());
         let SecretContents { bundle, signer, leaf } = objects.contents.clone();
         let observed = ObservedCerts { secret: bundle, signer, leaf, webhook_bundles, trusted_for };
         match certs::decide(&observed, &self.policy, SystemTime::now()) {
-            RotationDecision::RecheckAfter(wait) => Ok(wait),
+            RotationDecision::RecheckAfter(wait) => {
+                let changed = self.ensure_mutating_configuration(&objects).await?;
+                Ok(if changed { wait.min(MIN_RETRY) } else { wait })
+            }
             RotationDecision::Apply(step) => {
                 self.apply(step, objects).await?;
                 Ok(Duration::ZERO)
@@ -266,16 +250,42 @@ impl CertRotator {
     async fn publish(&self, objects: &CertObjects) -> Result<(), Error> {
         let bundle = &objects.contents.bundle;
         let mut result = Ok(());
-        for published in &objects.published {
-            if published.bundles().all(|it| it.matches(bundle)) {
+        for published in objects.published.existing() {
+            if published.bundles().all(|it| it.matches(bundle)) && !published.has_drifted() {
                 continue;
             }
-            let configuration = published.configuration();
+            let configuration = published.kind();
             match self.ca_bundle.publish(published, bundle).await {
                 Ok(()) => info!(%configuration, "wrote the CA bundle into the webhook configuration"),
                 Err(error) => result = result.and(Err(Error::Publish(configuration, error))),
             }
         }
         result
+    }
+
+    /// Creates the configuration of launcher pods once replicas can serve it, and repairs it. Returns whether it wrote.
+    ///
+    /// API servers that see the new object trust the CA of the leaf that replicas serve: the bundle has every CA of the
+    /// Secret.
+    async fn ensure_mutating_configuration(&self, objects: &CertObjects) -> Result<bool, Error> {
+        let CertObjects { contents, published, .. } = objects;
+        if let Some(mutating) = published.mutating.as_ref().filter(|it| it.has_drifted()) {
+            let configuration = mutating.kind();
+            self.ca_bundle
+                .publish(mutating, &contents.bundle)
+                .await
+                .map_err(|error| Error::Publish(configuration, error))?;
+            info!(%configuration, "repaired the webhook configuration");
+            return Ok(true);
+        }
+        if contents.leaf.as_ref().is_none_or(|leaf| leaf.signed_by.is_none()) {
+            return Ok(false);
+        }
+        let created = self.ca_bundle.create_absent(published, &contents.bundle).await;
+        let created = created.map_err(Error::CreateConfiguration)?;
+        if created {
+            info!(configuration = %ConfigurationKind::Mutating, "created the webhook configuration");
+        }
+        Ok(created)
     }
 }

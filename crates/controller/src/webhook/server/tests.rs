@@ -1,7 +1,7 @@
 use api::names::VALIDATE_NODENETWORKS;
 use axum::{
     body::{Body, to_bytes},
-    http::Request,
+    http::{self, Request},
 };
 use plan::network::NodeState;
 use serde_json::{Value, json};
@@ -19,11 +19,25 @@ fn cluster() -> ClusterCache {
     cluster
 }
 
+/// A client whose requests are never answered.
+pub fn unreachable_client() -> Client {
+    let service = tower::service_fn(async |_: Request<kube::client::Body>| {
+        std::future::pending::<Result<http::Response<kube::client::Body>, kube::Error>>().await
+    });
+    Client::new(service, "ns")
+}
+
 /// The state of a synced replica whose cache holds one Node.
 fn state() -> Arc<WebhookState> {
     let readiness = Arc::new(Readiness::default());
     readiness.set_synced();
-    Arc::new(WebhookState::new(readiness, Arc::default(), cluster()))
+    Arc::new(WebhookState::new(
+        readiness,
+        Arc::default(),
+        cluster(),
+        unreachable_client(),
+        ClaimOptions::default(),
+    ))
 }
 
 async fn send(router: Router, request: Request<Body>) -> (StatusCode, String) {
@@ -238,7 +252,13 @@ async fn a_shutdown_before_the_listener_serves_is_not_lost() {
 
 #[tokio::test]
 async fn no_request_is_validated_before_the_caches_have_synced() {
-    let state = Arc::new(WebhookState::new(Arc::default(), Arc::default(), cluster()));
+    let state = Arc::new(WebhookState::new(
+        Arc::default(),
+        Arc::default(),
+        cluster(),
+        unreachable_client(),
+        ClaimOptions::default(),
+    ));
     let (status, _) = post(&state, review("CREATE", "worker-1").to_string()).await;
     assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
 }

@@ -118,7 +118,7 @@ impl BlockController {
         let network =
             self.ipam.with_ledger(|ledger| ledger.holdings().get(&block).map(|one| one.network.clone()));
         let name = ipblock::name(&network.unwrap_or_default(), block.range);
-        let IPBlockStatus { used, free, spare, lent, refused, closed, draining } = &status;
+        let IPBlockStatus { used, free, spare, lent, refused, closed, draining, claims: _ } = &status;
         let patch = json!({"metadata": {"uid": object}, "status": {
             "used": used, "free": free, "spare": spare, "lent": lent, "refused": refused, "closed": closed,
             "draining": draining,

@@ -68,7 +68,7 @@ impl BlockController {
         // A borrowed address needs a new grant: its lender may have allocated it since.
         let lender = match self.enclosing_block(&block, &holding.network) {
             Some(enclosing) => match with_timeout(self.api.get_opt(&enclosing)).await? {
-                Some(IPBlock { spec, .. }) if spec.holder.is_node() && spec.holder.uid != self.holder.uid => {
+                Some(IPBlock { spec, .. }) if spec.holder.lends() && spec.holder.uid != self.holder.uid => {
                     Some(spec.holder)
                 }
                 // This node or a holder that lends no addresses has the block.

@@ -168,3 +168,31 @@ fn the_blocks_of_a_holder_that_is_not_a_node_stay_until_their_network_is_deleted
     assert!(state.networks.contains_key("blue"), "its blocks still exist");
     assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), ["blue.10.0.0.0-28"]);
 }
+
+#[test]
+fn a_network_with_claims_is_in_use_without_any_pod() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    let claimed = ipblock::ClaimedAddress {
+        address: "10.0.0.3".parse().unwrap(),
+        claim: "ns/vm1.blue".to_owned(),
+        uid: "1".to_owned(),
+    };
+    hold(&mut state, "10.0.0.0/28", "a", IPBlockStatus { claims: vec![claimed], ..used(1) });
+    reconcile_until_stable(&mut state, at(0));
+    let users = state.networks["blue"].status.users.clone().unwrap();
+    assert_eq!((users.count, users.first), (1, vec!["IPAMClaim ns/vm1.blue".to_owned()]));
+    let claims = |state: &TestState| state.networks["blue"].status.ipam.clone().unwrap().claims;
+    assert_eq!(claims(&state), 1);
+    delete(&mut state, "blue", 1);
+    reconcile_until_stable(&mut state, at(9));
+    let (_, reason, message) = condition(&state, "blue", "Ready");
+    assert_eq!(
+        (reason, message),
+        ("DeletionBlocked", "deletion waits for users to go: 1 in total: IPAMClaim ns/vm1.blue")
+    );
+    assert!(state.nads.as_ref().unwrap().contains_key(&NadRef::new("ns", "blue")));
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0]);
+    hold(&mut state, "10.0.0.0/28", "a", used(0));
+    reconcile_until_stable(&mut state, at(10));
+    assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
+}

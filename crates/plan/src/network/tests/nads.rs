@@ -257,6 +257,7 @@ fn users_of_foreign_nads_for_the_network_count() {
         origin: None,
         config: None,
         joins: Some("blue".to_owned()),
+        network_config: Err("none".to_owned()),
     };
     state.nads.as_mut().unwrap().insert(NadRef::new("ns", "hand"), by_hand);
     uses(&mut state, "pod", "hand");

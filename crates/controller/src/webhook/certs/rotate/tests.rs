@@ -13,24 +13,25 @@ use plan::certs::CaBundle;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::webhook::pod_configuration;
 
 const SECRETS: &str = "/api/v1/namespaces/ns/secrets";
 const SECRET: &str = "/api/v1/namespaces/ns/secrets/patchbay-webhook-certs";
 const VALIDATING: &str = "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/patchbay";
-const MUTATING: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/pods";
-
-const CONFIGURATIONS: &[WebhookConfiguration] = &[
-    WebhookConfiguration { kind: ConfigurationKind::Mutating, name: "pods" },
-    WebhookConfiguration { kind: ConfigurationKind::Validating, name: "patchbay" },
-];
+const MUTATINGS: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations";
+const MUTATING: &str = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/patchbay";
 
 const PROPAGATION_DELAY: Duration = Duration::from_secs(5);
+
+fn service() -> WebhookService {
+    WebhookService { namespace: "ns".to_owned(), name: "hook".to_owned() }
+}
 
 #[derive(Default)]
 struct Objects {
     by_path: BTreeMap<String, Value>,
     version: u64,
-    /// The path of an object that nobody may write.
+    /// The path of an object that the rotator may not write.
     forbidden: Option<&'static str>,
     /// The method and the path of each write that was accepted.
     writes: Vec<(http::Method, String)>,
@@ -54,9 +55,14 @@ impl Objects {
         body: Value,
     ) -> Result<Value, (u16, &'static str)> {
         if method == http::Method::POST {
-            assert_eq!(path, SECRETS);
+            let created = if path == SECRETS { SECRET } else { MUTATING };
+            assert_eq!(created.rsplit_once('/').map(|(collection, _)| collection), Some(path));
+            if self.forbidden == Some(created) {
+                return Err((403, "Forbidden"));
+            }
+            assert!(!self.by_path.contains_key(created), "{created} exists");
             self.writes.push((method.clone(), path.to_owned()));
-            return Ok(self.put(SECRET, body));
+            return Ok(self.put(created, body));
         }
         let old = self.by_path.get(path).cloned().ok_or((404, "NotFound"))?;
         if method == http::Method::GET {
@@ -72,12 +78,15 @@ impl Objects {
         if method == http::Method::PUT {
             return Ok(self.put(path, body));
         }
+        assert_eq!(method, http::Method::PATCH);
         let mut new = old;
-        for (hook, applied) in
-            new["webhooks"].as_array_mut().unwrap().iter_mut().zip(body["webhooks"].as_array().unwrap())
-        {
-            assert_eq!((method, &hook["name"]), (&http::Method::PATCH, &applied["name"]));
-            hook["clientConfig"]["caBundle"] = applied["clientConfig"]["caBundle"].clone();
+        json_patch::merge(&mut new["metadata"], &body["metadata"]);
+        for applied in body["webhooks"].as_array().unwrap() {
+            let hooks = new["webhooks"].as_array_mut().unwrap();
+            match hooks.iter_mut().find(|hook| hook["name"] == applied["name"]) {
+                Some(hook) => json_patch::merge(hook, applied),
+                None => hooks.push(applied.clone()),
+            }
         }
         Ok(self.put(path, new))
     }
@@ -101,8 +110,12 @@ impl ApiServer {
     }
 
     fn create_configuration(&self, path: &str) {
-        let kind =
-            if path == MUTATING { "MutatingWebhookConfiguration" } else { "ValidatingWebhookConfiguration" };
+        if path == MUTATING {
+            let object =
+                pod_configuration::configuration(&service(), Some(pod_configuration::owner("v".into())));
+            self.objects().put(path, json!(object));
+            return;
+        }
         let hook = json!({
             "name": "hook.patchbay.dev",
             "clientConfig": {"service": {"namespace": "ns", "name": "hook"}},
@@ -111,8 +124,8 @@ impl ApiServer {
         });
         let object = json!({
             "apiVersion": "admissionregistration.k8s.io/v1",
-            "kind": kind,
-            "metadata": {"name": path.rsplit('/').next()},
+            "kind": "ValidatingWebhookConfiguration",
+            "metadata": {"name": "patchbay", "uid": "v"},
             "webhooks": [hook],
         });
         self.objects().put(path, object);
@@ -156,16 +169,8 @@ impl ApiServer {
             leaf_lifetime: Duration::from_hours(24),
             ca_propagation_delay: PROPAGATION_DELAY,
         };
-        let service = WebhookService { namespace: "ns".to_owned(), name: "hook".to_owned() };
         let fence = LeaseFence::expiring_in(Duration::from_hours(1));
-        CertRotator::with_configurations(
-            self.client(),
-            service,
-            CONFIGURATIONS,
-            policy,
-            Arc::default(),
-            fence,
-        )
+        CertRotator::new(self.client(), service(), policy, Arc::default(), fence)
     }
 
     fn secret(&self) -> SecretContents {
@@ -232,7 +237,7 @@ async fn a_configuration_that_lags_holds_up_the_leaf_and_no_other_configuration(
     server.take_writes();
     for expected in [patches(&[VALIDATING]), vec![], vec![]] {
         let error = rotator.reconcile().await.unwrap_err();
-        assert_eq!(error.to_string(), "write the CA bundle of MutatingWebhookConfiguration pods");
+        assert_eq!(error.to_string(), "write MutatingWebhookConfiguration patchbay");
         assert_eq!(server.take_writes(), expected);
         assert!(server.trusts(VALIDATING, &new) && !server.trusts(MUTATING, &new));
         assert_eq!(server.leaf_ca().as_ref(), Some(&old), "a leaf was signed before both trust its CA");
@@ -253,19 +258,95 @@ async fn a_configuration_that_lags_holds_up_the_leaf_and_no_other_configuration(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_configuration_that_is_not_installed_holds_up_nothing_and_gets_the_bundle_once_it_is() {
+async fn the_mutating_configuration_is_created_with_the_bundle_after_the_first_leaf() {
     let server = ApiServer::with(&[VALIDATING]);
+    let mut rotator = server.rotator();
+    while !server.objects().by_path.contains_key(SECRET) || server.leaf_ca().is_none() {
+        assert!(!server.objects().by_path.contains_key(MUTATING), "no replica could serve it");
+        let wait = rotator.reconcile().await.unwrap();
+        tokio::time::advance(wait).await;
+    }
+    server.take_writes();
+    converge(&mut rotator).await;
+    assert_eq!(server.take_writes(), [(http::Method::POST, MUTATINGS.to_owned())]);
+    let ca = server.leaf_ca().unwrap();
+    assert!(server.trusts(VALIDATING, &ca) && server.trusts(MUTATING, &ca));
+    let created = server.objects().by_path[MUTATING].clone();
+    assert_eq!(created["metadata"]["ownerReferences"][0]["uid"], "v");
+    assert_eq!(created["webhooks"][0]["failurePolicy"], "Fail");
+
+    server.objects().by_path.remove(MUTATING);
+    converge(&mut rotator).await;
+    assert_eq!(server.take_writes(), [(http::Method::POST, MUTATINGS.to_owned())], "it is created again");
+    assert!(server.trusts(MUTATING, &ca));
+    assert_eq!(server.leaf_ca(), Some(ca), "the serving certificate stays");
+}
+
+/// A webhook that fails closed must not outlive the controllers.
+#[tokio::test(start_paused = true)]
+async fn without_the_validating_configuration_the_mutating_one_is_not_created() {
+    let server = ApiServer::default();
     let mut rotator = server.rotator();
     converge(&mut rotator).await;
     let ca = server.leaf_ca().unwrap();
-    assert!(server.trusts(VALIDATING, &ca));
+    assert!(!server.objects().by_path.contains_key(MUTATING));
 
-    server.create_configuration(MUTATING);
-    server.take_writes();
+    server.create_configuration(VALIDATING);
     converge(&mut rotator).await;
-    assert_eq!(server.take_writes(), patches(&[MUTATING]));
-    assert!(server.trusts(MUTATING, &ca));
+    assert!(server.trusts(VALIDATING, &ca) && server.trusts(MUTATING, &ca));
     assert_eq!(server.leaf_ca(), Some(ca), "the serving certificate stays");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mutating_configuration_that_cannot_be_created_holds_up_no_certificate() {
+    let server = ApiServer::with(&[VALIDATING]);
+    server.objects().forbidden = Some(MUTATING);
+    let mut rotator = server.rotator();
+    let error = loop {
+        match rotator.reconcile().await {
+            Ok(wait) => tokio::time::advance(wait).await,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.to_string(), "create MutatingWebhookConfiguration patchbay");
+    let old = server.leaf_ca().unwrap();
+    server.lose_ca_key();
+    for _ in 0..6 {
+        let _ = rotator.reconcile().await;
+        tokio::time::advance(PROPAGATION_DELAY).await;
+    }
+    assert_ne!(server.leaf_ca().unwrap(), old);
+}
+
+#[tokio::test(start_paused = true)]
+async fn changes_of_the_mutating_configuration_are_undone() {
+    let server = ApiServer::with(&[VALIDATING]);
+    let mut rotator = server.rotator();
+    converge(&mut rotator).await;
+    let good = server.objects().by_path[MUTATING].clone();
+    let damage: [fn(&mut Value); 4] = [
+        |object| object["webhooks"][0]["failurePolicy"] = json!("Ignore"),
+        |object| object["webhooks"] = json!([]),
+        |object| object["metadata"]["ownerReferences"] = json!([]),
+        |object| object["webhooks"][0]["clientConfig"]["caBundle"] = Value::Null,
+    ];
+    for (number, damage) in damage.into_iter().enumerate() {
+        let mut object = good.clone();
+        damage(&mut object);
+        server.objects().put(MUTATING, object);
+        server.take_writes();
+        converge(&mut rotator).await;
+        assert_eq!(server.take_writes(), patches(&[MUTATING]), "damage {number}");
+        let mut repaired = server.objects().by_path[MUTATING].clone();
+        repaired["metadata"]["resourceVersion"] = good["metadata"]["resourceVersion"].clone();
+        assert_eq!(repaired, good, "damage {number}");
+    }
+    // The ValidatingWebhookConfiguration was deleted and created again.
+    let mut validating = server.objects().by_path[VALIDATING].clone();
+    validating["metadata"]["uid"] = json!("w");
+    server.objects().put(VALIDATING, validating);
+    converge(&mut rotator).await;
+    assert_eq!(server.objects().by_path[MUTATING]["metadata"]["ownerReferences"][0]["uid"], "w");
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,0 +1,288 @@
+//! AdmissionReviews in, patches and denials out: the webhooks of launcher pods and of references to IPAMClaims.
+
+use std::{convert::Infallible, sync::Mutex};
+
+use kube::{Client, core::Status};
+use plan::claims::{ClaimOptions, ObjectKey};
+
+use super::*;
+use crate::cache::{
+    ClusterCache,
+    claims::project::{self as claims_project, ClaimObject, MachineObject},
+    project as cache_project,
+};
+
+const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
+const VMI: &str = "/apis/kubevirt.io/v1/namespaces/ns/virtualmachineinstances/vm1";
+const RED: &str = "/apis/k8s.cni.cncf.io/v1/namespaces/ns/network-attachment-definitions/red";
+
+fn interface(network: &str) -> String {
+    claims_project::pod_interface_name(network)
+}
+
+fn vm_owner() -> Value {
+    json!([{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "name": "vm1", "uid": "v", "controller": true}])
+}
+
+/// An instance whose networks are each on the NAD of the same name; `name=nad` names another NAD.
+fn vmi(networks: &[&str]) -> Value {
+    let networks = networks.iter().map(|text| text.split_once('=').unwrap_or((text, text)));
+    let interfaces: Vec<Value> =
+        networks.clone().map(|(name, _)| json!({"name": name, "bridge": {}})).collect();
+    let multus: Vec<Value> =
+        networks.map(|(name, nad)| json!({"name": name, "multus": {"networkName": nad}})).collect();
+    json!({
+        "apiVersion": "kubevirt.io/v1",
+        "kind": "VirtualMachineInstance",
+        "metadata": {"namespace": "ns", "name": "vm1", "uid": "i", "resourceVersion": "1", "ownerReferences": vm_owner()},
+        "spec": {"domain": {"devices": {"interfaces": interfaces}}, "networks": multus},
+        "status": {"phase": "Scheduling"},
+    })
+}
+
+fn nad(name: &str) -> Value {
+    let config = json!({
+        "cniVersion": "1.0.0", "name": name, "type": "patchbay-bridge", "allowPersistentIPs": true,
+        "ipam": {"type": "patchbay-ipam", "network": name},
+    });
+    json!({
+        "apiVersion": "k8s.cni.cncf.io/v1",
+        "kind": "NetworkAttachmentDefinition",
+        "metadata": {"namespace": "ns", "name": name, "uid": format!("nad-{name}"), "resourceVersion": "1"},
+        "spec": {"config": config.to_string()},
+    })
+}
+
+/// A webhook with its cache, and an API server for what the cache does not have.
+struct Webhook {
+    state: Arc<WebhookState>,
+    reads: Arc<Mutex<Vec<String>>>,
+}
+
+impl Webhook {
+    /// The cache has NAD `blue`, the claim `vm1.blue` and, if given, the instance. The API server has these objects, by path.
+    fn new(cached: Option<Value>, live: &[(&str, Value)]) -> Self {
+        let reads = Arc::new(Mutex::new(Vec::new()));
+        let cluster = ClusterCache::new();
+        let (at, blue) = cache_project::nad(serde_json::from_value(nad("blue")).unwrap()).unwrap();
+        cluster.update(CacheSource::Nads, |state| {
+            state.nads = Some([(at, blue)].into());
+            true
+        });
+        if let Some(vmi) = cached {
+            let object: MachineObject = serde_json::from_value(vmi).unwrap();
+            cluster.claims().set_vmi(&ObjectKey::new("ns", "vm1"), claims_project::vmi(&object));
+        }
+        let claim: ClaimObject = serde_json::from_value(json!({
+            "metadata": {"namespace": "ns", "name": "vm1.blue", "uid": "c", "resourceVersion": "1",
+                "ownerReferences": vm_owner(), "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": {"network": "blue", "interface": interface("blue")},
+            "status": {"ips": []},
+        }))
+        .unwrap();
+        cluster.claims().set_claim(&ObjectKey::new("ns", "vm1.blue"), claims_project::claim(claim));
+        let client = api_server(live, &reads);
+        let state =
+            WebhookState::new(Arc::default(), Arc::default(), cluster, client, ClaimOptions::default());
+        state.readiness.set_synced();
+        Self { state: Arc::new(state), reads }
+    }
+
+    fn reads(&self) -> Vec<String> {
+        std::mem::take(&mut self.reads.lock().unwrap())
+    }
+
+    /// The `response` of the AdmissionReview.
+    async fn review(&self, path: &str, object: &Value, old: Option<&Value>) -> Value {
+        let review = json!({
+            "apiVersion": "admission.k8s.io/v1",
+            "kind": "AdmissionReview",
+            "request": {
+                "uid": "u-1",
+                "resource": {"group": "", "version": "v1", "resource": "pods"},
+                "operation": if old.is_some() { "UPDATE" } else { "CREATE" },
+                "namespace": "ns",
+                "userInfo": {"username": "system:serviceaccount:kubevirt:kubevirt-controller"},
+                "object": object,
+                "oldObject": old,
+            },
+        });
+        let request = http::Request::post(path).body(Body::from(review.to_string())).unwrap();
+        let response = router().with_state(Arc::clone(&self.state)).oneshot(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        let body = to_bytes(response.into_body(), usize::MAX).await.unwrap();
+        serde_json::from_slice::<Value>(&body).unwrap()["response"].take()
+    }
+
+    /// The networks annotation after the patch; `None` if there is no patch. Nothing else may change.
+    async fn mutate(&self, pod: &Value, old: Option<&Value>) -> Option<String> {
+        let response = self.review(MUTATE_POD, pod, old).await;
+        assert_eq!(response["allowed"], true, "{response}");
+        let ByteString(text) = serde_json::from_value(response.get("patch")?.clone()).unwrap();
+        let patch: Patch = serde_json::from_slice(&text).unwrap();
+        let mut patched = pod.clone();
+        json_patch::patch(&mut patched, &patch).unwrap();
+        let networks = patched["metadata"]["annotations"][NETWORKS].take();
+        let mut expected = pod.clone();
+        expected["metadata"]["annotations"][NETWORKS].take();
+        assert_eq!(patched, expected, "only the annotation changes");
+        networks.as_str().map(str::to_owned)
+    }
+}
+
+fn api_server(live: &[(&str, Value)], reads: &Arc<Mutex<Vec<String>>>) -> Client {
+    let live: Vec<(String, Value)> =
+        live.iter().map(|(path, object)| ((*path).to_owned(), object.clone())).collect();
+    let reads = Arc::clone(reads);
+    let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+        let path = request.uri().path().to_owned();
+        reads.lock().unwrap().push(path.clone());
+        let found = live.iter().find(|(at, _)| *at == path).map(|(_, object)| object.clone());
+        async move {
+            let (code, body) = match found {
+                Some(object) => (200, object),
+                None => (404, json!(Status::failure("no", "NotFound").with_code(404))),
+            };
+            let response = http::Response::builder().status(code).body(Body::from(body.to_string()));
+            Ok::<_, Infallible>(response.unwrap())
+        }
+    });
+    Client::new(service, "ns")
+}
+
+fn launcher(networks: &str) -> Value {
+    json!({
+        "metadata": {
+            "generateName": "virt-launcher-vm1-",
+            "labels": {"kubevirt.io": "virt-launcher"},
+            "annotations": {NETWORKS: networks, "kubevirt.io/domain": "vm1"},
+            "ownerReferences": [{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachineInstance", "name": "vm1", "uid": "i", "controller": true}],
+        },
+        "spec": {"containers": [{"name": "compute"}]},
+    })
+}
+
+/// The reference of each element.
+fn references(text: &str) -> Vec<Value> {
+    let elements: Vec<Value> = serde_json::from_str(text).unwrap();
+    elements.iter().map(|element| element["ipam-claim-reference"].clone()).collect()
+}
+
+#[tokio::test]
+async fn the_comma_form_becomes_json_with_a_reference() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let text = webhook.mutate(&launcher("ns/blue"), None).await.unwrap();
+    let elements: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(
+        elements,
+        json!([{"name": "blue", "namespace": "ns", "ipam-claim-reference": "vm1.blue"}]),
+        "{text}"
+    );
+    assert_eq!(webhook.reads(), [""; 0], "the cache has everything");
+    assert_eq!(webhook.mutate(&launcher(&text), None).await, None, "a second call changes nothing");
+}
+
+#[tokio::test]
+async fn all_other_bytes_of_json_elements_stay() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let interface = interface("blue");
+    let element = format!(
+        r#"{{ "name":"blue","namespace":"ns" , "interface":"{interface}","cni-args":{{"x":1.50,"y":"\u00e9"}},"x-unknown":[1, 2,3]"#
+    );
+    let text = webhook.mutate(&launcher(&format!("[{element}}}]")), None).await.unwrap();
+    assert!(text.contains(&element), "{text}");
+    assert_eq!(references(&text), ["vm1.blue"]);
+}
+
+#[tokio::test]
+async fn two_elements_of_one_nad_get_their_own_claims() {
+    let webhook = Webhook::new(Some(vmi(&["blue", "second=blue"])), &[]);
+    let element = |network: &str| json!({"name": "blue", "namespace": "ns", "interface": interface(network)});
+    let pod = launcher(&json!([element("blue"), element("second")]).to_string());
+    let text = webhook.mutate(&pod, None).await.unwrap();
+    assert_eq!(references(&text), ["vm1.blue", "vm1.second"]);
+}
+
+#[tokio::test]
+async fn an_update_restores_the_references_that_kubevirt_drops() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let element = json!({"name": "blue", "namespace": "ns", "interface": interface("blue")});
+    let mut referring = element.clone();
+    referring["ipam-claim-reference"] = json!("vm1.blue");
+    let old = launcher(&json!([referring]).to_string());
+    let new = launcher(&json!([element]).to_string());
+    let text = webhook.mutate(&new, Some(&old)).await.unwrap();
+    assert_eq!(references(&text), ["vm1.blue"]);
+    assert_eq!(webhook.mutate(&new, Some(&new)).await, None, "the annotation did not change");
+}
+
+#[tokio::test]
+async fn an_annotation_that_cannot_be_parsed_is_a_bad_request() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    for networks in ["[{\"name\": \"blue\"", "{\"name\": \"blue\"}"] {
+        let response = webhook.review(MUTATE_POD, &launcher(networks), None).await;
+        assert_eq!(response["allowed"], false, "{networks}");
+        assert_eq!(response["status"]["code"], 400, "{networks}");
+        let message = response["status"]["message"].as_str().unwrap();
+        assert!(message.starts_with("failed to parse pod network selection elements: "), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_nad_that_does_not_exist_affects_only_its_own_element() {
+    let webhook = Webhook::new(Some(vmi(&["blue", "red"])), &[]);
+    let text = webhook.mutate(&launcher("ns/red,ns/blue"), None).await.unwrap();
+    assert_eq!(references(&text), [Value::Null, json!("vm1.blue")]);
+    assert_eq!(webhook.reads(), [RED], "only the missing NAD is read");
+}
+
+#[tokio::test]
+async fn what_the_cache_does_not_have_is_read_from_the_api_server() {
+    let webhook = Webhook::new(None, &[(VMI, vmi(&["red"])), (RED, nad("red"))]);
+    let text = webhook.mutate(&launcher("ns/red"), None).await.unwrap();
+    assert_eq!(references(&text), ["vm1.red"]);
+    assert_eq!(webhook.reads(), [VMI, RED]);
+
+    let plugged = Webhook::new(Some(vmi(&["blue"])), &[(VMI, vmi(&["blue", "red"])), (RED, nad("red"))]);
+    let element = json!({"name": "red", "namespace": "ns", "interface": interface("red")});
+    let text = plugged.mutate(&launcher(&json!([element]).to_string()), None).await.unwrap();
+    assert_eq!(references(&text), ["vm1.red"], "plugged after the cache was filled");
+
+    let gone = Webhook::new(None, &[]);
+    assert_eq!(gone.mutate(&launcher("ns/blue"), None).await, None, "the instance does not exist");
+}
+
+#[tokio::test]
+async fn pods_that_are_no_launchers_stay_as_they_are() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let mut plain = launcher("ns/blue");
+    plain["metadata"]["annotations"].as_object_mut().unwrap().remove("kubevirt.io/domain");
+    assert_eq!(webhook.mutate(&plain, None).await, None);
+    assert_eq!(webhook.mutate(&launcher(" "), None).await, None);
+    assert_eq!(webhook.reads(), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_forged_reference_is_denied_and_that_of_a_launcher_is_not() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let networks = |claim: &str| json!([{"name": "blue", "ipam-claim-reference": claim}]).to_string();
+    let allowed = webhook.review(VALIDATE_CLAIMS, &launcher(&networks("vm1.blue")), None).await;
+    assert_eq!(allowed, json!({"uid": "u-1", "allowed": true}));
+
+    let mut forged = launcher(&networks("vm1.blue"));
+    forged["metadata"].as_object_mut().unwrap().remove("ownerReferences");
+    forged["metadata"]["labels"] = json!({});
+    let message = "pod is not a launcher of VirtualMachine ns/vm1, which owns IPAMClaim ns/vm1.blue; remove \
+        ipam-claim-reference from element [0] of k8s.v1.cni.cncf.io/networks";
+    assert_eq!(
+        webhook.review(VALIDATE_CLAIMS, &forged, None).await,
+        json!({
+            "uid": "u-1",
+            "allowed": false,
+            "status": {"code": 403, "reason": "Forbidden", "message": message},
+        })
+    );
+    forged["metadata"]["annotations"][NETWORKS] = json!(networks("not-yet"));
+    let unknown = webhook.review(VALIDATE_CLAIMS, &forged, None).await;
+    assert_eq!(unknown["allowed"], true, "a claim that does not exist yet");
+}

@@ -1,0 +1,437 @@
+//! Applies the steps of a plan: runs plugins, and records before and after what they do.
+
+use std::{path::Path, time::Instant};
+
+use api::{ErrorChain, nad_config::NadConfig, network_status::NetworkStatus};
+use link::{DefaultRoute, SkipReason};
+use plan::{
+    hotplug::{
+        AddStep, AttachedRecord, AttachmentRecord, DelMode, LinkIdentity, Origin, RecordPhase, RemoveStep,
+        Step,
+    },
+    ipam::AttachmentKey,
+};
+use tracing::{info, warn};
+
+use super::{
+    Deps,
+    metrics::FailureReason,
+    pod_namespace::{NamespaceError, created_links},
+    sandboxes::PodNetwork,
+};
+use crate::executor::{CniRequest, ExecError, attachment_result};
+
+/// Why a step failed.
+#[derive(Debug)]
+pub struct StepError {
+    pub reason: FailureReason,
+    /// For events: what failed and why.
+    pub text: String,
+}
+
+impl StepError {
+    /// Whether the step only has to wait for its turn. That is no event of the pod.
+    pub fn is_wait(&self) -> bool {
+        self.reason == FailureReason::Busy
+    }
+
+    /// Whether the plugin itself reported the error, or does not exist.
+    pub fn is_of_plugin(&self) -> bool {
+        matches!(self.reason, FailureReason::Plugin | FailureReason::PluginMissing)
+    }
+}
+
+/// What became of a step.
+#[derive(Debug)]
+pub enum Outcome {
+    Done,
+    Failed(StepError),
+    /// Nothing was done: the daemon stops, or the pod changed since the plan was made.
+    Skipped,
+}
+
+impl From<NamespaceError> for StepError {
+    fn from(error: NamespaceError) -> Self {
+        Self { reason: FailureReason::Links, text: ErrorChain(&error).to_string() }
+    }
+}
+
+impl From<ExecError> for StepError {
+    fn from(error: ExecError) -> Self {
+        let reason = match &error {
+            ExecError::Plugin { .. } => FailureReason::Plugin,
+            ExecError::Signaled { .. } => FailureReason::Signaled,
+            ExecError::PluginMissing { .. } => FailureReason::PluginMissing,
+            ExecError::Timeout { .. } => FailureReason::Timeout,
+            ExecError::TooLong { .. } | ExecError::Invalid(_) => FailureReason::InvalidOutput,
+            ExecError::Busy { .. } | ExecError::Stopping => FailureReason::Busy,
+            ExecError::Host { .. } => FailureReason::Host,
+        };
+        Self { reason, text: error.to_string() }
+    }
+}
+
+impl Deps {
+    /// Applies a step.
+    pub async fn apply(&self, step: Step) -> Outcome {
+        let applied = match step {
+            Step::Add(step) => self.add(&step).await,
+            Step::Remove(step) => self.remove(&step).await,
+            Step::Forget(key) => {
+                self.forget(key).await;
+                Ok(Outcome::Done)
+            }
+        };
+        applied.unwrap_or_else(Outcome::Failed)
+    }
+
+    async fn forget(&self, key: AttachmentKey) {
+        if let Err(error) = self.journal.remove(key).await {
+            warn!(error = %error, "the end of an attachment cannot be recorded yet");
+        }
+    }
+
+    /// Whether a path is of the namespace of this sandbox, if it still exists. A path with the number of a process is so only
+    /// while the sandbox runs: the number may be of another process later.
+    async fn is_namespace_of(&self, uid: &str, container: &str, netns: &str) -> Result<bool, StepError> {
+        if !names_process(netns) {
+            return Ok(true);
+        }
+        let located = self.locator.locate(uid).await.map_err(|error| StepError {
+            reason: FailureReason::Runtime,
+            text: ErrorChain(&error).to_string(),
+        })?;
+        let network = PodNetwork::Namespace(netns.to_owned());
+        Ok(located.is_some_and(|found| found.id == container && found.network == network))
+    }
+
+    async fn add(&self, step: &AddStep) -> Result<Outcome, StepError> {
+        let (started, netns) = (Instant::now(), step.sandbox.netns.as_str());
+        if !self.is_namespace_of(&step.pod.runtime_uid, &step.sandbox.id, netns).await? {
+            let text = format!("the process of the network namespace {netns} has ended");
+            return Err(StepError { reason: FailureReason::Runtime, text });
+        }
+        self.refresh_plugin_dirs().await;
+        let request = add_request(step);
+        // The wait comes before the list of links, so that no link of another program appears in between.
+        let turn = match self.executor.turn(&request).await {
+            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            turn => turn?,
+        };
+        let before = match self.namespaces.links(netns).await {
+            Err(NamespaceError::Gone { .. }) => return Ok(Outcome::Skipped),
+            before => before?,
+        };
+        // A link that was created since the plan was made.
+        if before.iter().any(|link| link.name == step.interface.as_str()) {
+            return Ok(Outcome::Skipped);
+        }
+        let intent = step.intent(before.iter().map(|link| link.index).collect());
+        let key = intent.key.clone();
+        let announced = self.journal.announce(intent.clone()).await;
+        announced.map_err(|error| StepError { reason: FailureReason::Journal, text: error.to_string() })?;
+        let added = match self.executor.add(&request, turn).await {
+            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            Err(error) => {
+                if ran_nothing(&error, &request) {
+                    // Nothing is to be undone.
+                    let removed = AttachmentRecord { phase: RecordPhase::Removed, ..intent };
+                    if let Err(error) = self.journal.update(removed).await {
+                        warn!(error = %error, "a failed attachment cannot be recorded yet");
+                    }
+                }
+                return Err(error.into());
+            }
+            Ok(added) => added,
+        };
+        let (after, host_links) = self.namespaces.links_with_peers(netns).await?;
+        let result = attachment_result(&added.success);
+        let statuses = result.statuses(&step.nad, &step.interface, added.device_info.as_ref());
+        let links = attachment_links(step, &statuses, created_links(&before, &after, &host_links));
+        if links.is_empty() && !added.success.interfaces.iter().any(|interface| interface.sandbox.is_some()) {
+            let text = "the plugin reported success but created no interface in the pod".to_owned();
+            return Err(StepError { reason: FailureReason::InvalidOutput, text });
+        }
+        let replaced = self.set_default_routes(step, &key, &links).await?;
+        let attached = AttachedRecord { result: added.result, statuses, links, replaced_routes: replaced };
+        let record = AttachmentRecord { phase: RecordPhase::Attached(attached), ..intent };
+        if let Err(error) = self.journal.update(record).await {
+            warn!(error = %error, "an attachment cannot be recorded yet; a restart of the daemon would repeat it");
+        }
+        info!(
+            pod = %format_args!("{}/{}", step.pod.namespace, step.pod.name),
+            network = %step.nad,
+            interface = %step.interface,
+            took_ms = millis(started),
+            "attached an interface"
+        );
+        Ok(Outcome::Done)
+    }
+
+    /// Directs the default routes of the pod through the new interface, or removes the ones over it. Returns those that
+    /// were replaced, in the form of the record.
+    async fn set_default_routes(
+        &self,
+        step: &AddStep,
+        key: &AttachmentKey,
+        links: &[LinkIdentity],
+    ) -> Result<Vec<serde_json::Value>, StepError> {
+        let netns = step.sandbox.netns.as_str();
+        let failed = |error: NamespaceError| StepError {
+            reason: FailureReason::Route,
+            text: format!("cannot set the default route: {}", ErrorChain(&error)),
+        };
+        let own = links.iter().find(|link| link.name == step.interface.as_str()).or(links.first());
+        let Some(index) = own.and_then(|link| link.index) else {
+            if step.default_route.is_empty() {
+                return Ok(Vec::new());
+            }
+            let text = "cannot set the default route: the plugin created no interface in the pod".to_owned();
+            return Err(StepError { reason: FailureReason::Route, text });
+        };
+        if step.filtered_routes.ipv4 || step.filtered_routes.ipv6 {
+            self.namespaces
+                .remove_default_routes(netns, index, step.filtered_routes)
+                .await
+                .map_err(failed)?;
+        }
+        if step.default_route.is_empty() {
+            return Ok(Vec::new());
+        }
+        // On disk before they change: after a crash they are restored.
+        let present = self.namespaces.default_routes(netns).await.map_err(failed)?;
+        let is_replaced = |route: &&DefaultRoute| {
+            let requested = step.default_route.iter().any(|gateway| gateway.is_ipv6() == route.ipv6);
+            requested && !route.is_advertised() && !route.links.contains(&index)
+        };
+        let others = present.iter().filter(is_replaced).filter_map(to_value).collect();
+        let saved = self.journal.save_routes(key.clone(), others).await;
+        saved.map_err(|error| StepError { reason: FailureReason::Journal, text: error.to_string() })?;
+        let gateways = step.default_route.clone();
+        let replaced =
+            self.namespaces.replace_default_routes(netns, index, gateways).await.map_err(failed)?;
+        Ok(replaced.iter().filter_map(to_value).collect())
+    }
+
+    async fn remove(&self, step: &RemoveStep) -> Result<Outcome, StepError> {
+        let (started, record) = (Instant::now(), &step.record);
+        if let Some(intent) = step.intent()
+            && let Err(error) = self.journal.update(intent).await
+        {
+            warn!(error = %error, "the start of a DEL cannot be recorded yet");
+        }
+        let is_same_namespace =
+            self.is_namespace_of(&record.pod.runtime_uid, &record.key.container, &record.netns).await?;
+        let mode = if is_same_namespace { step.mode } else { DelMode::ReleaseOnly };
+        self.delete_moved_links(step).await?;
+        let restores = is_same_namespace && record.boot == self.boot;
+        // The pod has no default route as long as DEL fails.
+        if restores && step.has_lost_links() {
+            self.restore_default_routes(record).await?;
+        }
+        self.refresh_plugin_dirs().await;
+        let request = del_request(record, mode)?;
+        let deleted = match record.attached() {
+            Some(attached) => {
+                let result = Some(attached.result.as_str()).filter(|result| !result.is_empty());
+                self.executor.del(&request, result, step.errors).await
+            }
+            None => self.executor.del_unfinished(&request, step.errors).await,
+        };
+        match deleted {
+            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            deleted => deleted?,
+        }
+        if is_same_namespace && !step.leftover_links.is_empty() {
+            match self.namespaces.delete_links(&record.netns, step.leftover_links.clone()).await {
+                Ok(()) | Err(NamespaceError::Gone { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        // The routes over the interface are gone with it. What it replaced stays recorded until this has worked.
+        if restores {
+            self.restore_default_routes(record).await?;
+        }
+        if record.origin != Origin::Hotplug {
+            self.recorded.delete_result(record).await.map_err(|error| StepError {
+                reason: FailureReason::Host,
+                text: ErrorChain(&error).to_string(),
+            })?;
+        }
+        if let Err(error) = self.journal.update(step.removed_record()).await {
+            warn!(error = %error, "the end of an attachment cannot be recorded yet; a restart of the daemon would repeat its DEL");
+        }
+        info!(
+            pod = %format_args!("{}/{}", record.pod.namespace, record.pod.name),
+            network = %record.nad,
+            interface = record.key.interface,
+            purpose = ?step.purpose,
+            took_ms = millis(started),
+            "detached an interface"
+        );
+        Ok(Outcome::Done)
+    }
+
+    /// Deletes the links of an attachment that were moved to another namespace inside the pod, because DEL does not find
+    /// them there and releases their addresses.
+    async fn delete_moved_links(&self, step: &RemoveStep) -> Result<(), StepError> {
+        if let Some(name) = &step.moved_links.unreachable {
+            let text = format!(
+                "interface {name} was moved to another network namespace inside the pod, where it still uses its \
+                 addresses; move it back, or delete the pod"
+            );
+            return Err(StepError { reason: FailureReason::Links, text });
+        }
+        if let Some(name) = &step.moved_links.unidentified {
+            let text = format!(
+                "interface {name} was renamed before Patchbay saw it: another link has its MAC address and may still use \
+                 its addresses; rename that link to {name}, or delete the pod"
+            );
+            return Err(StepError { reason: FailureReason::Links, text });
+        }
+        Ok(self.namespaces.delete_host_veths(step.moved_links.host_peers.clone()).await?)
+    }
+
+    /// Uses the plugin directories that the configuration of Multus names now.
+    async fn refresh_plugin_dirs(&self) {
+        if let Ok(multus) = self.multus.read().await {
+            self.executor.set_plugin_dirs(self.settings.plugin_dirs(&multus));
+        }
+    }
+
+    /// Brings back the default routes that an attachment replaced. Without a namespace there is nothing to restore.
+    async fn restore_default_routes(&self, record: &AttachmentRecord) -> Result<(), StepError> {
+        let routes = match record.attached() {
+            Some(attached) => attached.replaced_routes.clone(),
+            None => self.journal.saved_routes(&record.key),
+        };
+        // The record was written by this program. What is not a route cannot be restored.
+        let routes: Vec<DefaultRoute> =
+            routes.into_iter().filter_map(|route| serde_json::from_value(route).ok()).collect();
+        if routes.is_empty() {
+            return Ok(());
+        }
+        let links = record.attached().map_or(&[][..], |attached| &attached.links);
+        // No link has the index 0.
+        let unplugged = links.iter().find_map(|link| link.index).unwrap_or(0);
+        let outcome = match self.namespaces.restore_default_routes(&record.netns, routes, unplugged).await {
+            Ok(outcome) => outcome,
+            Err(NamespaceError::Gone { .. }) => return Ok(()),
+            Err(error) => {
+                let text = format!("cannot restore the default route: {}", ErrorChain(&error));
+                return Err(StepError { reason: FailureReason::Route, text });
+            }
+        };
+        for skipped in outcome.skipped {
+            match &skipped.reason {
+                SkipReason::OtherDefaultRoute { links }
+                    if self.inherit_route(record, links, &skipped.route).await => {}
+                reason => warn!(pod = record.pod.name, %reason, "a default route of a pod is not restored"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Another attachment of the pod has the default route now: it restores the route when it is removed.
+    async fn inherit_route(&self, record: &AttachmentRecord, links: &[u32], route: &DefaultRoute) -> bool {
+        for other in self.journal.records_of(&record.pod.runtime_uid) {
+            let Some(attached) = other.attached().filter(|_| other.key.container == record.key.container)
+            else {
+                continue;
+            };
+            let owns =
+                attached.links.iter().any(|link| link.index.is_some_and(|index| links.contains(&index)));
+            let Some(value) = to_value(route).filter(|_| owns && other.key != record.key) else { continue };
+            let mut attached = attached.clone();
+            if !attached.replaced_routes.contains(&value) {
+                attached.replaced_routes.push(value);
+            }
+            let update = AttachmentRecord { phase: RecordPhase::Attached(attached), ..(*other).clone() };
+            if let Err(error) = self.journal.update(update).await {
+                warn!(error = %error, "a replaced default route cannot be recorded yet");
+            }
+            return true;
+        }
+        false
+    }
+}
+
+/// The links of an attachment: those that ADD created, and that have the requested name or one of the result. If none has, a
+/// program in the pod has renamed them: then those with a MAC address of the result.
+fn attachment_links(
+    step: &AddStep,
+    statuses: &[NetworkStatus],
+    created: Vec<LinkIdentity>,
+) -> Vec<LinkIdentity> {
+    let is_named = |link: &LinkIdentity| {
+        link.name == step.interface.as_str() || statuses.iter().any(|status| status.interface == link.name)
+    };
+    let has_mac = |link: &LinkIdentity| {
+        let mac = link.mac.as_deref().unwrap_or_default();
+        statuses.iter().any(|status| !mac.is_empty() && status.mac.eq_ignore_ascii_case(mac))
+    };
+    let (named, others): (Vec<_>, Vec<_>) = created.into_iter().partition(is_named);
+    if named.is_empty() { others.into_iter().filter(has_mac).collect() } else { named }
+}
+
+/// Whether no plugin was started before an ADD failed.
+fn ran_nothing(error: &ExecError, request: &CniRequest) -> bool {
+    let is_first = |plugin: &str| request.config.plugins.first().is_some_and(|first| first.plugin == plugin);
+    match error {
+        ExecError::Invalid(_) | ExecError::Stopping => true,
+        ExecError::PluginMissing { plugin, .. } => is_first(plugin),
+        ExecError::Busy { plugin, .. } => {
+            let plugins = request.config.plugins.iter();
+            is_first(plugin) && plugins.filter(|other| other.plugin == *plugin).count() == 1
+        }
+        ExecError::Plugin { .. }
+        | ExecError::Timeout { .. }
+        | ExecError::TooLong { .. }
+        | ExecError::Signaled { .. }
+        | ExecError::Host { .. } => false,
+    }
+}
+
+fn add_request(step: &AddStep) -> CniRequest {
+    CniRequest {
+        config: (*step.config).clone(),
+        nad: step.nad.to_string(),
+        container_id: step.sandbox.id.clone(),
+        netns: Some(step.sandbox.netns.clone()),
+        ifname: step.interface.to_string(),
+        cni_args: step.cni_args.clone(),
+        capability_args: step.capability_args.clone(),
+    }
+}
+
+fn del_request(record: &AttachmentRecord, mode: DelMode) -> Result<CniRequest, StepError> {
+    let config = NadConfig::parse(Some(&record.config), &record.nad.name).map_err(|error| StepError {
+        reason: FailureReason::InvalidOutput,
+        text: format!("the recorded CNI configuration is invalid: {error}"),
+    })?;
+    Ok(CniRequest {
+        config,
+        nad: record.nad.to_string(),
+        container_id: record.key.container.clone(),
+        netns: match mode {
+            DelMode::WithNamespace => Some(record.netns.clone()),
+            DelMode::ReleaseOnly => None,
+        },
+        ifname: record.key.interface.clone(),
+        cni_args: record.cni_args.clone(),
+        capability_args: record.capability_args.clone(),
+    })
+}
+
+/// Whether a path of a namespace has the number of a process in it.
+fn names_process(netns: &str) -> bool {
+    Path::new(netns).starts_with("/proc")
+}
+
+fn to_value(route: &DefaultRoute) -> Option<serde_json::Value> {
+    serde_json::to_value(route).ok()
+}
+
+fn millis(started: Instant) -> u64 {
+    u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX)
+}

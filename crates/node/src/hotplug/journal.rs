@@ -1,0 +1,361 @@
+//! The journal of hot-plugged attachments: what was attached, and what the daemon is about to attach.
+//!
+//! One thread writes it. Records that workers append at the same time share one fsync. The records are also in memory,
+//! so that readers never wait for the disk.
+//!
+//! A journal that cannot be written accepts no intent, so nothing is attached. What has happened already (an attachment
+//! was made or removed) counts in memory, and the next successful write replaces the file with what is in memory.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, io,
+    path::Path,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
+
+use api::ErrorChain;
+use plan::{
+    hotplug::{AttachmentRecord, RecordPhase},
+    ipam::AttachmentKey,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::sync::{oneshot, watch};
+use tracing::{info, warn};
+
+pub use crate::store::journal::Error;
+use crate::store::journal::{self, Codec, Damage};
+
+/// The journal's directory in the state directory of the daemon.
+const DIRECTORY: &str = "hotplug";
+/// What messages call the journal.
+const NAME: &str = "hot-plug journal";
+/// How often a journal that cannot be written is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Bounds the records that share an fsync.
+const MAX_BATCH: usize = 256;
+
+/// A line of the journal.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+enum JournalEntry {
+    /// Replaces the record with the same key.
+    Attachment(Arc<AttachmentRecord>),
+    /// Also removes the routes.
+    Removed(AttachmentKey),
+    /// The default routes of the pod before an attachment with `default-route` replaced them.
+    Routes(AttachmentKey, Vec<Value>),
+}
+
+struct AttachmentCodec;
+
+impl Codec for AttachmentCodec {
+    type Record = JournalEntry;
+    const FORMAT: u32 = 1;
+
+    fn encode(record: &JournalEntry) -> String {
+        // Cannot fail: all map keys of a record serialize as strings.
+        serde_json::to_string(record).unwrap_or_default()
+    }
+
+    fn decode(text: &str) -> Option<JournalEntry> {
+        serde_json::from_str(text).ok()
+    }
+}
+
+#[derive(Debug, Default)]
+struct Records {
+    attachments: BTreeMap<AttachmentKey, Arc<AttachmentRecord>>,
+    routes: BTreeMap<AttachmentKey, Vec<Value>>,
+}
+
+impl Records {
+    fn apply(&mut self, entry: JournalEntry) {
+        match entry {
+            JournalEntry::Attachment(record) => {
+                // The routes belong to the attachment that is being made, or was made.
+                if matches!(record.phase, RecordPhase::Intent { .. } | RecordPhase::Removed) {
+                    self.routes.remove(&record.key);
+                }
+                self.attachments.insert(record.key.clone(), record);
+            }
+            JournalEntry::Removed(key) => {
+                self.attachments.remove(&key);
+                self.routes.remove(&key);
+            }
+            JournalEntry::Routes(key, routes) => {
+                self.routes.insert(key, routes);
+            }
+        }
+    }
+
+    fn entries(&self) -> Vec<JournalEntry> {
+        let attachments = self.attachments.values().cloned().map(JournalEntry::Attachment);
+        let routes =
+            self.routes.iter().map(|(key, routes)| JournalEntry::Routes(key.clone(), routes.clone()));
+        attachments.chain(routes).collect()
+    }
+}
+
+/// The attachments of this node. Cheap to clone.
+#[derive(Clone)]
+pub struct AttachmentJournal {
+    records: Arc<Mutex<Records>>,
+    queue: mpsc::Sender<PendingWrite>,
+    problem: watch::Receiver<Option<String>>,
+    loaded: Arc<AtomicBool>,
+    dir: Arc<Path>,
+}
+
+/// A record that waits to be written.
+struct PendingWrite {
+    entry: JournalEntry,
+    effect: Effect,
+    done: oneshot::Sender<Result<(), NotRecorded>>,
+}
+
+/// Whether a record that cannot be written counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Effect {
+    /// It announces an action, which must not happen without it.
+    Announced,
+    /// It says what has happened.
+    Happened,
+}
+
+/// The record is not on disk.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the hot-plug journal of the node cannot be written: {0}")]
+pub struct NotRecorded(String);
+
+impl AttachmentJournal {
+    /// Opens the journal and reads what earlier runs recorded. Fails only while another daemon has it open, or if no
+    /// thread can be started. Blocks on the disk.
+    pub fn open(state_dir: &Path) -> Result<Self, Error> {
+        let dir = state_dir.join(DIRECTORY);
+        let kept = Arc::from(dir.as_path());
+        let records = Arc::<Mutex<Records>>::default();
+        let (report, problem) = watch::channel(None);
+        let loaded = Arc::<AtomicBool>::default();
+        let mut writer = Writer {
+            journal: journal::Journal::new(NAME, dir.clone()),
+            records: Arc::clone(&records),
+            problem: report,
+            loaded: Arc::clone(&loaded),
+            damage: None,
+        };
+        if let Err(error @ Error::Busy(_)) = writer.load() {
+            return Err(error);
+        }
+        let (queue, pending) = mpsc::channel();
+        thread::Builder::new()
+            .name("hotplug-journal".to_owned())
+            .spawn(move || writer.run(&pending))
+            .map_err(|source| Error::Disk { what: "start a thread for the journal in", path: dir, source })?;
+        Ok(Self { records, queue, problem, loaded, dir: kept })
+    }
+
+    /// Why the journal cannot be written or is incomplete, and every change of that.
+    pub fn problem(&self) -> watch::Receiver<Option<String>> {
+        self.problem.clone()
+    }
+
+    /// The directory of the journal.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Whether it is known what earlier runs recorded.
+    pub fn is_loaded(&self) -> bool {
+        self.loaded.load(Ordering::Acquire)
+    }
+
+    /// The records of a pod, of all its sandboxes, by the UID that the container runtime uses.
+    pub fn records_of(&self, runtime_uid: &str) -> Vec<Arc<AttachmentRecord>> {
+        let records = lock(&self.records);
+        records.attachments.values().filter(|record| record.pod.runtime_uid == runtime_uid).cloned().collect()
+    }
+
+    /// The keys of all records.
+    pub fn keys(&self) -> BTreeSet<AttachmentKey> {
+        lock(&self.records).attachments.keys().cloned().collect()
+    }
+
+    /// The pods with records, by the UID that the container runtime uses.
+    pub fn pods(&self) -> BTreeSet<String> {
+        lock(&self.records).attachments.values().map(|record| record.pod.runtime_uid.clone()).collect()
+    }
+
+    /// The pods with a record of one of these network namespaces.
+    pub fn pods_in(&self, is_gone: impl Fn(&str) -> bool) -> BTreeSet<String> {
+        let records = lock(&self.records);
+        let gone = records.attachments.values().filter(|record| is_gone(&record.netns));
+        gone.map(|record| record.pod.runtime_uid.clone()).collect()
+    }
+
+    /// Records what is about to be attached. It is on disk when this succeeds, and does not count otherwise.
+    pub async fn announce(&self, record: AttachmentRecord) -> Result<(), NotRecorded> {
+        self.write(JournalEntry::Attachment(Arc::new(record)), Effect::Announced).await
+    }
+
+    /// Records what has been attached or has changed. It counts, and survives a crash only if this succeeds.
+    pub async fn update(&self, record: AttachmentRecord) -> Result<(), NotRecorded> {
+        self.write(JournalEntry::Attachment(Arc::new(record)), Effect::Happened).await
+    }
+
+    /// Records the default routes of a pod before an attachment replaces them. On disk when this succeeds.
+    pub async fn save_routes(&self, key: AttachmentKey, routes: Vec<Value>) -> Result<(), NotRecorded> {
+        self.write(JournalEntry::Routes(key, routes), Effect::Announced).await
+    }
+
+    /// The routes of [`Self::save_routes`].
+    pub fn saved_routes(&self, key: &AttachmentKey) -> Vec<Value> {
+        lock(&self.records).routes.get(key).cloned().unwrap_or_default()
+    }
+
+    /// Records that an attachment is gone. It counts, and survives a crash only if this succeeds.
+    pub async fn remove(&self, key: AttachmentKey) -> Result<(), NotRecorded> {
+        if !lock(&self.records).attachments.contains_key(&key) {
+            return Ok(());
+        }
+        self.write(JournalEntry::Removed(key), Effect::Happened).await
+    }
+
+    async fn write(&self, entry: JournalEntry, effect: Effect) -> Result<(), NotRecorded> {
+        let exited = || NotRecorded("its thread has exited".to_owned());
+        let (done, written) = oneshot::channel();
+        self.queue.send(PendingWrite { entry, effect, done }).map_err(|_| exited())?;
+        written.await.map_err(|_| exited())?
+    }
+}
+
+/// Nothing that holds the lock can panic.
+fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
+    records.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Writes the journal. It alone changes the records in memory.
+struct Writer {
+    journal: journal::Journal<AttachmentCodec>,
+    records: Arc<Mutex<Records>>,
+    problem: watch::Sender<Option<String>>,
+    loaded: Arc<AtomicBool>,
+    /// What was lost.
+    damage: Option<String>,
+}
+
+impl Writer {
+    fn run(mut self, queue: &mpsc::Receiver<PendingWrite>) {
+        loop {
+            let failed = !self.journal.is_loaded() || *self.problem.borrow() != self.damage;
+            let first = if failed {
+                queue.recv_timeout(RETRY_INTERVAL)
+            } else {
+                queue.recv().map_err(|mpsc::RecvError| mpsc::RecvTimeoutError::Disconnected)
+            };
+            match first {
+                Ok(first) => {
+                    let batch = std::iter::once(first).chain(queue.try_iter()).take(MAX_BATCH).collect();
+                    self.write(batch);
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => self.retry(),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Reads the journal, and replaces the file with what is readable.
+    fn load(&mut self) -> Result<(), Error> {
+        let mut read = Records::default();
+        let loaded = self.journal.load(|entry| read.apply(entry));
+        let loaded = match loaded {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                warn!(error = %ErrorChain(&error), "cannot read the hot-plug journal, retrying; nothing is attached");
+                self.report(Some(&error));
+                return Err(error);
+            }
+        };
+        if loaded.damage == Damage::Inside {
+            self.keep_damaged();
+        }
+        // What was recorded while the file could not be read is newer.
+        let mut records = lock(&self.records);
+        read.attachments.append(&mut records.attachments);
+        read.routes.append(&mut records.routes);
+        *records = read;
+        drop(records);
+        self.loaded.store(true, Ordering::Release);
+        self.save(&[]).inspect_err(|error| {
+            warn!(error = %ErrorChain(error), "cannot write the hot-plug journal, retrying; nothing is attached");
+        })
+    }
+
+    /// Keeps a copy of the damaged file. Attachments whose records were lost are never deleted: nothing is known of them.
+    fn keep_damaged(&mut self) {
+        let path = self.journal.path();
+        let copy = path.with_extension("damaged");
+        let copied = fs::copy(&path, &copy).map(|_| ());
+        let problem = format!(
+            "the hot-plug journal was damaged; attachments without a record are not removed, see {}",
+            copy.display()
+        );
+        warn!(copy = %copy.display(), error = ?copied.as_ref().err().map(io::Error::to_string), "{problem}");
+        self.damage = Some(problem);
+    }
+
+    fn retry(&mut self) {
+        let saved = if self.journal.is_loaded() { self.save(&[]) } else { self.load() };
+        if saved.is_ok() {
+            info!("the hot-plug journal can be written again");
+        }
+    }
+
+    fn write(&mut self, batch: Vec<PendingWrite>) {
+        let entries: Vec<JournalEntry> = batch.iter().map(|write| write.entry.clone()).collect();
+        let saved = self.save(&entries).map_err(|error| NotRecorded(ErrorChain(&error).to_string()));
+        let mut records = lock(&self.records);
+        let mut replies = Vec::new();
+        for PendingWrite { entry, effect, done } in batch {
+            if saved.is_ok() || effect == Effect::Happened {
+                records.apply(entry);
+            }
+            replies.push(done);
+        }
+        drop(records);
+        for done in replies {
+            // A worker that was aborted does not wait.
+            let _ = done.send(saved.clone());
+        }
+    }
+
+    fn save(&mut self, entries: &[JournalEntry]) -> Result<(), Error> {
+        let saved = self.journal.append(entries, || lock(&self.records).entries());
+        self.report(saved.as_ref().err());
+        saved
+    }
+
+    fn report(&self, error: Option<&Error>) {
+        let what = if self.loaded.load(Ordering::Acquire) {
+            "the hot-plug journal cannot be written"
+        } else {
+            "the hot-plug journal cannot be read, interfaces of running pods are not changed"
+        };
+        let problem = error.map(|error| format!("{what}: {}", ErrorChain(error)));
+        let problem = problem.or_else(|| self.damage.clone());
+        self.problem.send_if_modified(|current| {
+            let changed = *current != problem;
+            *current = problem;
+            changed
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

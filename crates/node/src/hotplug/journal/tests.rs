@@ -1,0 +1,163 @@
+use std::path::PathBuf;
+
+use api::selection::NadRef;
+use plan::hotplug::{AttachedRecord, Origin, PodIdentity};
+use serde_json::json;
+
+use super::*;
+
+struct StateDir(PathBuf);
+
+impl StateDir {
+    fn new(test: &str) -> Self {
+        let path =
+            std::env::temp_dir().join(format!("patchbay-hotplug-journal-{}-{test}", std::process::id()));
+        _ = fs::remove_dir_all(&path);
+        fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn journal(&self) -> PathBuf {
+        self.0.join("hotplug/journal")
+    }
+}
+
+impl Drop for StateDir {
+    fn drop(&mut self) {
+        _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn record(pod: &str, interface: &str, phase: RecordPhase) -> AttachmentRecord {
+    let text = |text: &str| text.to_owned();
+    AttachmentRecord {
+        key: AttachmentKey { container: format!("container-{pod}"), interface: text(interface) },
+        pod: PodIdentity {
+            namespace: text("ns"),
+            name: text(pod),
+            uid: format!("uid-{pod}"),
+            runtime_uid: format!("uid-{pod}"),
+        },
+        nad: NadRef::new("ns", "blue"),
+        nad_guessed: false,
+        origin: Origin::Hotplug,
+        boot: text("boot"),
+        netns: format!("/run/netns/{pod}"),
+        requested: None,
+        config: text(r#"{"name":"blue","type":"veth"}"#),
+        cni_args: vec![(text("IgnoreUnknown"), text("true"))],
+        capability_args: serde_json::Map::new(),
+        former_statuses: Vec::new(),
+        removing: false,
+        phase,
+    }
+}
+
+fn intent() -> RecordPhase {
+    RecordPhase::Intent { links_before: vec![1, 2] }
+}
+
+fn attached() -> RecordPhase {
+    let routes = vec![json!({"gateway": "10.0.0.1"})];
+    let result = r#"{"cniVersion":"1.0.0"}"#.to_owned();
+    RecordPhase::Attached(AttachedRecord { result, replaced_routes: routes, ..AttachedRecord::default() })
+}
+
+fn phases(journal: &AttachmentJournal, pod: &str) -> Vec<RecordPhase> {
+    journal.records_of(&format!("uid-{pod}")).iter().map(|record| record.phase.clone()).collect()
+}
+
+#[tokio::test]
+async fn records_survive_a_restart() {
+    let dir = StateDir::new("restart");
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    journal.announce(record("a", "net1", intent())).await.unwrap();
+    journal.update(record("a", "net1", attached())).await.unwrap();
+    journal.announce(record("b", "net1", intent())).await.unwrap();
+    journal.announce(record("c", "net1", intent())).await.unwrap();
+    journal.remove(record("c", "net1", intent()).key).await.unwrap();
+    drop(journal);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert_eq!(phases(&journal, "a"), [attached()]);
+    assert_eq!(phases(&journal, "b"), [intent()]);
+    assert_eq!(journal.pods(), ["uid-a", "uid-b"].map(str::to_owned).into());
+    assert_eq!(journal.pods_in(|netns| netns == "/run/netns/b"), ["uid-b".to_owned()].into());
+    assert_eq!(*journal.problem().borrow(), None);
+}
+
+#[tokio::test]
+async fn saved_routes_end_with_their_attachment() {
+    let dir = StateDir::new("routes");
+    let (key, routes) = (record("a", "net1", intent()).key, vec![json!({"gateway": "10.0.0.1"})]);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    journal.announce(record("a", "net1", intent())).await.unwrap();
+    journal.save_routes(key.clone(), routes.clone()).await.unwrap();
+    drop(journal);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert_eq!(journal.saved_routes(&key), routes);
+    journal.update(record("a", "net1", RecordPhase::Removed)).await.unwrap();
+    assert_eq!(journal.saved_routes(&key), [] as [Value; 0]);
+    drop(journal);
+    assert_eq!(AttachmentJournal::open(&dir.0).unwrap().saved_routes(&key), [] as [Value; 0]);
+}
+
+#[tokio::test]
+async fn damage_is_reported_and_keeps_what_is_readable() {
+    let dir = StateDir::new("damage");
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    for pod in ["a", "b", "c"] {
+        journal.announce(record(pod, "net1", intent())).await.unwrap();
+    }
+    drop(journal);
+    let mut content = fs::read(dir.journal()).unwrap();
+    let second = content.iter().position(|byte| *byte == b'\n').unwrap() + 40;
+    content[second] ^= 1;
+    fs::write(dir.journal(), &content).unwrap();
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert_eq!(journal.pods(), ["uid-a", "uid-c"].map(str::to_owned).into());
+    let problem = journal.problem().borrow().clone().unwrap();
+    assert!(problem.contains("damaged"), "{problem}");
+    assert_eq!(fs::read(dir.journal().with_extension("damaged")).unwrap(), content);
+    // The problem stays although the journal can be written.
+    journal.announce(record("d", "net1", intent())).await.unwrap();
+    assert_eq!(journal.problem().borrow().as_deref(), Some(problem.as_str()));
+}
+
+#[tokio::test]
+async fn without_a_disk_nothing_is_announced_and_what_happened_counts() {
+    let dir = StateDir::new("full");
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    journal.announce(record("a", "net1", attached())).await.unwrap();
+    journal.announce(record("b", "net1", intent())).await.unwrap();
+    drop(journal);
+    let obstacle = dir.0.join("hotplug/journal.new/x");
+    fs::create_dir_all(&obstacle).unwrap();
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    let error = journal.announce(record("c", "net1", intent())).await.unwrap_err();
+    assert!(error.to_string().contains("journal.new"), "{error}");
+    assert!(journal.problem().borrow().is_some());
+    journal.remove(record("a", "net1", intent()).key).await.unwrap_err();
+    journal.update(record("b", "net1", attached())).await.unwrap_err();
+    assert_eq!((phases(&journal, "a"), phases(&journal, "b")), (vec![], vec![attached()]));
+    assert_eq!(phases(&journal, "c"), []);
+
+    fs::remove_dir_all(dir.0.join("hotplug/journal.new")).unwrap();
+    journal.announce(record("d", "net1", intent())).await.unwrap();
+    assert_eq!(*journal.problem().borrow(), None);
+    drop(journal);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert_eq!(journal.pods(), ["uid-b", "uid-d"].map(str::to_owned).into());
+    assert_eq!(phases(&journal, "b"), [attached()]);
+}
+
+#[test]
+fn only_one_daemon_has_the_journal() {
+    let dir = StateDir::new("lock");
+    let first = AttachmentJournal::open(&dir.0).unwrap();
+    let path = dir.0.clone();
+    let second = thread::spawn(move || AttachmentJournal::open(&path).map(|_| ()));
+    thread::park_timeout(Duration::from_millis(100));
+    assert!(!second.is_finished());
+    drop(first);
+    second.join().unwrap().unwrap();
+}

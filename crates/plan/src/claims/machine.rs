@@ -1,0 +1,503 @@
+//! Which claims a virtual machine has: when they are created, deleted, and lose their finalizer.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use api::{
+    ipamclaim::{ADDRESSES_ANNOTATION, FINALIZER},
+    nad::{NadIpam, NadNetwork},
+    selection::NadRef,
+};
+use ipnet::IpNet;
+
+use super::{
+    ClaimOptions, ClaimPod, ClaimState, MachineNetwork, NadLookup, ObjectKey, OwnerKind, OwnerRef,
+    PodElement, ReservedIn, Resolution, VmFacts, VmiFacts,
+    names::{self, ClaimName},
+    owner::{has_addresses, is_adopted, life_step},
+    resolve,
+};
+use crate::bridge::Uid;
+
+/// What is known about the objects of a kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KindState {
+    /// The cluster does not have the kind, so no object of it exists.
+    Absent,
+    /// The kind could not be listed: nothing is known about its objects.
+    NotServed,
+    Listed,
+}
+
+/// What is known about the kinds of KubeVirt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KindsKnown {
+    pub vm: KindState,
+    pub vmi: KindState,
+}
+
+impl KindsKnown {
+    pub const LISTED: Self = Self { vm: KindState::Listed, vmi: KindState::Listed };
+}
+
+/// One virtual machine, that is the VirtualMachine and the VirtualMachineInstance of a name, and its claims.
+#[derive(Clone, Copy)]
+pub struct MachineInput<'a> {
+    pub key: &'a ObjectKey,
+    pub vm: Option<&'a VmFacts>,
+    pub vmi: Option<&'a VmiFacts>,
+    pub kinds: KindsKnown,
+    /// The claims whose owner is a VirtualMachine or an instance of this name, and those without any owner whose label is
+    /// [`names::label_value`](super::names::label_value) of this name.
+    pub claims: &'a [&'a ClaimState],
+    /// The claim of a name in the namespace.
+    pub in_namespace: &'a dyn Fn(&str) -> Option<ClaimState>,
+    /// The live launchers of the instance, and the live pods that reference one of the claims.
+    pub pods: &'a [&'a ClaimPod],
+    pub nads: &'a dyn Fn(&NadRef) -> NadLookup,
+    /// The UID of the BridgeNetwork of a name.
+    pub networks: &'a dyn Fn(&str) -> Option<Uid>,
+    /// The network whose blocks have a reservation for the claim of this UID.
+    pub reserved_in: &'a dyn Fn(&str) -> Option<ReservedIn>,
+    pub options: ClaimOptions,
+}
+
+/// What to write for a virtual machine. A plan on unchanged objects is empty, except for events.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct MachinePlan {
+    pub steps: Vec<ClaimStep>,
+    /// The network of each claim that the machine uses, by the key of the claim. A claim without an entry is not
+    /// allocated, and keeps what it has.
+    pub resolutions: BTreeMap<ObjectKey, Resolution>,
+    /// Problems that hold now. The caller records each when it appears, not in every pass.
+    pub events: Vec<ClaimEvent>,
+    /// Whether a step may follow after these without another change.
+    pub requeue: bool,
+}
+
+/// One write.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ClaimStep {
+    Create(ClaimDraft),
+    /// Replaces the owner references by this one controller reference.
+    SetOwner {
+        claim: ObjectKey,
+        uid: Uid,
+        version: String,
+        owner: OwnerRef,
+    },
+    Delete {
+        claim: ObjectKey,
+        uid: Uid,
+        version: String,
+        why: DeleteReason,
+        /// Recorded when the deletion was accepted.
+        event: ClaimEvent,
+    },
+    /// Replaces the finalizers, if all checks hold.
+    RemoveFinalizer {
+        claim: ObjectKey,
+        uid: Uid,
+        version: String,
+        left: Vec<String>,
+        gone: Vec<GoneCheck>,
+    },
+}
+
+impl ClaimStep {
+    /// The claim that the step writes.
+    pub fn claim(&self) -> &ObjectKey {
+        match self {
+            Self::Create(draft) => &draft.key,
+            Self::SetOwner { claim, .. }
+            | Self::Delete { claim, .. }
+            | Self::RemoveFinalizer { claim, .. } => claim,
+        }
+    }
+
+    /// The version that the write is based on; none for a create.
+    pub fn version(&self) -> Option<&str> {
+        match self {
+            Self::Create(_) => None,
+            Self::SetOwner { version, .. }
+            | Self::Delete { version, .. }
+            | Self::RemoveFinalizer { version, .. } => Some(version),
+        }
+    }
+}
+
+/// A claim to create, with the finalizer `kubevirt.io/persistent-ipam`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClaimDraft {
+    pub key: ObjectKey,
+    /// The value of the label `kubevirt.io/vm`.
+    pub label: String,
+    pub owner: OwnerRef,
+    /// `spec.network`
+    pub network: String,
+    /// `spec.interface`
+    pub interface: Arc<str>,
+    /// Recorded when the claim was created.
+    pub event: ClaimEvent,
+}
+
+/// Why a claim is deleted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeleteReason {
+    /// The interface was unplugged, or the machine is gone and left the claim without an owner. The caller first checks with a
+    /// live list that no pod references the claim.
+    Unplugged,
+    /// The interface is on another network now.
+    Replaced,
+}
+
+/// What a live read must confirm before a finalizer is removed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GoneCheck {
+    /// No object of this name has this UID.
+    Object { kind: OwnerKind, key: ObjectKey, uid: Uid },
+    /// No VirtualMachineInstance of this name is controlled by the VirtualMachine of this UID.
+    NoInstanceOf { key: ObjectKey, vm: Uid },
+    /// No VirtualMachineInstance of this name has this UID, or it is being deleted and has no active pods.
+    Inactive { key: ObjectKey, uid: Uid },
+    /// No object of this kind has this name.
+    Name { kind: OwnerKind, key: ObjectKey },
+}
+
+/// An Event on the VirtualMachine and its instance.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ClaimEvent {
+    pub warning: bool,
+    pub reason: &'static str,
+    pub note: String,
+}
+
+impl ClaimEvent {
+    fn warning(reason: &'static str, note: String) -> Self {
+        Self { warning: true, reason, note }
+    }
+}
+
+/// The reason of events about a claim that is not as the machine needs it.
+const CONFLICT: &str = "IPAMClaimConflict";
+
+/// The owner of the claims of an instance: its VirtualMachine by the controller reference, else the instance itself.
+pub fn desired_owner(key: &ObjectKey, vmi: &VmiFacts) -> OwnerRef {
+    let controller = vmi.controller.as_ref().filter(|it| it.kind == OwnerKind::VirtualMachine);
+    controller.cloned().unwrap_or_else(|| OwnerRef {
+        kind: OwnerKind::VirtualMachineInstance,
+        name: key.name.clone(),
+        uid: vmi.uid.clone(),
+    })
+}
+
+/// Whether the owner of a claim is this instance or its VirtualMachine, by UID.
+pub fn fits(claim: &ClaimState, vmi: &VmiFacts) -> bool {
+    let Some(owner) = &claim.owner else { return false };
+    match owner.kind {
+        OwnerKind::VirtualMachineInstance => owner.uid == vmi.uid,
+        OwnerKind::VirtualMachine => vmi.controller.as_ref().is_some_and(|it| it.uid == owner.uid),
+        OwnerKind::Other => false,
+    }
+}
+
+/// Whether the instance started without a reference to a claim for this network: some live launcher of it has the network
+/// and no reference. All pods of one instance are alike, so it gets none until it restarts.
+pub fn started_without(vmi_uid: &str, network: &MachineNetwork, pods: &[&ClaimPod]) -> bool {
+    let launchers = pods.iter().filter(|pod| pod.is_launcher_of(vmi_uid));
+    let mut elements = launchers.flat_map(|pod| &pod.elements);
+    elements.any(|element| element.claim.is_none() && is_element_of(element, network))
+}
+
+/// Whether an element is for a network. An element with an ordinal name of KubeVirt, or without one, is compared by NAD.
+pub(super) fn is_element_of(element: &PodElement, network: &MachineNetwork) -> bool {
+    match element.interface.as_deref() {
+        Some(interface) if !is_ordinal(interface) => *interface == *network.pod_interface,
+        _ => element.nad == network.nad,
+    }
+}
+
+/// Whether the name of an interface is `net` and a number.
+pub(super) fn is_ordinal(interface: &str) -> bool {
+    let digits = interface.strip_prefix("net").unwrap_or_default();
+    !digits.is_empty() && digits.chars().all(|c| c.is_ascii_digit())
+}
+
+/// Plans the next writes.
+pub fn plan(input: &MachineInput<'_>) -> MachinePlan {
+    let mut plan = MachinePlan::default();
+    let mut replaced = BTreeSet::new();
+    if let Some(vmi) = input.vmi.filter(|_| input.kinds.vmi == KindState::Listed) {
+        let names = names::assign(input.key, vmi, input.pods, input.in_namespace);
+        let mut seen = BTreeSet::new();
+        for network in vmi.networks.iter().filter(|network| seen.insert(&network.name)) {
+            if let Some(name) = names.get(&network.name) {
+                plan_network(input, vmi, network, name, &mut plan, &mut replaced);
+            }
+        }
+    } else if input.vmi.is_none() {
+        resolve_stopped(input, &mut plan);
+    }
+    for claim in input.claims {
+        match life_step(input, claim, replaced.contains(&claim.uid)) {
+            Some(step) => plan.steps.push(step),
+            None => plan.steps.extend(unplug_step(input, claim)),
+        }
+    }
+    plan
+}
+
+/// The claim of one network of an instance.
+fn plan_network(
+    input: &MachineInput<'_>,
+    vmi: &VmiFacts,
+    network: &MachineNetwork,
+    name: &ClaimName,
+    plan: &mut MachinePlan,
+    replaced: &mut BTreeSet<Uid>,
+) {
+    let interface = &network.name;
+    let existing = (input.in_namespace)(name.as_str());
+    let ours = existing.as_ref().filter(|claim| fits(claim, vmi));
+    let config = match (input.nads)(&network.nad) {
+        NadLookup::Absent => return,
+        NadLookup::Invalid(cause) => {
+            let nad = &network.nad;
+            plan.events.push(ClaimEvent::warning(
+                "NetworkConfigInvalid",
+                format!(
+                    "NAD {nad} of interface {interface}: {cause}; correct it, otherwise its address is not persistent"
+                ),
+            ));
+            return;
+        }
+        NadLookup::Found(config) => config,
+    };
+    if let Some(claim) = ours {
+        if is_replaced(input, claim, &config) {
+            replaced.insert(claim.uid.clone());
+            plan.requeue = true;
+            if !claim.deleting {
+                plan.steps.push(delete(
+                    claim,
+                    DeleteReason::Replaced,
+                    format!(
+                        "interface {interface} moved to network {}; replacing IPAMClaim {}",
+                        config.name, claim.key
+                    ),
+                ));
+            }
+            return;
+        }
+        use_claim(input, vmi, network, claim, &config, plan);
+        return;
+    }
+    // A pod that got a reference before persistence was switched off still needs its claim.
+    let key = ObjectKey { namespace: input.key.namespace.clone(), name: name.as_str().into() };
+    let referenced = || input.pods.iter().any(|pod| pod.is_launcher_of(&vmi.uid) && pod.references(&key));
+    let wanted = config.persistent && !started_without(&vmi.uid, network, input.pods) || referenced();
+    if !wanted || network.absent || vmi.deleting || vmi.finished {
+        return;
+    }
+    if is_foreign(&network.nad, &config, &input.key.namespace, input.options) {
+        plan.events.push(ClaimEvent::warning(
+            "ForeignNamespaceNetwork",
+            format!(
+                "NAD {} of interface {interface} is an OVN-Kubernetes network of another namespace, where OVN-Kubernetes \
+                 does not find the claim; use a NAD of namespace {}, or set --reference-foreign-nads",
+                network.nad, input.key.namespace
+            ),
+        ));
+        return;
+    }
+    if let ClaimName::Suffixed { conflict: Some(conflict), .. } = name {
+        plan.events.push(ClaimEvent::warning(CONFLICT, conflict.clone()));
+    }
+    if let Some(claim) = existing {
+        plan.requeue = true;
+        plan.events.extend(occupied(input, vmi, interface, &claim));
+        return;
+    }
+    let note = format!("created IPAMClaim {key} for interface {interface} on network {}", config.name);
+    plan.steps.push(ClaimStep::Create(ClaimDraft {
+        key,
+        label: names::label_value(&input.key.name),
+        owner: desired_owner(input.key, vmi),
+        network: config.name,
+        interface: network.pod_interface.clone(),
+        event: ClaimEvent { warning: false, reason: "IPAMClaimCreated", note },
+    }));
+}
+
+/// Whether OVN-Kubernetes would look for the claim in another namespace than that of the machine.
+pub fn is_foreign(nad: &NadRef, config: &NadNetwork, namespace: &str, options: ClaimOptions) -> bool {
+    config.ipam == NadIpam::Ovn && nad.namespace != namespace && !options.reference_foreign_nads
+}
+
+/// The event about a claim that has the name which the machine needs. `None` if the machine takes it over.
+fn occupied(
+    input: &MachineInput<'_>,
+    vmi: &VmiFacts,
+    interface: &str,
+    claim: &ClaimState,
+) -> Option<ClaimEvent> {
+    let key = &claim.key;
+    let note = match &claim.owner {
+        Some(owner) => format!(
+            "IPAMClaim {key} of an earlier {} {} still exists; interface {interface} waits until it is gone",
+            owner.kind, owner.name
+        ),
+        None if is_adopted(input, claim, vmi) => return None,
+        None => format!(
+            "IPAMClaim {key} belongs to no virtual machine; interface {interface} waits until it is gone"
+        ),
+    };
+    Some(ClaimEvent::warning(CONFLICT, note))
+}
+
+/// Resolves a claim of the machine, and reports what its user should know.
+fn use_claim(
+    input: &MachineInput<'_>,
+    vmi: &VmiFacts,
+    network: &MachineNetwork,
+    claim: &ClaimState,
+    config: &NadNetwork,
+    plan: &mut MachinePlan,
+) {
+    let reserved = (input.reserved_in)(&claim.uid).is_some();
+    let addresses = vmi.addresses.as_deref();
+    let resolution =
+        resolve::for_machine(&network.name, &network.nad, config, addresses, input.networks, reserved);
+    if let Resolution::Allocate { requested, .. } = &resolution {
+        let published = published_addresses(claim);
+        let other = requested.iter().find(|address| !published.contains(address));
+        if let Some(address) = other.filter(|_| !published.is_empty()) {
+            let has = published.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            plan.events.push(ClaimEvent::warning(
+                CONFLICT,
+                format!(
+                    "annotation {ADDRESSES_ANNOTATION} requests {address}, but IPAMClaim {} has {has}; to change it, stop \
+                     the VM and delete the IPAMClaim",
+                    claim.key
+                ),
+            ));
+        }
+    }
+    plan.resolutions.insert(claim.key.clone(), resolution);
+    let used = input.pods.iter().any(|pod| pod.references(&claim.key));
+    if claim.deleting && used && !vmi.deleting && has_addresses(input, claim) {
+        let note = format!(
+            "IPAMClaim {} was deleted; the virtual machine keeps its addresses until it stops",
+            claim.key
+        );
+        plan.events.push(ClaimEvent::warning("IPAMClaimDeleted", note));
+    }
+}
+
+/// Whether the interface of a claim is on another network now: by the name of its config, or by the BridgeNetwork that the
+/// claim has a reservation in.
+fn is_replaced(input: &MachineInput<'_>, claim: &ClaimState, config: &NadNetwork) -> bool {
+    if *claim.network != *config.name {
+        return true;
+    }
+    let Some(reserved) = (input.reserved_in)(&claim.uid) else { return false };
+    match &config.ipam {
+        NadIpam::Patchbay { network } => {
+            (input.networks)(network).is_some_and(|network| network != reserved.network)
+        }
+        NadIpam::Ovn | NadIpam::Other => true,
+    }
+}
+
+/// A stopped machine keeps its claims: those with a reservation are resolved by the template of the VirtualMachine. Those
+/// that have only published addresses have lost their reservation, and request the same addresses again.
+fn resolve_stopped(input: &MachineInput<'_>, plan: &mut MachinePlan) {
+    let Some(vm) = input.vm else { return };
+    for claim in input.claims.iter().filter(|claim| is_owned_by(claim, &vm.uid)) {
+        let network = vm.networks.iter().find(|network| is_claim_of(input.key, claim, network));
+        let Some(network) = network else { continue };
+        let nad = network.nad.clone();
+        let (reserved, requested) = match (input.reserved_in)(&claim.uid) {
+            Some(reserved) => (Some(reserved), Vec::new()),
+            None => (lost_reservation(input, claim, &nad), published_addresses(claim)),
+        };
+        let Some(ReservedIn { network, network_name }) = reserved else { continue };
+        let resolution = Resolution::Allocate { network, network_name, nad, requested };
+        plan.resolutions.insert(claim.key.clone(), resolution);
+    }
+}
+
+/// The network whose addresses a claim without a reservation has published.
+fn lost_reservation(input: &MachineInput<'_>, claim: &ClaimState, nad: &NadRef) -> Option<ReservedIn> {
+    if claim.deleting || claim.published().is_empty() {
+        return None;
+    }
+    let NadLookup::Found(config) = (input.nads)(nad) else { return None };
+    let NadIpam::Patchbay { network: network_name } = config.ipam else { return None };
+    if *claim.network != *config.name {
+        return None;
+    }
+    Some(ReservedIn { network: (input.networks)(&network_name)?, network_name })
+}
+
+fn published_addresses(claim: &ClaimState) -> Vec<IpAddr> {
+    claim.published().iter().map(IpNet::addr).collect()
+}
+
+fn is_owned_by(claim: &ClaimState, uid: &str) -> bool {
+    claim.owner.as_ref().is_some_and(|owner| owner.uid == uid)
+}
+
+/// Whether a claim can be that of a network of the machine.
+fn is_claim_of(key: &ObjectKey, claim: &ClaimState, network: &MachineNetwork) -> bool {
+    if claim.interface == network.pod_interface {
+        return true;
+    }
+    let legacy = names::compose_key(&key.name, &network.name);
+    let is_named = *claim.key.name == *legacy
+        || *claim.key.name == *names::suffixed(&legacy, &key.namespace, &key.name, &network.name);
+    is_named && names::is_for(claim, &network.pod_interface)
+}
+
+/// Deletes the claim of an interface that was unplugged.
+fn unplug_step(input: &MachineInput<'_>, claim: &ClaimState) -> Option<ClaimStep> {
+    if input.options.keep_unplugged || claim.deleting || input.kinds != KindsKnown::LISTED {
+        return None;
+    }
+    let vm = input.vm.filter(|vm| is_owned_by(claim, &vm.uid) && !vm.deleting)?;
+    // A claim that nothing here created is not deleted.
+    if !claim.finalizers.iter().any(|one| one == FINALIZER) || claim.owner_count != 1 {
+        return None;
+    }
+    let in_template = vm.networks.iter().filter(|network| !network.absent);
+    let in_instance = input.vmi.iter().flat_map(|vmi| &vmi.networks);
+    let in_instance = in_instance.filter(|network| !network.absent || network.in_status);
+    if in_template.chain(in_instance).any(|network| is_claim_of(input.key, claim, network)) {
+        return None;
+    }
+    let published = claim.published();
+    let is_used =
+        |pod: &&ClaimPod| pod.references(&claim.key) || published.iter().any(|net| pod.shows(net.addr()));
+    if input.pods.iter().any(is_used) {
+        return None;
+    }
+    let interface = claim.key.name.strip_prefix(&format!("{}.", input.key.name)).unwrap_or(&claim.key.name);
+    let note = format!(
+        "interface {interface} was unplugged; deleted IPAMClaim {}, its addresses become free",
+        claim.key
+    );
+    Some(delete(claim, DeleteReason::Unplugged, note))
+}
+
+pub(super) fn delete(claim: &ClaimState, why: DeleteReason, note: String) -> ClaimStep {
+    let reason = match why {
+        DeleteReason::Unplugged => "IPAMClaimReleased",
+        DeleteReason::Replaced => "IPAMClaimReplaced",
+    };
+    let event = ClaimEvent { warning: false, reason, note };
+    let (uid, version) = (claim.uid.clone(), claim.version.clone());
+    ClaimStep::Delete { claim: claim.key.clone(), uid, version, why, event }
+}

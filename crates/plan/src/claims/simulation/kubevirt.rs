@@ -1,0 +1,350 @@
+//! KubeVirt, the garbage collector of Kubernetes, the mutating webhook and the CNI ADD of the nodes.
+
+use std::{net::IpAddr, sync::Arc};
+
+use api::{digest::digest, nad::NadIpam, selection::NadRef};
+
+use super::{
+    SplitMix64,
+    store::{Deletion, NAMESPACE, SandboxAddresses, World, key},
+};
+use crate::claims::{
+    ClaimPod, MachineNetwork, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts,
+    machine::started_without,
+    names,
+    serve::{self, ServeInput},
+};
+use crate::ipam::ObservedIpBlock;
+
+pub fn network(name: &str, nad: &NadRef) -> MachineNetwork {
+    MachineNetwork {
+        name: name.into(),
+        nad: nad.clone(),
+        pod_interface: format!("pod{:011x}", digest([name]) & 0xfff_ffff_ffff).into(),
+        absent: false,
+        in_status: false,
+    }
+}
+
+pub fn act(world: &mut World, random: &mut SplitMix64) {
+    match random.below(10) {
+        0 => start_instances(world),
+        1 => start_pods(world, random),
+        2 => update_instances(world),
+        3 => update_pods(world),
+        4..=5 => attach(world, random),
+        6 => end_pods(world, random),
+        7 => end_instances(world),
+        8 if !world.settling => migrate(world, random),
+        _ => collect_garbage(world, random),
+    }
+}
+
+/// What happens in time without further causes.
+pub fn finish(world: &mut World) {
+    let pods: Vec<ObjectKey> = world.live.pods.keys().cloned().collect();
+    for pod in pods {
+        world.show(&pod);
+    }
+}
+
+fn start_instances(world: &mut World) {
+    for (name, vm) in world.live.clone().vms.iter().filter(|(_, vm)| vm.running && vm.deletion.is_none()) {
+        if world.live.vmis.contains_key(name) {
+            continue;
+        }
+        let networks = vm.facts.networks.iter().filter(|one| !one.absent).cloned().collect();
+        let (kind, uid) = (OwnerKind::VirtualMachine, world.uid());
+        world.lives.insert(uid.clone(), vm.facts.uid.clone());
+        let vmi = VmiFacts {
+            uid,
+            controller: Some(OwnerRef { kind, name: name.clone(), uid: vm.facts.uid.clone() }),
+            deleting: false,
+            finished: false,
+            active_pods: 0,
+            networks,
+            addresses: None,
+        };
+        world.change(|objects| objects.vmis.insert(name.clone(), vmi));
+    }
+}
+
+fn launchers(world: &World, vmi: &str) -> Vec<ClaimPod> {
+    world.live.pods.values().filter(|pod| pod.is_launcher_of(vmi)).cloned().collect()
+}
+
+fn start_pods(world: &mut World, random: &mut SplitMix64) {
+    for (name, vmi) in &world.live.clone().vmis {
+        if !vmi.deleting && launchers(world, &vmi.uid).is_empty() && !random.one_in(3) {
+            create_pod(world, name, vmi);
+        }
+    }
+}
+
+/// Creates a launcher; the webhook adds the references.
+fn create_pod(world: &mut World, name: &Arc<str>, vmi: &VmiFacts) {
+    let uid = world.uid();
+    let networks: Vec<&MachineNetwork> = vmi.networks.iter().filter(|one| !one.absent).collect();
+    let elements = networks.into_iter().map(|network| element(world, name, vmi, network)).collect();
+    let (kind, controller) = (OwnerKind::VirtualMachineInstance, vmi.uid.clone());
+    let pod = ClaimPod {
+        key: ObjectKey::new(NAMESPACE, format!("virt-launcher-{name}-{uid}")),
+        uid,
+        created: world.now(),
+        deleting: false,
+        launcher: true,
+        controller: Some(OwnerRef { kind, name: name.clone(), uid: controller }),
+        elements,
+        attached: Box::default(),
+        has_status: false,
+    };
+    world.change(|objects| objects.pods.insert(pod.key.clone(), pod));
+}
+
+fn element(world: &World, name: &str, vmi: &VmiFacts, network: &MachineNetwork) -> PodElement {
+    let others = launchers(world, &vmi.uid);
+    let others: Vec<&ClaimPod> = others.iter().collect();
+    let by_name = |name: &str| world.live.claims.get(&key(name)).cloned();
+    let persistent = world.live.nads.get(&network.nad).is_some_and(|config| config.persistent);
+    let names = names::assign(&key(name), vmi, &others, &by_name);
+    // All pods of an instance are alike, whatever the NAD says now.
+    let elements = || others.iter().flat_map(|pod| &pod.elements);
+    let same = || elements().filter(|it| it.interface.as_ref() == Some(&network.pod_interface));
+    let copied = same().any(|element| element.claim.is_some());
+    let referenced = copied || persistent && !started_without(&vmi.uid, network, &others);
+    let claim = names.get(&network.name).filter(|_| referenced).map(|name| name.as_str().into());
+    PodElement { interface: Some(network.pod_interface.clone()), nad: network.nad.clone(), claim }
+}
+
+/// Applies the template of a VirtualMachine to its instance: hot-plug, unplug and another NAD.
+fn update_instances(world: &mut World) {
+    for (name, vm) in &world.live.clone().vms {
+        let controlled = |vmi: &&VmiFacts| vmi.controller.as_ref().is_some_and(|it| it.uid == vm.facts.uid);
+        let Some(vmi) = world.live.vmis.get(name).filter(controlled) else {
+            // Without an instance, an absent interface goes at once.
+            if vm.facts.networks.iter().any(|one| one.absent) {
+                world.change(|objects| {
+                    objects.vms.get_mut(name).unwrap().facts.networks.retain(|one| !one.absent);
+                });
+            }
+            continue;
+        };
+        let mut networks = vmi.networks.clone();
+        for wanted in &vm.facts.networks {
+            match networks.iter_mut().find(|one| one.name == wanted.name) {
+                Some(one) => (one.absent, one.nad) = (wanted.absent, wanted.nad.clone()),
+                None if !wanted.absent => networks.push(wanted.clone()),
+                None => {}
+            }
+        }
+        let pods = launchers(world, &vmi.uid);
+        for one in &mut networks {
+            let plugged = |pod: &ClaimPod| {
+                pod.elements.iter().any(|element| element.interface.as_ref() == Some(&one.pod_interface))
+            };
+            one.in_status = pods.iter().any(plugged);
+        }
+        networks.retain(|one| !one.absent || one.in_status);
+        let gone = |one: &MachineNetwork| one.absent && !networks.iter().any(|it| it.name == one.name);
+        let template_changes = vm.facts.networks.iter().any(gone);
+        if networks != vmi.networks || template_changes {
+            world.change(|objects| {
+                objects.vms.get_mut(name).unwrap().facts.networks.retain(|one| !gone(one));
+                objects.vmis.get_mut(name).unwrap().networks = networks.clone();
+            });
+        }
+    }
+}
+
+/// Adds hot-plugged elements to the launchers, and removes unplugged ones.
+fn update_pods(world: &mut World) {
+    for (name, vmi) in &world.live.clone().vmis {
+        for pod in launchers(world, &vmi.uid).into_iter().filter(|pod| !pod.deleting) {
+            let wanted: Vec<&MachineNetwork> = vmi.networks.iter().filter(|one| !one.absent).collect();
+            let find = |interface: &Arc<str>| {
+                pod.elements.iter().find(|element| element.interface.as_ref() == Some(interface))
+            };
+            let elements = wanted.iter().map(|network| {
+                let found = find(&network.pod_interface).cloned();
+                found.unwrap_or_else(|| element(world, name, vmi, network))
+            });
+            let elements: Box<[PodElement]> = elements.collect();
+            if elements == pod.elements {
+                continue;
+            }
+            let kept: Vec<Arc<str>> =
+                elements.iter().filter_map(|element| element.interface.clone()).collect();
+            world.change(|objects| objects.pods.get_mut(&pod.key).unwrap().elements = elements);
+            world
+                .sandboxes
+                .retain(|it| it.pod != pod.key || it.until.is_some() || kept.contains(&it.interface));
+            world.show(&pod.key);
+        }
+    }
+}
+
+/// CNI ADD: what the claim says, if the block confirms it.
+fn attach(world: &mut World, random: &mut SplitMix64) {
+    for pod in world.live.clone().pods.values().filter(|pod| !pod.deleting) {
+        for element in &pod.elements {
+            if random.one_in(3) {
+                continue;
+            }
+            if let Some(sandbox) = serve(world, pod, element) {
+                world.sandboxes.push(sandbox);
+            }
+        }
+        if random.one_in(2) {
+            world.show(&pod.key);
+        }
+    }
+}
+
+fn serve(world: &mut World, pod: &ClaimPod, element: &PodElement) -> Option<SandboxAddresses> {
+    let interface = element.interface.clone()?;
+    let attached = |it: &&SandboxAddresses| it.pod == pod.key && it.interface == interface;
+    if world.sandboxes.iter().any(|it| attached(&it)) {
+        return None;
+    }
+    let live = world.live.clone();
+    let claim = live.claims.get(&key(element.claim.as_ref()?))?;
+    let controller = pod.controller.as_ref()?;
+    let vmi = live.vmis.get(&controller.name).filter(|vmi| vmi.uid == controller.uid)?;
+    let config = live.nads.get(&element.nad)?;
+    let NadIpam::Patchbay { network } = &config.ipam else { return None };
+    let uid = world.network_uid(network)?;
+    let blocks: Vec<ObservedIpBlock> = live.blocks.values().map(|block| block.object.clone()).collect();
+    let others: Vec<ClaimPod> = live.pods.values().cloned().collect();
+    let served = serve::decide(&ServeInput {
+        pod,
+        ifname: &interface,
+        config_name: &config.name,
+        requested: &[],
+        claim_name: element.claim.as_ref()?,
+        claim: Some(claim),
+        vmi: Some(vmi),
+        blocks: &blocks,
+        network_uid: &uid,
+        others: &others,
+        known: None,
+    });
+    let mut addresses: Vec<IpAddr> = served.ok()?.addresses.iter().map(ipnet::IpNet::addr).collect();
+    addresses.sort();
+    let before = world.served.entry(claim.uid.clone()).or_insert_with(|| addresses.clone());
+    assert_eq!(*before, addresses, "{} ({}) had other addresses before", claim.key, claim.uid);
+    Some(SandboxAddresses {
+        pod: pod.key.clone(),
+        interface,
+        nad: element.nad.clone(),
+        network: uid,
+        addresses,
+        life: world.lives[&vmi.uid].clone(),
+        since: world.clock,
+        until: None,
+    })
+}
+
+fn end_pods(world: &mut World, random: &mut SplitMix64) {
+    for pod in world.live.clone().pods.values() {
+        let owner = pod.controller.as_ref();
+        let vmi = owner.and_then(|owner| world.live.vmis.get(&owner.name).filter(|vmi| vmi.uid == owner.uid));
+        let ends = vmi.is_none_or(|vmi| vmi.deleting);
+        if pod.deleting && !random.one_in(3) {
+            world.remove_pod(&pod.key);
+        } else if ends && !pod.deleting {
+            world.change(|objects| objects.pods.get_mut(&pod.key).unwrap().deleting = true);
+        }
+    }
+}
+
+fn end_instances(world: &mut World) {
+    for (name, vmi) in &world.live.clone().vmis {
+        let pods = launchers(world, &vmi.uid).len();
+        let vm =
+            world.live.vms.get(name).filter(|vm| {
+                vmi.controller.as_ref().is_some_and(|controller| controller.uid == vm.facts.uid)
+            });
+        let stops = vm.is_some_and(|vm| !vm.running);
+        if vmi.deleting && pods == 0 && vmi.active_pods == 0 {
+            world.change(|objects| objects.vmis.remove(name));
+        } else if vmi.active_pods != pods || stops && !vmi.deleting {
+            world.change(|objects| {
+                let vmi = objects.vmis.get_mut(name).unwrap();
+                (vmi.active_pods, vmi.deleting) = (pods, vmi.deleting || stops);
+            });
+        }
+    }
+}
+
+/// Starts a migration, or ends one in either way.
+fn migrate(world: &mut World, random: &mut SplitMix64) {
+    let vmis: Vec<_> = world.live.vmis.clone().into_iter().filter(|(_, vmi)| !vmi.deleting).collect();
+    let Some((name, vmi)) = random.pick(&vmis) else { return };
+    let pods: Vec<ClaimPod> = launchers(world, &vmi.uid).into_iter().filter(|pod| !pod.deleting).collect();
+    match pods.len() {
+        1 => create_pod(world, &name, &vmi),
+        2.. => {
+            let ends = random.pick(&pods).map(|pod| pod.key);
+            let Some(key) = ends else { return };
+            world.change(|objects| objects.pods.get_mut(&key).unwrap().deleting = true);
+        }
+        0 => {}
+    }
+}
+
+fn collect_garbage(world: &mut World, random: &mut SplitMix64) {
+    let live = world.live.clone();
+    for (name, vm) in &live.vms {
+        let Some(deletion) = vm.deletion else { continue };
+        let uid = &vm.facts.uid;
+        let owned = |owner: Option<&OwnerRef>| owner.is_some_and(|owner| owner.uid == *uid);
+        let vmi = live.vmis.get(name).filter(|vmi| owned(vmi.controller.as_ref()));
+        let claims: Vec<_> = live.claims.values().filter(|claim| owned(claim.owner.as_ref())).collect();
+        let done = match deletion {
+            Deletion::Background => vmi.is_none() || random.one_in(3),
+            Deletion::Foreground | Deletion::Orphan => vmi.is_none() && claims.is_empty(),
+        };
+        if done {
+            world.change(|objects| objects.vms.remove(name));
+            continue;
+        }
+        match deletion {
+            Deletion::Background => {}
+            Deletion::Foreground => {
+                if vmi.is_some_and(|vmi| !vmi.deleting) {
+                    world.change(|objects| objects.vmis.get_mut(name).unwrap().deleting = true);
+                }
+                for claim in claims {
+                    world.delete_claim(&claim.key);
+                }
+            }
+            Deletion::Orphan if vmi.is_some() && random.one_in(2) => {
+                world.change(|objects| objects.vmis.get_mut(name).unwrap().controller = None);
+            }
+            Deletion::Orphan => {
+                for claim in claims.into_iter().take(1) {
+                    let version = world.version();
+                    world.change(|objects| {
+                        let Some(claim) = objects.claims.get_mut(&claim.key) else { return };
+                        (claim.owner, claim.owner_count, claim.version) = (None, 0, version);
+                    });
+                }
+            }
+        }
+    }
+    let live = world.live.clone();
+    let is_gone = |owner: &OwnerRef| match owner.kind {
+        OwnerKind::VirtualMachine => !live.vms.values().any(|vm| vm.facts.uid == owner.uid),
+        _ => !live.vmis.values().any(|vmi| vmi.uid == owner.uid),
+    };
+    for (name, vmi) in &live.vmis {
+        if vmi.controller.as_ref().is_some_and(is_gone) && !vmi.deleting {
+            world.change(|objects| objects.vmis.get_mut(name).unwrap().deleting = true);
+        }
+    }
+    for claim in live.claims.values().filter(|claim| !claim.deleting || claim.finalizers.is_empty()) {
+        if claim.owner.as_ref().is_some_and(is_gone) {
+            world.delete_claim(&claim.key);
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Hot-plug: which interfaces of a running pod are attached and detached, and what its annotations report.
+//!
+//! Each pod has one worker. It observes the pod, calls [`plan`], applies the one [`Step`] of the plan, and starts again.
+//! Every trigger only wakes the worker. When a plan has no step, or the step has been running for two seconds, the worker
+//! writes the annotations of the plan.
+//!
+//! - Desired: the networks annotation.
+//! - Observed: the links of the pod's namespace and the [`AttachmentRecord`]s. The network-status annotation is output: an
+//!   attachment that only that annotation lists is not removed.
+
+mod decide;
+mod events;
+mod failures;
+mod identify;
+mod known;
+mod links;
+mod matching;
+mod names;
+mod pod;
+mod records;
+mod request;
+#[cfg(test)]
+mod simulation;
+mod states;
+mod status;
+mod step;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use std::collections::BTreeSet;
+
+pub use decide::plan;
+pub use events::{EventReason, PodEvent};
+pub use failures::{Failure, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
+pub use identify::identify_links;
+pub use pod::{
+    DesiredPod, HostLink, NadState, ObservedLink, ObservedPod, PlanInput, PlugMode, PodLifecycle, SandboxRef,
+    SandboxState,
+};
+pub use records::{
+    AttachedRecord, AttachmentKey, AttachmentRecord, LinkIdentity, Origin, PodIdentity, RecordPhase,
+    RequestedAddresses,
+};
+pub use request::{ConfigError, capability_args, cni_args, config_with_args};
+pub use states::StateReason;
+pub use step::{
+    AddStep, AnnotationUpdate, AttemptKey, DelErrors, DelMode, FilteredRoutes, HostPeer, MovedLinks, PodPlan,
+    RemovePurpose, RemoveStep, Step,
+};
+
+/// What plans of a pod remember. The worker keeps it as long as it has the pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reported {
+    /// The problems that an event reported and that no annotation records.
+    problems: BTreeSet<String>,
+    /// The attachments of the pod's start that an element requested.
+    requested: BTreeSet<AttachmentKey>,
+}

@@ -1,0 +1,705 @@
+//! What to do next for a pod.
+
+use std::collections::BTreeSet;
+
+use api::{
+    attachments::{self, Attachment, AttachmentState},
+    digest::digest,
+    network_status::NetworkStatus,
+    selection::{NadRef, NetworkSelection},
+};
+
+use super::{
+    AddStep, AnnotationUpdate, AttachmentRecord, AttemptKey, DelErrors, DelMode, EventReason, FilteredRoutes,
+    Fingerprint, MovedLinks, NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan,
+    RecordPhase, RemovePurpose, RemoveStep, Reported, RequestedAddresses, SandboxRef, SandboxState,
+    StateReason, Step, events,
+    known::KnownRecords,
+    links::{PodLinks, identified},
+    matching::{Match, Matching, Wanted, interface_order},
+    names::{Name, Names},
+    request, states,
+    status::StatusView,
+};
+
+/// Bounds the events of one plan. The annotation reports the rest.
+const MAX_EVENTS: usize = 8;
+/// After this many failed attempts to release an attachment without a namespace, its IPAM plugin is called too.
+const RELEASE_ATTEMPTS: u32 = 5;
+/// After this many attempts in which the plugin itself reported an error or did not exist, the attachment is abandoned once
+/// its addresses are released. With a retry after 24 to 30 s these are 12 to 15 hours.
+const ABANDON_ATTEMPTS: u32 = 1800;
+/// The maximum length of both annotations together. All annotations of a pod share 256 KiB.
+const MAX_ANNOTATIONS: usize = 200 * 1024;
+
+/// What to do for a pod now. `nads` resolves the NADs that its elements refer to.
+///
+/// In order: records that nothing refers to are forgotten; attachments of ended sandboxes are removed; attachments that are
+/// unfinished, lost or no longer requested are removed; requested networks are attached in the order of the annotation. What
+/// is in backoff is passed over.
+pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> PodPlan {
+    let observed = input.observed;
+    let sandbox = match &observed.sandbox {
+        SandboxState::Ready(sandbox) => Some(sandbox),
+        SandboxState::Absent => None,
+        SandboxState::Unknown => {
+            return PodPlan { failing: input.failures.attempts().cloned().collect(), ..PodPlan::default() };
+        }
+    };
+    let is_current = |record: &&AttachmentRecord| {
+        sandbox.is_some_and(|sandbox| sandbox.id == record.key.container) && record.boot == observed.boot
+    };
+    let selection = NetworkSelection::parse(input.desired.networks.as_deref());
+    let mut known = KnownRecords::new(observed, sandbox);
+    known.resolve_guesses(
+        observed.network_status.as_deref(),
+        &selection,
+        &input.desired.pod.namespace,
+        &nads,
+    );
+    let (mut current, ended): (Vec<_>, Vec<_>) =
+        known.records.iter().map(AsRef::as_ref).partition(is_current);
+    current.sort_by_cached_key(|record| interface_order(&record.key.interface));
+    let links = observed.links.as_deref().unwrap_or_default();
+    let identified = identified(links, &current);
+    let links = PodLinks {
+        links,
+        host_links: &observed.host_links,
+        never_lost: input.desired.virt_launcher,
+        identified: &identified,
+    };
+    let status = StatusView::new(observed.network_status.as_deref(), links).entries();
+    let mut planner = Planner {
+        input,
+        selection: &selection,
+        status: &status,
+        sandbox,
+        current,
+        ended,
+        links,
+        confirm: false,
+        forget: known.superseded.into_iter().next().filter(|_| input.mode == PlugMode::On).map(Step::Forget),
+        remove: None,
+        add: None,
+        failing: Vec::new(),
+        states: Vec::new(),
+        events: Vec::new(),
+        event_keys: BTreeSet::new(),
+    };
+    let access = planner.status_access();
+    planner.handle_ended(access);
+    let handled = access == StatusAccess::Write && planner.handle_current(&nads, reported);
+    planner.finish(access, handled, reported)
+}
+
+/// Whether the pod's annotations are written.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum StatusAccess {
+    Write,
+    /// Not now.
+    Wait,
+    /// Never again, or another program writes them.
+    Leave,
+}
+
+struct Planner<'a> {
+    input: PlanInput<'a>,
+    /// The networks annotation.
+    selection: &'a NetworkSelection,
+    /// The entries of network-status.
+    status: &'a [NetworkStatus],
+    sandbox: Option<&'a SandboxRef>,
+    /// The records of the READY sandbox.
+    current: Vec<&'a AttachmentRecord>,
+    /// The records of other sandboxes.
+    ended: Vec<&'a AttachmentRecord>,
+    links: PodLinks<'a>,
+    /// The annotations must be confirmed by a write.
+    confirm: bool,
+    forget: Option<Step>,
+    remove: Option<Step>,
+    add: Option<Step>,
+    failing: Vec<AttemptKey>,
+    states: Vec<Attachment>,
+    /// Events, each with the state that reports the same in the annotation.
+    events: Vec<(PodEvent, Option<Attachment>)>,
+    /// What was reported by the events that no state repeats.
+    event_keys: BTreeSet<String>,
+}
+
+impl<'a> Planner<'a> {
+    fn status_access(&self) -> StatusAccess {
+        let desired = self.input.desired;
+        let absent = self.sandbox.is_none();
+        match desired.lifecycle {
+            _ if self.input.mode != PlugMode::On || desired.host_network => StatusAccess::Leave,
+            PodLifecycle::Ended => StatusAccess::Leave,
+            PodLifecycle::Terminating if absent => StatusAccess::Leave,
+            _ if !absent && self.input.observed.links.is_none() => StatusAccess::Wait,
+            PodLifecycle::Pending | PodLifecycle::Running | PodLifecycle::Terminating => StatusAccess::Write,
+        }
+    }
+
+    /// Removes what is left of other sandboxes. That goes on in every mode, because nothing else does it.
+    ///
+    /// Multus runs the DEL of what it attached when the pod started.
+    fn handle_ended(&mut self, access: StatusAccess) {
+        let view = self.status_view();
+        for record in self.ended.clone() {
+            match (&record.phase, record.origin) {
+                (RecordPhase::Removed, origin) => {
+                    let leave = origin == Origin::PodStart || access == StatusAccess::Leave;
+                    if leave || (access == StatusAccess::Write && self.is_unreported(&view, record, false)) {
+                        self.forget.get_or_insert_with(|| Step::Forget(record.key.clone()));
+                    }
+                }
+                (RecordPhase::Intent { .. } | RecordPhase::Attached(_), Origin::PodStart) => {
+                    // Only then it is in the journal.
+                    if record.removing {
+                        self.forget.get_or_insert_with(|| Step::Forget(record.key.clone()));
+                    }
+                }
+                (
+                    RecordPhase::Intent { .. } | RecordPhase::Attached(_),
+                    Origin::Hotplug | Origin::Original,
+                ) => {
+                    self.propose_remove(record, RemovePurpose::SandboxEnded);
+                }
+            }
+        }
+    }
+
+    /// Whether network-status does not report a removed attachment, for certain. If that must be confirmed, the annotations are
+    /// written as they are.
+    fn is_unreported(&mut self, view: &StatusView<'_>, record: &AttachmentRecord, is_current: bool) -> bool {
+        let clean = view.is_clean(record, is_current, &self.live());
+        // What the daemon never wrote needs no confirmation. Other programs wrote about their own attachments.
+        let confirmed = record.former_statuses.is_empty() || self.input.observed.annotations_confirmed;
+        self.confirm |= clean && !confirmed;
+        clean && confirmed
+    }
+
+    /// Compares the annotation with the attachments of the READY sandbox. Returns whether it could.
+    fn handle_current(&mut self, nads: &impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> bool {
+        let desired = self.input.desired;
+        let runs = matches!(desired.lifecycle, PodLifecycle::Running | PodLifecycle::Terminating);
+        if self.sandbox.is_none() || !runs {
+            return false;
+        }
+        let view = self.status_view();
+        for record in self.current.clone() {
+            if record.phase == RecordPhase::Removed && self.is_unreported(&view, record, true) {
+                self.forget.get_or_insert_with(|| Step::Forget(record.key.clone()));
+            }
+        }
+        if let Some(error) = &self.selection.error {
+            let message =
+                format!("the networks annotation is invalid, nothing is attached or removed: {error}");
+            self.report(events::about(&desired.pod, EventReason::InvalidNetworks, &message));
+            self.keep_failures();
+            // What is half attached or half removed is nothing that the user has.
+            for record in self.current.clone() {
+                match &record.phase {
+                    RecordPhase::Intent { .. } => self.propose_remove(record, RemovePurpose::Undo),
+                    RecordPhase::Attached(_) if record.removing => {
+                        self.propose_remove(record, RemovePurpose::Unplug);
+                    }
+                    RecordPhase::Attached(_) | RecordPhase::Removed => {}
+                }
+            }
+            return false;
+        }
+        let (selection, status) = (self.selection, self.status);
+        let mut matching =
+            Matching::new(selection, &desired.pod.namespace, &self.current, status, self.links);
+        matching.protect_default_networks(&mut reported.requested);
+        let leaving = self.leaving(&matching);
+        let mut names = Names::new(
+            &matching,
+            &self.current,
+            leaving.iter().map(|(record, _)| *record).collect(),
+            status,
+            self.links,
+        );
+        for (record, purpose) in &leaving {
+            self.propose_remove(record, *purpose);
+        }
+        for invalid in &matching.invalid {
+            let (state, event) = states::invalid(&desired.pod, invalid);
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+        }
+        for wanted in &matching.wanted {
+            self.handle_element(wanted, &matching, &leaving, &mut names, nads);
+        }
+        self.report_leaving(&matching, &leaving);
+        // Those of attached elements too: which element an attachment belongs to may change.
+        let requested: BTreeSet<&AttemptKey> = matching.wanted.iter().map(|wanted| &wanted.attempt).collect();
+        let failures = self.input.failures.attempts();
+        self.failing.extend(failures.filter(|attempt| requested.contains(attempt)).cloned());
+        let order = |record: &&AttachmentRecord| {
+            let at = matching.wanted.iter().position(
+                |wanted| matches!(wanted.matched, Some(Match::Record(other)) if other.key == record.key),
+            );
+            (at.unwrap_or(usize::MAX), interface_order(&record.key.interface))
+        };
+        self.current.sort_by_cached_key(order);
+        true
+    }
+
+    /// The attachments of the READY sandbox to remove, and why.
+    fn leaving(&self, matching: &Matching<'a>) -> Vec<(&'a AttachmentRecord, RemovePurpose)> {
+        let mut leaving: Vec<(&AttachmentRecord, RemovePurpose)> = Vec::new();
+        for wanted in &matching.wanted {
+            let Some(Match::Record(record)) = wanted.matched else { continue };
+            match &record.phase {
+                RecordPhase::Intent { .. } => leaving.push((record, RemovePurpose::Undo)),
+                RecordPhase::Attached(attached) => {
+                    let replug = self.links.is_lost(attached)
+                        && is_replugged(record.origin)
+                        && self.plugs()
+                        && !self.input.failures.delays_replug(&record.key);
+                    if replug {
+                        leaving.push((record, RemovePurpose::Replug));
+                    }
+                }
+                RecordPhase::Removed => {}
+            }
+        }
+        // In reverse order of attachment: a link may be on top of an earlier one.
+        let position = |record: &&AttachmentRecord| {
+            let interface = record.key.interface.as_str();
+            let at = self.status.iter().position(|status| status.interface == interface);
+            (at, interface_order(interface))
+        };
+        let mut unwanted = matching.unwanted.clone();
+        unwanted.sort_by_cached_key(position);
+        for record in unwanted.into_iter().rev() {
+            let purpose =
+                if record.attached().is_some() { RemovePurpose::Unplug } else { RemovePurpose::Undo };
+            leaving.push((record, purpose));
+        }
+        leaving
+    }
+
+    /// Whether networks are attached and attached again.
+    fn plugs(&self) -> bool {
+        self.input.desired.lifecycle == PodLifecycle::Running
+    }
+
+    fn handle_element(
+        &mut self,
+        wanted: &Wanted<'a>,
+        matching: &Matching<'a>,
+        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+        names: &mut Names<'a>,
+        nads: &impl Fn(&NadRef) -> NadState,
+    ) {
+        match wanted.matched {
+            Some(Match::StatusOnly(_)) => {}
+            Some(Match::Record(record)) if !leaving.iter().any(|(other, _)| other.key == record.key) => {
+                self.handle_attached(wanted, record);
+            }
+            Some(Match::Record(_)) | None => {
+                let Some(name) = names.assign(wanted) else { return };
+                self.handle_unattached(wanted, &name, matching, leaving, &nads(&wanted.nad));
+            }
+        }
+    }
+
+    /// An element whose attachment stays.
+    fn handle_attached(&mut self, wanted: &Wanted<'_>, record: &AttachmentRecord) {
+        let Some(attached) = record.attached() else { return };
+        let (nad, interface) = (&record.nad, record.key.interface.as_str());
+        if self.links.is_lost(attached) {
+            let message = match record.origin {
+                Origin::Hotplug => "the link was deleted",
+                Origin::PodStart => {
+                    "the link was deleted; it was made when the pod started, so Patchbay does not attach it again: remove \
+                     the network from the annotation and add it again"
+                }
+                Origin::Original => {
+                    "the link was deleted; multus-dynamic-networks-controller made it, so Patchbay does not attach it \
+                     again: remove the network from the annotation and add it again"
+                }
+            };
+            self.states.push(states::with_reason(
+                nad,
+                interface,
+                AttachmentState::Failed,
+                StateReason::LinkLost,
+                message,
+            ));
+            return;
+        }
+        let changed = record.requested.as_ref().filter(|requested| **requested != wanted.requested);
+        if let Some(before) = changed {
+            let message = states::update_message(&wanted.requested, before);
+            let event = events::about(
+                &self.input.desired.pod,
+                EventReason::AttachmentUpdateRejected,
+                &format!("interface {interface} of network {nad}: {message}"),
+            );
+            let state = states::with_reason(
+                nad,
+                interface,
+                AttachmentState::Attached,
+                StateReason::UpdateRejected,
+                message,
+            );
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+        } else if record.origin == Origin::Hotplug {
+            self.states.push(states::plain(nad, interface, AttachmentState::Attached));
+        }
+    }
+
+    /// An element without an attachment, or with one that is removed first.
+    fn handle_unattached(
+        &mut self,
+        wanted: &Wanted<'a>,
+        name: &Name,
+        matching: &Matching<'a>,
+        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+        nad: &NadState,
+    ) {
+        let pod = &self.input.desired.pod;
+        let interface = name.as_str();
+        let refused = |reason: StateReason, event: EventReason, message: String| {
+            let event = events::about(pod, event, &format!("network {}: {message}", wanted.nad));
+            (states::with_reason(&wanted.nad, interface, AttachmentState::Refused, reason, message), event)
+        };
+        let refusal = states::unusable_nad(pod, wanted, interface, nad)
+            .or_else(|| {
+                let message = states::too_long(wanted)
+                    .or_else(|| states::default_route_conflict(wanted, &matching.wanted))?;
+                Some(refused(StateReason::InvalidNetworks, EventReason::InvalidNetworks, message))
+            })
+            .or_else(|| {
+                let Name::Taken { message, .. } = name else { return None };
+                Some(refused(
+                    StateReason::InterfaceNameTaken,
+                    EventReason::InterfaceNameTaken,
+                    message.clone(),
+                ))
+            });
+        if let Some((state, event)) = refusal {
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+            return;
+        }
+        let step = match self.add_step(wanted, name, matching, nad) {
+            Ok(Some(step)) => step,
+            Ok(None) => return,
+            Err(error) => {
+                let nad = NadState::Invalid { message: error.to_string() };
+                if let Some((state, event)) = states::unusable_nad(pod, wanted, interface, &nad) {
+                    self.events.push((event, Some(state.clone())));
+                    self.states.push(state);
+                }
+                return;
+            }
+        };
+        let failures = self.input.failures;
+        let failure = failures.get(&step.attempt, step.fingerprint);
+        let removal = leaving
+            .iter()
+            .find(|(record, _)| record.key.interface == interface)
+            .and_then(|(record, purpose)| self.removal_error(record, *purpose));
+        let state = |reason: StateReason, message: String| {
+            states::with_reason(&wanted.nad, interface, AttachmentState::Failed, reason, message)
+        };
+        if let Some(error) = removal {
+            self.states.push(state(
+                StateReason::RemoveFailed,
+                format!("the interface cannot be removed, which comes first: {error}"),
+            ));
+        } else if let Some(failure) = failure {
+            self.states.push(state(StateReason::AddFailed, failure.error.clone()));
+        } else if self.input.running.is_some() {
+            self.states.push(states::plain(&wanted.nad, interface, AttachmentState::Pending));
+        }
+        let ready = matches!(name, Name::Free(_)) && failure.is_none_or(|failure| !failure.in_backoff);
+        if ready && self.plugs() && self.add.is_none() {
+            self.add = Some(Step::Add(Box::new(step)));
+        }
+    }
+
+    fn add_step(
+        &self,
+        wanted: &Wanted<'a>,
+        name: &Name,
+        matching: &Matching<'a>,
+        nad: &NadState,
+    ) -> Result<Option<AddStep>, request::ConfigError> {
+        let (NadState::Ready { config }, Some(sandbox), Ok(interface)) =
+            (nad, self.sandbox, name.as_str().parse())
+        else {
+            return Ok(None);
+        };
+        let config = request::config_with_args(config, wanted.element)?;
+        let gateways = |ipv4: bool, element: &Wanted<'_>| {
+            element.element.default_route.iter().any(|gateway| gateway.is_ipv4() == ipv4)
+        };
+        let filters = matching.wanted.iter().any(|other| !other.element.default_route.is_empty());
+        let former = self.current.iter().find(|record| record.key.interface == name.as_str());
+        Ok(Some(AddStep {
+            attempt: wanted.attempt.clone(),
+            fingerprint: self.add_fingerprint(wanted, config.text(), sandbox),
+            index: wanted.index,
+            element: wanted.element.clone(),
+            nad: wanted.nad.clone(),
+            pod: self.input.desired.pod.clone(),
+            sandbox: sandbox.clone(),
+            boot: self.input.observed.boot.clone(),
+            cni_args: request::cni_args(&self.input.desired.pod, &sandbox.id, wanted.element),
+            capability_args: request::capability_args(wanted.element, &wanted.nad, &sandbox.id, &interface),
+            interface,
+            config: Box::new(config),
+            requested: RequestedAddresses::of(wanted.element),
+            default_route: wanted.element.default_route.clone(),
+            former_statuses: former.map(|record| record.former_statuses.clone()).unwrap_or_default(),
+            filtered_routes: FilteredRoutes {
+                ipv4: filters && !gateways(true, wanted),
+                ipv6: filters && !gateways(false, wanted),
+            },
+        }))
+    }
+
+    /// A network may need another interface of the pod, so a new attachment ends the backoff of the others.
+    fn add_fingerprint(&self, wanted: &Wanted<'_>, config: &str, sandbox: &SandboxRef) -> Fingerprint {
+        let element = wanted.element.to_json();
+        let attached = self.current.iter().filter(|record| record.attached().is_some());
+        let texts = [element.as_str(), config, &sandbox.id].into_iter();
+        Fingerprint(digest(texts.chain(attached.map(|record| record.key.interface.as_str()))))
+    }
+
+    /// Lists what is being removed, unless an element of the same interface reports it.
+    fn report_leaving(&mut self, matching: &Matching<'a>, leaving: &[(&'a AttachmentRecord, RemovePurpose)]) {
+        for (record, purpose) in leaving {
+            let requested = matching.wanted.iter().any(
+                |wanted| matches!(wanted.matched, Some(Match::Record(other)) if other.key == record.key),
+            );
+            if requested {
+                continue;
+            }
+            let interface = &record.key.interface;
+            if let Some(error) = self.removal_error(record, *purpose) {
+                self.states.push(states::with_reason(
+                    &record.nad,
+                    interface,
+                    AttachmentState::Failed,
+                    StateReason::RemoveFailed,
+                    error,
+                ));
+            } else if self.input.running.is_some() {
+                self.states.push(states::plain(&record.nad, interface, AttachmentState::Removing));
+            }
+        }
+        for record in &matching.protected {
+            let Some(attached) = record.attached().filter(|_| record.origin == Origin::Hotplug) else {
+                continue;
+            };
+            let (nad, interface) = (&record.nad, &record.key.interface);
+            self.states.push(if self.links.is_lost(attached) {
+                states::with_reason(
+                    nad,
+                    interface,
+                    AttachmentState::Failed,
+                    StateReason::LinkLost,
+                    "the link was deleted, and an invalid element may request it; correct the networks annotation",
+                )
+            } else {
+                states::plain(nad, interface, AttachmentState::Attached)
+            });
+        }
+    }
+
+    fn remove_step(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> RemoveStep {
+        let is_current = purpose != RemovePurpose::SandboxEnded;
+        let mode = self.del_mode(record, is_current);
+        let how = match mode {
+            DelMode::WithNamespace => "with namespace",
+            DelMode::ReleaseOnly => "release only",
+        };
+        RemoveStep {
+            attempt: AttemptKey::Remove(record.key.clone()),
+            fingerprint: Fingerprint(digest([record.config.as_str(), record.boot.as_str(), how])),
+            mode,
+            purpose,
+            leftover_links: if is_current { self.links.owned(record) } else { Vec::new() },
+            moved_links: if is_current { self.links.moved(record) } else { MovedLinks::default() },
+            errors: DelErrors::Fail,
+            record: record.clone(),
+        }
+    }
+
+    fn del_mode(&self, record: &AttachmentRecord, is_current: bool) -> DelMode {
+        let observed = self.input.observed;
+        if record.boot != observed.boot || !observed.namespaces.contains(&record.netns) {
+            return DelMode::ReleaseOnly;
+        }
+        // The links of another sandbox's namespace are not known.
+        let unknown = !is_current && record.attached().is_none();
+        let foreign = |link| is_current && !self.links.owns(record, link);
+        if unknown || self.links.named(&record.key.interface).is_some_and(foreign) {
+            return DelMode::ReleaseOnly;
+        }
+        DelMode::WithNamespace
+    }
+
+    fn propose_remove(&mut self, record: &AttachmentRecord, purpose: RemovePurpose) {
+        let mut step = self.remove_step(record, purpose);
+        let failure = self.input.failures.get(&step.attempt, step.fingerprint);
+        if let Some(failure) = failure {
+            self.failing.push(step.attempt.clone());
+            if step.mode == DelMode::ReleaseOnly {
+                step.errors = match (failure.count(), failure.plugin_errors()) {
+                    (_, ABANDON_ATTEMPTS..) => DelErrors::Abandon,
+                    (RELEASE_ATTEMPTS.., _) => DelErrors::ReleaseAddresses,
+                    _ => DelErrors::Fail,
+                };
+            }
+        }
+        if self.remove.is_none() && failure.is_none_or(|failure| !failure.in_backoff) {
+            self.remove = Some(Step::Remove(Box::new(step)));
+        }
+    }
+
+    fn removal_error(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> Option<String> {
+        let step = self.remove_step(record, purpose);
+        let failure = self.input.failures.get(&step.attempt, step.fingerprint)?;
+        Some(failure.error.clone())
+    }
+
+    /// Failures of elements count as long as the annotation is not compared.
+    fn keep_failures(&mut self) {
+        let adds = self.input.failures.attempts().filter(|attempt| matches!(attempt, AttemptKey::Add { .. }));
+        self.failing.extend(adds.cloned());
+    }
+
+    fn report(&mut self, event: PodEvent) {
+        self.events.push((event, None));
+    }
+
+    /// The attachments of the READY sandbox that exist.
+    fn live(&self) -> Vec<&'a AttachmentRecord> {
+        let live = |record: &&&AttachmentRecord| {
+            record.attached().is_some_and(|attached| !self.links.is_lost(attached))
+        };
+        self.current.iter().filter(live).copied().collect()
+    }
+
+    fn status_view(&self) -> StatusView<'a> {
+        StatusView::new(self.input.observed.network_status.as_deref(), self.links)
+    }
+
+    fn finish(mut self, access: StatusAccess, handled: bool, reported: &mut Reported) -> PodPlan {
+        let observed = self.input.observed;
+        if access == StatusAccess::Write && !handled {
+            self.keep_failures();
+        }
+        let replugs = self.input.failures.attempts().filter(|attempt| {
+            matches!((attempt, self.sandbox), (AttemptKey::Replug(key), Some(sandbox)) if key.container == sandbox.id)
+        });
+        self.failing.extend(replugs.cloned());
+        self.report_host_network();
+        let annotations = (access == StatusAccess::Write).then(|| {
+            let current = if self.runs() { self.current.as_slice() } else { &[] };
+            let network_status = self.status_view().update(current, &self.ended);
+            let network_status = bounded(observed.network_status.as_ref(), network_status);
+            let rest = MAX_ANNOTATIONS.saturating_sub(network_status.as_ref().map_or(0, String::len));
+            AnnotationUpdate {
+                network_status,
+                attachments: if handled {
+                    attachments_text(observed.attachments.as_deref(), &self.states, rest)
+                } else {
+                    observed.attachments.clone()
+                },
+            }
+        });
+        let annotations = annotations.filter(|update| {
+            self.confirm
+                || (&update.network_status, &update.attachments)
+                    != (&observed.network_status, &observed.attachments)
+        });
+        let events = self.new_events(reported);
+        PodPlan {
+            step: self.forget.or(self.remove).or(self.add),
+            states: self.states,
+            annotations,
+            events,
+            failing: self.failing,
+        }
+    }
+
+    fn runs(&self) -> bool {
+        matches!(self.input.desired.lifecycle, PodLifecycle::Running | PodLifecycle::Terminating)
+    }
+
+    fn report_host_network(&mut self) {
+        let desired = self.input.desired;
+        if self.input.mode != PlugMode::On || !desired.host_network || !self.runs() {
+            return;
+        }
+        if !self.selection.entries.is_empty() || self.selection.error.is_some() {
+            self.report(events::host_network(&desired.pod));
+        }
+    }
+
+    /// The events that neither this process nor the annotation reported.
+    fn new_events(&mut self, reported: &mut Reported) -> Vec<PodEvent> {
+        let old = attachments::parse(self.input.observed.attachments.as_deref()).unwrap_or_default();
+        let networks = self.input.desired.networks.as_deref().unwrap_or_default();
+        let mut new = Vec::new();
+        for (event, state) in std::mem::take(&mut self.events) {
+            // Without a state, each change of the annotation is reported.
+            let key = match &state {
+                Some(_) => event.note.clone(),
+                None => format!("{}\n{:016x}", event.note, digest([networks])),
+            };
+            let known = reported.problems.contains(&key)
+                || state.is_some_and(|state| old.iter().any(|old| is_reported(old, &state)));
+            self.event_keys.insert(key);
+            if !known && new.len() < MAX_EVENTS {
+                new.push(event);
+            }
+        }
+        reported.problems = std::mem::take(&mut self.event_keys);
+        new
+    }
+}
+
+/// Whether a lost attachment is attached again. The records of other programs do not have the index of the link, so that
+/// the link may still exist under another name.
+fn is_replugged(origin: Origin) -> bool {
+    origin == Origin::Hotplug
+}
+
+/// Whether the annotation has the state. Its message may be cut there.
+fn is_reported(old: &Attachment, state: &Attachment) -> bool {
+    state.message.starts_with(&old.message)
+        && Attachment { message: String::new(), ..old.clone() }
+            == Attachment { message: String::new(), ..state.clone() }
+}
+
+/// The value of network-status, unless it gets too long for an annotation: then it stays as it is.
+fn bounded(observed: Option<&String>, new: Option<String>) -> Option<String> {
+    let length = |text: Option<&String>| text.map_or(0, String::len);
+    let too_long = length(new.as_ref()) > MAX_ANNOTATIONS - attachments::MAX_LENGTH;
+    if too_long && length(new.as_ref()) > length(observed) { observed.cloned() } else { new }
+}
+
+/// The value of the annotation. It keeps its text if it says the same.
+fn attachments_text(observed: Option<&str>, states: &[Attachment], max: usize) -> Option<String> {
+    let new = attachments::render_within(states, max);
+    let same = match (observed, &new) {
+        (Some(observed), Some(new)) => {
+            let parse = |text| attachments::parse(Some(text)).ok();
+            parse(observed).is_some() && parse(observed) == parse(new.as_str())
+        }
+        (None, None) => true,
+        _ => false,
+    };
+    if same { observed.map(str::to_owned) } else { new }
+}

@@ -1,0 +1,130 @@
+//! Failed attempts of a pod and their backoff. The caller has the clock.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use super::{AttachmentKey, AttemptKey, RemovePurpose, RemoveStep, text::one_line};
+
+/// The delay before the first retry.
+pub const MIN_RETRY: Duration = Duration::from_secs(1);
+/// The longest delay between retries. Retries never end.
+pub const MAX_RETRY: Duration = Duration::from_secs(30);
+/// The maximum length of an error in bytes. Plugins write it.
+const MAX_ERROR: usize = 512;
+/// Re-plugs do not depend on inputs.
+const REPLUG: Fingerprint = Fingerprint(0);
+
+/// What an attempt depends on: the element, the configuration, the sandbox. If it changes, a failure no longer counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fingerprint(pub(super) u64);
+
+/// The failed attempts of one pod.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Failures(BTreeMap<AttemptKey, Failure>);
+
+/// A failed attempt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    pub error: String,
+    /// It is not retried until the caller ends the backoff or its inputs change.
+    pub in_backoff: bool,
+    fingerprint: Fingerprint,
+    /// How often it failed with the same inputs.
+    count: u32,
+    /// In how many of these attempts the plugin itself reported an error or did not exist.
+    plugin_errors: u32,
+}
+
+/// The delay before the next attempt, after this many failed ones: 1 s, doubled up to 30 s. The caller adds jitter.
+pub fn retry_delay(failures: u32) -> Duration {
+    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    MIN_RETRY.saturating_mul(doubled).min(MAX_RETRY)
+}
+
+impl Failure {
+    /// How often the attempt failed with the same inputs.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// In how many attempts with the same inputs the plugin itself reported an error or did not exist.
+    pub fn plugin_errors(&self) -> u32 {
+        self.plugin_errors
+    }
+}
+
+impl Failures {
+    /// Records that an attempt failed, and starts its backoff. Returns its delay, without jitter.
+    pub fn record(&mut self, attempt: AttemptKey, fingerprint: Fingerprint, error: &str) -> Duration {
+        let before = self.0.get(&attempt).filter(|failure| failure.fingerprint == fingerprint);
+        let count = before.map_or(0, |failure| failure.count).saturating_add(1);
+        let plugin_errors = before.map_or(0, |failure| failure.plugin_errors);
+        let error = one_line(error, MAX_ERROR);
+        self.0.insert(attempt, Failure { error, in_backoff: true, fingerprint, count, plugin_errors });
+        retry_delay(count)
+    }
+
+    /// Counts that the recorded failure is an error that the plugin reported, or that the plugin does not exist. A plugin that
+    /// hangs, is killed or is not started says nothing about the next attempt.
+    pub fn count_plugin_error(&mut self, attempt: &AttemptKey) {
+        if let Some(failure) = self.0.get_mut(attempt) {
+            failure.plugin_errors = failure.plugin_errors.saturating_add(1);
+        }
+    }
+
+    /// Ends the backoff of an attempt: its delay is over.
+    pub fn end_backoff(&mut self, attempt: &AttemptKey) {
+        if let Some(failure) = self.0.get_mut(attempt) {
+            failure.in_backoff = false;
+        }
+    }
+
+    /// Ends the backoff of all attempts, for example because the runtime answers again.
+    pub fn end_all_backoffs(&mut self) {
+        self.0.values_mut().for_each(|failure| failure.in_backoff = false);
+    }
+
+    /// Forgets a failure: the attempt succeeded.
+    pub fn clear(&mut self, attempt: &AttemptKey) {
+        self.0.remove(attempt);
+    }
+
+    /// Forgets all failures but those in [`PodPlan::failing`](super::PodPlan::failing).
+    pub fn retain(&mut self, attempts: &[AttemptKey]) {
+        let attempts: BTreeSet<&AttemptKey> = attempts.iter().collect();
+        self.0.retain(|attempt, _| attempts.contains(attempt));
+    }
+
+    /// Starts the backoff of the next re-plug of an attachment. The caller calls it before each step whose purpose is
+    /// [`RemovePurpose::Replug`], and ends the backoff of the returned attempt after the returned delay.
+    pub fn start_replug(&mut self, step: &RemoveStep) -> Option<(AttemptKey, Duration)> {
+        if step.purpose != RemovePurpose::Replug {
+            return None;
+        }
+        let attempt = AttemptKey::Replug(step.record.key.clone());
+        let delay = self.record(attempt.clone(), REPLUG, "the link was deleted");
+        Some((attempt, delay))
+    }
+
+    /// Whether the next re-plug of this attachment must wait.
+    pub(super) fn delays_replug(&self, key: &AttachmentKey) -> bool {
+        let failure = self.get(&AttemptKey::Replug(key.clone()), REPLUG);
+        failure.is_some_and(|failure| failure.in_backoff)
+    }
+
+    /// The attempts that failed.
+    pub fn attempts(&self) -> impl Iterator<Item = &AttemptKey> {
+        self.0.keys()
+    }
+
+    /// The failure of an attempt, if it failed with the same inputs.
+    pub fn get(&self, attempt: &AttemptKey, fingerprint: Fingerprint) -> Option<&Failure> {
+        self.0.get(attempt).filter(|failure| failure.fingerprint == fingerprint)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}

@@ -1,0 +1,156 @@
+//! What the daemon knows about one pod: what is desired, what was observed, and the NADs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use api::nad_config::NadConfig;
+
+use super::{AttachmentRecord, AttemptKey, Failures, PodIdentity};
+
+/// What the API server says about a pod.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DesiredPod {
+    pub pod: PodIdentity,
+    /// The networks annotation, if the pod has it.
+    pub networks: Option<String>,
+    pub lifecycle: PodLifecycle,
+    pub host_network: bool,
+    /// The pod runs a virtual machine of KubeVirt (label `kubevirt.io: virt-launcher`), which renames and replaces links.
+    pub virt_launcher: bool,
+}
+
+/// How far a pod is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PodLifecycle {
+    /// It does not run yet (phase `Pending`).
+    Pending,
+    Running,
+    /// It has a deletion timestamp.
+    Terminating,
+    /// Its phase is `Succeeded` or `Failed`, or the API server has no pod of this UID.
+    Ended,
+}
+
+/// What the daemon observed on the node, and the annotations that it writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObservedPod {
+    pub sandbox: SandboxState,
+    /// The links of the READY sandbox's namespace. `None` if the namespace could not be read: then only records of other
+    /// sandboxes are handled.
+    pub links: Option<Vec<ObservedLink>>,
+    /// Links on the host, by index. Only those that a [`LinkIdentity::peer`](super::LinkIdentity::peer) of the records
+    /// names are needed.
+    pub host_links: BTreeMap<u32, HostLink>,
+    /// The boot ID of the node.
+    pub boot: String,
+    /// All records of the pod, of all of its sandboxes: first those of the journal, then those of Multus' caches, also if they
+    /// have the same key. The plan decides which of the two counts.
+    pub records: Vec<AttachmentRecord>,
+    /// The paths of network namespaces that exist, of those that `records` and `sandbox` name.
+    pub namespaces: BTreeSet<String>,
+    /// The network-status annotation. At least as new as the last write of the daemon: not from a cache that does not show
+    /// that write yet.
+    pub network_status: Option<String>,
+    /// The annotation `patchbay.dev/attachments`, likewise.
+    pub attachments: Option<String>,
+    /// The two annotations are the API server's answer to a request that the daemon sent after its last step. A cache may be
+    /// older than what another program wrote before that step. Set after a successful write, cleared by an ADD or a DEL.
+    pub annotations_confirmed: bool,
+}
+
+/// What the runtime says about the pod's sandboxes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SandboxState {
+    /// The runtime does not answer. Nothing happens until it does.
+    Unknown,
+    /// No sandbox is READY.
+    Absent,
+    /// The READY sandbox with the highest attempt.
+    Ready(SandboxRef),
+}
+
+/// A sandbox and its network namespace.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SandboxRef {
+    pub id: String,
+    /// The path of the network namespace, as the runtime reports it.
+    pub netns: String,
+}
+
+/// A link of the pod's namespace.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ObservedLink {
+    pub index: u32,
+    pub name: String,
+    pub mac: Option<String>,
+    /// The index of the veth peer, if the peer is on the host.
+    pub peer: Option<u32>,
+    /// A dummy in a virt-launcher pod: KubeVirt puts it under the name of a link that it renamed.
+    pub placeholder: bool,
+}
+
+/// A link of the host.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HostLink {
+    pub name: String,
+    pub mac: Option<String>,
+}
+
+/// The NAD that an element refers to, for a pod of this namespace.
+///
+/// The watcher of NADs resolves it: it reads `spec.config` or the file of that name on the node, and applies namespace
+/// isolation. Checks run in this order: `Forbidden`, `Missing`, `DeviceRequired`, `Invalid`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NadState {
+    /// It does not exist.
+    Missing,
+    /// Its configuration is invalid.
+    Invalid {
+        /// What is invalid and what to do.
+        message: String,
+    },
+    /// It needs a device of a device plugin.
+    DeviceRequired {
+        /// The resource name in its annotation.
+        resource: String,
+    },
+    /// Namespace isolation forbids it to the pod.
+    Forbidden {
+        /// Which setting forbids it and what to do.
+        message: String,
+    },
+    /// It cannot be found out now. The other elements of the pod do not wait for it.
+    Unknown {
+        /// Why, and what to do.
+        message: String,
+    },
+    /// It can be attached.
+    Ready {
+        /// Its configuration, with a name.
+        config: Box<NadConfig>,
+    },
+}
+
+/// What hot-plug may do on this node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlugMode {
+    /// Everything.
+    On,
+    /// `--hotplug=off`. Attachments of ended sandboxes that need a DEL from Patchbay get it. Nothing is attached, re-plugged
+    /// or unplugged on a running pod, and no annotation and no event is written.
+    Off,
+    /// multus-dynamic-networks-controller runs on this node. The same as `Off`: that controller handles running pods, and
+    /// would undo what Patchbay does there.
+    StandDown,
+}
+
+/// Everything that a plan depends on.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanInput<'a> {
+    pub desired: &'a DesiredPod,
+    pub observed: &'a ObservedPod,
+    pub failures: &'a Failures,
+    pub mode: PlugMode,
+    /// The attempt that has been running for more than two seconds. The states then report `Pending` and `Removing`. The
+    /// caller ignores the step of such a plan.
+    pub running: Option<&'a AttemptKey>,
+}

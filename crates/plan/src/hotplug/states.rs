@@ -1,0 +1,208 @@
+//! What `patchbay.dev/attachments` reports about an element or an attachment.
+
+use std::net::IpAddr;
+
+use api::{
+    attachments::{Attachment, AttachmentState},
+    selection::NadRef,
+};
+
+use super::{
+    EventReason, NadState, PodEvent, PodIdentity, RequestedAddresses, events,
+    matching::{Invalid, Wanted},
+    request::MAX_ELEMENT,
+    text::one_line,
+};
+
+/// The plugin that moves a device of the node. At the end of a pod its DEL needs the network namespace, which is gone then.
+const HOST_DEVICE_PLUGIN: &str = "host-device";
+/// The maximum length of a message in bytes.
+const MAX_MESSAGE: usize = 1024;
+
+/// Why an attachment is in its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum StateReason {
+    /// ADD failed.
+    AddFailed,
+    /// DEL failed.
+    RemoveFailed,
+    /// The NAD does not exist.
+    NetworkNotFound,
+    /// The NAD's configuration is invalid.
+    NetworkInvalid,
+    /// Namespace isolation forbids the NAD.
+    NamespaceForbidden,
+    /// The NAD needs a device.
+    DeviceRequired,
+    /// Another interface has the name.
+    InterfaceNameTaken,
+    /// The element is invalid.
+    InvalidNetworks,
+    /// The addresses of an attachment were changed.
+    UpdateRejected,
+    /// The link was deleted in the pod.
+    LinkLost,
+}
+
+impl StateReason {
+    /// The reason as a CamelCase word.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::AddFailed => "AddFailed",
+            Self::RemoveFailed => "RemoveFailed",
+            Self::NetworkNotFound => "NetworkNotFound",
+            Self::NetworkInvalid => "NetworkInvalid",
+            Self::NamespaceForbidden => "NamespaceForbidden",
+            Self::DeviceRequired => "DeviceRequired",
+            Self::InterfaceNameTaken => "InterfaceNameTaken",
+            Self::InvalidNetworks => "InvalidNetworks",
+            Self::UpdateRejected => "UpdateRejected",
+            Self::LinkLost => "LinkLost",
+        }
+    }
+}
+
+/// A state without a reason.
+pub(super) fn plain(nad: &NadRef, interface: &str, state: AttachmentState) -> Attachment {
+    Attachment {
+        network: nad.to_string(),
+        interface: interface.to_owned(),
+        state,
+        reason: String::new(),
+        message: String::new(),
+    }
+}
+
+/// A state with a reason.
+pub(super) fn with_reason(
+    nad: &NadRef,
+    interface: &str,
+    state: AttachmentState,
+    reason: StateReason,
+    message: impl AsRef<str>,
+) -> Attachment {
+    let message = one_line(message.as_ref(), MAX_MESSAGE);
+    Attachment { reason: reason.as_str().to_owned(), message, ..plain(nad, interface, state) }
+}
+
+/// The state and the event of an element whose NAD cannot be attached.
+pub(super) fn unusable_nad(
+    pod: &PodIdentity,
+    wanted: &Wanted<'_>,
+    interface: &str,
+    nad: &NadState,
+) -> Option<(Attachment, PodEvent)> {
+    let name = &wanted.nad;
+    let failed = |reason: StateReason, message: String| {
+        let event = events::failed_adding(pod, interface, name, wanted.element, &message);
+        (with_reason(name, interface, AttachmentState::Failed, reason, message), event)
+    };
+    let refused = |reason: StateReason, event: EventReason, message: String| {
+        let event = events::about(pod, event, &message);
+        (with_reason(name, interface, AttachmentState::Refused, reason, message), event)
+    };
+    let device = |cause: &str| {
+        let message = format!(
+            "{cause}, and Patchbay attaches no devices to a running pod; create a pod with this network"
+        );
+        Some(refused(StateReason::DeviceRequired, EventReason::DeviceRequired, message))
+    };
+    match nad {
+        NadState::Ready { .. } if wanted.element.device_id.is_some() => {
+            device(&format!("the element of NAD {name} has deviceID"))
+        }
+        NadState::Ready { config }
+            if config.plugins.iter().any(|plugin| plugin.has_capability("deviceID")) =>
+        {
+            device(&format!("NAD {name} has a plugin with the capability deviceID"))
+        }
+        NadState::Ready { config }
+            if config.plugins.iter().any(|plugin| plugin.plugin == HOST_DEVICE_PLUGIN) =>
+        {
+            device(&format!(
+                "NAD {name} moves a device of the node into the pod, which the node would lose at the end of the pod"
+            ))
+        }
+        NadState::Ready { .. } => None,
+        NadState::Unknown { message } => Some(failed(StateReason::AddFailed, message.clone())),
+        NadState::Missing => Some(failed(
+            StateReason::NetworkNotFound,
+            format!("NAD {name} does not exist; create it or remove the network from the annotation"),
+        )),
+        NadState::Invalid { message } => {
+            Some(failed(StateReason::NetworkInvalid, format!("NAD {name} is invalid: {message}")))
+        }
+        NadState::DeviceRequired { resource } => Some(refused(
+            StateReason::DeviceRequired,
+            EventReason::DeviceRequired,
+            format!(
+                "NAD {name} needs a device of {resource}, which a running pod cannot get; create a pod that requests it"
+            ),
+        )),
+        NadState::Forbidden { message } => Some(refused(
+            StateReason::NamespaceForbidden,
+            EventReason::NamespaceForbidden,
+            format!("NAD {name} is not allowed in namespace {}: {message}", pod.namespace),
+        )),
+    }
+}
+
+/// The state and the event of an invalid element.
+pub(super) fn invalid(pod: &PodIdentity, invalid: &Invalid) -> (Attachment, PodEvent) {
+    let message = one_line(&invalid.message, MAX_MESSAGE);
+    let event = events::about(pod, EventReason::InvalidNetworks, &message);
+    let state = Attachment {
+        network: invalid.nad.as_ref().map(ToString::to_string).unwrap_or_default(),
+        interface: String::new(),
+        state: AttachmentState::Refused,
+        reason: StateReason::InvalidNetworks.as_str().to_owned(),
+        message,
+    };
+    (state, event)
+}
+
+/// Why an element is too long to be passed to plugins and recorded.
+pub(super) fn too_long(wanted: &Wanted<'_>) -> Option<String> {
+    let length = wanted.element.to_json().as_str().len();
+    (length > MAX_ELEMENT)
+        .then(|| format!("the element has {length} bytes as JSON; shorten it to at most {MAX_ELEMENT}"))
+}
+
+/// Why the default route of an element cannot be set, as Multus would not set it when the pod starts.
+pub(super) fn default_route_conflict(wanted: &Wanted<'_>, all: &[Wanted<'_>]) -> Option<String> {
+    let has =
+        |other: &Wanted<'_>, ipv4: bool| other.element.default_route.iter().any(|ip| ip.is_ipv4() == ipv4);
+    for (family, ipv4) in [("IPv4", true), ("IPv6", false)] {
+        let count = wanted.element.default_route.iter().filter(|ip: &&IpAddr| ip.is_ipv4() == ipv4).count();
+        if count > 1 {
+            return Some(format!("default-route has several {family} gateways; keep one"));
+        }
+        let earlier = |other: &&Wanted<'_>| {
+            other.index != wanted.index && (other.matched.is_some() || other.index < wanted.index)
+        };
+        let other = all.iter().filter(earlier).find(|other| count > 0 && has(other, ipv4));
+        if let Some(other) = other {
+            return Some(format!(
+                "element [{}] has an {family} default-route too; keep it on one network",
+                other.index
+            ));
+        }
+    }
+    None
+}
+
+/// What to do about changed addresses.
+pub(super) fn update_message(requested: &RequestedAddresses, attached: &RequestedAddresses) -> String {
+    format!(
+        "the annotation requests {}, the interface was attached with {}; unplug the interface, then plug it again",
+        describe(requested),
+        describe(attached)
+    )
+}
+
+fn describe(addresses: &RequestedAddresses) -> String {
+    let ips = (!addresses.ips.is_empty()).then(|| format!("ips {}", addresses.ips.join(", ")));
+    let mac = addresses.mac.as_ref().map(|mac| format!("mac {mac}"));
+    let parts: Vec<String> = ips.into_iter().chain(mac).collect();
+    if parts.is_empty() { "no addresses".to_owned() } else { parts.join(" and ") }
+}

@@ -1,0 +1,287 @@
+//! Arguments of plugins, records, and retries.
+
+use std::time::Duration;
+
+use api::{
+    nad_config::NadConfig,
+    selection::{NadRef, NetworkSelection, NetworkSelectionElement},
+};
+use serde_json::json;
+
+use super::*;
+
+fn element(text: &str) -> NetworkSelectionElement {
+    let selection = NetworkSelection::parse(Some(&format!("[{text}]")));
+    selection.entries[0].element.clone().unwrap()
+}
+
+#[test]
+fn arguments_equal_those_of_a_cold_attach() {
+    let element = element(
+        r#"{"name":"a","ips":["10.0.0.5/24","fd00::5"],"mac":"02:00:00:00:00:0A","infiniband-guid":"02:00:00:00:00:00:00:01",
+            "portMappings":[{"hostPort":8080,"containerPort":80,"protocol":"tcp"}],"bandwidth":{"ingressRate":1000},
+            "deviceID":"0000:01:02.3"}"#,
+    );
+    let interface = "net1".parse().unwrap();
+    assert_eq!(
+        json!(capability_args(&element, &nad("a"), "box", &interface)),
+        json!({
+            "ips": ["10.0.0.5/24", "fd00::5"],
+            "mac": "02:00:00:00:00:0A",
+            "infinibandGUID": "02:00:00:00:00:00:00:01",
+            "portMappings": [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}],
+            "bandwidth": {"ingressRate": 1000, "ingressBurst": 0, "egressRate": 0, "egressBurst": 0},
+            "deviceID": "0000:01:02.3",
+            "CNIDeviceInfoFile": "/var/run/k8s.cni.cncf.io/devinfo/cni/default-a-box_net1",
+        })
+    );
+    let pod = PodIdentity { runtime_uid: "static-uid".to_owned(), ..SimNode::new().pod };
+    let args: Vec<String> =
+        cni_args(&pod, "box", &element).into_iter().map(|(key, value)| format!("{key}={value}")).collect();
+    assert_eq!(
+        args.join(";"),
+        "IgnoreUnknown=true;K8S_POD_NAMESPACE=default;K8S_POD_NAME=web;K8S_POD_INFRA_CONTAINER_ID=box;\
+         K8S_POD_UID=static-uid;MAC=02:00:00:00:00:0A;IP=10.0.0.5/24,fd00::5"
+    );
+}
+
+#[test]
+fn an_element_without_requests_has_only_the_fixed_arguments() {
+    let element = element(r#"{"name":"a"}"#);
+    assert_eq!(json!(capability_args(&element, &nad("a"), "box", &"net1".parse().unwrap())), json!({}));
+    assert_eq!(cni_args(&SimNode::new().pod, "box", &element).len(), 5);
+}
+
+#[test]
+fn arguments_of_an_element_are_merged_into_every_plugin() {
+    let args = element(r#"{"name":"a","cni-args":{"k":1e3,"K":"x","old":{"n":[1]}}}"#);
+    for (config, expected) in [
+        (
+            r#"{"name":"n","type":"p"}"#,
+            json!({"name": "n", "type": "p", "args": {"cni": {"k": 1e3, "K": "x", "old": {"n": [1]}}}}),
+        ),
+        (
+            r#"{"name":"n","type":"p","args":{"other":1,"cni":{"old":2,"keep":3}}}"#,
+            json!({"name": "n", "type": "p",
+                "args": {"other": 1, "cni": {"k": 1e3, "K": "x", "old": {"n": [1]}, "keep": 3}}}),
+        ),
+        (
+            r#"{"name":"n","plugins":[{"type":"p"},{"type":"q","args":{"a":1}}]}"#,
+            json!({"name": "n", "plugins": [
+                {"type": "p", "args": {"cni": {"k": 1e3, "K": "x", "old": {"n": [1]}}}},
+                {"type": "q", "args": {"a": 1, "cni": {"k": 1e3, "K": "x", "old": {"n": [1]}}}}]}),
+        ),
+    ] {
+        let config = NadConfig::parse(Some(config), "n").unwrap();
+        let merged = config_with_args(&config, &args).unwrap();
+        assert_eq!(serde_json::from_str::<serde_json::Value>(merged.text()).unwrap(), expected);
+        assert_eq!(config_with_args(&config, &element(r#"{"name":"a"}"#)).unwrap(), config);
+    }
+    let config = NadConfig::parse(Some(r#"{"name":"n","type":"p","args":7}"#), "n").unwrap();
+    assert_eq!(config_with_args(&config, &args), Err(ConfigError::NotAnObject("args")));
+}
+
+#[test]
+fn a_network_whose_arguments_do_not_fit_is_reported() {
+    let mut node = SimNode::with(r#"[{"name":"a","cni-args":{"k":1}},{"name":"b"}]"#);
+    let config = NadConfig::parse(Some(r#"{"type":"p","args":7}"#), "a").unwrap();
+    node.nads.insert(nad("a"), NadState::Ready { config: Box::new(config) });
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Failed/NetworkInvalid", "default/b@net2 Attached"]);
+}
+
+#[test]
+fn addresses_are_compared_in_one_form() {
+    let first = RequestedAddresses::new(&["FD00::0:5/64", "10.0.0.5"], Some("02-00-00-00-00-0A"));
+    let second = RequestedAddresses::new(&["10.0.0.5", "fd00::5/64"], Some("0200.0000.000a"));
+    assert_eq!(first, second);
+    assert_ne!(first, RequestedAddresses::new(&["10.0.0.5/24", "fd00::5/64"], Some("02:00:00:00:00:0a")));
+    assert_eq!(RequestedAddresses::new::<&str>(&[], Some("")), RequestedAddresses::default());
+}
+
+#[test]
+fn a_record_is_one_line_and_survives_the_journal() {
+    let mut node = SimNode::with(r#"[{"name":"a","mac":"02:00:00:00:00:01","cni-args":{"k":1}}]"#);
+    let Some(Step::Add(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    let intent = step.intent(vec![1, 2]);
+    node.settle();
+    let attached = node.journal.values().next().unwrap().clone();
+    node.edit("[]");
+    let Some(Step::Remove(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    assert!(step.intent().unwrap().removing);
+    for record in [intent, attached, step.intent().unwrap(), step.removed_record()] {
+        let line = serde_json::to_string(&record).unwrap();
+        assert!(!line.contains('\n') && line.contains(r#""nad":"default/a""#), "{line}");
+        assert_eq!(serde_json::from_str::<AttachmentRecord>(&line).unwrap(), record);
+        let newer = line.replacen('{', r#"{"future":1,"#, 1);
+        assert_eq!(serde_json::from_str::<AttachmentRecord>(&newer).unwrap(), record);
+    }
+}
+
+#[test]
+fn retries_are_unlimited_from_one_to_thirty_seconds() {
+    let delays: Vec<u64> = (1..=8).map(|count| retry_delay(count).as_secs()).collect();
+    assert_eq!(delays, [1, 2, 4, 8, 16, 30, 30, 30]);
+    assert_eq!((retry_delay(0), retry_delay(u32::MAX)), (Duration::from_secs(1), Duration::from_secs(30)));
+}
+
+#[test]
+fn a_failure_waits_until_its_delay_ends_or_its_inputs_change() {
+    let mut node = SimNode::with(r#"[{"name":"a","interface":"net1"}]"#);
+    node.broken.insert(nad("a"));
+    node.settle();
+    let adds = |node: &SimNode| node.calls.iter().filter(|call| call.starts_with("ADD a")).count();
+    assert_eq!(adds(&node), 1);
+    // Something else changes.
+    node.edit(r#"[ {"name":"a","interface":"net1"} ]"#);
+    node.settle();
+    assert_eq!(adds(&node), 1);
+    // The NAD, the element, or another interface of the pod changes.
+    node.nads.insert(nad("a"), ready("other"));
+    node.settle();
+    assert_eq!(adds(&node), 2);
+    node.edit(r#"[{"name":"a","interface":"net1","mac":"02:00:00:00:00:01"}]"#);
+    node.settle();
+    assert_eq!(adds(&node), 3);
+    node.edit(r#"[{"name":"a","interface":"net1","mac":"02:00:00:00:00:01"},{"name":"b"}]"#);
+    node.settle();
+    assert_eq!(adds(&node), 4);
+    let failures: Vec<_> = node.failures.attempts().cloned().collect();
+    assert_eq!(failures.len(), 1);
+    node.failures.end_backoff(&failures[0]);
+    node.settle();
+    assert_eq!(adds(&node), 5);
+    node.edit("b");
+    node.settle();
+    assert!(node.failures.is_empty());
+}
+
+#[test]
+fn a_failure_counts_attempts_with_the_same_inputs() {
+    let mut node = SimNode::with("a@net1");
+    let Some(Step::Add(first)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    node.nads.insert(nad("a"), ready("other"));
+    let Some(Step::Add(second)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    let mut failures = Failures::default();
+    let mut record = |step: &AddStep| failures.record(step.attempt.clone(), step.fingerprint, "x").as_secs();
+    assert_eq!([record(&first), record(&first), record(&second), record(&second)], [1, 2, 1, 2]);
+}
+
+#[test]
+fn an_error_is_one_line_of_bounded_length() {
+    let node = SimNode::with("a@net1");
+    let Some(Step::Add(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    let mut failures = Failures::default();
+    failures.record(step.attempt.clone(), step.fingerprint, &"ä\n".repeat(100_000));
+    let error = &failures.get(&step.attempt, step.fingerprint).unwrap().error;
+    assert!(error.len() <= 512 && !error.contains('\n'));
+}
+
+/// A pod with an interface from a NAD of another namespace that Multus attached at its start.
+fn with_default_network(networks: &str) -> SimNode {
+    let mut node = SimNode::started("a,b@net2");
+    for record in node.multus.values_mut().filter(|record| record.key.interface == "net1") {
+        record.nad = NadRef::new("infra", "storage");
+    }
+    let status = node.server.network_status.as_ref().unwrap().replace("default/a", "infra/storage");
+    node.server.network_status = Some(status);
+    node.edit(networks);
+    node
+}
+
+#[test]
+fn a_default_network_of_multus_is_not_removed() {
+    for (networks, kept) in [("b@net2", "net1,net2"), ("[]", "net1"), ("", "net1")] {
+        let mut node = with_default_network(networks);
+        node.settle();
+        assert_eq!(node.link_names().join(","), kept, "{networks}");
+        assert!(node.server.network_status.as_ref().unwrap().contains("infra/storage"));
+        assert_eq!(
+            (node.reasons().contains(&"AddedInterface"), node.server.attachments.clone()),
+            (false, None)
+        );
+        node.restart();
+        assert_idle(&node);
+    }
+}
+
+#[test]
+fn an_interface_of_another_namespace_is_removed_if_the_annotation_requested_it() {
+    // Seen by the daemon.
+    let mut node = with_default_network("infra/storage,b@net2");
+    node.settle();
+    assert!(node.calls.is_empty());
+    node.edit("[]");
+    node.settle();
+    assert_eq!((node.link_names(), node.addresses.len()), (Vec::new(), 0));
+    // Multus gives default networks neither a name nor addresses.
+    for (interface, addresses) in [("data1", false), ("net1", true)] {
+        let mut node = with_default_network("b@net2");
+        let mut records = std::mem::take(&mut node.multus);
+        for record in records.values_mut().filter(|record| record.key.interface == "net1") {
+            record.requested = addresses.then(|| RequestedAddresses::new(&["10.0.0.5/24"], None));
+            record.key.interface = interface.to_owned();
+        }
+        node.multus = records.into_values().map(|record| (record.key.clone(), record)).collect();
+        let Some(Step::Remove(step)) = node.plan().step else { panic!("{interface}: {:?}", node.plan()) };
+        assert_eq!(step.record.key.interface, interface);
+    }
+}
+
+#[test]
+fn a_device_is_refused() {
+    let config = r#"{"cniVersion":"1.0.0","name":"b","type":"host-device","capabilities":{"deviceID":true}}"#;
+    let mut node = SimNode::with(r#"[{"name":"a","deviceID":"0000:03:00.0"},{"name":"b"},{"name":"c"}]"#);
+    let config = Box::new(NadConfig::parse(Some(config), "b").unwrap());
+    node.nads.insert(nad("b"), NadState::Ready { config });
+    node.settle();
+    assert_eq!(node.calls, ["ADD c net3"]);
+    assert_eq!(
+        node.states(),
+        [
+            "default/a@net1 Refused/DeviceRequired",
+            "default/b@net2 Refused/DeviceRequired",
+            "default/c@net3 Attached"
+        ]
+    );
+    assert_eq!(node.reasons(), ["DeviceRequired", "DeviceRequired", "AddedInterface"]);
+}
+
+/// A pod with an attachment of the original controller from a NAD that nothing names.
+fn with_guessed_nad(networks: &str) -> SimNode {
+    let mut node = SimNode::started("a@net1");
+    for record in node.multus.values_mut() {
+        record.origin = Origin::Original;
+        record.nad = nad("blue-config");
+        record.nad_guessed = true;
+        record.config = r#"{"cniVersion":"1.0.0","name":"blue-config","type":"macvlan"}"#.to_owned();
+    }
+    node.nads.insert(NadRef::new("infra", "blue"), ready("blue-config"));
+    node.server.network_status = Some(format!("[{CLUSTER_ENTRY}]"));
+    node.edit(networks);
+    node
+}
+
+#[test]
+fn an_attachment_from_an_unknown_nad_is_matched_by_its_network_name() {
+    for networks in ["infra/blue", "infra/blue@net1"] {
+        let mut node = with_guessed_nad(networks);
+        node.settle();
+        assert!(node.calls.is_empty(), "{:?}", node.calls);
+        assert_eq!(node.reported_attachments(), set(&["infra/blue@net1"]));
+        // network-status names the NAD now.
+        node.edit("[]");
+        node.settle();
+        assert_eq!((node.link_names(), node.addresses.len()), (Vec::new(), 0));
+    }
+}
+
+#[test]
+fn an_attachment_from_an_unknown_nad_is_not_removed() {
+    for networks in ["[]", "a", "infra/blue@net7"] {
+        let mut node = with_guessed_nad(networks);
+        node.settle();
+        assert!(node.link_names().contains(&"net1"), "{networks}");
+        assert!(!node.calls.iter().any(|call| call.starts_with("DEL")), "{:?}", node.calls);
+    }
+}

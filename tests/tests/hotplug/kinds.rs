@@ -1,0 +1,74 @@
+//! Nodes with CRI-O, with the thin multus, and without multus.
+
+use anyhow::{Context as _, Result, ensure};
+use e2e::{
+    hotplug::{
+        RELEASE_LIMIT, bridge_config, create_nad, element, host_local_addresses, network_name, plain_pod,
+        pod_with_networks, start_live_pods, wait_addresses_within,
+    },
+    patchbay,
+};
+use lab::{
+    Lab, Multus, NodeOptions, Runtime,
+    test_namespace::{TestNamespace, with_namespace},
+};
+use serde_json::json;
+
+/// The kinds of the nodes beyond the first two.
+const KINDS: [(&str, NodeOptions); 3] = [
+    ("node-3", NodeOptions { runtime: Runtime::CriO, multus: Multus::Thick }),
+    ("node-4", NodeOptions { runtime: Runtime::Containerd, multus: Multus::Thin }),
+    ("node-5", NodeOptions { runtime: Runtime::CriO, multus: Multus::None }),
+];
+
+pub async fn nodes_with_crio_thin_multus_or_no_multus_are_served(lab: Lab) -> Result<()> {
+    for (name, options) in KINDS {
+        ensure!(lab.add_node_with(options).await? == name, "the nodes are not numbered in order");
+    }
+    patchbay::wait_ready(&lab).await?;
+    let outcome = with_namespace(&lab, "kinds", async |ns: &TestNamespace| {
+        create_nad(ns, "blue", &bridge_config(ns, "blue", "10.195.0.0/24")).await?;
+        create_nad(ns, "red", &bridge_config(ns, "red", "10.195.1.0/24")).await?;
+        let checks = KINDS.map(|(node, options)| check_node(ns, node, options.multus));
+        futures::future::try_join_all(checks).await.map(drop)
+    })
+    .await;
+    for (name, _) in KINDS {
+        lab.remove_node(name).await?;
+        let on_node = format!("--field-selector=spec.nodeName={name}");
+        lab.kubectl(&["delete", "pods", "-A", &on_node, "--force", "--grace-period=0"])?;
+    }
+    patchbay::wait_ready(&lab).await?;
+    outcome
+}
+
+/// Plugs, unplugs and deletes on one node.
+async fn check_node(ns: &TestNamespace, node: &str, multus: Multus) -> Result<()> {
+    let lab = &ns.lab;
+    let (first, second) = (format!("first-{node}"), format!("second-{node}"));
+    let pods = [pod_with_networks(&first, node, &json!([element("blue", "net1")])), plain_pod(&second, node)];
+    let [first, second] = start_live_pods(ns, pods).await?;
+    // Without multus all networks of a pod arrive by hot-plug.
+    first.wait_interfaces(&["net1"]).await.with_context(|| format!("{node}: {multus:?}"))?;
+    for pod in [&first, &second] {
+        pod.set_networks(&json!([element("blue", "net1"), element("red", "net2")])).await?;
+    }
+    for pod in [&first, &second] {
+        pod.wait_interfaces(&["net1", "net2"]).await?;
+    }
+    first.wait_reachable(&second.address("net2")?).await?;
+    // The first attachment is one of multus, where there is one.
+    first.set_networks(&json!([element("red", "net2")])).await?;
+    first.wait_interfaces(&["net2"]).await?;
+    let held = host_local_addresses(lab, node, &network_name(ns, "blue"));
+    ensure!(held.len() == 1, "{node}: {held:?}");
+    for pod in [&first, &second] {
+        pod.delete().await?;
+    }
+    for network in ["blue", "red"] {
+        wait_addresses_within(RELEASE_LIMIT, lab, node, &network_name(ns, network), 0)
+            .await
+            .context(node.to_owned())?;
+    }
+    Ok(())
+}
