@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use super::{
     TIMEOUT,
     cluster::{
-        QUIET, TestCluster, addresses, claims, instance_spec, references, resource, virtual_machine, vmis,
-        vms,
+        QUIET, TestCluster, addresses, bridge_networks, claims, instance_spec, references, resource,
+        virtual_machine, vmis, vms,
     },
     start_controller,
 };
@@ -273,9 +273,10 @@ pub async fn a_restarted_controller_writes_nothing(lab: Lab) -> Result<()> {
         cluster.api(&claims()).patch(name, &PatchParams::default(), &Patch::Merge(&patch)).await?;
     }
     // The last write that the claims cause.
+    let networks: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &bridge_networks());
     wait::until(TIMEOUT, "the network to count its claims", || async {
-        let network = cluster.client.get_network("again").await?;
-        Ok((network["status"]["ipam"]["claims"] == 20).then_some(()))
+        let network = networks.get("again").await?;
+        Ok((network.data["status"]["ipam"]["claims"] == 20).then_some(()))
     })
     .await?;
     let before = claim_versions(&cluster).await?;
