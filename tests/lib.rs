@@ -59,6 +59,8 @@ pub struct Suite {
 struct TestFailure {
     name: &'static str,
     error: anyhow::Error,
+    /// The components of the lab that were not running.
+    exited: Vec<String>,
     /// The state of the lab when the test failed.
     lab: String,
 }
@@ -102,12 +104,13 @@ impl Suite {
                 return false;
             }
         };
-        for TestFailure { name, error, lab } in &failures {
-            // A namespace adds a dump to the error, too: the causes come first.
-            let causes =
-                error.chain().map(ToString::to_string).filter(|text| !text.starts_with("dump of lab"));
-            let causes = causes.collect::<Vec<_>>().join(": ");
-            println!("\n---- {name} stdout ----\nError: {causes}\n{error:?}\n{lab}");
+        for TestFailure { name, error, exited, lab } in &failures {
+            let exited = if exited.is_empty() {
+                String::new()
+            } else {
+                format!("not running: {}; ", exited.join(", "))
+            };
+            println!("\n---- {name} stdout ----\nError: {exited}{}\n{error:?}\n{lab}", brief(error));
         }
         println!(
             "\ntest result: {}. {} passed; {} failed; 0 ignored; 0 measured; {} filtered out; finished in {:.2}s",
@@ -143,7 +146,12 @@ impl Suite {
                 let running: Vec<_> = group.iter().map(|test| scope.spawn(|| run_test(&lab, test))).collect();
                 let outcomes = running.into_iter().zip(group).map(|(thread, (name, _))| {
                     thread.join().unwrap_or_else(|panic| {
-                        Some(TestFailure { name, error: panic_error(&*panic), lab: String::new() })
+                        Some(TestFailure {
+                            name,
+                            error: panic_error(&*panic),
+                            exited: Vec::new(),
+                            lab: String::new(),
+                        })
                     })
                 });
                 outcomes.collect()
@@ -189,9 +197,17 @@ fn run_test(lab: &Lab, (name, test): &Test) -> Option<TestFailure> {
         }
         Err(error) => {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            Some(TestFailure { name, error, lab: patchbay::dump(lab) })
+            Some(TestFailure { name, error, exited: lab.exited_components(), lab: patchbay::dump(lab) })
         }
     }
+}
+
+/// The first line of each cause, the innermost first: the contexts of an error may be logs of many lines, and the summary of
+/// the stages has the first lines only.
+fn brief(error: &anyhow::Error) -> String {
+    let causes: Vec<String> = error.chain().map(ToString::to_string).collect();
+    let lines = causes.iter().rev().filter_map(|text| text.lines().find(|line| !line.trim().is_empty()));
+    lines.collect::<Vec<_>>().join("\n    while: ")
 }
 
 /// The message of a panic. Its place in the code is on stderr.

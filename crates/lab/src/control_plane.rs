@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 
 use crate::{
     address::{API_PORT, API_SERVICE, CONTROL_PLANE, PODS, SERVICES},
-    init::Component,
+    init::{Component, OnExit},
     machine::Machine,
     pki::{CertSubject, Pki, write_secret},
 };
@@ -135,6 +135,7 @@ pub fn component(name: &str, command: impl IntoIterator<Item = String>) -> Compo
         command: command.into_iter().collect(),
         environment: BTreeMap::new(),
         log: format!("/var/log/lab/{name}.log").into(),
+        on_exit: OnExit::Stay,
     }
 }
 

@@ -4,7 +4,7 @@ use std::{fmt::Write as _, fs};
 
 use anyhow::Result;
 
-use crate::{lab::Lab, machine::Machine};
+use crate::{init::ComponentState, lab::Lab, machine::Machine};
 
 impl Lab {
     /// Status, objects, events, links, and the last lines of every log.
@@ -29,6 +29,20 @@ impl Lab {
             }
         }
         text
+    }
+
+    /// The components that are not running, with their machine and how they ended.
+    pub fn exited_components(&self) -> Vec<String> {
+        let machines = self.nodes().into_iter().map(|name| self.node(&name)).chain([self.control_plane()]);
+        machines
+            .flat_map(|machine| {
+                let components = machine.components().unwrap_or_default();
+                components.into_iter().filter_map(move |(name, state)| match state {
+                    ComponentState::Exited { reason } => Some(format!("{}/{name} {reason}", machine.name)),
+                    ComponentState::Running { .. } => None,
+                })
+            })
+            .collect()
     }
 }
 

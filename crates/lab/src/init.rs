@@ -24,7 +24,7 @@ use nix::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::rootfs::RootFs;
+use crate::{progress::print_progress, rootfs::RootFs};
 
 /// The socket on which init listens, inside the machine.
 pub const SOCKET: &str = "/run/lab/init.sock";
@@ -46,6 +46,20 @@ pub struct Component {
     pub environment: BTreeMap<String, String>,
     /// A path inside the machine.
     pub log: PathBuf,
+    /// What follows when it exits by itself.
+    #[serde(default)]
+    pub on_exit: OnExit,
+}
+
+/// What follows when a component exits without a signal of the lab.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum OnExit {
+    /// It stays dead until `up`.
+    #[default]
+    Stay,
+    /// Init starts it again, as a Deployment does.
+    Restart,
 }
 
 /// A request to init, sent as one line of JSON.
@@ -86,7 +100,17 @@ pub enum ComponentState {
     },
 }
 
-type ComponentTable = Arc<Mutex<BTreeMap<String, ComponentState>>>;
+/// How long init waits before it restarts a component.
+const RESTART_DELAY: Duration = Duration::from_secs(1);
+
+type ComponentTable = Arc<Mutex<Components>>;
+
+#[derive(Default)]
+struct Components {
+    states: BTreeMap<String, ComponentState>,
+    /// The components to restart when they exit. A signal from outside that ends a component removes it.
+    restarted: BTreeMap<String, Component>,
+}
 
 /// Runs as pid 1; returns only on failure.
 pub fn run(machine: &MachineSpec) -> Result<()> {
@@ -146,10 +170,30 @@ fn record_exit(status: WaitStatus, registry: &ComponentTable) {
         _ => return,
     };
     let mut components = registry.lock().unwrap_or_else(PoisonError::into_inner);
-    for state in components.values_mut() {
-        if *state == (ComponentState::Running { pid: pid.as_raw() }) {
-            *state = ComponentState::Exited { reason: reason.clone() };
-        }
+    let exited = ComponentState::Running { pid: pid.as_raw() };
+    let Some(name) =
+        components.states.iter().find(|(_, state)| **state == exited).map(|(name, _)| name.clone())
+    else {
+        return;
+    };
+    if let Some(component) = components.restarted.get(&name).cloned() {
+        let registry = Arc::clone(registry);
+        thread::spawn(move || restart(component, &registry));
+    }
+    components.states.insert(name, ComponentState::Exited { reason });
+}
+
+fn restart(component: Component, registry: &ComponentTable) {
+    thread::sleep(RESTART_DELAY);
+    let name = component.name.clone();
+    // A request may have stopped or started it meanwhile.
+    let stopped = !registry.lock().unwrap_or_else(PoisonError::into_inner).restarted.contains_key(&name);
+    if stopped {
+        return;
+    }
+    match handle(InitRequest::Start(component), registry) {
+        Ok(_) => print_progress(format!("restarted {name}")),
+        Err(e) => print_progress(format!("restart {name}: {e:#}")),
     }
 }
 
@@ -177,7 +221,10 @@ fn handle(request: InitRequest, registry: &ComponentTable) -> Result<InitRespons
     let mut components = registry.lock().unwrap_or_else(PoisonError::into_inner);
     match request {
         InitRequest::Start(component) => {
-            match components.get(&component.name) {
+            if component.on_exit == OnExit::Restart {
+                components.restarted.insert(component.name.clone(), component.clone());
+            }
+            match components.states.get(&component.name) {
                 // Continues a paused component.
                 Some(ComponentState::Running { pid }) => {
                     kill(Pid::from_raw(*pid), Signal::SIGCONT)
@@ -185,20 +232,23 @@ fn handle(request: InitRequest, registry: &ComponentTable) -> Result<InitRespons
                 }
                 Some(ComponentState::Exited { .. }) | None => {
                     let pid = start(&component)?;
-                    components.insert(component.name, ComponentState::Running { pid });
+                    components.states.insert(component.name, ComponentState::Running { pid });
                 }
             }
             Ok(InitResponse::Done)
         }
         InitRequest::Signal { name, number } => {
-            let Some(ComponentState::Running { pid }) = components.get(&name) else {
+            let signal = Signal::try_from(number).with_context(|| format!("signal {number}"))?;
+            if !matches!(signal, Signal::SIGSTOP | Signal::SIGCONT) {
+                components.restarted.remove(&name);
+            }
+            let Some(ComponentState::Running { pid }) = components.states.get(&name) else {
                 bail!("{name} is not running")
             };
-            let signal = Signal::try_from(number).with_context(|| format!("signal {number}"))?;
             kill(Pid::from_raw(*pid), signal).with_context(|| format!("signal {name}"))?;
             Ok(InitResponse::Done)
         }
-        InitRequest::List => Ok(InitResponse::Components(components.clone())),
+        InitRequest::List => Ok(InitResponse::Components(components.states.clone())),
     }
 }
 

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use crate::{
     bootstrap::apply_object,
     control_plane::{NAME, api_server_url, component, kubernetes_file, pki_file},
-    init::Component,
+    init::{Component, OnExit},
     machine::Machine,
     pki::{CertSubject, Pki, write_secret},
     program::{VIRT_CONTROLLER, virt_controller_path},
@@ -70,6 +70,8 @@ pub fn virt_controller() -> Component {
     controller.environment =
         [("POD_NAMESPACE".to_owned(), NAMESPACE.to_owned()), ("NODE_NAME".to_owned(), NAME.to_owned())]
             .into();
+    // It exits when it cannot renew its Lease for 10 s, for example on a busy machine.
+    controller.on_exit = OnExit::Restart;
     controller
 }
 
