@@ -8,7 +8,7 @@ use lab::{test_namespace::TestNamespace, wait};
 /// The domain of the lab's cluster.
 const DOMAIN: &str = "cluster.local";
 /// Answers lag behind EndpointSlices: up to 5 s in the cache of CoreDNS, and its TTL of 5 s.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(40);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The type of a record with an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, bail};
 use futures::{FutureExt as _, future::BoxFuture};
 use lab::{Lab, Topology};
 
@@ -24,6 +24,7 @@ pub mod hotplug;
 pub mod machine;
 pub mod network_service;
 pub mod patchbay;
+pub mod quiet;
 pub mod random;
 pub mod replica;
 pub mod status_watch;
@@ -185,9 +186,10 @@ fn run_test(lab: &Lab, (name, test): &Test) -> Option<TestFailure> {
     let limit = Duration::from_secs(if soak() { 1800 } else { 240 });
     let outcome = block_on(async {
         let test = AssertUnwindSafe(test(lab.clone())).catch_unwind();
-        let result =
-            tokio::time::timeout(limit, test).await.with_context(|| format!("timeout after {limit:?}"))?;
-        result.unwrap_or_else(|panic| Err(panic_error(&*panic)))
+        tokio::select! {
+            result = test => result.unwrap_or_else(|panic| Err(panic_error(&*panic))),
+            () = lab::wait::expired(limit) => bail!("timeout after {limit:?} without stalls of the machine"),
+        }
     });
     let seconds = start.elapsed().as_secs_f64();
     match outcome {

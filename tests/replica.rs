@@ -1,11 +1,18 @@
 //! Runs controllers as processes in a lab without nodes, with the installed ServiceAccount and its RBAC.
 
+#![allow(clippy::print_stdout, reason = "tests print what they do")]
+
 use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
     path::{Path, PathBuf},
     process::{Child, ExitStatus, Stdio},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        mpsc::{self, RecvTimeoutError},
+    },
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
@@ -51,10 +58,20 @@ pub fn set_webhook_endpoints(lab: &Lab, replicas: &[u8]) -> Result<()> {
 
 /// A controller process with the token of the installed ServiceAccount; killed on drop.
 pub struct Replica {
-    child: Child,
+    child: Arc<Mutex<Child>>,
     number: u8,
     lab: Lab,
+    /// Restarts the process; ends when this is dropped.
+    supervisor: Option<Supervisor>,
 }
+
+struct Supervisor {
+    stop: mpsc::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+/// How soon a supervised process is started again. A kubelet does that, too.
+const RESTART_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Replica {
     pub fn address(number: u8) -> String {
@@ -83,20 +100,57 @@ impl Replica {
         });
         let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         fs::write(&file, config.to_string())?;
-        Self::spawn(lab, number, program, extra_args)
+        Self::launch(lab, number, program, extra_args)
     }
 
     /// Starts a replica again with the kubeconfig of its previous start: sends no request to the API server.
     pub fn restart(lab: &Lab, number: u8) -> Result<Self> {
-        Self::spawn(lab, number, &program()?, &[])
+        Self::launch(lab, number, &program()?, &[])
     }
 
-    fn spawn(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Self> {
+    fn launch(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Self> {
+        let child = Arc::new(Mutex::new(Self::spawn(lab, number, program, extra_args)?));
+        Ok(Self { child, number, lab: lab.clone(), supervisor: None })
+    }
+
+    /// Starts the process again whenever it exits by itself, as the kubelet does: a leader exits if it cannot renew its Lease
+    /// in time, for example on a busy machine. A process that a signal ended stays dead.
+    #[must_use]
+    pub fn supervised(mut self, extra_args: &'static [&'static str]) -> Self {
+        let (stop, stopped) = mpsc::channel();
+        let (child, number, lab) = (Arc::clone(&self.child), self.number, self.lab.clone());
+        let supervise = move || {
+            while stopped.recv_timeout(RESTART_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
+                let exited = child.try_wait().ok().flatten().is_some_and(|status| status.code().is_some());
+                let next = exited.then(|| Self::spawn(&lab, number, &program()?, extra_args));
+                if let Some(Ok(next)) = next {
+                    println!("restarted {}", Self::name(number));
+                    *child = next;
+                }
+            }
+        };
+        self.supervisor = Some(Supervisor { stop, thread: thread::spawn(supervise) });
+        self
+    }
+
+    /// From now on the process stays dead when it exits.
+    pub fn end_supervision(&mut self) {
+        if let Some(Supervisor { stop, thread }) = self.supervisor.take() {
+            drop(stop);
+            let _ = thread.join();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Child> {
+        self.child.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn spawn(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Child> {
         let file = lab.kubeconfig().with_file_name(format!("{}.kubeconfig", Self::name(number)));
         let address = Self::address(number);
         let log = fs::OpenOptions::new().create(true).append(true).open(file.with_extension("log"))?;
-        let child = lab
-            .control_plane()
+        lab.control_plane()
             .command_in_netns(program)?
             .args(["controller", "--namespace", NAMESPACE, "--identity", &Self::name(number)])
             .args(["--health-addr", &format!("{address}:8081"), "--webhook-addr", &format!("{address}:9443")])
@@ -106,8 +160,7 @@ impl Replica {
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn()
-            .context("start a controller")?;
-        Ok(Self { child, number, lab: lab.clone() })
+            .context("start a controller")
     }
 
     pub async fn start_ready(lab: &Lab, number: u8, extra_args: &[&str]) -> Result<Self> {
@@ -141,7 +194,7 @@ impl Replica {
     pub fn probe(&self, path: &str) -> u16 {
         let (machine, address) = (self.lab.control_plane(), Self::address(self.number));
         // A separate thread, because it enters the lab's network namespace.
-        let response = std::thread::scope(|scope| {
+        let response = thread::scope(|scope| {
             let request = || -> Result<String> {
                 machine.enter_netns()?;
                 let mut stream = TcpStream::connect((address.as_str(), 8081))?;
@@ -183,7 +236,7 @@ impl Replica {
                 client.request_text(get).await.context("read the metrics")
             })
         };
-        let response = std::thread::scope(|scope| scope.spawn(request).join());
+        let response = thread::scope(|scope| scope.spawn(request).join());
         response.map_err(|_| anyhow!("the thread that reads the metrics panicked"))?
     }
 
@@ -192,7 +245,7 @@ impl Replica {
     }
 
     pub fn pid(&self) -> Result<Pid> {
-        Ok(Pid::from_raw(i32::try_from(self.child.id())?))
+        Ok(Pid::from_raw(i32::try_from(self.lock().id())?))
     }
 
     /// The resident set size in MiB.
@@ -204,12 +257,12 @@ impl Replica {
     }
 
     pub fn is_running(&mut self) -> Result<bool> {
-        Ok(self.child.try_wait()?.is_none())
+        Ok(self.lock().try_wait()?.is_none())
     }
 
     pub async fn wait_for_exit(&mut self, timeout: Duration) -> Result<ExitStatus> {
         wait::until(timeout, "the replica to exit", || {
-            let status = self.child.try_wait();
+            let status = self.lock().try_wait();
             async move { Ok(status?) }
         })
         .await
@@ -218,7 +271,7 @@ impl Replica {
     /// The same within a limit of the product; returns how long it took.
     pub async fn wait_for_exit_within(&mut self, limit: Duration) -> Result<(ExitStatus, Duration)> {
         wait::within(limit, "the replica to exit", || {
-            let status = self.child.try_wait();
+            let status = self.lock().try_wait();
             async move { Ok(status?) }
         })
         .await
@@ -227,8 +280,10 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.end_supervision();
+        let mut child = self.lock();
+        let _ = child.kill();
+        let _ = child.wait();
     }
 }
 

@@ -24,7 +24,7 @@ use lab::{Lab, Topology, audit::AuditedRequest, wait};
 use serde_json::{Value, json};
 
 /// The timeout of an ADD, and of an expected change.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
     run_suites(&[Suite {

@@ -63,7 +63,7 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 /// Asserts that the host is in the same state as before.
 fn assert_unchanged(before: &HostSnapshot) {
     // The kernel removes network namespaces a moment after their last process has exited.
-    let unchanged = wait::blocking(Duration::from_secs(5), "the host to be as before", || {
+    let unchanged = wait::blocking(Duration::from_secs(60), "the host to be as before", || {
         let now = HostSnapshot::take()?;
         let (added, removed) = (now.added_since(before), now.removed_since(before));
         ensure!(added.is_empty() && removed.is_empty(), "added: {added:#?}\nremoved: {removed:#?}");
@@ -353,7 +353,7 @@ async fn reboot_a_node(ns: &TestNamespace) -> Result<()> {
         for protocol in ["tcp", "udp"] {
             // IPv6 on the node's veth works only after duplicate address detection.
             let what = format!("a reply of {host} over {protocol}");
-            wait::until(Duration::from_secs(10), &what, || async {
+            wait::until(Duration::from_secs(60), &what, || async {
                 let reply = ns.exec("client", &["tool", "send", protocol, &host, "hello"])?;
                 Ok(reply.contains("hello").then_some(()))
             })
@@ -409,7 +409,7 @@ async fn restart_dead_components(lab: &Lab) -> Result<()> {
     for machine in [lab.node("node-2"), lab.control_plane()] {
         let pid = machine.init().context("the machine is not running")?.to_string();
         ensure!(Command::new("kill").args(["-9", &pid]).status()?.success(), "kill {pid}");
-        wait::blocking(Duration::from_secs(5), "the machine to be off", || {
+        wait::blocking(Duration::from_secs(60), "the machine to be off", || {
             Ok(machine.init().is_none().then_some(()))
         })?;
         lab.up(Topology::Nodes(2)).await.with_context(|| format!("after {} was killed", machine.name))?;

@@ -45,7 +45,13 @@ use crashes::{
     an_unserved_crd_does_not_block_deletion_and_counts_again_when_served,
     another_replica_finishes_the_deletion_of_a_killed_leader, deleted_crds_do_not_block_deletion,
 };
-use e2e::{Suite, replica, replica::Replica, run_suites, tests};
+use e2e::{
+    Suite,
+    quiet::{is_controller_write, wait_until_quiet},
+    replica,
+    replica::Replica,
+    run_suites, tests,
+};
 use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
@@ -193,7 +199,10 @@ async fn a_network_gets_nads_status_and_node_labels_and_is_deleted_in_order(lab:
         cluster.api(&cluster::bridge_networks(), None).delete("basic", &foreground).await?;
         let network = cluster.wait_for_reason("basic", "Ready", "DeletionBlocked").await?;
         println!("{}", condition(&network, "Ready").context("Ready")?["message"]);
-        ensure!(cluster.pod_is_rejected("new-client", "basic").await?, "a new user was admitted");
+        let pod_kind = cluster::resource("", "v1", "Pod", "pods");
+        let error =
+            cluster.wait_for_rejection(&pod_kind, &TestCluster::pod_object("new-client", "basic")).await?;
+        ensure!(error.contains("which is being deleted"), "{error}");
         ensure!(cluster.get_nad("basic", "basic").await?.is_some(), "the NAD was deleted");
         cluster.delete_workload(&pod).await?;
         let started = Instant::now();
@@ -486,11 +495,10 @@ async fn an_idle_controller_writes_nothing(lab: Lab) -> Result<()> {
         cluster.report_network("idle-a", "idle", true).await?;
         cluster.wait_for_label("idle-a", "idle", true).await?;
         cluster.wait_for_condition("idle", "Ready", "True").await?;
-        // Lets the effects of the last writes settle.
-        tokio::time::sleep(Duration::from_secs(2)).await;
+        let idle = wait_until_quiet(&lab, Duration::from_secs(2), is_controller_write).await?;
         let writes = TestCluster::controller_writes(&lab, offset)?;
         println!("{} writes for a new network: {writes:?}", writes.len());
-        let offset = lab.audit_offset()?;
+        let offset = idle;
         tokio::time::sleep(Duration::from_secs(4)).await;
         let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "while idle: {writes:?}");

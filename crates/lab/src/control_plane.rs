@@ -253,6 +253,8 @@ fn controller_manager() -> Component {
                 // Twice the interval at which kubelets renew their leases (10 s).
                 ("node-monitor-grace-period", "20s".into()),
                 ("node-monitor-period", "2s".into()),
+                // Tests create Nodes without a kubelet and without conditions; they stay as they are.
+                ("node-startup-grace-period", "24h".into()),
             ],
         ),
     )

@@ -145,7 +145,7 @@ pub async fn wait_ready(client: &Client) -> Result<()> {
     });
     let probe: DynamicObject = serde_json::from_value(migration).context("build a migration")?;
     let dry_run = PostParams { dry_run: true, ..PostParams::default() };
-    wait::until(Duration::from_secs(30), "the admission policies of KubeVirt to act", || async {
+    wait::until(Duration::from_secs(60), "the admission policies of KubeVirt to act", || async {
         let created = migrations(client, NAMESPACE).create(&dry_run, &probe).await?;
         Ok((!created.finalizers().is_empty()).then_some(()))
     })

@@ -237,7 +237,7 @@ impl Lab {
         let scope =
             if record.nodes.is_empty() { BootstrapScope::ControlPlane } else { BootstrapScope::WithNodes };
         // The API server creates its bootstrap roles a moment after it is ready; until then it may deny requests.
-        wait::until(Duration::from_secs(20), "the bootstrap objects to be applied", || async {
+        wait::until(Duration::from_secs(60), "the bootstrap objects to be applied", || async {
             bootstrap::apply(&client, scope).await.map(Some)
         })
         .await?;
@@ -264,7 +264,7 @@ impl Lab {
 
     async fn start_kubevirt(&self, client: &Client) -> Result<()> {
         // The API server serves a new kind a moment after its definition was created.
-        wait::until(Duration::from_secs(20), "the objects of KubeVirt to be applied", || async {
+        wait::until(Duration::from_secs(60), "the objects of KubeVirt to be applied", || async {
             kubevirt::apply(client, &self.pki()).await.map(Some)
         })
         .await?;
@@ -315,7 +315,7 @@ impl Lab {
             None => (self.control_plane(), "127.0.0.1".to_owned()),
         };
         let argv: Vec<&str> = lookup.iter().copied().chain([server.as_str()]).collect();
-        wait::until(Duration::from_secs(30), "DNS to answer", || async { machine.output(&argv).map(Some) })
+        wait::until(Duration::from_secs(60), "DNS to answer", || async { machine.output(&argv).map(Some) })
             .await
             .with_context(|| self.tail(&self.control_plane(), "coredns"))
             .map(|_| ())
@@ -394,7 +394,7 @@ impl Lab {
             // The forwarder outlives this program; if it exits earlier, reap it.
             thread::spawn(move || child.wait());
         }
-        let port = wait::blocking(Duration::from_secs(5), "the forwarder to listen", || {
+        let port = wait::blocking(Duration::from_secs(60), "the forwarder to listen", || {
             Ok(fs::read_to_string(&port_file).ok().filter(|text| !text.is_empty()))
         })?;
         let config = self.pki().kubeconfig("admin", &format!("https://127.0.0.1:{}", port.trim()))?;

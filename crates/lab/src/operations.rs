@@ -153,7 +153,7 @@ impl Lab {
         let ComponentRef { machine, component } = self.component(component)?;
         machine.signal_component(&component.name, Signal::SIGKILL)?;
         let what = format!("{} to exit", component.name);
-        wait::blocking(Duration::from_secs(5), &what, || {
+        wait::blocking(Duration::from_secs(60), &what, || {
             let alive = matches!(
                 machine.components()?.get(&component.name),
                 Some(crate::init::ComponentState::Running { .. })
@@ -199,7 +199,7 @@ impl Lab {
     /// Imports every stored image that the node does not have yet.
     pub(crate) fn import_images(&self, machine: &Machine, runtime: Runtime) -> Result<()> {
         let what = format!("{} on {}", runtime.component().name, machine.name);
-        wait::blocking(Duration::from_secs(30), &what, || Ok(runtime.listens(machine)?.then_some(())))?;
+        wait::blocking(Duration::from_secs(60), &what, || Ok(runtime.listens(machine)?.then_some(())))?;
         let imported_dir = machine.disk().join("var/lib/lab-images");
         fs::create_dir_all(&imported_dir).context("create the list of imported images")?;
         let mut images: Vec<_> = fs::read_dir(self.dir.join("images"))?.flatten().map(|e| e.path()).collect();

@@ -133,7 +133,7 @@ impl TestNamespace {
     pub async fn create_pod(&self, pod: PodBuilder) -> Result<Pod> {
         let object: Pod = serde_json::from_value(pod.object).context("build the pod")?;
         // The controller manager creates the namespace's default ServiceAccount a moment after the namespace.
-        wait::until(Duration::from_secs(30), &format!("pod {} to be admitted", pod.name), || async {
+        wait::until(Duration::from_secs(60), &format!("pod {} to be admitted", pod.name), || async {
             match self.pods().create(&PostParams::default(), &object).await {
                 Ok(created) => Ok(Some(created)),
                 Err(kube::Error::Api(e)) if e.is_forbidden() && e.message.contains("serviceaccount") => {

@@ -83,6 +83,7 @@ pub async fn a_paused_leader_leaves_its_reservation_to_the_next_one(lab: Lab) ->
     other.create_vm(&virtual_machine("vm1", &[("blue", "unpaused")])).await?;
     other.wait_for_addresses("vm1.blue", 1).await?;
 
+    first.end_supervision();
     first.signal(Signal::SIGSTOP)?;
     let outcome = async {
         let api = kube::Api::<kube::api::DynamicObject>::all_with(cluster.client.clone(), &bindings());

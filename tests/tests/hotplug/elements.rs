@@ -346,7 +346,7 @@ pub async fn bandwidth_limits_a_hot_plugged_interface(lab: Lab) -> Result<()> {
         pod.set_networks(&json!([])).await?;
         pod.wait_interfaces(&[]).await?;
         // The egress limit is a link of its own on the node.
-        wait::until(Duration::from_secs(10), "the link of the egress limit to be deleted", || async {
+        wait::until(Duration::from_secs(60), "the link of the egress limit to be deleted", || async {
             let links = lab.node("node-1").output(&["ip", "-o", "link", "show", "type", "ifb"])?;
             ensure!(links.trim().is_empty(), "{links}");
             Ok(Some(()))

@@ -1,6 +1,9 @@
 //! What Patchbay writes to pods, and what it does not write.
 
-use std::time::Duration;
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
@@ -39,37 +42,54 @@ async fn status_list(pod: &LivePod) -> Result<Vec<Value>> {
     Ok(serde_json::from_str(text)?)
 }
 
+/// How often a plug that took too long to count its writes is repeated.
+const MAX_ROUNDS: usize = 5;
+
 pub async fn a_plug_is_one_write_and_one_event(lab: Lab) -> Result<()> {
     with_namespace(&lab, "writes", async |ns: &TestNamespace| {
         create_bridge_nad(ns, "blue", "10.150.0.0/24").await?;
         let pod = start_live_pod(ns, plain_pod("p", "node-1")).await?;
-        for (networks, expected) in [(json!([element("blue", "net1")]), &["net1"][..]), (json!([]), &[][..])]
-        {
-            let offset = lab.audit_offset()?;
-            pod.set_networks(&networks).await?;
-            pod.wait_interfaces(expected).await?;
-            // Events wait up to 2 s for the status of other pods.
-            wait::until(WAIT_TIMEOUT, "an event about the pod", || async {
-                Ok(daemon_writes(ns, offset)?
-                    .iter()
-                    .any(|request| request.resource == "events")
-                    .then_some(()))
-            })
-            .await?;
-            tokio::time::sleep(Duration::from_secs(2)).await;
-            let writes = daemon_writes(ns, offset)?;
-            let of = |resource: &str| writes.iter().filter(|request| request.resource == resource).count();
-            ensure!(of("pods/status") == 1 && of("events") == 1 && of("pods") == 0, "{writes:#?}");
-            ensure!(writes.iter().all(|request| request.code < 300), "{writes:#?}");
+        let mut counted = BTreeSet::new();
+        for _ in 0..MAX_ROUNDS {
+            for (networks, expected) in
+                [(json!([element("blue", "net1")]), &["net1"][..]), (json!([]), &[][..])]
+            {
+                let (offset, start) = (lab.audit_offset()?, Instant::now());
+                pod.set_networks(&networks).await?;
+                pod.wait_interfaces(expected).await?;
+                let took = start.elapsed();
+                // Events wait up to 2 s for the status of other pods.
+                wait::until(WAIT_TIMEOUT, "an event about the pod", || async {
+                    Ok(daemon_writes(ns, offset)?
+                        .iter()
+                        .any(|request| request.resource == "events")
+                        .then_some(()))
+                })
+                .await?;
+                tokio::time::sleep(Duration::from_secs(2)).await;
+                let writes = daemon_writes(ns, offset)?;
+                let of =
+                    |resource: &str| writes.iter().filter(|request| request.resource == resource).count();
+                ensure!(of("events") == 1 && of("pods") == 0, "{writes:#?}");
+                ensure!(writes.iter().all(|request| request.code < 300), "{writes:#?}");
+                // An attempt of more than 2 s, on a busy machine, is also shown as pending.
+                if took < Duration::from_secs(2) {
+                    ensure!(of("pods/status") == 1, "{writes:#?}");
+                    counted.insert(expected.len());
+                }
+            }
+            if counted.len() == 2 {
+                return Ok(());
+            }
         }
-        Ok(())
+        bail!("each plug or each unplug took more than 2 s")
     })
     .await
 }
 
 pub async fn a_slow_plug_is_shown_as_pending(lab: Lab) -> Result<()> {
     with_namespace(&lab, "pending", async |ns: &TestNamespace| {
-        let options = json!({"add": {"hang": 5}, "del": {"hang": 5}});
+        let options = json!({"add": {"hang": 10}, "del": {"hang": 10}});
         create_record_nad(ns, "slow", "10.151.0.0/24", &options).await?;
         let pod = start_live_pod(ns, plain_pod("p", "node-1")).await?;
         pod.set_networks(&json!([element("slow", "net1")])).await?;

@@ -233,7 +233,7 @@ async fn plug_and_migrate(ns: &TestNamespace, handler: &VirtHandler) -> Result<(
     let target = vm.launcher().await?;
     let all = ["eth0".to_owned(), pod_interface_name("blue"), pod_interface_name("green")];
     ensure!(attached(&target)? == all, "{:?}", target.annotations());
-    wait::until(Duration::from_secs(30), "the source pod to end", || async {
+    wait::until(Duration::from_secs(60), "the source pod to end", || async {
         let pod = ns.pods().get(&source.name_any()).await?;
         Ok((pod.status.and_then(|s| s.phase).as_deref() == Some("Succeeded")).then_some(()))
     })
@@ -247,7 +247,7 @@ async fn plug_and_migrate(ns: &TestNamespace, handler: &VirtHandler) -> Result<(
         .wait_instance("to report the abort", |i| i["status"]["migrationState"]["abortStatus"] == "Succeeded")
         .await?;
     ensure!(stayed["status"]["nodeName"] == moved["status"]["nodeName"], "{stayed}");
-    wait::until(Duration::from_secs(30), "the aborted migration and its target to be gone", || async {
+    wait::until(Duration::from_secs(60), "the aborted migration and its target to be gone", || async {
         let ended = |pod: &Pod| pod.name_any() == target.name_any() || has_ended(pod);
         Ok((api.get_opt("aborted").await?.is_none() && vm.pods().await?.iter().all(ended)).then_some(()))
     })

@@ -72,7 +72,7 @@ pub async fn kill_and_reboot_crio(ns: &TestNamespace) -> Result<()> {
     ns.start_pod(pod("server").on("node-1")).await?;
     lab.kill("node-1/crio")?;
     lab.restart("node-1/crio")?;
-    wait::until(Duration::from_secs(30), "CRI-O to serve again", || async {
+    wait::until(Duration::from_secs(60), "CRI-O to serve again", || async {
         ns.exec("server", &["true"]).map(Some)
     })
     .await?;

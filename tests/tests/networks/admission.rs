@@ -19,11 +19,7 @@ fn reviewed(replica: &Replica) -> Result<u64> {
 
 /// The error of a workload that must be rejected.
 async fn rejection(cluster: &TestCluster, (workload, object): &(Workload, Value)) -> Result<String> {
-    match cluster.create_object(&workload.resource, Some(&cluster.namespace), object).await {
-        Ok(_) => anyhow::bail!("{} was admitted: {object}", workload.resource.kind),
-        Err(kube::Error::Api(status)) => Ok(status.message),
-        Err(error) => Err(error.into()),
-    }
+    cluster.wait_for_rejection(&workload.resource, object).await
 }
 
 pub async fn a_terminating_network_accepts_no_new_users_of_any_kind(lab: Lab) -> Result<()> {
@@ -59,16 +55,22 @@ pub async fn a_terminating_network_accepts_no_new_users_of_any_kind(lab: Lab) ->
             // The template of a Job is immutable.
             if kind != "Job" {
                 let (free, patch) = (format!("free-{}", template.0), workloads::reference_patch(&new.1));
-                let result = cluster.merge_patch(resource, Some("refuse"), &free, &patch).await;
-                let error = result.err().with_context(|| format!("an update of a {kind} was admitted"))?;
-                ensure!(format!("{error:#}").contains(&expected), "{error:#}");
+                let error = cluster.wait_for_patch_rejection(resource, &free, &patch).await?;
+                ensure!(error.contains(&expected), "{error}");
             }
         }
         println!(
             "{}",
             rejection(&cluster, &workload((0, workloads::all().remove(0)), "new", "refuse")).await?
         );
-        // Match conditions keep workloads without networks away from the webhook.
+        // Match conditions keep workloads without networks away from the webhook. kube-controller-manager creates the
+        // ReplicaSets of the Deployments above, which have networks.
+        wait::until(TIMEOUT, "a ReplicaSet of each Deployment", || async {
+            let deployments = cluster.count(&resource("apps", "v1", "Deployment", "deployments")).await?;
+            let sets = cluster.count(&resource("apps", "v1", "ReplicaSet", "replicasets")).await?;
+            Ok((sets >= deployments).then_some(()))
+        })
+        .await?;
         let before = reviewed(&replica)?;
         for template in all() {
             cluster

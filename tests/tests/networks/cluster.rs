@@ -342,7 +342,7 @@ impl TestCluster {
     /// Starts a controller and waits until it leads. The previous leader must be dead: its Lease is deleted, not awaited.
     pub async fn start_leader(&self, lab: &Lab) -> Result<Replica> {
         self.delete_lease().await?;
-        Replica::start_ready(lab, 1, &[]).await
+        Ok(Replica::start_ready(lab, 1, &[]).await?.supervised(&[]))
     }
 
     pub async fn delete_lease(&self) -> Result<()> {
@@ -354,7 +354,7 @@ impl TestCluster {
         }
     }
 
-    fn pod_object(name: &str, networks: &str) -> Value {
+    pub fn pod_object(name: &str, networks: &str) -> Value {
         json!({"apiVersion": "v1", "kind": "Pod",
             "metadata": {"name": name, "annotations": {"k8s.v1.cni.cncf.io/networks": networks}},
             "spec": {"containers": [{"name": "c", "image": "none"}], "terminationGracePeriodSeconds": 0}})
@@ -428,6 +428,38 @@ impl TestCluster {
         }
     }
 
+    /// Waits until the webhook rejects an object, and returns its message. The webhook of users fails open after 2 s, so that
+    /// a busy controller may let one through; a dry run leaves nothing behind.
+    pub async fn wait_for_rejection(&self, kind: &ApiResource, object: &Value) -> Result<String> {
+        let parsed: DynamicObject = serde_json::from_value(object.clone())?;
+        let params = PostParams { dry_run: true, ..PostParams::default() };
+        let api = self.api(kind, Some(&self.namespace));
+        wait::until(TIMEOUT, &format!("a {} to be rejected", kind.kind), || async {
+            rejection(api.create(&params, &parsed).await)
+        })
+        .await
+    }
+
+    /// The same for a change of an existing object.
+    pub async fn wait_for_patch_rejection(
+        &self,
+        kind: &ApiResource,
+        name: &str,
+        patch: &Value,
+    ) -> Result<String> {
+        let params = PatchParams { dry_run: true, ..PatchParams::default() };
+        let api = self.api(kind, Some(&self.namespace));
+        wait::until(TIMEOUT, &format!("a change of {} {name} to be rejected", kind.kind), || async {
+            rejection(api.patch(name, &params, &Patch::Merge(patch)).await)
+        })
+        .await
+    }
+
+    /// The number of objects of a kind in the namespace of the test.
+    pub async fn count(&self, kind: &ApiResource) -> Result<usize> {
+        Ok(self.api(kind, Some(&self.namespace)).list(&ListParams::default()).await?.items.len())
+    }
+
     /// Deletes all pods of this test.
     pub async fn delete_pods(&self) -> Result<()> {
         let params = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
@@ -479,7 +511,7 @@ impl TestCluster {
     pub async fn wait_for_webhook(&self) -> Result<()> {
         let object = json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork", "metadata": {"name": "no-such-node"}});
         let node_networks = resource("patchbay.dev", "v1alpha1", "NodeNetwork", "nodenetworks");
-        wait::until(Duration::from_secs(20), "the webhook to respond", || async {
+        wait::until(Duration::from_secs(60), "the webhook to respond", || async {
             let rejected = self.create_object(&node_networks, None, &object).await;
             ensure!(
                 matches!(&rejected, Err(kube::Error::Api(it)) if it.message.contains("does not exist; the Patchbay daemon")),
@@ -501,4 +533,13 @@ pub struct Workload {
 
 pub fn condition<'a>(network: &'a Value, kind: &str) -> Option<&'a Value> {
     network["status"]["conditions"].as_array()?.iter().find(|condition| condition["type"] == kind)
+}
+
+/// The message of a rejected request; `None` if it was admitted.
+fn rejection(outcome: kube::Result<DynamicObject>) -> Result<Option<String>> {
+    match outcome {
+        Ok(_) => Ok(None),
+        Err(kube::Error::Api(status)) => Ok(Some(status.message)),
+        Err(error) => Err(error.into()),
+    }
 }

@@ -41,7 +41,7 @@ fn scale() -> Scale {
 }
 
 /// How long a process may take to read all NodeNetworks.
-const LIST_TIMEOUT: Duration = Duration::from_secs(30);
+const LIST_TIMEOUT: Duration = Duration::from_secs(60);
 /// The node of the daemon under test.
 const OWN_NODE: &str = "memory-own";
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
+use e2e::quiet::{is_controller_write, wait_until_quiet};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use lab::{Lab, wait};
 use serde_json::{Value, json};
@@ -154,7 +155,7 @@ pub async fn foreign_status_fields_are_reverted_without_a_write_loop(lab: Lab) -
             )
             .await?;
         // Long enough for a write loop to show.
-        let offset = lab.audit_offset()?;
+        let offset = wait_until_quiet(&lab, Duration::from_secs(2), is_controller_write).await?;
         tokio::time::sleep(Duration::from_secs(3)).await;
         let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "write loop: {writes:?}");

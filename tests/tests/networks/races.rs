@@ -94,13 +94,20 @@ async fn race_pod_with_deletion(
     Ok(DeletionRaces { admitted: 1, ..DeletionRaces::default() })
 }
 
+/// A test whose rounds all ended alike runs up to this many.
+const MAX_ROUNDS: u64 = 80;
+
 pub async fn no_pod_loses_its_network_in_a_race_with_deletion(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "race").await?;
     let rounds = if e2e::soak() { 1000 } else { 20 };
     let watch_log = WatchLog::start(&cluster).await?;
     let all = async {
         let mut races = DeletionRaces::default();
-        for first in (0..rounds).step_by(20) {
+        for first in (0..MAX_ROUNDS.max(rounds)).step_by(20) {
+            // On a busy machine the first rounds may all end alike.
+            if first >= rounds && races.rejected > 0 && races.admitted > 0 {
+                break;
+            }
             let batch =
                 (first..first + 20).map(|number| race_pod_with_deletion(&cluster, &watch_log, number));
             for (number, one) in (first..).zip(futures::future::join_all(batch).await) {
@@ -113,7 +120,7 @@ pub async fn no_pod_loses_its_network_in_a_race_with_deletion(lab: Lab) -> Resul
         Ok(races)
     };
     let races = watch_log.record_during(all).await.with_context(|| replica.tail())?;
-    println!("{rounds} rounds: {races:?}");
+    println!("{races:?}");
     ensure!(
         races.rejected > 0 && races.admitted > 0,
         "only one outcome occurred; the race was not exercised"
@@ -227,7 +234,10 @@ pub async fn pods_that_bypass_admission_keep_their_network_and_nad(lab: Lab) -> 
     let watch_log = WatchLog::start(&cluster).await?;
     let all = async {
         let mut outcomes = RaceOutcomes::default();
-        for first in (0..rounds).step_by(usize::try_from(CONCURRENCY)?) {
+        for first in (0..MAX_ROUNDS.max(rounds)).step_by(usize::try_from(CONCURRENCY)?) {
+            if first >= rounds && outcomes.kept > 0 {
+                break;
+            }
             let batch = (first..first + CONCURRENCY).map(async |number| {
                 let mut outcomes = RaceOutcomes::default();
                 create_unreviewed_pod(&cluster, &watch_log, number, &mut outcomes).await.map(|()| outcomes)
@@ -244,7 +254,7 @@ pub async fn pods_that_bypass_admission_keep_their_network_and_nad(lab: Lab) -> 
     let outcomes: Result<RaceOutcomes> = watch_log.record_during(all).await;
     set_pod_review(&cluster, &replica, true).await?;
     let outcomes = outcomes.with_context(|| replica.tail())?;
-    println!("{rounds} rounds: {outcomes:?}");
+    println!("{outcomes:?}");
     ensure!(outcomes.kept > 0, "no pod kept its network");
     ensure!(outcomes.recreated > 0 || !e2e::soak(), "no NAD was recreated; the race was not exercised");
     Ok(())
@@ -306,7 +316,10 @@ pub async fn no_pod_loses_its_nad_when_its_namespace_leaves_the_list(lab: Lab) -
     let rounds = if e2e::soak() { 504 } else { CONCURRENCY * 2 };
     let all = async {
         let mut outcomes = std::collections::BTreeMap::<&str, usize>::new();
-        for first in (0..rounds).step_by(usize::try_from(CONCURRENCY)?) {
+        for first in (0..MAX_ROUNDS.max(rounds)).step_by(usize::try_from(CONCURRENCY)?) {
+            if first >= rounds && outcomes.len() > 1 {
+                break;
+            }
             let batch = (first..first + CONCURRENCY)
                 .map(|number| race_pod_with_namespace_removal(&cluster, &watch_log, number));
             for outcome in futures::future::try_join_all(batch).await? {
@@ -316,7 +329,7 @@ pub async fn no_pod_loses_its_nad_when_its_namespace_leaves_the_list(lab: Lab) -
         Ok(outcomes)
     };
     let outcomes = watch_log.record_during(all).await.with_context(|| replica.tail())?;
-    println!("{rounds} rounds: {outcomes:?}");
+    println!("{outcomes:?}");
     ensure!(outcomes.len() > 1, "only one outcome occurred; the race was not exercised");
     ensure!(
         outcomes.contains_key("recreated") || !e2e::soak(),

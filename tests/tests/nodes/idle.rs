@@ -1,9 +1,12 @@
 //! An idle cluster: the controller and the node daemons write nothing.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use e2e::bridge::{WAIT_TIMEOUT, delete_network, start_network, wait_deleted};
+use e2e::{
+    bridge::{WAIT_TIMEOUT, delete_network, start_network, wait_deleted},
+    quiet::wait_until_quiet,
+};
 use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, api::ListParams};
 use lab::{
@@ -13,28 +16,20 @@ use lab::{
 };
 use serde_json::json;
 
-/// The writes of the controller and the node daemons since the offset, without Leases, which are renewed all the time.
+/// The writes of the controller and the node daemons since the offset.
 pub fn patchbay_writes(lab: &Lab, offset: AuditOffset) -> Result<Vec<AuditedRequest>> {
-    let ours =
-        |a: &AuditedRequest| a.user_agent.starts_with("patchbay-") && a.is_write() && a.resource != "leases";
-    Ok(lab.requests_since(offset)?.into_iter().filter(ours).collect())
+    Ok(lab.requests_since(offset)?.into_iter().filter(is_patchbay_write).collect())
+}
+
+/// Whether a request is a write of the controller or a node daemon, without Leases, which are renewed all the time.
+fn is_patchbay_write(request: &AuditedRequest) -> bool {
+    request.user_agent.starts_with("patchbay-") && request.is_write() && request.resource != "leases"
 }
 
 /// Waits for a second without writes: a pending change is written within a second.
 pub async fn wait_until_idle(lab: &Lab) -> Result<AuditOffset> {
     wait_for_terminating_namespaces(lab).await?;
-    let mut since = (lab.audit_offset()?, Instant::now());
-    wait::until(WAIT_TIMEOUT, "a second without a write", || {
-        let observed = lab.audit_offset().and_then(|now| Ok((now, patchbay_writes(lab, since.0)?)));
-        let outcome = observed.map(|(now, found)| {
-            if !found.is_empty() {
-                since = (now, Instant::now());
-            }
-            (since.1.elapsed() > Duration::from_millis(1100)).then_some(now)
-        });
-        async move { outcome }
-    })
-    .await
+    wait_until_quiet(lab, Duration::from_millis(1100), is_patchbay_write).await
 }
 
 /// The objects of an earlier test go with its namespace, which causes writes.
@@ -50,7 +45,7 @@ async fn wait_for_terminating_namespaces(lab: &Lab) -> Result<()> {
 
 pub async fn an_idle_cluster_causes_no_writes(lab: Lab) -> Result<()> {
     let period = Duration::from_secs(if e2e::soak() { 120 } else { 15 });
-    let offset = lab.audit_offset()?;
+    let offset = wait_until_idle(&lab).await?;
     tokio::time::sleep(period).await;
     let found = patchbay_writes(&lab, offset)?;
     println!("{} writes in {period:?}", found.len());
@@ -60,7 +55,7 @@ pub async fn an_idle_cluster_causes_no_writes(lab: Lab) -> Result<()> {
 
 pub async fn a_new_network_causes_few_writes_and_then_none(lab: Lab) -> Result<()> {
     let client = lab.client().await?;
-    let offset = lab.audit_offset()?;
+    let offset = wait_until_idle(&lab).await?;
     start_network(&client, "idle", json!({"attachment": {"namespaces": ["default"]}})).await?;
     let mut creation = patchbay_writes(&lab, offset)?;
     creation.retain(|request| request.resource != "events");

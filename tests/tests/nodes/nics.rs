@@ -80,7 +80,7 @@ pub async fn every_node_publishes_its_nics_and_its_vtep_address(lab: Lab) -> Res
 }
 
 pub async fn twenty_starting_pods_cause_no_write(lab: Lab) -> Result<()> {
-    let offset = lab.audit_offset()?;
+    let offset = wait_until_idle(&lab).await?;
     with_namespace(&lab, "twenty", async |ns: &TestNamespace| {
         let names: Vec<String> = (0..20).map(|n| format!("p{n}")).collect();
         for (number, name) in names.iter().enumerate() {

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use e2e::replica::Replica;
+use e2e::{
+    quiet::{is_controller_write, wait_until_quiet},
+    replica::Replica,
+};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
 use lab::{Lab, wait};
 use nix::sys::signal::Signal;
@@ -122,6 +125,8 @@ pub async fn a_restarted_controller_writes_nothing(lab: Lab) -> Result<()> {
         anyhow::Ok(())
     };
     outcome.await.with_context(|| replica.tail())?;
+    // The counts of services of other tests may follow.
+    wait_until_quiet(&lab, Duration::from_secs(6), is_controller_write).await?;
     drop(replica);
     let offset = lab.audit_offset()?;
     let replica = cluster.start_leader(&lab).await?;
@@ -152,7 +157,7 @@ pub async fn a_restarted_controller_writes_nothing(lab: Lab) -> Result<()> {
 /// The standby has no more than the Lease to wait for: its caches are filled.
 pub async fn a_standby_goes_on_when_the_leader_is_killed(lab: Lab) -> Result<()> {
     let (cluster, mut leader) = start_controller(&lab, "standby").await?;
-    let standby = Replica::start_ready(&lab, 2, &[]).await?;
+    let standby = Replica::start_ready(&lab, 2, &[]).await?.supervised(&[]);
     let outcome = async {
         cluster.create_service("db", TestCluster::service_spec("db")).await?;
         cluster.create_pod(&TestPod::new("db-0", "db", &["192.168.9.1"])).await?;

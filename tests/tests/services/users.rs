@@ -1,6 +1,9 @@
 //! What users see and may do.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, ensure};
+use e2e::quiet::{is_controller_write, wait_until_quiet};
 use kube::{
     Api, Client,
     api::{DynamicObject, ListParams, PostParams},
@@ -69,7 +72,7 @@ pub async fn the_watch_of_pods_switches_without_losing_users(lab: Lab) -> Result
         };
         cluster.create(&pods(), &user("first")).await?;
         users(1).await?;
-        let offset = lab.audit_offset()?;
+        let offset = wait_until_quiet(&lab, Duration::from_secs(2), is_controller_write).await?;
         let mut spec = TestCluster::service_spec("db");
         spec["network"] = json!("switch");
         cluster.create_service("db", spec).await?;
