@@ -495,7 +495,6 @@ pub fn on_node(test: &str, body: impl AsyncFnOnce(&TestNode) + Send) {
             let mut node = TestNode::new(test);
             node.serve_runtime();
             body(&node).await;
-            fs::remove_dir_all(&node.root).unwrap();
         });
     })
     .unwrap();
@@ -503,6 +502,8 @@ pub fn on_node(test: &str, body: impl AsyncFnOnce(&TestNode) + Send) {
 
 impl Drop for TestNode {
     fn drop(&mut self) {
+        // Also after a failure: a plugin that hangs ends when its directory is gone.
+        _ = fs::remove_dir_all(&self.root);
         for name in ip("netns list").unwrap_or_default().lines() {
             let name = name.split_whitespace().next().unwrap_or_default();
             if name.starts_with(&format!("{}-", self.prefix)) {
