@@ -40,7 +40,7 @@ pub fn prepare_while<T: Send>(build: impl FnOnce() -> Result<T> + Send) -> Resul
         bail!("this creates namespaces, links and mounts; run it as root, for example with sudo");
     }
     install_packages()?;
-    for (program, advice) in [("go", "install Go 1.26.3 or later"), ("cargo", "install Rust with rustup")] {
+    for (program, advice) in [("go", "install Go 1.26.8 or later"), ("cargo", "install Rust with rustup")] {
         if !on_path(program) {
             bail!("{program} is not on the PATH; {advice}");
         }

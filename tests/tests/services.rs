@@ -197,7 +197,7 @@ async fn pod_faults_are_reported_and_leave_out_only_that_pod(lab: Lab) -> Result
     outcome.await.with_context(|| replica.tail())
 }
 
-/// Whoever may edit a pod may edit its annotation. An address of another network must not become an endpoint.
+/// A user who may edit a pod may edit its annotation. An address of another network must not become an endpoint.
 async fn a_forged_address_outside_the_subnets_is_not_published(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "forged").await?;
     let outcome = async {

@@ -48,7 +48,7 @@ use crate::{
 
 /// How many machines and networks are reconciled at a time.
 const MAX_CONCURRENT: usize = 32;
-/// How long a key rests after a panic.
+/// How long a key waits after a panic.
 const PANIC_RETRY: Duration = Duration::from_secs(30);
 /// The least time between two reconciles of a network, so that claims that are created together are written together.
 const WRITE_INTERVAL: Duration = Duration::from_millis(20);

@@ -70,7 +70,7 @@ impl fmt::Display for ServiceKey {
 const MAX_CONCURRENT_SERVICES: usize = 32;
 /// The number of services of one namespace that are reconciled at a time.
 const MAX_CONCURRENT_PER_NAMESPACE: usize = 8;
-/// How long a service rests after a panic.
+/// How long a service waits after a panic.
 const PANIC_RETRY: Duration = Duration::from_secs(30);
 /// The same warning is recorded once in this time.
 const EVENT_WINDOW: Duration = Duration::from_mins(10);

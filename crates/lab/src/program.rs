@@ -236,7 +236,7 @@ impl GoModule {
         list.args(["-deps", "-tags", self.tags]).args(packages).env("GOMAXPROCS", PARALLEL_DOWNLOADS);
         capture(&mut list)
             .map(|_| ())
-            .with_context(|| format!("download the Go modules of {} with Go 1.26.3 or later", self.name))
+            .with_context(|| format!("download the Go modules of {} with Go 1.26.8 or later", self.name))
     }
 
     /// Builds all programs with one `go build`, so that the links of some overlap with the compilation of others.
@@ -254,7 +254,7 @@ impl GoModule {
             .arg(output)
             .args(self.programs.iter().map(|(package, _)| package))
             .status()
-            .context("run go; install Go 1.26.3 or later")?;
+            .context("run go; install Go 1.26.8 or later")?;
         if !status.success() {
             bail!("build {} in {}: {status}", self.name, dir.display());
         }

@@ -1,8 +1,8 @@
 //! Attaches pods to networks, and detaches them.
 //!
 //! The CNI server translates its calls into calls of the [`Attacher`]; other callers need no CNI socket. Two calls for one
-//! interface never run concurrently, whoever makes them, so a daemon has one `Attacher`. All calls block on the kernel and
-//! the disk: a lease is on disk before its address is configured, and before the call returns.
+//! interface never run concurrently, so a daemon has one `Attacher`. All calls block on the kernel and the disk: a lease is on
+//! disk before its address is configured, and before the call returns.
 //!
 //! Errors are those of CNI, because the runtime and the user see them.
 

@@ -1,7 +1,7 @@
 //! `patchbay clean`: lists and deletes endpoints that other controllers or users left for a Service of Patchbay, and removes
 //! the finalizer of IPAMClaims that no controller removes.
 //!
-//! DNS answers with the endpoints of all EndpointSlices of a Service, whoever manages them. After a selector is removed,
+//! DNS answers with the endpoints of all EndpointSlices of a Service, of every manager. After a selector is removed,
 //! kube-controller-manager keeps the slices that it made for it (kubernetes/kubernetes#118376), so that the Service answers
 //! with primary addresses too.
 

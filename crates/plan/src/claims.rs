@@ -5,7 +5,7 @@
 //! them to the claims, and [`release::due`] finds those that nothing needs any more. [`mutate`] and [`validate`] answer the
 //! webhooks, [`serve`] decides at CNI ADD.
 //!
-//! `status.claims` of an IPBlock is the truth about an address; `status.ips` of a claim is a copy of it.
+//! `status.claims` of an IPBlock is authoritative for an address; `status.ips` of a claim is a copy of it.
 
 pub mod allocate;
 pub mod facts;

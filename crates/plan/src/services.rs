@@ -11,7 +11,7 @@
 //! A plan that is applied twice is empty the second time. The cost of a plan is linear in the endpoints of one service;
 //! slices that do not change are neither copied nor compared with each other.
 //!
-//! Rules R1-R39 of the comments are those of EndpointSlice writers: the reference of the built-in controller.
+//! Comments cite the rules R1 to R39 for EndpointSlices, which the appendix of `docs/adr/0009-network-services.md` lists.
 
 mod annotated;
 mod duplicates;

@@ -1,6 +1,6 @@
 //! The result cache, in the layout of libcni, and files with device information.
 //!
-//! The journal of the daemon is the truth; other programs read these files.
+//! The journal of the daemon is authoritative; other programs read these files.
 
 use std::{
     fs,

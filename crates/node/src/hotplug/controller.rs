@@ -43,7 +43,7 @@ use crate::{
 const SWEEP_DELAY: Duration = Duration::from_secs(5);
 /// How often that is tried again.
 const SWEEP_RETRY: Duration = Duration::from_secs(30);
-/// How long the worker of a pod rests after a panic.
+/// How long the worker of a pod waits after a panic.
 const PANIC_RETRY: Duration = Duration::from_secs(30);
 /// How long to wait after the kernel's events could not be read.
 const EVENT_RETRY: Duration = Duration::from_secs(1);

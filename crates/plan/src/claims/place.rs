@@ -16,7 +16,7 @@ use super::{
 use crate::ipam::{BlockGrid, Family, ObservedIpBlock, is_spare, lending_candidate, validate};
 
 impl Allocation<'_> {
-    /// Why the requested addresses of a claim cannot be allocated, whoever has them.
+    /// Why the requested addresses of a claim cannot be allocated.
     pub(super) fn invalid_request(&self, wanted: &Wanted, missing: &[Family]) -> Option<Failure> {
         let pool = self.input.pool;
         for address in &wanted.requested {

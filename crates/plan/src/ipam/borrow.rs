@@ -1,4 +1,5 @@
-//! Which single addresses a holder borrows when no block is free, whom it asks, and how long it waits for the answer.
+//! Which single addresses a holder borrows when no block is free, which holder it asks, and how long it waits for the
+//! answer.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

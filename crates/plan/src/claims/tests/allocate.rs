@@ -174,7 +174,7 @@ fn many_claims_share_blocks_and_the_last_ones_fail() {
          pods or virtual machines that use it",
         )
     );
-    // Nobody loses an address while others wait.
+    // No claim loses its address while others wait.
     let before = network.blocks.clone();
     network.settle();
     assert_eq!(network.blocks, before);

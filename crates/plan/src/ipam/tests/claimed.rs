@@ -92,7 +92,7 @@ fn claimed_addresses_neither_count_as_used_nor_are_allocated() {
     node.acquire("10.0.0.0/28");
     assert_eq!(node.lease("pod"), [ip("10.0.0.1")]);
     assert_eq!(node.ask("vm", Some(claim("claim", false)), &["10.0.0.1/28"]), Err(in_use("10.0.0.1", "pod")));
-    // The node lent 10.0.0.2. Nobody reserves 10.0.0.3 any more, but a pod still has it.
+    // The node lent 10.0.0.2. No claim reserves 10.0.0.3 any more, but a pod still has it.
     let block = block("10.0.0.0/28");
     let lent =
         LedgerRecord::Lent { block: block.clone(), address: ip("10.0.0.2"), object: "single".to_owned() };
