@@ -17,7 +17,9 @@ use e2e::{
     },
     hotplug::create_nad,
     machine::{AttachedNic, TestVm, attached, has_ended},
-    patchbay, run_suites, tests,
+    patchbay,
+    quiet::wait_until_quiet,
+    run_suites, tests,
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
@@ -26,6 +28,7 @@ use kube::{
 };
 use lab::{
     Lab, Topology,
+    audit::AuditedRequest,
     kubevirt::{MigrationOutcome, VirtHandler, pod_interface_name, restart_vm},
     test_namespace::{TestNamespace, with_namespace},
     wait,
@@ -210,7 +213,7 @@ async fn an_instance_without_references_gets_none_until_it_restarts(lab: Lab) ->
 /// The MAC address that a peer resolves an address to, after it forgot the one before.
 fn resolve(ns: &TestNamespace, peer: &str, address: &str) -> Result<String> {
     ns.exec(peer, &["ip", "neighbour", "flush", "dev", "net1"])?;
-    ns.exec(peer, &["ping", "-c", "1", "-W", "1", address]).with_context(|| format!("ping {address}"))?;
+    ns.exec(peer, &["ping", "-c", "1", "-W", "5", address]).with_context(|| format!("ping {address}"))?;
     ns.exec(peer, &["ip", "neighbour", "show", address, "dev", "net1"])
 }
 
@@ -247,7 +250,7 @@ async fn a_peer_reaches_the_source_during_a_migration_and_the_target_after_it(la
         // An announcement changes the entry of a neighbour, and creates none.
         for peer in peers {
             for address in texts(&first) {
-                ns.exec(peer, &["ping", "-c", "1", "-W", "1", &address])?;
+                ns.exec(peer, &["ping", "-c", "1", "-W", "5", &address])?;
             }
         }
         handler.set_migrations(MigrationOutcome::Succeed);
@@ -370,6 +373,13 @@ async fn the_address_of_an_unplugged_nic_can_be_used_again(lab: Lab) -> Result<(
     end_network(&lab.client().await?, "unplugged").await
 }
 
+fn is_daemon_read(request: &AuditedRequest) -> bool {
+    let reads = ["pods", "ipamclaims", "virtualmachineinstances", "ipblocks"];
+    request.user == "system:serviceaccount:patchbay-system:patchbay-node"
+        && matches!(request.verb.as_str(), "get" | "list")
+        && reads.contains(&request.resource.as_str())
+}
+
 async fn a_pod_on_another_network_causes_no_request(lab: Lab) -> Result<()> {
     with_namespace(&lab, "machine-other", async |ns: &TestNamespace| {
         start_network(&ns.client, "ordinary", spec(ns, 77, ["10.77.0.0/24", "fd77::/64"], false)).await?;
@@ -377,18 +387,13 @@ async fn a_pod_on_another_network_causes_no_request(lab: Lab) -> Result<()> {
         start_network(&ns.client, "persistent", spec(ns, 78, ["10.78.0.0/24", "fd78::/64"], true)).await?;
         // The first pod lets the node acquire its blocks.
         ns.start_pod(attached_pod("first", "node-1", "ordinary")).await?;
-        let offset = lab.audit_offset()?;
+        // The daemons list what they watch for the new network.
+        let offset = wait_until_quiet(&lab, Duration::from_secs(2), is_daemon_read).await?;
         for name in ["second", "third"] {
             ns.start_pod(attached_pod(name, "node-1", "ordinary")).await?;
         }
         let requests = lab.requests_since(offset)?;
-        let daemon = |user: &str| user == "system:serviceaccount:patchbay-system:patchbay-node";
-        let reads = ["pods", "ipamclaims", "virtualmachineinstances", "ipblocks"];
-        let found: Vec<_> = requests
-            .iter()
-            .filter(|one| daemon(&one.user) && matches!(one.verb.as_str(), "get" | "list"))
-            .filter(|one| reads.contains(&one.resource.as_str()))
-            .collect();
+        let found: Vec<_> = requests.iter().filter(|one| is_daemon_read(one)).collect();
         ensure!(found.is_empty(), "{found:#?}");
         Ok(())
     })

@@ -74,8 +74,9 @@ async fn kill_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
 fn unreachable(lab: &Lab, pod: &Pod, all: &[IpAddr]) -> Result<String> {
     let list: Vec<String> = all.iter().map(ToString::to_string).collect();
     let script = format!(
-        "for address in {}; do {{ /usr/bin/ping -n -q -c 1 -W 3 $address >/dev/null || echo $address; }} & done; wait",
-        list.join(" ")
+        "for address in {}; do {{ {ping} $address >/dev/null || {ping} $address >/dev/null || echo $address; }} & done; wait",
+        list.join(" "),
+        ping = "/usr/bin/ping -n -q -c 1 -W 3",
     );
     exec_in_pod_netns(lab, pod, &["sh", "-c", &script])
 }

@@ -8,7 +8,7 @@ use e2e::bridge::{
 };
 use k8s_openapi::api::core::v1::Node;
 use kube::{
-    Api, ResourceExt as _,
+    Api, Client, ResourceExt as _,
     api::{DeleteParams, Patch, PatchParams},
 };
 use lab::{
@@ -35,11 +35,7 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
             let disabled =
                 lab.node(node).output(&["cat", "/proc/sys/net/ipv6/conf/br-local/disable_ipv6"])?;
             ensure!(disabled.trim() == "1", "IPv6 is enabled on the bridge");
-            let object = Api::<Node>::all(client.clone()).get(node).await?;
-            ensure!(
-                object.labels().get("network.patchbay.dev/local").is_some_and(|v| v == "true"),
-                "no label on {node}"
-            );
+            wait_for_label(client, node, Some("true")).await?;
         }
         let table = lab.kubectl(&["get", "bnet", "local"])?;
         ensure!(table.contains("br-local") && table.contains("1500") && table.contains("2/2"), "{table}");
@@ -72,13 +68,20 @@ pub async fn a_network_is_ready_within_2_s_and_connects_pods_of_one_node(lab: La
         let after = host_state(&lab, "node-1")?;
         ensure!(before == after, "before:\n{before}\nafter:\n{after}");
         for node in NODES {
-            let object = Api::<Node>::all(client.clone()).get(node).await?;
-            ensure!(
-                !object.labels().contains_key("network.patchbay.dev/local"),
-                "the label was not removed from {node}"
-            );
+            wait_for_label(client, node, None).await?;
         }
         Ok(())
+    })
+    .await
+}
+
+/// The controller writes Node labels beside the status.
+async fn wait_for_label(client: &Client, node: &str, value: Option<&str>) -> Result<()> {
+    wait::until(WAIT_TIMEOUT, &format!("the label of {node}"), || async {
+        let object = Api::<Node>::all(client.clone()).get(node).await?;
+        let found = object.labels().get("network.patchbay.dev/local").map(String::as_str);
+        ensure!(found == value, "{found:?}, not {value:?}");
+        Ok(Some(()))
     })
     .await
 }
