@@ -11,17 +11,19 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use api::{NetworkAttachmentDefinition, ipamclaim::IPAMClaim};
 use e2e::replica::{self, Replica};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
-use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use k8s_openapi::{
+    api::core::v1::Pod, apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition,
+};
 use kube::{
     Api, Client, Config, CustomResourceExt as _, ResourceExt as _,
-    api::{DynamicObject, PostParams},
+    api::{DeleteParams, DynamicObject, PostParams},
     core::Request,
     runtime::{WatchStreamExt as _, watcher},
 };
 use lab::{
     Lab,
     audit::{AuditOffset, AuditedRequest},
-    kubevirt::{self, instances, pod_interface_name},
+    kubevirt::{self, instances, pod_interface_name, virtual_machines},
     print_progress, wait,
 };
 use nix::sys::signal::Signal;
@@ -127,7 +129,8 @@ pub async fn measure(lab: &Lab, rows: &mut Vec<BenchRow>) -> Result<()> {
     bench.one_by_one(rows).await?;
     let uids = bench.all_at_once(rows, &replica).await?;
     bench.restart(rows, &mut replica).await?;
-    bench.webhook(rows, &uids)
+    bench.webhook(rows, &uids)?;
+    bench.delete(rows).await
 }
 
 fn create_network(lab: &Lab) -> Result<()> {
@@ -160,19 +163,36 @@ fn claim_name(number: usize) -> String {
 }
 
 impl ClaimBench<'_> {
-    /// Creates a running machine with one interface; returns its UID.
+    /// Creates a running machine with one interface, as KubeVirt does: the VirtualMachine and its instance. Returns the UID of
+    /// the instance.
     async fn create_machine(&self, number: usize) -> Result<String> {
+        let spec = json!({
+            "domain": {"devices": {"interfaces": [{"name": "anet", "bridge": {}}]}},
+            "networks": [{"name": "anet", "multus": {"networkName": NETWORK}}],
+        });
+        let name = machine_name(number);
+        let object: DynamicObject = serde_json::from_value(json!({
+            "apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "metadata": {"name": name},
+            "spec": {"runStrategy": "Always", "template": {"spec": spec}},
+        }))?;
+        let created = virtual_machines(&self.client, NAMESPACE).create(&PostParams::default(), &object).await;
+        let uid = created.context("create a VirtualMachine")?.uid().context("metadata.uid")?;
         let object: DynamicObject = serde_json::from_value(json!({
             "apiVersion": "kubevirt.io/v1", "kind": "VirtualMachineInstance",
-            "metadata": {"name": machine_name(number)},
-            "spec": {
-                "domain": {"devices": {"interfaces": [{"name": "anet", "bridge": {}}]}},
-                "networks": [{"name": "anet", "multus": {"networkName": NETWORK}}],
-            },
+            "metadata": {"name": name, "ownerReferences": [{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine",
+                "name": name, "uid": uid, "controller": true, "blockOwnerDeletion": true}]},
+            "spec": spec,
             "status": {"phase": "Running", "activePods": {format!("pod-{number}"): "node-1"}},
         }))?;
         let created = instances(&self.client, NAMESPACE).create(&PostParams::default(), &object).await;
         created.context("create a VirtualMachineInstance")?.uid().context("metadata.uid")
+    }
+
+    /// Creates the launcher pod of a machine, through the webhook.
+    async fn create_launcher(&self, number: usize, uid: &str) -> Result<()> {
+        let pod: Pod = serde_json::from_value(launcher(number, uid, 0))?;
+        let pods: Api<Pod> = Api::namespaced(self.client.clone(), NAMESPACE);
+        pods.create(&PostParams::default(), &pod).await.map(drop).context("create a launcher pod")
     }
 
     async fn one_by_one(&self, rows: &mut Vec<BenchRow>) -> Result<()> {
@@ -219,6 +239,20 @@ impl ClaimBench<'_> {
             &format!("{MACHINES} machines at once: created / all claims have addresses after"),
             format!("{:.1} / {:.1} s", created.as_secs_f64(), all.as_secs_f64()),
         ));
+        // The API server rejects pods until the namespace has its ServiceAccount.
+        self.lab.kubectl(&[
+            "-n",
+            NAMESPACE,
+            "wait",
+            "--for=create",
+            "serviceaccount/default",
+            "--timeout=60s",
+        ])?;
+        stream::iter(uids.iter().enumerate())
+            .map(|(index, uid)| self.create_launcher(ROUNDS + index, uid))
+            .buffer_unordered(PARALLEL)
+            .try_collect::<()>()
+            .await?;
         tokio::time::sleep(Duration::from_secs(10)).await;
         let writes = self.writes(offset)?;
         let per = |resource: &str| {
@@ -236,7 +270,7 @@ impl ClaimBench<'_> {
             ),
         ));
         rows.push(BenchRow::new(
-            &format!("controller: memory with {} machines", ROUNDS + MACHINES),
+            &format!("controller: memory with {} machines and {MACHINES} launcher pods", ROUNDS + MACHINES),
             format!("{} MiB (goal: 60)", replica.rss_mib()?),
         ));
         Ok(uids)
@@ -258,6 +292,40 @@ impl ClaimBench<'_> {
         for write in writes.iter().take(3) {
             print_progress(format!("unexpected write: {write:?}"));
         }
+        Ok(())
+    }
+
+    /// Deletes the machines that have no launcher pod.
+    async fn delete(&self, rows: &mut Vec<BenchRow>) -> Result<()> {
+        print_progress(format!("deletion of {ROUNDS} machines …"));
+        let offset = self.lab.audit_offset()?;
+        let machines = virtual_machines(&self.client, NAMESPACE);
+        for number in 0..ROUNDS {
+            machines.delete(&machine_name(number), &DeleteParams::background()).await?;
+        }
+        let claims: Api<IPAMClaim> = Api::namespaced(self.client.clone(), NAMESPACE);
+        wait::until(TIMEOUT, "the claims to be deleted", || async {
+            for number in 0..ROUNDS {
+                ensure!(claims.get_opt(&claim_name(number)).await?.is_none(), "{}", claim_name(number));
+            }
+            Ok(Some(()))
+        })
+        .await?;
+        // Addresses are free 10 s after their claim is gone.
+        tokio::time::sleep(Duration::from_secs(20)).await;
+        let writes = self.writes(offset)?;
+        let per = |resources: &[&str]| {
+            let count = writes.iter().filter(|write| resources.contains(&write.resource.as_str())).count();
+            count as f64 / ROUNDS as f64
+        };
+        rows.push(BenchRow::new(
+            &format!("API writes per deleted machine, {ROUNDS} machines: claim (finalizer) / IPBlocks"),
+            format!(
+                "{:.2} / {:.2}",
+                per(&["ipamclaims", "ipamclaims/status"]),
+                per(&["ipblocks", "ipblocks/status"])
+            ),
+        ));
         Ok(())
     }
 
@@ -330,12 +398,12 @@ async fn send_review(client: &Client, body: Vec<u8>) -> Result<u64> {
     Ok(took)
 }
 
-/// The creation of a launcher pod, as KubeVirt writes it.
-fn review(number: usize, machine_uid: &str, review: usize) -> Value {
-    let (name, machine) = (format!("virt-launcher-vm-{number}-{review}"), machine_name(number));
+/// A launcher pod, as KubeVirt writes it.
+fn launcher(number: usize, machine_uid: &str, suffix: usize) -> Value {
+    let (name, machine) = (format!("virt-launcher-vm-{number}-{suffix}"), machine_name(number));
     let networks =
         json!([{"name": NETWORK, "namespace": NAMESPACE, "interface": pod_interface_name("anet")}]);
-    let pod = json!({
+    json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": {
             "name": name, "namespace": NAMESPACE,
@@ -345,7 +413,13 @@ fn review(number: usize, machine_uid: &str, review: usize) -> Value {
                 "uid": machine_uid, "controller": true, "blockOwnerDeletion": true}],
         },
         "spec": {"containers": [{"name": "compute", "image": "none"}]},
-    });
+    })
+}
+
+/// The admission of a launcher pod.
+fn review(number: usize, machine_uid: &str, review: usize) -> Value {
+    let pod = launcher(number, machine_uid, review);
+    let name = pod["metadata"]["name"].clone();
     json!({
         "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
         "request": {
