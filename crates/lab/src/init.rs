@@ -184,6 +184,7 @@ fn record_exit(status: WaitStatus, registry: &ComponentTable) {
 }
 
 fn restart(component: Component, registry: &ComponentTable) {
+    #[allow(clippy::disallowed_methods, reason = "a pause between restarts, not a synchronization")]
     thread::sleep(RESTART_DELAY);
     let name = component.name.clone();
     // A request may have stopped or started it meanwhile.
