@@ -8,6 +8,7 @@
 //! - Observed: the links of the pod's namespace and the [`AttachmentRecord`]s. The network-status annotation is output: an
 //!   attachment that only that annotation lists is not removed.
 
+mod annotations;
 mod decide;
 mod events;
 mod failures;
