@@ -10,6 +10,7 @@
 
 mod annotations;
 mod decide;
+mod departures;
 mod events;
 mod failures;
 mod identify;
@@ -32,6 +33,7 @@ mod text;
 use std::collections::BTreeSet;
 
 pub use decide::plan;
+pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
 pub use failures::{Failure, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
 pub use identify::identify_links;

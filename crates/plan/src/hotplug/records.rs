@@ -138,7 +138,7 @@ pub struct LinkIdentity {
     /// The MAC address of that peer, likewise.
     #[serde(default)]
     pub peer_mac: Option<String>,
-    /// The daemon saw the link move to another namespace. It is then not lost.
+    /// The daemon saw the link move to another namespace, and not come back. It is then not lost.
     #[serde(default)]
     pub moved: bool,
 }
