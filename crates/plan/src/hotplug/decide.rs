@@ -362,6 +362,12 @@ impl<'a> Planner<'a> {
                 return;
             }
         };
+        if let Some(message) = states::exceeds_records(&step, &self.input.observed.records) {
+            let (state, event) = refused(StateReason::InvalidNetworks, EventReason::InvalidNetworks, message);
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+            return;
+        }
         let failures = self.input.failures;
         let failure = failures.get(&step.attempt, step.fingerprint);
         let removal = leaving
