@@ -74,6 +74,12 @@ impl Wake {
         self.notify.notified().await;
     }
 
+    /// Awaits `resolved`, the state of these NADs. One that changes meanwhile wakes the worker.
+    async fn wanting<T>(&self, nads: BTreeSet<NadRef>, resolved: impl Future<Output = T>) -> T {
+        self.lock().wanted_nads.extend(nads);
+        resolved.await
+    }
+
     pub fn wants(&self, nad: &NadRef) -> bool {
         self.lock().wanted_nads.contains(nad)
     }
@@ -248,7 +254,8 @@ impl PodWorker {
                 continue;
             }
             observed.annotations_confirmed = self.confirmed;
-            let nads = self.deps.resolve_nads(&desired).await;
+            let resolved = self.deps.resolve_nads(&desired);
+            let nads = self.wake.wanting(requested_nads(&desired), resolved).await;
             if nads.is_none() {
                 (mode, incomplete) = (PlugMode::Off, true);
             }
@@ -575,6 +582,14 @@ fn name(pod: &PodIdentity) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_nad_that_is_created_while_the_nads_are_read_wakes_the_worker() {
+        let (wake, late) = (Wake::default(), NadRef::new("default", "late"));
+        assert!(!wake.wants(&late));
+        let resolved = wake.wanting(BTreeSet::from([late.clone()]), async { wake.wants(&late) });
+        assert!(resolved.await);
+    }
 
     #[test]
     fn annotations_that_the_watch_did_not_deliver_in_time_are_not_waited_for() {
