@@ -28,7 +28,7 @@ use tracing::{debug, warn};
 
 use super::{
     Deps,
-    apply::Outcome,
+    apply::{Outcome, names_process},
     metrics::{Operation, StateCounts, WriteResult},
     observe::{Observation, ObservedCache, annotations_of, desired_pod, ended_pod, requested_nads},
     pod_status::{PodAnnotations, PodTarget, WriteOutcome},
@@ -521,15 +521,17 @@ impl PodWorker {
         let ended = desired.lifecycle == PodLifecycle::Ended;
         // Multus runs the DEL of what it attached when the pod started.
         let journal = self.deps.journal.records_of(&self.uid);
-        let mut records = journal.iter().map(|record| &**record).chain(&observed.records);
-        let left = records.any(|record| record.origin != Origin::PodStart);
+        let records = || journal.iter().map(|record| &**record).chain(&observed.records);
+        let left = records().any(|record| record.origin != Origin::PodStart);
         if ended && !left {
             return Next::Ended;
         }
         let now = Instant::now();
         let ending = ended || desired.lifecycle == PodLifecycle::Terminating;
-        // Without a watch of pods, every pod counts as ended. The end of its namespace is an event.
-        let noticed = *self.deps.mode.borrow() == PlugMode::Off && self.deps.namespace_watch.get().is_some();
+        // Without a watch of pods, every pod counts as ended.
+        let noticed = *self.deps.mode.borrow() == PlugMode::Off
+            && self.deps.namespace_watch.get().is_some()
+            && has_end_events(records().map(|record| record.netns.as_str()));
         let polls = ending && observed.sandbox != SandboxState::Absent && left && !noticed;
         let refused = !ended && !self.wake.lock().wanted_nads.is_empty();
         // If another writer restored the old values, the watch shows nothing new.
@@ -575,6 +577,11 @@ enum Written {
     Gone,
 }
 
+/// Whether the end of each of these namespaces is an event of inotify. The kernel reports no change below /proc.
+fn has_end_events<'a>(mut netns: impl Iterator<Item = &'a str>) -> bool {
+    !netns.any(names_process)
+}
+
 fn name(pod: &PodIdentity) -> String {
     format!("{}/{}", pod.namespace, pod.name)
 }
@@ -582,6 +589,12 @@ fn name(pod: &PodIdentity) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_end_of_a_namespace_of_a_process_is_no_event() {
+        assert!(has_end_events(["/var/run/netns/cni-1", "/run/process"].into_iter()));
+        assert!(!has_end_events(["/var/run/netns/cni-1", "/proc/812/ns/net"].into_iter()));
+    }
 
     #[tokio::test]
     async fn a_nad_that_is_created_while_the_nads_are_read_wakes_the_worker() {
