@@ -31,7 +31,7 @@ use super::{
     apply::{Outcome, names_process},
     metrics::{Operation, StateCounts, WriteResult},
     observe::{Observation, ObservedCache, annotations_of, desired_pod, ended_pod, requested_nads},
-    pod_status::{PodAnnotations, PodTarget, WriteOutcome},
+    pod_status::{PodAnnotations, PodTarget, WriteOutcome, WriteWarnings},
 };
 use crate::pods::OwnPod;
 
@@ -117,6 +117,7 @@ pub struct PodWorker {
     confirmed: bool,
     observing: Retry,
     writing: Retry,
+    write_warnings: WriteWarnings,
     last_mode: Option<PlugMode>,
     counts: StateCounts,
     retrying: bool,
@@ -180,6 +181,7 @@ impl PodWorker {
             confirmed: false,
             observing: retry(),
             writing: retry(),
+            write_warnings: WriteWarnings::default(),
             last_mode: None,
             counts: StateCounts::default(),
             retrying: false,
@@ -455,6 +457,7 @@ impl PodWorker {
             WriteOutcome::Written => {
                 self.deps.metrics.wrote_status(WriteResult::Ok);
                 self.writing.succeeded();
+                self.write_warnings = WriteWarnings::default();
                 self.confirmed = true;
                 // What the watch shows until it delivers the write.
                 let shown = annotations_of(pod);
@@ -476,7 +479,12 @@ impl PodWorker {
                 self.deps.metrics.wrote_status(WriteResult::Error);
                 self.deps.metrics.failed(super::metrics::FailureReason::Status);
                 let delay = self.writing.failed(Instant::now());
-                debug!(pod = pod.name, error = %ErrorChain(&error), "cannot write the status of a pod, retrying");
+                let pod = format_args!("{}/{}", pod.namespace, pod.name);
+                if self.write_warnings.is_new(&error) {
+                    warn!(%pod, error = %ErrorChain(&error), "the API server rejects the annotations of a pod, retrying; allow the write, or remove other annotations of the pod if all are too long");
+                } else {
+                    debug!(%pod, error = %ErrorChain(&error), "cannot write the annotations of a pod, retrying");
+                }
                 Written::Later(delay)
             }
         }
