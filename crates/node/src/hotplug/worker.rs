@@ -419,7 +419,11 @@ impl PodWorker {
                     } else {
                         warn!(pod = %name(pod), error = error.text, "a step of hot-plug failed, retrying");
                     }
-                    let delay = self.failures.record(attempt.clone(), fingerprint, &error.text);
+                    let delay = if error.is_wait() {
+                        self.failures.record_wait(attempt.clone(), fingerprint, &error.text)
+                    } else {
+                        self.failures.record(attempt.clone(), fingerprint, &error.text)
+                    };
                     if error.is_of_plugin() {
                         self.failures.count_plugin_error(attempt);
                     }

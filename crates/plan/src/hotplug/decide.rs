@@ -382,6 +382,8 @@ impl<'a> Planner<'a> {
                 StateReason::RemoveFailed,
                 format!("the interface cannot be removed, which comes first: {error}"),
             ));
+        } else if let Some(failure) = failure.filter(|failure| failure.is_wait()) {
+            self.states.push(states::pending(&wanted.nad, interface, &failure.error));
         } else if let Some(failure) = failure {
             self.states.push(state(StateReason::AddFailed, failure.error.clone()));
         } else if self.input.running.is_some() {

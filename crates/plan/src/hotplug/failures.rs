@@ -41,6 +41,8 @@ pub struct Failure {
     plugin_errors: u32,
     /// Counts the recorded failures of the pod.
     order: u64,
+    /// A plugin was not started: the step waits for other calls of plugins.
+    waits: bool,
 }
 
 /// When an attempt failed last, whatever its inputs were. What failed earlier is less.
@@ -63,6 +65,11 @@ impl Failure {
         self.count
     }
 
+    /// Whether a plugin was not started because other calls of plugins run.
+    pub fn is_wait(&self) -> bool {
+        self.waits
+    }
+
     /// In how many attempts with the same inputs the plugin itself reported an error or did not exist.
     pub fn plugin_errors(&self) -> u32 {
         self.plugin_errors
@@ -78,9 +85,22 @@ impl Failures {
         let error = one_line(error, MAX_ERROR);
         self.recorded = self.recorded.saturating_add(1);
         let order = self.recorded;
-        let failure = Failure { error, in_backoff: true, fingerprint, count, plugin_errors, order };
+        let failure =
+            Failure { error, in_backoff: true, fingerprint, count, plugin_errors, order, waits: false };
         self.attempts.insert(attempt, failure);
         retry_delay(count)
+    }
+
+    /// Records that a plugin was not started because other calls of plugins run. That is no failed attempt: the delay, which is
+    /// returned, does not grow.
+    pub fn record_wait(&mut self, attempt: AttemptKey, fingerprint: Fingerprint, reason: &str) -> Duration {
+        let before = self.attempts.get(&attempt).filter(|failure| failure.fingerprint == fingerprint);
+        let counts = before.map_or((0, 0), |failure| (failure.count, failure.plugin_errors));
+        self.record(attempt.clone(), fingerprint, reason);
+        if let Some(failure) = self.attempts.get_mut(&attempt) {
+            ((failure.count, failure.plugin_errors), failure.waits) = (counts, true);
+        }
+        MIN_RETRY
     }
 
     /// Counts that the recorded failure is an error that the plugin reported, or that the plugin does not exist. A plugin that

@@ -75,6 +75,11 @@ pub(super) fn plain(nad: &NadRef, interface: &str, state: AttachmentState) -> At
     }
 }
 
+/// The state of an element that waits.
+pub(super) fn pending(nad: &NadRef, interface: &str, message: &str) -> Attachment {
+    Attachment { message: one_line(message, MAX_MESSAGE), ..plain(nad, interface, AttachmentState::Pending) }
+}
+
 /// A state with a reason.
 pub(super) fn with_reason(
     nad: &NadRef,
