@@ -190,8 +190,9 @@ impl<'a> Planner<'a> {
             }
         }
         if let Some(error) = &self.selection.error {
-            let message =
-                format!("the networks annotation is invalid, nothing is attached or removed: {error}");
+            let message = format!(
+                "the networks annotation is invalid: {error}; correct it, until then no interface is attached or detached"
+            );
             self.report(events::about(&desired.pod, EventReason::InvalidNetworks, &message));
             self.keep_failures();
             // What is half attached or half removed is nothing that the user has.
@@ -277,11 +278,11 @@ impl<'a> Planner<'a> {
             let message = match record.origin {
                 Origin::Hotplug => "the link was deleted",
                 Origin::PodStart => {
-                    "the link was deleted; it was made when the pod started, so Patchbay does not attach it again: remove \
+                    "the link was deleted; multus attached it when the pod started, so Patchbay does not attach it again: remove \
                      the network from the annotation and add it again"
                 }
                 Origin::Original => {
-                    "the link was deleted; multus-dynamic-networks-controller made it, so Patchbay does not attach it \
+                    "the link was deleted; multus-dynamic-networks-controller attached it, so Patchbay does not attach it \
                      again: remove the network from the annotation and add it again"
                 }
             };
@@ -380,7 +381,9 @@ impl<'a> Planner<'a> {
         if let Some(error) = removal {
             self.states.push(state(
                 StateReason::RemoveFailed,
-                format!("the interface cannot be removed, which comes first: {error}"),
+                format!(
+                    "the earlier attachment of this interface must be detached first, which failed: {error}"
+                ),
             ));
         } else if let Some(failure) = failure.filter(|failure| failure.is_wait()) {
             self.states.push(states::pending(&wanted.nad, interface, &failure.error));
