@@ -193,6 +193,17 @@ pub fn reference<K: Resource<DynamicType = ()>>(
 impl EventRecorder {
     /// Queues an event, unless the same one was recorded in this window. Drops it if the queue is full.
     pub fn record(&self, regarding: ObjectReference, event: EventDraft) {
+        let throttled = event.warning || self.repeats == Repeats::Series;
+        self.queue(regarding, event, throttled);
+    }
+
+    /// Queues an event also if the same one was recorded in this window. For events that the caller records once per change
+    /// of the object, which the note does not show. Drops it if the queue is full.
+    pub fn record_change(&self, regarding: ObjectReference, event: EventDraft) {
+        self.queue(regarding, event, false);
+    }
+
+    fn queue(&self, regarding: ObjectReference, event: EventDraft, throttled: bool) {
         let EventDraft { warning, reason, action, note } = event;
         let note = note[..note.floor_char_boundary(MAX_NOTE)].to_owned();
         let key = EventKey {
@@ -204,7 +215,6 @@ impl EventRecorder {
             note: note.clone(),
         };
         let mut throttle = lock(&self.throttle);
-        let throttled = warning || self.repeats == Repeats::Series;
         if throttled && throttle.contains(&key, Instant::now()) {
             return;
         }
@@ -391,6 +401,15 @@ mod tests {
         assert_eq!(notes("Normal"), ["net1", "net2", "net1"], "every change is reported");
         assert_eq!(notes("Warning"), ["net1", "net2"], "a warning is sent once per window");
         assert!(server.requests().iter().all(|(method, ..)| *method == http::Method::POST));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_event_about_a_change_is_sent_each_time() {
+        let (recorder, mut sender, _server) = scripted_with(Repeats::Separate);
+        for _ in 0..3 {
+            recorder.record_change(pod("a"), draft("InterfaceAddRejected", "host network"));
+        }
+        assert_eq!(std::iter::from_fn(|| sender.queue.try_recv().ok()).count(), 3);
     }
 
     #[tokio::test(start_paused = true)]

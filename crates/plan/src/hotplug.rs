@@ -8,7 +8,9 @@
 //! - Observed: the links of the pod's namespace and the [`AttachmentRecord`]s. The network-status annotation is output: an
 //!   attachment that only that annotation lists is not removed.
 
+mod annotations;
 mod decide;
+mod departures;
 mod events;
 mod failures;
 mod identify;
@@ -31,6 +33,7 @@ mod text;
 use std::collections::BTreeSet;
 
 pub use decide::plan;
+pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
 pub use failures::{Failure, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
 pub use identify::identify_links;

@@ -20,7 +20,10 @@ pub enum ExecError {
         join_dirs(dirs)
     )]
     PluginMissing { plugin: String, dirs: Vec<PathBuf> },
-    #[error("plugin {plugin} did not finish within {} s and was killed", limit.as_secs_f32())]
+    #[error(
+        "plugin {plugin} did not finish within {} s and was killed; check what it waits for, or raise --plugin-timeout",
+        limit.as_secs_f32()
+    )]
     Timeout { plugin: String, limit: Duration },
     #[error("plugin {plugin} printed more than {} KiB and was killed", limit / 1024)]
     TooLong { plugin: String, limit: usize },

@@ -424,7 +424,7 @@ fn del_request(record: &AttachmentRecord, mode: DelMode) -> Result<CniRequest, S
 }
 
 /// Whether a path of a namespace has the number of a process in it.
-fn names_process(netns: &str) -> bool {
+pub fn names_process(netns: &str) -> bool {
     Path::new(netns).starts_with("/proc")
 }
 

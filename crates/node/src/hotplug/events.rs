@@ -71,7 +71,11 @@ impl PodEvents {
         };
         let regarding = events::reference::<Pod>(Some(&pod.namespace), &pod.name, &pod.uid);
         let draft = EventDraft { warning: reason.is_warning(), reason: reason.as_str(), action, note };
-        self.recorder.record(regarding, draft);
+        match reason {
+            // The plan reports each change of the annotation once, always with the same note.
+            EventReason::InterfaceAddRejected => self.recorder.record_change(regarding, draft),
+            _ => self.recorder.record(regarding, draft),
+        }
     }
 }
 

@@ -131,7 +131,9 @@ enum Effect {
 
 /// The record is not on disk.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the hot-plug journal of the node cannot be written: {0}")]
+#[error(
+    "the hot-plug journal of the node cannot be written: {0}; free disk space on the node, or make /var/lib/patchbay writable"
+)]
 pub struct NotRecorded(String);
 
 impl AttachmentJournal {

@@ -6,6 +6,7 @@ use std::{
 };
 
 use link::NamespaceLinkEvent;
+use plan::hotplug::Departure;
 use tokio::sync::Notify;
 
 /// The namespaces by the ID that they have in the host's namespace.
@@ -19,7 +20,7 @@ pub struct WatchedNamespaces {
 /// What link events changed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct LinkChanges {
-    /// The pods that lost a recorded link or their namespace.
+    /// The pods that lost a recorded link or their namespace, or whose moved link may be back.
     pub pods: BTreeSet<String>,
     /// Events are lost: any pod may have changed.
     pub overrun: bool,
@@ -39,14 +40,6 @@ struct WatchedNamespace {
 
 /// How many links that left before they were seen are remembered per namespace. A program in a pod can create any number.
 const MAX_UNSEEN: usize = 1024;
-
-/// How a link left its namespace.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Departure {
-    Deleted,
-    /// Into another namespace.
-    Moved,
-}
 
 impl WatchedNamespaces {
     /// Replaces the links of interest in the namespace of a pod, and their ends on the host. Returns whether one of them was
@@ -84,7 +77,10 @@ impl WatchedNamespaces {
                 NamespaceLinkEvent::Removed { nsid: None, index, .. } => {
                     changes.pods.extend(self.peer_departed(index));
                 }
-                NamespaceLinkEvent::Changed { .. } => {}
+                NamespaceLinkEvent::Changed { nsid: Some(nsid), index } => {
+                    changes.pods.extend(self.appeared(nsid, index));
+                }
+                NamespaceLinkEvent::Changed { nsid: None, .. } => {}
             }
         }
         if changes == LinkChanges::default() {
@@ -118,6 +114,20 @@ impl WatchedNamespaces {
         is_known.then(|| namespace.pod.clone())
     }
 
+    /// Records that a link is in the namespace. Returns the pod if this may be a recorded link that was moved and comes back,
+    /// with its old index or with a new one.
+    fn appeared(&self, nsid: i32, index: u32) -> Option<String> {
+        let mut all = self.lock();
+        let namespace = all.get_mut(&nsid)?;
+        let is_known = namespace.links.contains(&index);
+        let before = namespace.gone.get_mut(&index).map(|how| std::mem::replace(how, Departure::Returned));
+        let returned = is_known && before.is_some_and(|how| how != Departure::Returned);
+        let is_moved =
+            |(gone, how): (&u32, &Departure)| *how == Departure::Moved && namespace.links.contains(gone);
+        let may_return = !is_known && namespace.gone.iter().any(is_moved);
+        (returned || may_return).then(|| namespace.pod.clone())
+    }
+
     /// The pod that had a recorded link whose end on the host has left.
     fn peer_departed(&self, index: u32) -> Option<String> {
         let all = self.lock();
@@ -125,7 +135,7 @@ impl WatchedNamespaces {
         namespaces.find(|namespace| namespace.peers.contains(&index)).map(|namespace| namespace.pod.clone())
     }
 
-    /// How a link of a pod left; None if the kernel reported nothing.
+    /// How a link of a pod left, or that it came back; None if the kernel reported nothing.
     pub fn departure(&self, pod: &str, index: u32) -> Option<Departure> {
         let all = self.lock();
         let mut of_pod = all.values().filter(|namespace| namespace.pod == pod);
@@ -161,6 +171,21 @@ mod tests {
         assert_eq!(namespaces.departure("a", 2), None);
         namespaces.watch(7, "a", BTreeSet::from([2]), BTreeSet::new());
         assert_eq!(namespaces.departure("a", 3), None, "it is not recorded any more");
+    }
+
+    #[test]
+    fn a_moved_link_that_comes_back_wakes_its_pod_once() {
+        let namespaces = WatchedNamespaces::default();
+        namespaces.watch(7, "a", BTreeSet::from([2, 3]), BTreeSet::new());
+        assert_eq!((namespaces.appeared(7, 2), namespaces.appeared(7, 9)), (None, None));
+        namespaces.departed(7, 2, Departure::Moved);
+        assert_eq!(namespaces.appeared(7, 3), None, "another link changed");
+        assert_eq!(namespaces.appeared(7, 9).as_deref(), Some("a"), "it may have a new index");
+        assert_eq!(namespaces.appeared(7, 2).as_deref(), Some("a"));
+        let departure = namespaces.departure("a", 2);
+        assert_eq!((departure, namespaces.appeared(7, 2)), (Some(Departure::Returned), None));
+        namespaces.departed(7, 2, Departure::Deleted);
+        assert_eq!(namespaces.appeared(7, 9), None);
     }
 
     #[test]

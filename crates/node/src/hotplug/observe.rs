@@ -10,7 +10,7 @@ use api::{
 use plan::hotplug::{
     AttachedRecord, AttachmentKey, AttachmentRecord, DesiredPod, HostLink, LinkIdentity, NadState,
     ObservedLink, ObservedPod, Origin, PlugMode, PodIdentity, PodLifecycle, RecordPhase, SandboxRef,
-    SandboxState, identify_links,
+    SandboxState, identify_links, track_moved_links,
 };
 use tracing::{debug, warn};
 
@@ -18,7 +18,6 @@ use super::{
     Deps,
     metrics::FailureReason,
     nads::NadError,
-    namespaces::Departure,
     pod_namespace::{NamespaceError, ObservedNamespace},
     pod_status::PodAnnotations,
     sandboxes::PodNetwork,
@@ -227,9 +226,9 @@ impl Deps {
                     namespace = again;
                 }
                 let journalled: BTreeSet<_> = own.iter().map(|record| record.key.clone()).collect();
-                self.note_moved_links(uid, &mut records, &journalled, &namespace, mode).await;
-                host_links.clone_from(&namespace.host_links);
-                links = Some(namespace.links(desired.virt_launcher));
+                let present = namespace.links(desired.virt_launcher);
+                self.note_moved_links(uid, &mut records, &journalled, &present, mode).await;
+                (links, host_links) = (Some(present), namespace.host_links);
             }
             Ok(None) => {}
             Err(error) => {
@@ -374,7 +373,7 @@ impl Deps {
         existing
     }
 
-    /// Records which links were moved to another namespace: they are not lost.
+    /// Records which links were moved to another namespace, and which came back: those that were moved are not lost.
     ///
     /// The journal gets an attachment of another program when its link was moved or renamed, because after a restart of the
     /// daemon only the journal identifies the link. `journalled` are those that it has.
@@ -383,10 +382,10 @@ impl Deps {
         uid: &str,
         records: &mut [AttachmentRecord],
         journalled: &BTreeSet<AttachmentKey>,
-        namespace: &ObservedNamespace,
+        links: &[ObservedLink],
         mode: PlugMode,
     ) {
-        let present: BTreeSet<u32> = namespace.links.iter().map(|link| link.index).collect();
+        let present: BTreeSet<u32> = links.iter().map(|link| link.index).collect();
         // The event of a link that is missing may still be queued.
         if recorded_links(records).any(|(index, _)| index.is_some_and(|index| !present.contains(&index)))
             && let Err(error) = self.monitor.handle_queued(|events| self.watched.apply(events))
@@ -394,6 +393,7 @@ impl Deps {
             warn!(error = %ErrorChain(&error), "cannot read link events of pods");
         }
         let own = journalled.len();
+        let owned: BTreeSet<u32> = recorded_links(records).filter_map(|(index, _)| index).collect();
         for (at, record) in records.iter_mut().enumerate() {
             let RecordPhase::Attached(attached) = &record.phase else { continue };
             // The records of the journal come first.
@@ -402,13 +402,8 @@ impl Deps {
                 continue;
             }
             let mut updated: AttachedRecord = attached.clone();
-            for link in &mut updated.links {
-                let Some(index) = link.index.filter(|index| !link.moved && !present.contains(index)) else {
-                    continue;
-                };
-                link.moved = self.watched.departure(uid, index) == Some(Departure::Moved);
-            }
-            let renamed = is_new && record.origin != Origin::Hotplug && has_renamed_link(&updated, namespace);
+            track_moved_links(&mut updated, links, &owned, |index| self.watched.departure(uid, index));
+            let renamed = is_new && record.origin != Origin::Hotplug && has_renamed_link(&updated, links);
             if updated == *attached && !renamed {
                 continue;
             }
@@ -430,9 +425,9 @@ impl Deps {
 }
 
 /// Whether a link of an attachment has another name than recorded.
-fn has_renamed_link(attached: &AttachedRecord, namespace: &ObservedNamespace) -> bool {
+fn has_renamed_link(attached: &AttachedRecord, links: &[ObservedLink]) -> bool {
     attached.links.iter().any(|recorded| {
-        let link = namespace.links.iter().find(|link| Some(link.index) == recorded.index);
+        let link = links.iter().find(|link| Some(link.index) == recorded.index);
         link.is_some_and(|link| link.name != recorded.name)
     })
 }

@@ -4,7 +4,9 @@
 //! that both annotations had when the new ones were computed, so that no change of another writer is lost. A
 //! resourceVersion would lose to every write of the kubelet.
 
-use api::{attachments::ATTACHMENTS_ANNOTATION, network_status::NETWORK_STATUS_ANNOTATION};
+use std::collections::BTreeSet;
+
+use api::{ErrorChain, attachments::ATTACHMENTS_ANNOTATION, network_status::NETWORK_STATUS_ANNOTATION};
 use client::{
     json_patch::patch_request,
     request::{ApiCall, Error},
@@ -45,6 +47,23 @@ pub enum WriteOutcome {
     Gone,
     /// The API server could not be reached, or rejected the write. Retry after a backoff.
     Failed(Error),
+}
+
+/// The errors of writes to one pod that were logged as warnings since the last successful write.
+#[derive(Debug, Default)]
+pub struct WriteWarnings(BTreeSet<String>);
+
+/// Bounds the warnings about one pod: the texts come from the API server.
+const MAX_WRITE_WARNINGS: usize = 8;
+
+impl WriteWarnings {
+    /// Whether to log a warning: the API server rejects the write, so that no retry succeeds until a person acts, and it
+    /// gives this reason for the first time.
+    pub fn is_new(&mut self, error: &Error) -> bool {
+        // 401 ends with the next token, 409 and 429 end by themselves.
+        let rejected = error.status().is_some_and(|status| matches!(status.code, 400 | 403 | 413 | 422));
+        rejected && self.0.len() < MAX_WRITE_WARNINGS && self.0.insert(ErrorChain(error).to_string())
+    }
 }
 
 /// Whether the pod has annotations at all.
@@ -259,6 +278,30 @@ mod tests {
             let outcome = format!("{:?}", writer.write(POD, &old, &new).await);
             assert!(outcome.starts_with(expected), "{reply:?}: {outcome}");
             assert_eq!(requests.lock().await.len(), 1);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_rejected_write_is_a_warning_once_per_reason() {
+        let forbidden = |message: &'static str| (403, message);
+        let replies = [
+            forbidden(
+                r#"{"kind":"Status","status":"Failure","reason":"Forbidden","code":403,"message":"x"}"#,
+            ),
+            forbidden(
+                r#"{"kind":"Status","status":"Failure","reason":"Forbidden","code":403,"message":"x"}"#,
+            ),
+            forbidden(
+                r#"{"kind":"Status","status":"Failure","reason":"Forbidden","code":403,"message":"y"}"#,
+            ),
+            (500, "oops"),
+        ];
+        let (writer, _) = writer(&replies);
+        let mut warnings = WriteWarnings::default();
+        let (old, new) = (annotations(Some("[]"), None), annotations(Some("[1]"), None));
+        for expected in [true, false, true, false] {
+            let WriteOutcome::Failed(error) = writer.write(POD, &old, &new).await else { panic!("written") };
+            assert_eq!(warnings.is_new(&error), expected, "{error:?}");
         }
     }
 }

@@ -28,10 +28,10 @@ use tracing::{debug, warn};
 
 use super::{
     Deps,
-    apply::Outcome,
+    apply::{Outcome, names_process},
     metrics::{Operation, StateCounts, WriteResult},
     observe::{Observation, ObservedCache, annotations_of, desired_pod, ended_pod, requested_nads},
-    pod_status::{PodAnnotations, PodTarget, WriteOutcome},
+    pod_status::{PodAnnotations, PodTarget, WriteOutcome, WriteWarnings},
 };
 use crate::pods::OwnPod;
 
@@ -74,6 +74,12 @@ impl Wake {
         self.notify.notified().await;
     }
 
+    /// Awaits `resolved`, the state of these NADs. One that changes meanwhile wakes the worker.
+    async fn wanting<T>(&self, nads: BTreeSet<NadRef>, resolved: impl Future<Output = T>) -> T {
+        self.lock().wanted_nads.extend(nads);
+        resolved.await
+    }
+
     pub fn wants(&self, nad: &NadRef) -> bool {
         self.lock().wanted_nads.contains(nad)
     }
@@ -111,6 +117,7 @@ pub struct PodWorker {
     confirmed: bool,
     observing: Retry,
     writing: Retry,
+    write_warnings: WriteWarnings,
     last_mode: Option<PlugMode>,
     counts: StateCounts,
     retrying: bool,
@@ -174,6 +181,7 @@ impl PodWorker {
             confirmed: false,
             observing: retry(),
             writing: retry(),
+            write_warnings: WriteWarnings::default(),
             last_mode: None,
             counts: StateCounts::default(),
             retrying: false,
@@ -248,7 +256,8 @@ impl PodWorker {
                 continue;
             }
             observed.annotations_confirmed = self.confirmed;
-            let nads = self.deps.resolve_nads(&desired).await;
+            let resolved = self.deps.resolve_nads(&desired);
+            let nads = self.wake.wanting(requested_nads(&desired), resolved).await;
             if nads.is_none() {
                 (mode, incomplete) = (PlugMode::Off, true);
             }
@@ -410,7 +419,11 @@ impl PodWorker {
                     } else {
                         warn!(pod = %name(pod), error = error.text, "a step of hot-plug failed, retrying");
                     }
-                    let delay = self.failures.record(attempt.clone(), fingerprint, &error.text);
+                    let delay = if error.is_wait() {
+                        self.failures.record_wait(attempt.clone(), fingerprint, &error.text)
+                    } else {
+                        self.failures.record(attempt.clone(), fingerprint, &error.text)
+                    };
                     if error.is_of_plugin() {
                         self.failures.count_plugin_error(attempt);
                     }
@@ -448,6 +461,7 @@ impl PodWorker {
             WriteOutcome::Written => {
                 self.deps.metrics.wrote_status(WriteResult::Ok);
                 self.writing.succeeded();
+                self.write_warnings = WriteWarnings::default();
                 self.confirmed = true;
                 // What the watch shows until it delivers the write.
                 let shown = annotations_of(pod);
@@ -469,7 +483,12 @@ impl PodWorker {
                 self.deps.metrics.wrote_status(WriteResult::Error);
                 self.deps.metrics.failed(super::metrics::FailureReason::Status);
                 let delay = self.writing.failed(Instant::now());
-                debug!(pod = pod.name, error = %ErrorChain(&error), "cannot write the status of a pod, retrying");
+                let pod = format_args!("{}/{}", pod.namespace, pod.name);
+                if self.write_warnings.is_new(&error) {
+                    warn!(%pod, error = %ErrorChain(&error), "the API server rejects the annotations of a pod, retrying; allow the write, or remove other annotations of the pod if all are too long");
+                } else {
+                    debug!(%pod, error = %ErrorChain(&error), "cannot write the annotations of a pod, retrying");
+                }
                 Written::Later(delay)
             }
         }
@@ -514,15 +533,17 @@ impl PodWorker {
         let ended = desired.lifecycle == PodLifecycle::Ended;
         // Multus runs the DEL of what it attached when the pod started.
         let journal = self.deps.journal.records_of(&self.uid);
-        let mut records = journal.iter().map(|record| &**record).chain(&observed.records);
-        let left = records.any(|record| record.origin != Origin::PodStart);
+        let records = || journal.iter().map(|record| &**record).chain(&observed.records);
+        let left = records().any(|record| record.origin != Origin::PodStart);
         if ended && !left {
             return Next::Ended;
         }
         let now = Instant::now();
         let ending = ended || desired.lifecycle == PodLifecycle::Terminating;
-        // Without a watch of pods, every pod counts as ended. The end of its namespace is an event.
-        let noticed = *self.deps.mode.borrow() == PlugMode::Off && self.deps.namespace_watch.get().is_some();
+        // Without a watch of pods, every pod counts as ended.
+        let noticed = *self.deps.mode.borrow() == PlugMode::Off
+            && self.deps.namespace_watch.get().is_some()
+            && has_end_events(records().map(|record| record.netns.as_str()));
         let polls = ending && observed.sandbox != SandboxState::Absent && left && !noticed;
         let refused = !ended && !self.wake.lock().wanted_nads.is_empty();
         // If another writer restored the old values, the watch shows nothing new.
@@ -568,6 +589,11 @@ enum Written {
     Gone,
 }
 
+/// Whether the end of each of these namespaces is an event of inotify. The kernel reports no change below /proc.
+fn has_end_events<'a>(mut netns: impl Iterator<Item = &'a str>) -> bool {
+    !netns.any(names_process)
+}
+
 fn name(pod: &PodIdentity) -> String {
     format!("{}/{}", pod.namespace, pod.name)
 }
@@ -575,6 +601,20 @@ fn name(pod: &PodIdentity) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_end_of_a_namespace_of_a_process_is_no_event() {
+        assert!(has_end_events(["/var/run/netns/cni-1", "/run/process"].into_iter()));
+        assert!(!has_end_events(["/var/run/netns/cni-1", "/proc/812/ns/net"].into_iter()));
+    }
+
+    #[tokio::test]
+    async fn a_nad_that_is_created_while_the_nads_are_read_wakes_the_worker() {
+        let (wake, late) = (Wake::default(), NadRef::new("default", "late"));
+        assert!(!wake.wants(&late));
+        let resolved = wake.wanting(BTreeSet::from([late.clone()]), async { wake.wants(&late) });
+        assert!(resolved.await);
+    }
 
     #[test]
     fn annotations_that_the_watch_did_not_deliver_in_time_are_not_waited_for() {

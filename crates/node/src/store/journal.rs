@@ -19,7 +19,7 @@
 
 use std::{
     fs::{self, File},
-    io::{self, Write as _},
+    io::{self, BufRead, BufReader, Write as _},
     marker::PhantomData,
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
@@ -46,7 +46,7 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
 const LOCK_RETRY: Duration = Duration::from_millis(20);
 /// A journal is compacted when it has this many lines more than needed.
 pub const COMPACT_AFTER: usize = 4096;
-/// The same in bytes. The file is read as a whole at the start.
+/// The same in bytes. The file is read at the start.
 pub const COMPACT_AFTER_LENGTH: u64 = 8 * 1024 * 1024;
 /// The hexadecimal digits of a digest.
 const DIGEST_DIGITS: usize = 16;
@@ -188,13 +188,13 @@ impl<C: Codec> Journal<C> {
         }
         self.format = read_format(&self.dir.join(FORMAT_FILE), C::FORMAT)?;
         let path = self.path();
-        let bytes = match fs::read(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            other => other.map_err(failed("read", &path))?,
+        let replayed = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => replay::<C>(io::empty(), apply),
+            file => file.and_then(|file| replay::<C>(BufReader::new(file), apply)),
         };
-        let (kept, damage) = replay::<C>(&bytes, apply);
+        let (kept, loaded) = replayed.map_err(failed("read", &path))?;
         self.kept = kept;
-        Ok(Loaded { is_empty: bytes.is_empty(), damage })
+        Ok(loaded)
     }
 
     fn create_dir(&self) -> Result<(), Error> {
@@ -350,33 +350,41 @@ enum Line<R> {
     Ignored,
 }
 
-fn replay<C: Codec>(bytes: &[u8], mut apply: impl FnMut(C::Record)) -> (KeptLines, Damage) {
-    let (mut damage, mut bad, mut good) = (Damage::None, false, false);
-    let mut kept = KeptLines::default();
-    for line in bytes.split_inclusive(|byte| *byte == b'\n') {
-        let Some(parsed) = parse::<C>(line) else {
-            bad = true;
-            continue;
-        };
-        if bad {
-            damage = Damage::Inside;
-        }
-        good = true;
-        match parsed {
-            Line::Record(record) => apply(record),
-            Line::Ignored => {
-                kept.text.extend(line);
-                kept.lines += 1;
+/// Reads one line after the other: the whole journal can be larger than its records.
+fn replay<C: Codec>(
+    mut journal: impl BufRead,
+    mut apply: impl FnMut(C::Record),
+) -> io::Result<(KeptLines, Loaded)> {
+    let (mut bad, mut good, mut zeros, mut ended) = (false, false, false, false);
+    let mut loaded = Loaded { is_empty: true, damage: Damage::None };
+    let (mut kept, mut line) = (KeptLines::default(), Vec::new());
+    while journal.read_until(b'\n', &mut line)? > 0 {
+        loaded.is_empty = false;
+        (ended, zeros) = (line.ends_with(b"\n"), zeros || line.contains(&0));
+        match parse::<C>(&line) {
+            None => bad = true,
+            Some(parsed) => {
+                if bad {
+                    loaded.damage = Damage::Inside;
+                }
+                good = true;
+                match parsed {
+                    Line::Record(record) => apply(record),
+                    Line::Ignored => {
+                        kept.text.extend(&line);
+                        kept.lines += 1;
+                    }
+                }
             }
         }
+        line.clear();
     }
     // A truncated line is a non-empty part of a line without a newline and without zeros. The first line was written in
     // full or not at all.
-    let whole = bytes.last() == Some(&b'\n') || bytes.contains(&0);
-    if bad && (!good || whole) {
-        damage = Damage::Inside;
+    if bad && (!good || ended || zeros) {
+        loaded.damage = Damage::Inside;
     }
-    (kept, damage)
+    Ok((kept, loaded))
 }
 
 /// None if the line is damaged, or holds a record that this version must understand and does not know.

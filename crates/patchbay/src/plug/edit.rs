@@ -1,10 +1,11 @@
 //! The edits of the networks annotation. Pure: a pod in, the new annotation out.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, net::IpAddr};
 
 use anyhow::{Context as _, bail};
 use api::{
     IfName,
+    network_status::NetworkStatus,
     selection::{NETWORKS_ANNOTATION, NadRef, NetworkSelectionElement, SelectionEditor},
 };
 use serde_json::json;
@@ -61,7 +62,7 @@ fn editor(pod: &PodView) -> anyhow::Result<SelectionEditor> {
 }
 
 /// The valid elements. Those without a requested name have the reported interfaces of their network that no other element
-/// names, in their order; the node daemon assigns them so too.
+/// names: first those with the requested addresses, then the others in order. The node daemon assigns them so too.
 fn requested(pod: &PodView, editor: &SelectionEditor) -> Vec<Requested> {
     let entries = editor.entries().enumerate();
     let valid = entries.filter_map(|(index, entry)| Some((index, entry.element.as_ref().ok()?)));
@@ -74,18 +75,42 @@ fn requested(pod: &PodView, editor: &SelectionEditor) -> Vec<Requested> {
             element: element.clone(),
         })
         .collect();
+    let mut statuses: Vec<&NetworkStatus> = pod.statuses.iter().collect();
+    statuses.sort_by_cached_key(|status| interface_order(&status.interface));
     let mut taken: BTreeSet<String> = all.iter().filter_map(|one| one.interface.clone()).collect();
-    for one in all.iter_mut().filter(|one| !one.named) {
-        let network = one.nad.to_string();
-        let reported = pod.statuses.iter().filter(|status| status.name == network);
-        let reported = reported.map(|status| &status.interface).chain(
-            pod.attachments.iter().filter(|report| report.network == network).map(|report| &report.interface),
-        );
-        let free = reported.filter(|name| !name.is_empty()).find(|name| !taken.contains(*name)).cloned();
-        taken.extend(free.clone());
-        one.interface = free;
+    for same_addresses in [true, false] {
+        for one in all.iter_mut().filter(|one| one.interface.is_none()) {
+            let network = one.nad.to_string();
+            let attached = statuses.iter().filter(|status| {
+                status.name == network && (!same_addresses || has_addresses(status, &one.element))
+            });
+            let reports =
+                pod.attachments.iter().filter(|report| !same_addresses && report.network == network);
+            let names =
+                attached.map(|status| &status.interface).chain(reports.map(|report| &report.interface));
+            one.interface =
+                names.filter(|name| !name.is_empty()).find(|name| !taken.contains(*name)).cloned();
+            taken.extend(one.interface.clone());
+        }
     }
     all
+}
+
+/// Whether an interface has the addresses that an element requests, and the element requests any.
+fn has_addresses(status: &NetworkStatus, element: &NetworkSelectionElement) -> bool {
+    let address = |text: &str| text.split('/').next().and_then(|host| host.trim().parse::<IpAddr>().ok());
+    let has_ip =
+        |ip: &String| address(ip).is_some_and(|ip| status.ips.iter().any(|own| address(own) == Some(ip)));
+    let mac = element.mac.as_deref();
+    (mac.is_some() || !element.ips.is_empty())
+        && mac.is_none_or(|mac| same_mac(Some(mac), Some(&status.mac)))
+        && element.ips.iter().all(has_ip)
+}
+
+/// Sorts `net2` before `net10`.
+fn interface_order(name: &str) -> (String, u64) {
+    let text = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    (text.to_owned(), name[text.len()..].parse().unwrap_or_default())
 }
 
 /// Adds an element, unless the annotation already has it.

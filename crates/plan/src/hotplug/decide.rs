@@ -1,5 +1,7 @@
 //! What to do next for a pod.
 
+mod removals;
+
 use std::collections::BTreeSet;
 
 use api::{
@@ -10,10 +12,12 @@ use api::{
 };
 
 use super::{
-    AddStep, AnnotationUpdate, AttachmentRecord, AttemptKey, DelErrors, DelMode, EventReason, FilteredRoutes,
-    Fingerprint, MovedLinks, NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan,
-    RecordPhase, RemovePurpose, RemoveStep, Reported, RequestedAddresses, SandboxRef, SandboxState,
-    StateReason, Step, events,
+    AddStep, AnnotationUpdate, AttachmentRecord, AttemptKey, EventReason, FilteredRoutes, Fingerprint,
+    NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase, RemovePurpose,
+    Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
+    annotations::{MAX_ANNOTATIONS, attachments_text, bounded, is_reported},
+    events,
+    failures::LastFailure,
     known::KnownRecords,
     links::{PodLinks, identified},
     matching::{Match, Matching, Wanted, interface_order},
@@ -24,19 +28,13 @@ use super::{
 
 /// Bounds the events of one plan. The annotation reports the rest.
 const MAX_EVENTS: usize = 8;
-/// After this many failed attempts to release an attachment without a namespace, its IPAM plugin is called too.
-const RELEASE_ATTEMPTS: u32 = 5;
-/// After this many attempts in which the plugin itself reported an error or did not exist, the attachment is abandoned once
-/// its addresses are released. With a retry after 24 to 30 s these are 12 to 15 hours.
-const ABANDON_ATTEMPTS: u32 = 1800;
-/// The maximum length of both annotations together. All annotations of a pod share 256 KiB.
-const MAX_ANNOTATIONS: usize = 200 * 1024;
 
 /// What to do for a pod now. `nads` resolves the NADs that its elements refer to.
 ///
 /// In order: records that nothing refers to are forgotten; attachments of ended sandboxes are removed; attachments that are
 /// unfinished, lost or no longer requested are removed; requested networks are attached in the order of the annotation. What
-/// is in backoff is passed over.
+/// is in backoff is passed over. What has failed comes after all that has not, and what failed longest ago comes first of
+/// it: a step that hangs or fails each time delays each of the others at most once.
 pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> PodPlan {
     let observed = input.observed;
     let sandbox = match &observed.sandbox {
@@ -79,8 +77,7 @@ pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: 
         links,
         confirm: false,
         forget: known.superseded.into_iter().next().filter(|_| input.mode == PlugMode::On).map(Step::Forget),
-        remove: None,
-        add: None,
+        next: None,
         failing: Vec::new(),
         states: Vec::new(),
         events: Vec::new(),
@@ -117,8 +114,8 @@ struct Planner<'a> {
     /// The annotations must be confirmed by a write.
     confirm: bool,
     forget: Option<Step>,
-    remove: Option<Step>,
-    add: Option<Step>,
+    /// The step that comes after `forget`, and when it failed last.
+    next: Option<(LastFailure, Step)>,
     failing: Vec<AttemptKey>,
     states: Vec<Attachment>,
     /// Events, each with the state that reports the same in the annotation.
@@ -193,8 +190,9 @@ impl<'a> Planner<'a> {
             }
         }
         if let Some(error) = &self.selection.error {
-            let message =
-                format!("the networks annotation is invalid, nothing is attached or removed: {error}");
+            let message = format!(
+                "the networks annotation is invalid: {error}; correct it, until then no interface is attached or detached"
+            );
             self.report(events::about(&desired.pod, EventReason::InvalidNetworks, &message));
             self.keep_failures();
             // What is half attached or half removed is nothing that the user has.
@@ -247,41 +245,6 @@ impl<'a> Planner<'a> {
         true
     }
 
-    /// The attachments of the READY sandbox to remove, and why.
-    fn leaving(&self, matching: &Matching<'a>) -> Vec<(&'a AttachmentRecord, RemovePurpose)> {
-        let mut leaving: Vec<(&AttachmentRecord, RemovePurpose)> = Vec::new();
-        for wanted in &matching.wanted {
-            let Some(Match::Record(record)) = wanted.matched else { continue };
-            match &record.phase {
-                RecordPhase::Intent { .. } => leaving.push((record, RemovePurpose::Undo)),
-                RecordPhase::Attached(attached) => {
-                    let replug = self.links.is_lost(attached)
-                        && is_replugged(record.origin)
-                        && self.plugs()
-                        && !self.input.failures.delays_replug(&record.key);
-                    if replug {
-                        leaving.push((record, RemovePurpose::Replug));
-                    }
-                }
-                RecordPhase::Removed => {}
-            }
-        }
-        // In reverse order of attachment: a link may be on top of an earlier one.
-        let position = |record: &&AttachmentRecord| {
-            let interface = record.key.interface.as_str();
-            let at = self.status.iter().position(|status| status.interface == interface);
-            (at, interface_order(interface))
-        };
-        let mut unwanted = matching.unwanted.clone();
-        unwanted.sort_by_cached_key(position);
-        for record in unwanted.into_iter().rev() {
-            let purpose =
-                if record.attached().is_some() { RemovePurpose::Unplug } else { RemovePurpose::Undo };
-            leaving.push((record, purpose));
-        }
-        leaving
-    }
-
     /// Whether networks are attached and attached again.
     fn plugs(&self) -> bool {
         self.input.desired.lifecycle == PodLifecycle::Running
@@ -315,11 +278,11 @@ impl<'a> Planner<'a> {
             let message = match record.origin {
                 Origin::Hotplug => "the link was deleted",
                 Origin::PodStart => {
-                    "the link was deleted; it was made when the pod started, so Patchbay does not attach it again: remove \
+                    "the link was deleted; multus attached it when the pod started, so Patchbay does not attach it again: remove \
                      the network from the annotation and add it again"
                 }
                 Origin::Original => {
-                    "the link was deleted; multus-dynamic-networks-controller made it, so Patchbay does not attach it \
+                    "the link was deleted; multus-dynamic-networks-controller attached it, so Patchbay does not attach it \
                      again: remove the network from the annotation and add it again"
                 }
             };
@@ -400,6 +363,12 @@ impl<'a> Planner<'a> {
                 return;
             }
         };
+        if let Some(message) = states::exceeds_records(&step, &self.input.observed.records) {
+            let (state, event) = refused(StateReason::InvalidNetworks, EventReason::InvalidNetworks, message);
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+            return;
+        }
         let failures = self.input.failures;
         let failure = failures.get(&step.attempt, step.fingerprint);
         let removal = leaving
@@ -412,16 +381,29 @@ impl<'a> Planner<'a> {
         if let Some(error) = removal {
             self.states.push(state(
                 StateReason::RemoveFailed,
-                format!("the interface cannot be removed, which comes first: {error}"),
+                format!(
+                    "the earlier attachment of this interface must be detached first, which failed: {error}"
+                ),
             ));
+        } else if let Some(failure) = failure.filter(|failure| failure.is_wait()) {
+            self.states.push(states::pending(&wanted.nad, interface, &failure.error));
         } else if let Some(failure) = failure {
             self.states.push(state(StateReason::AddFailed, failure.error.clone()));
         } else if self.input.running.is_some() {
             self.states.push(states::plain(&wanted.nad, interface, AttachmentState::Pending));
         }
         let ready = matches!(name, Name::Free(_)) && failure.is_none_or(|failure| !failure.in_backoff);
-        if ready && self.plugs() && self.add.is_none() {
-            self.add = Some(Step::Add(Box::new(step)));
+        if ready && self.plugs() {
+            self.propose(Step::Add(Box::new(step)));
+        }
+    }
+
+    /// Takes a step that is not in backoff, unless one that comes before it was proposed earlier.
+    fn propose(&mut self, step: Step) {
+        let attempt = step.attempt().map(|(attempt, _)| attempt);
+        let last = attempt.map_or(LastFailure::Never, |attempt| self.input.failures.last_failure(attempt));
+        if self.next.as_ref().is_none_or(|(other, _)| last < *other) {
+            self.next = Some((last, step));
         }
     }
 
@@ -472,104 +454,6 @@ impl<'a> Planner<'a> {
         let attached = self.current.iter().filter(|record| record.attached().is_some());
         let texts = [element.as_str(), config, &sandbox.id].into_iter();
         Fingerprint(digest(texts.chain(attached.map(|record| record.key.interface.as_str()))))
-    }
-
-    /// Lists what is being removed, unless an element of the same interface reports it.
-    fn report_leaving(&mut self, matching: &Matching<'a>, leaving: &[(&'a AttachmentRecord, RemovePurpose)]) {
-        for (record, purpose) in leaving {
-            let requested = matching.wanted.iter().any(
-                |wanted| matches!(wanted.matched, Some(Match::Record(other)) if other.key == record.key),
-            );
-            if requested {
-                continue;
-            }
-            let interface = &record.key.interface;
-            if let Some(error) = self.removal_error(record, *purpose) {
-                self.states.push(states::with_reason(
-                    &record.nad,
-                    interface,
-                    AttachmentState::Failed,
-                    StateReason::RemoveFailed,
-                    error,
-                ));
-            } else if self.input.running.is_some() {
-                self.states.push(states::plain(&record.nad, interface, AttachmentState::Removing));
-            }
-        }
-        for record in &matching.protected {
-            let Some(attached) = record.attached().filter(|_| record.origin == Origin::Hotplug) else {
-                continue;
-            };
-            let (nad, interface) = (&record.nad, &record.key.interface);
-            self.states.push(if self.links.is_lost(attached) {
-                states::with_reason(
-                    nad,
-                    interface,
-                    AttachmentState::Failed,
-                    StateReason::LinkLost,
-                    "the link was deleted, and an invalid element may request it; correct the networks annotation",
-                )
-            } else {
-                states::plain(nad, interface, AttachmentState::Attached)
-            });
-        }
-    }
-
-    fn remove_step(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> RemoveStep {
-        let is_current = purpose != RemovePurpose::SandboxEnded;
-        let mode = self.del_mode(record, is_current);
-        let how = match mode {
-            DelMode::WithNamespace => "with namespace",
-            DelMode::ReleaseOnly => "release only",
-        };
-        RemoveStep {
-            attempt: AttemptKey::Remove(record.key.clone()),
-            fingerprint: Fingerprint(digest([record.config.as_str(), record.boot.as_str(), how])),
-            mode,
-            purpose,
-            leftover_links: if is_current { self.links.owned(record) } else { Vec::new() },
-            moved_links: if is_current { self.links.moved(record) } else { MovedLinks::default() },
-            errors: DelErrors::Fail,
-            record: record.clone(),
-        }
-    }
-
-    fn del_mode(&self, record: &AttachmentRecord, is_current: bool) -> DelMode {
-        let observed = self.input.observed;
-        if record.boot != observed.boot || !observed.namespaces.contains(&record.netns) {
-            return DelMode::ReleaseOnly;
-        }
-        // The links of another sandbox's namespace are not known.
-        let unknown = !is_current && record.attached().is_none();
-        let foreign = |link| is_current && !self.links.owns(record, link);
-        if unknown || self.links.named(&record.key.interface).is_some_and(foreign) {
-            return DelMode::ReleaseOnly;
-        }
-        DelMode::WithNamespace
-    }
-
-    fn propose_remove(&mut self, record: &AttachmentRecord, purpose: RemovePurpose) {
-        let mut step = self.remove_step(record, purpose);
-        let failure = self.input.failures.get(&step.attempt, step.fingerprint);
-        if let Some(failure) = failure {
-            self.failing.push(step.attempt.clone());
-            if step.mode == DelMode::ReleaseOnly {
-                step.errors = match (failure.count(), failure.plugin_errors()) {
-                    (_, ABANDON_ATTEMPTS..) => DelErrors::Abandon,
-                    (RELEASE_ATTEMPTS.., _) => DelErrors::ReleaseAddresses,
-                    _ => DelErrors::Fail,
-                };
-            }
-        }
-        if self.remove.is_none() && failure.is_none_or(|failure| !failure.in_backoff) {
-            self.remove = Some(Step::Remove(Box::new(step)));
-        }
-    }
-
-    fn removal_error(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> Option<String> {
-        let step = self.remove_step(record, purpose);
-        let failure = self.input.failures.get(&step.attempt, step.fingerprint)?;
-        Some(failure.error.clone())
     }
 
     /// Failures of elements count as long as the annotation is not compared.
@@ -625,7 +509,7 @@ impl<'a> Planner<'a> {
         });
         let events = self.new_events(reported);
         PodPlan {
-            step: self.forget.or(self.remove).or(self.add),
+            step: self.forget.or(self.next.map(|(_, step)| step)),
             states: self.states,
             annotations,
             events,
@@ -668,38 +552,4 @@ impl<'a> Planner<'a> {
         reported.problems = std::mem::take(&mut self.event_keys);
         new
     }
-}
-
-/// Whether a lost attachment is attached again. The records of other programs do not have the index of the link, so that
-/// the link may still exist under another name.
-fn is_replugged(origin: Origin) -> bool {
-    origin == Origin::Hotplug
-}
-
-/// Whether the annotation has the state. Its message may be cut there.
-fn is_reported(old: &Attachment, state: &Attachment) -> bool {
-    state.message.starts_with(&old.message)
-        && Attachment { message: String::new(), ..old.clone() }
-            == Attachment { message: String::new(), ..state.clone() }
-}
-
-/// The value of network-status, unless it gets too long for an annotation: then it stays as it is.
-fn bounded(observed: Option<&String>, new: Option<String>) -> Option<String> {
-    let length = |text: Option<&String>| text.map_or(0, String::len);
-    let too_long = length(new.as_ref()) > MAX_ANNOTATIONS - attachments::MAX_LENGTH;
-    if too_long && length(new.as_ref()) > length(observed) { observed.cloned() } else { new }
-}
-
-/// The value of the annotation. It keeps its text if it says the same.
-fn attachments_text(observed: Option<&str>, states: &[Attachment], max: usize) -> Option<String> {
-    let new = attachments::render_within(states, max);
-    let same = match (observed, &new) {
-        (Some(observed), Some(new)) => {
-            let parse = |text| attachments::parse(Some(text)).ok();
-            parse(observed).is_some() && parse(observed) == parse(new.as_str())
-        }
-        (None, None) => true,
-        _ => false,
-    };
-    if same { observed.map(str::to_owned) } else { new }
 }

@@ -22,7 +22,11 @@ pub struct Fingerprint(pub(super) u64);
 
 /// The failed attempts of one pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Failures(BTreeMap<AttemptKey, Failure>);
+pub struct Failures {
+    attempts: BTreeMap<AttemptKey, Failure>,
+    /// How many failures were recorded.
+    recorded: u64,
+}
 
 /// A failed attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +39,18 @@ pub struct Failure {
     count: u32,
     /// In how many of these attempts the plugin itself reported an error or did not exist.
     plugin_errors: u32,
+    /// Counts the recorded failures of the pod.
+    order: u64,
+    /// A plugin was not started: the step waits for other calls of plugins.
+    waits: bool,
+}
+
+/// When an attempt failed last, whatever its inputs were. What failed earlier is less.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum LastFailure {
+    Never,
+    /// Counts the recorded failures of the pod.
+    At(u64),
 }
 
 /// The delay before the next attempt, after this many failed ones: 1 s, doubled up to 30 s. The caller adds jitter.
@@ -49,6 +65,11 @@ impl Failure {
         self.count
     }
 
+    /// Whether a plugin was not started because other calls of plugins run.
+    pub fn is_wait(&self) -> bool {
+        self.waits
+    }
+
     /// In how many attempts with the same inputs the plugin itself reported an error or did not exist.
     pub fn plugin_errors(&self) -> u32 {
         self.plugin_errors
@@ -58,43 +79,59 @@ impl Failure {
 impl Failures {
     /// Records that an attempt failed, and starts its backoff. Returns its delay, without jitter.
     pub fn record(&mut self, attempt: AttemptKey, fingerprint: Fingerprint, error: &str) -> Duration {
-        let before = self.0.get(&attempt).filter(|failure| failure.fingerprint == fingerprint);
+        let before = self.attempts.get(&attempt).filter(|failure| failure.fingerprint == fingerprint);
         let count = before.map_or(0, |failure| failure.count).saturating_add(1);
         let plugin_errors = before.map_or(0, |failure| failure.plugin_errors);
         let error = one_line(error, MAX_ERROR);
-        self.0.insert(attempt, Failure { error, in_backoff: true, fingerprint, count, plugin_errors });
+        self.recorded = self.recorded.saturating_add(1);
+        let order = self.recorded;
+        let failure =
+            Failure { error, in_backoff: true, fingerprint, count, plugin_errors, order, waits: false };
+        self.attempts.insert(attempt, failure);
         retry_delay(count)
+    }
+
+    /// Records that a plugin was not started because other calls of plugins run. That is no failed attempt: the delay, which is
+    /// returned, does not grow.
+    pub fn record_wait(&mut self, attempt: AttemptKey, fingerprint: Fingerprint, reason: &str) -> Duration {
+        let before = self.attempts.get(&attempt).filter(|failure| failure.fingerprint == fingerprint);
+        let counts = before.map_or((0, 0), |failure| (failure.count, failure.plugin_errors));
+        self.record(attempt.clone(), fingerprint, reason);
+        if let Some(failure) = self.attempts.get_mut(&attempt) {
+            ((failure.count, failure.plugin_errors), failure.waits) = (counts, true);
+        }
+        MIN_RETRY
     }
 
     /// Counts that the recorded failure is an error that the plugin reported, or that the plugin does not exist. A plugin that
     /// hangs, is killed or is not started says nothing about the next attempt.
     pub fn count_plugin_error(&mut self, attempt: &AttemptKey) {
-        if let Some(failure) = self.0.get_mut(attempt) {
+        if let Some(failure) = self.attempts.get_mut(attempt) {
             failure.plugin_errors = failure.plugin_errors.saturating_add(1);
         }
     }
 
     /// Ends the backoff of an attempt: its delay is over.
     pub fn end_backoff(&mut self, attempt: &AttemptKey) {
-        if let Some(failure) = self.0.get_mut(attempt) {
+        if let Some(failure) = self.attempts.get_mut(attempt) {
             failure.in_backoff = false;
         }
     }
 
     /// Ends the backoff of all attempts, for example because the runtime answers again.
     pub fn end_all_backoffs(&mut self) {
-        self.0.values_mut().for_each(|failure| failure.in_backoff = false);
+        self.attempts.values_mut().for_each(|failure| failure.in_backoff = false);
     }
 
     /// Forgets a failure: the attempt succeeded.
     pub fn clear(&mut self, attempt: &AttemptKey) {
-        self.0.remove(attempt);
+        self.attempts.remove(attempt);
     }
 
     /// Forgets all failures but those in [`PodPlan::failing`](super::PodPlan::failing).
     pub fn retain(&mut self, attempts: &[AttemptKey]) {
         let attempts: BTreeSet<&AttemptKey> = attempts.iter().collect();
-        self.0.retain(|attempt, _| attempts.contains(attempt));
+        self.attempts.retain(|attempt, _| attempts.contains(attempt));
     }
 
     /// Starts the backoff of the next re-plug of an attachment. The caller calls it before each step whose purpose is
@@ -114,17 +151,28 @@ impl Failures {
         failure.is_some_and(|failure| failure.in_backoff)
     }
 
+    /// Whether an attempt failed, whatever its inputs were.
+    pub(super) fn has_failed(&self, attempt: &AttemptKey) -> bool {
+        self.attempts.contains_key(attempt)
+    }
+
+    /// When an attempt failed last. A change of its inputs does not matter: otherwise an attempt that always fails would come
+    /// first after each of them.
+    pub(super) fn last_failure(&self, attempt: &AttemptKey) -> LastFailure {
+        self.attempts.get(attempt).map_or(LastFailure::Never, |failure| LastFailure::At(failure.order))
+    }
+
     /// The attempts that failed.
     pub fn attempts(&self) -> impl Iterator<Item = &AttemptKey> {
-        self.0.keys()
+        self.attempts.keys()
     }
 
     /// The failure of an attempt, if it failed with the same inputs.
     pub fn get(&self, attempt: &AttemptKey, fingerprint: Fingerprint) -> Option<&Failure> {
-        self.0.get(attempt).filter(|failure| failure.fingerprint == fingerprint)
+        self.attempts.get(attempt).filter(|failure| failure.fingerprint == fingerprint)
     }
 
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.attempts.is_empty()
     }
 }

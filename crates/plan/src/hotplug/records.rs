@@ -10,6 +10,10 @@ use serde_json::{Map, Value};
 
 pub use crate::ipam::AttachmentKey;
 
+/// The maximum length of the records of a pod in the journal, without the results of the last ADDs. The daemon has all
+/// records of the node in memory.
+pub(super) const MAX_POD_RECORDS: usize = 256 * 1024;
+
 /// One attachment of a pod: its identity, the request, and how far it got. The journal holds it as one line of JSON.
 ///
 /// The controller writes those of origin [`Origin::Hotplug`] with [`AddStep::intent`](super::AddStep::intent). The reader
@@ -138,7 +142,7 @@ pub struct LinkIdentity {
     /// The MAC address of that peer, likewise.
     #[serde(default)]
     pub peer_mac: Option<String>,
-    /// The daemon saw the link move to another namespace. It is then not lost.
+    /// The daemon saw the link move to another namespace, and not come back. It is then not lost.
     #[serde(default)]
     pub moved: bool,
 }
@@ -162,6 +166,12 @@ impl AttachmentRecord {
         let addresses =
             self.requested.as_ref().is_some_and(|requested| *requested != RequestedAddresses::default());
         self.origin == Origin::PodStart && self.nad.namespace != self.pod.namespace && unnamed && !addresses
+    }
+
+    /// The length in the journal in bytes.
+    pub(super) fn length(&self) -> usize {
+        // Cannot fail: all map keys of a record serialize as strings.
+        serde_json::to_string(self).map_or(0, |text| text.len())
     }
 
     /// What the ADD returned and created, if it is recorded.

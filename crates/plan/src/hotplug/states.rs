@@ -8,8 +8,10 @@ use api::{
 };
 
 use super::{
-    EventReason, NadState, PodEvent, PodIdentity, RequestedAddresses, events,
+    AddStep, AttachmentRecord, EventReason, NadState, Origin, PodEvent, PodIdentity, RequestedAddresses,
+    events,
     matching::{Invalid, Wanted},
+    records::MAX_POD_RECORDS,
     request::MAX_ELEMENT,
     text::one_line,
 };
@@ -71,6 +73,11 @@ pub(super) fn plain(nad: &NadRef, interface: &str, state: AttachmentState) -> At
         reason: String::new(),
         message: String::new(),
     }
+}
+
+/// The state of an element that waits.
+pub(super) fn pending(nad: &NadRef, interface: &str, message: &str) -> Attachment {
+    Attachment { message: one_line(message, MAX_MESSAGE), ..plain(nad, interface, AttachmentState::Pending) }
 }
 
 /// A state with a reason.
@@ -166,6 +173,22 @@ pub(super) fn too_long(wanted: &Wanted<'_>) -> Option<String> {
     let length = wanted.element.to_json().as_str().len();
     (length > MAX_ELEMENT)
         .then(|| format!("the element has {length} bytes as JSON; shorten it to at most {MAX_ELEMENT}"))
+}
+
+/// Why the record of an attachment does not fit beside the other `records` of the pod. A record with the same key is
+/// replaced.
+pub(super) fn exceeds_records(step: &AddStep, records: &[AttachmentRecord]) -> Option<String> {
+    let new = step.intent(Vec::new());
+    let kept = records.iter().filter(|record| record.origin == Origin::Hotplug && record.key != new.key);
+    let kept: usize = kept.map(AttachmentRecord::length).sum();
+    // A number that changes with the other attachments would repeat the event.
+    (kept.saturating_add(new.length()) > MAX_POD_RECORDS).then(|| {
+        format!(
+            "with it, the records of the pod's attachments would have more than {} KiB; shorten cni-args or the \
+             configuration of the NAD, or remove networks from the annotation",
+            MAX_POD_RECORDS / 1024
+        )
+    })
 }
 
 /// Why the default route of an element cannot be set, as Multus would not set it when the pod starts.

@@ -1,6 +1,7 @@
 //! One rule per test. The rows of the list of known failures come first.
 
 mod bad_input;
+mod fairness;
 mod links;
 mod reports;
 mod requests;

@@ -30,7 +30,8 @@ async fn a_hanging_plugin_is_killed_with_its_children() {
     let node = TestNode::with("hang", |config| config.timeout = Duration::from_secs(2));
     let start = Instant::now();
     let error = fail(&node, "sleep 60 & echo $! > $ROOT/child; sleep 60 & wait").await;
-    assert_eq!(error, "plugin bad did not finish within 2 s and was killed");
+    let expected = "plugin bad did not finish within 2 s and was killed; check what it waits for, or raise --plugin-timeout";
+    assert_eq!(error, expected);
     assert!(start.elapsed() < Duration::from_secs(20));
     let child = node.read("child");
     wait_until("the end of the child", || !runs(&child)).await;

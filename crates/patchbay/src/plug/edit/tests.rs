@@ -1,5 +1,3 @@
-use api::network_status::NetworkStatus;
-
 use super::*;
 
 /// A pod with this annotation, and these interfaces in network-status.
@@ -148,6 +146,32 @@ fn unnamed_elements_that_stay_get_the_names_of_their_interfaces() {
     let pod = pod(Some("blue,red,blue"), &[("default/blue", "net1"), ("default/blue", "net3")]);
     let planned = unplug(&pod, &by_interface("net1")).unwrap();
     assert_eq!(planned.annotation.unwrap(), r#"[{"name":"red"},{"name":"blue","interface":"net3"}]"#);
+}
+
+#[test]
+fn unnamed_elements_have_the_interface_with_their_addresses() {
+    let (with_mac, with_ip) =
+        (r#"{"name":"blue","mac":"02-00-00-00-00-0A"}"#, r#"{"name":"blue","ips":["10.1.0.5/24"]}"#);
+    let text = format!(r#"[{{"name":"blue"}},{with_ip},{with_mac}]"#);
+    let interfaces = [("default/blue", "net1"), ("default/blue", "net2"), ("default/blue", "net3")];
+    let mut pod = pod(Some(&text), &interfaces);
+    pod.statuses[1].mac = "02:00:00:00:00:0a".to_owned();
+    pod.statuses[2].ips = vec!["fd00::5".to_owned(), "10.1.0.5".to_owned()];
+    let left = |interface: &str| unplug(&pod, &by_interface(interface)).unwrap().annotation.unwrap();
+    let named =
+        |element: &str, interface: &str| element.replace('}', &format!(r#","interface":"{interface}"}}"#));
+    let (first, ip, mac) =
+        (named(r#"{"name":"blue"}"#, "net3"), named(with_ip, "net2"), named(with_mac, "net1"));
+    assert_eq!(left("net1"), format!("[{first},{ip}]"));
+    assert_eq!(left("net2"), format!("[{first},{mac}]"));
+    assert_eq!(left("net3"), format!("[{ip},{mac}]"));
+}
+
+#[test]
+fn unnamed_elements_have_their_interfaces_in_the_order_of_their_numbers() {
+    let pod = pod(Some("blue,blue"), &[("default/blue", "net10"), ("default/blue", "net2")]);
+    let planned = unplug(&pod, &by_interface("net2")).unwrap();
+    assert_eq!(planned.annotation.unwrap(), r#"[{"name":"blue","interface":"net10"}]"#);
 }
 
 #[test]

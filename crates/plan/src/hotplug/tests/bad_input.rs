@@ -365,3 +365,43 @@ fn annotations_stay_below_the_limit_of_a_pod() {
     assert_eq!(node.states().len(), 2);
     assert_idle(&node);
 }
+
+#[test]
+fn the_records_of_a_pod_are_bounded() {
+    // Each plugin of the list gets a copy of the arguments.
+    let plugins = [r#"{"type":"tuning"}"#; 8].join(",");
+    let list = format!(r#"{{"cniVersion":"1.0.0","name":"a","plugins":[{plugins}]}}"#);
+    let config = api::nad_config::NadConfig::parse(Some(&list), "a").unwrap();
+    let element = |interface: &str| {
+        let args = "x".repeat(15 * 1024);
+        format!(r#"{{"name":"a","interface":"{interface}","cni-args":{{"k":"{args}"}}}}"#)
+    };
+    let mut node = SimNode::new();
+    node.nads.insert(nad("a"), NadState::Ready { config: Box::new(config) });
+    node.edit(&format!(r#"[{},{},{},{{"name":"b"}}]"#, element("net1"), element("net2"), element("net3")));
+    node.settle();
+    assert_eq!(
+        node.states(),
+        [
+            "default/a@net1 Attached",
+            "default/a@net2 Attached",
+            "default/a@net3 Refused/InvalidNetworks",
+            "default/b@net4 Attached"
+        ]
+    );
+    let recorded: usize =
+        node.journal.values().map(|record| serde_json::to_string(record).unwrap().len()).sum();
+    assert!(recorded <= 256 * 1024, "{recorded}");
+    let refusals: Vec<_> = node.events.iter().filter(|event| event.reason.is_warning()).collect();
+    let [refusal] = refusals[..] else { panic!("{refusals:?}") };
+    assert_eq!(refusal.reason, EventReason::InvalidNetworks);
+    assert!(refusal.note.contains("shorten cni-args or the configuration of the NAD"), "{}", refusal.note);
+    // What is attached is attached again, and room is made by a removal.
+    node.delete_link("net1");
+    node.settle();
+    assert_eq!(node.link_names().len(), 3);
+    node.edit(&format!("[{},{}]", element("net1"), element("net3")));
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Attached", "default/a@net3 Attached"]);
+    node.check();
+}

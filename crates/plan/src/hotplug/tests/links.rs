@@ -513,3 +513,63 @@ fn a_record_of_the_journal_counts_if_its_link_exists_or_no_link_has_the_name() {
     node.edit("a@net1");
     assert_eq!((node.multus.len(), node.journal.len(), node.plan().failing.len()), (1, 1, 1));
 }
+
+/// The pod after the daemon has compared the record of its only link with these links and departures.
+fn tracked(mut node: SimNode, links: &[ObservedLink], departure: Option<Departure>) -> SimNode {
+    let record = node.journal.values_mut().next().unwrap();
+    let RecordPhase::Attached(attached) = &mut record.phase else { panic!("{record:?}") };
+    let owned = attached.links.iter().filter_map(|link| link.index).collect();
+    track_moved_links(attached, links, &owned, |_| departure);
+    node
+}
+
+/// How the only link of the pod is recorded.
+fn recorded_link(node: &SimNode) -> LinkIdentity {
+    node.journal.values().next().unwrap().attached().unwrap().links[0].clone()
+}
+
+#[test]
+fn a_link_that_was_moved_and_came_back_is_lost_when_it_is_deleted() {
+    let node = tracked(with_missing_link(false, None), &[], Some(Departure::Moved));
+    assert_eq!((recorded_link(&node).moved, node.plan().step), (true, None));
+    // The link stays moved as long as nothing is known about it, and a list from before its return proves nothing.
+    assert!(recorded_link(&tracked(node.clone(), &[], None)).moved);
+    let stale = tracked(with_missing_link(false, None), &[], Some(Departure::Returned));
+    assert_eq!(stale.plan().step, None);
+    let LinkIdentity { index, name, mac, .. } = recorded_link(&node);
+    let back = ObservedLink { index: index.unwrap(), name, mac, ..ObservedLink::default() };
+    let seen = tracked(node.clone(), &[back], Some(Departure::Moved));
+    assert!(!recorded_link(&seen).moved);
+    // Also if the daemon did not see it in between.
+    for mut node in
+        [tracked(seen, &[], Some(Departure::Deleted)), tracked(node, &[], Some(Departure::Deleted))]
+    {
+        let Some(Step::Remove(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+        assert_eq!((step.purpose, step.moved_links), (RemovePurpose::Replug, MovedLinks::default()));
+        node.settle();
+        assert_eq!(node.linked_attachments(), set(&["default/a@net1"]));
+        node.check();
+    }
+}
+
+#[test]
+fn a_link_that_comes_back_with_another_index_is_known_by_its_name_and_mac_address() {
+    let node = with_missing_link(true, None);
+    let LinkIdentity { index, name, mac, .. } = recorded_link(&node);
+    let back = ObservedLink { index: 77, name, mac, ..ObservedLink::default() };
+    let found = recorded_link(&tracked(node.clone(), std::slice::from_ref(&back), None));
+    assert_eq!((found.index, found.moved), (Some(77), false));
+    let others = [
+        ObservedLink { name: "net9".to_owned(), ..back.clone() },
+        ObservedLink { mac: Some("02:00:00:00:09:09".to_owned()), ..back.clone() },
+        ObservedLink { mac: None, ..back.clone() },
+        ObservedLink { placeholder: true, ..back.clone() },
+    ];
+    for other in others {
+        let found = recorded_link(&tracked(node.clone(), &[other], None));
+        assert_eq!((found.index, found.moved), (index, true));
+    }
+    // A link that was deleted does not come back.
+    let deleted = tracked(node, &[back], Some(Departure::Deleted));
+    assert_eq!(recorded_link(&deleted).index, index);
+}

@@ -299,3 +299,23 @@ fn a_note_has_the_error_and_no_control_characters() {
     let note = AddStep { pod: long, nad, ..*step }.failed(&"e".repeat(5000)).note;
     assert!(note.len() <= 1000 && note.ends_with(&"e".repeat(300)), "{note}");
 }
+
+#[test]
+fn an_add_that_waits_for_other_plugins_is_pending_and_no_failed_attempt() {
+    let mut node = SimNode::with("a@net1");
+    let Some(Step::Add(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    for _ in 0..10 {
+        let reason = "plugin macvlan was not started: 8 ADD calls of it are running; retrying";
+        let delay = node.failures.record_wait(step.attempt.clone(), step.fingerprint, reason);
+        assert_eq!(delay, MIN_RETRY);
+    }
+    node.settle();
+    assert_eq!((node.states(), node.calls.len()), (vec!["default/a@net1 Pending".to_owned()], 0));
+    assert!(node.server.attachments.as_ref().unwrap().contains("8 ADD calls of it are running"));
+    assert_eq!(node.failures.record(step.attempt.clone(), step.fingerprint, "no such device"), MIN_RETRY);
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Failed/AddFailed"]);
+    node.failures.end_all_backoffs();
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Attached"]);
+}

@@ -1,0 +1,166 @@
+//! Which attachments of a pod are removed, how, and what is reported about them.
+
+use api::{attachments::AttachmentState, digest::digest};
+
+use super::{
+    super::{
+        AttachmentRecord, AttemptKey, DelErrors, DelMode, Fingerprint, MovedLinks, Origin, RecordPhase,
+        RemovePurpose, RemoveStep, StateReason, Step,
+        matching::{Match, Matching, interface_order},
+        states,
+    },
+    Planner,
+};
+
+/// After this many failed attempts to release an attachment without a namespace, its IPAM plugin is called too.
+const RELEASE_ATTEMPTS: u32 = 5;
+/// After this many attempts in which the plugin itself reported an error or did not exist, the attachment is abandoned once
+/// its addresses are released. With a retry after 24 to 30 s these are 12 to 15 hours.
+const ABANDON_ATTEMPTS: u32 = 1800;
+
+impl<'a> Planner<'a> {
+    /// The attachments of the READY sandbox to remove, and why.
+    pub(super) fn leaving(&self, matching: &Matching<'a>) -> Vec<(&'a AttachmentRecord, RemovePurpose)> {
+        let mut leaving: Vec<(&AttachmentRecord, RemovePurpose)> = Vec::new();
+        for wanted in &matching.wanted {
+            let Some(Match::Record(record)) = wanted.matched else { continue };
+            match &record.phase {
+                RecordPhase::Intent { .. } => leaving.push((record, RemovePurpose::Undo)),
+                RecordPhase::Attached(attached) => {
+                    let replug = self.links.is_lost(attached)
+                        && is_replugged(record.origin)
+                        && self.plugs()
+                        && !self.input.failures.delays_replug(&record.key);
+                    if replug {
+                        leaving.push((record, RemovePurpose::Replug));
+                    }
+                }
+                RecordPhase::Removed => {}
+            }
+        }
+        // In reverse order of attachment: a link may be on top of an earlier one.
+        let position = |record: &&AttachmentRecord| {
+            let interface = record.key.interface.as_str();
+            let at = self.status.iter().position(|status| status.interface == interface);
+            (at, interface_order(interface))
+        };
+        let mut unwanted = matching.unwanted.clone();
+        unwanted.sort_by_cached_key(position);
+        for record in unwanted.into_iter().rev() {
+            let purpose =
+                if record.attached().is_some() { RemovePurpose::Unplug } else { RemovePurpose::Undo };
+            leaving.push((record, purpose));
+        }
+        leaving
+    }
+
+    /// Lists what is being removed, unless an element of the same interface reports it.
+    pub(super) fn report_leaving(
+        &mut self,
+        matching: &Matching<'a>,
+        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+    ) {
+        for (record, purpose) in leaving {
+            let requested = matching.wanted.iter().any(
+                |wanted| matches!(wanted.matched, Some(Match::Record(other)) if other.key == record.key),
+            );
+            if requested {
+                continue;
+            }
+            let interface = &record.key.interface;
+            if let Some(error) = self.removal_error(record, *purpose) {
+                self.states.push(states::with_reason(
+                    &record.nad,
+                    interface,
+                    AttachmentState::Failed,
+                    StateReason::RemoveFailed,
+                    error,
+                ));
+            } else if self.input.running.is_some() {
+                self.states.push(states::plain(&record.nad, interface, AttachmentState::Removing));
+            }
+        }
+        for record in &matching.protected {
+            let Some(attached) = record.attached().filter(|_| record.origin == Origin::Hotplug) else {
+                continue;
+            };
+            let (nad, interface) = (&record.nad, &record.key.interface);
+            self.states.push(if self.links.is_lost(attached) {
+                states::with_reason(
+                    nad,
+                    interface,
+                    AttachmentState::Failed,
+                    StateReason::LinkLost,
+                    "the link was deleted, and an invalid element may request it; correct the networks annotation",
+                )
+            } else {
+                states::plain(nad, interface, AttachmentState::Attached)
+            });
+        }
+    }
+
+    fn remove_step(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> RemoveStep {
+        let is_current = purpose != RemovePurpose::SandboxEnded;
+        let mode = self.del_mode(record, is_current);
+        let how = match mode {
+            DelMode::WithNamespace => "with namespace",
+            DelMode::ReleaseOnly => "release only",
+        };
+        RemoveStep {
+            attempt: AttemptKey::Remove(record.key.clone()),
+            fingerprint: Fingerprint(digest([record.config.as_str(), record.boot.as_str(), how])),
+            mode,
+            purpose,
+            leftover_links: if is_current { self.links.owned(record) } else { Vec::new() },
+            moved_links: if is_current { self.links.moved(record) } else { MovedLinks::default() },
+            errors: DelErrors::Fail,
+            record: record.clone(),
+        }
+    }
+
+    fn del_mode(&self, record: &AttachmentRecord, is_current: bool) -> DelMode {
+        let observed = self.input.observed;
+        if record.boot != observed.boot || !observed.namespaces.contains(&record.netns) {
+            return DelMode::ReleaseOnly;
+        }
+        // The links of another sandbox's namespace are not known.
+        let unknown = !is_current && record.attached().is_none();
+        let foreign = |link| is_current && !self.links.owns(record, link);
+        if unknown || self.links.named(&record.key.interface).is_some_and(foreign) {
+            return DelMode::ReleaseOnly;
+        }
+        DelMode::WithNamespace
+    }
+
+    /// Proposes to remove an attachment, unless that is in backoff.
+    pub(super) fn propose_remove(&mut self, record: &AttachmentRecord, purpose: RemovePurpose) {
+        let mut step = self.remove_step(record, purpose);
+        let failures = self.input.failures;
+        if failures.has_failed(&step.attempt) {
+            self.failing.push(step.attempt.clone());
+        }
+        let failure = failures.get(&step.attempt, step.fingerprint);
+        if let Some(failure) = failure.filter(|_| step.mode == DelMode::ReleaseOnly) {
+            step.errors = match (failure.count(), failure.plugin_errors()) {
+                (_, ABANDON_ATTEMPTS..) => DelErrors::Abandon,
+                (RELEASE_ATTEMPTS.., _) => DelErrors::ReleaseAddresses,
+                _ => DelErrors::Fail,
+            };
+        }
+        if failure.is_none_or(|failure| !failure.in_backoff) {
+            self.propose(Step::Remove(Box::new(step)));
+        }
+    }
+
+    pub(super) fn removal_error(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> Option<String> {
+        let step = self.remove_step(record, purpose);
+        let failure = self.input.failures.get(&step.attempt, step.fingerprint)?;
+        Some(failure.error.clone())
+    }
+}
+
+/// Whether a lost attachment is attached again. The records of other programs do not have the index of the link, so that
+/// the link may still exist under another name.
+fn is_replugged(origin: Origin) -> bool {
+    origin == Origin::Hotplug
+}
