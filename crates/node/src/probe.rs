@@ -159,7 +159,7 @@ mod tests {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        let closed = tokio::time::timeout(Duration::from_secs(30), closed).await;
+        let closed = timeout(Duration::from_secs(30), closed).await;
         assert!(closed.is_ok(), "the query says why it fails");
     }
 
