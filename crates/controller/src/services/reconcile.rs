@@ -128,7 +128,7 @@ impl ServiceWorkers {
                 };
                 return next.merge(slices);
             }
-            ServiceOutcome::Failed(error) if error.is_namespace_gone() => return Next::ON_CHANGE,
+            ServiceOutcome::Failed(error) if error.is_namespace_gone() => return namespace_gone(record),
             ServiceOutcome::Failed(error) if error.is_conflict() => {
                 let wait = record.record_conflict();
                 next = Next::after(wait);
@@ -452,10 +452,14 @@ fn record_slices(key: &ServiceKey, outcome: &SliceOutcome, record: &mut ServiceR
             debug!(service = %key, "conflict with another writer, planning again");
             Next::after(record.record_conflict())
         }
-        // Everything in the namespace goes with it.
-        Err(error) if error.is_namespace_gone() => Next::ON_CHANGE.not_before(MIN_RETRY),
+        Err(error) if error.is_namespace_gone() => namespace_gone(record),
         Err(error) => record_failure(key, error, record),
     }
+}
+
+/// Everything in the namespace goes with it, unless a list of namespaces shows only the one that replaced it.
+fn namespace_gone(record: &mut ServiceRecord) -> Next {
+    Next::after(record.record_failure(now())).not_before(MIN_RETRY)
 }
 
 fn record_failure(key: &ServiceKey, error: &Error, record: &mut ServiceRecord) -> Next {

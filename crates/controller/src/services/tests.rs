@@ -1,4 +1,5 @@
-use client::fence::LeaseFence;
+use client::{decode::MetadataObject, fence::LeaseFence, watch::StreamEvent};
+use futures::stream;
 use serde_json::json;
 
 use super::*;
@@ -7,6 +8,7 @@ use crate::{
         add_labelled_service, add_network_service, add_pod, add_service, add_slice, delete_network_service,
         list_all, remove_service, set_service_spec, unlist_foreign,
     },
+    cache::watches::CacheFiller,
     leader::tests::FakeApiServer,
 };
 
@@ -225,6 +227,48 @@ async fn nothing_is_created_in_a_namespace_that_is_being_deleted() {
     );
     settle().await;
     assert_eq!(writes(&server), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn services_of_a_namespace_that_is_created_again_are_reconciled_when_the_cache_shows_it() {
+    let (context, server, _tasks) = start();
+    let LeaderContext { client, cache, metrics, .. } = &context;
+    let filler = CacheFiller { client: client.clone(), cache: cache.clone(), metrics: metrics.clone() };
+    let object = |deleting: Option<&str>| {
+        let object = json!({"metadata": {"name": "ns", "uid": "u", "deletionTimestamp": deleting}});
+        serde_json::from_value::<MetadataObject>(object).unwrap()
+    };
+    let old = || object(Some("2026-01-01T00:00:00Z"));
+    let mirror = async |events: Vec<StreamEvent<MetadataObject>>| {
+        filler.mirror_namespaces(stream::iter(events)).await;
+        settle().await;
+    };
+    mirror(vec![StreamEvent::Applied(old())]).await;
+    // The watch of NetworkServices is ahead of the watch of namespaces.
+    add_network_service(cache.services(), "ns", "db", "db");
+    settle().await;
+    assert_eq!(writes(&server), Vec::<String>::new(), "the cache shows the deleted namespace");
+    mirror(vec![StreamEvent::Deleted(old()), StreamEvent::Applied(object(None))]).await;
+    assert_eq!(count(&server, "POST ns/services"), 1);
+    // A list that has the new namespace in place of the old one.
+    mirror(vec![StreamEvent::Applied(old())]).await;
+    remove_service(cache.services(), "db");
+    add_network_service(cache.services(), "ns", "other", "db");
+    settle().await;
+    let created = count(&server, "POST ns/services");
+    mirror(vec![StreamEvent::ListStarted, StreamEvent::Applied(object(None)), StreamEvent::ListDone]).await;
+    assert!(count(&server, "POST ns/services") > created, "{:?}", writes(&server));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_whose_namespace_is_missing_is_retried() {
+    let (context, server, _tasks) = start();
+    server.missing.lock().unwrap().push(("POST", "/services"));
+    add_network_service(context.cache.services(), "ns", "db", "db");
+    settle().await;
+    server.missing.lock().unwrap().clear();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(count(&server, "POST ns/services"), 2);
 }
 
 fn count(server: &FakeApiServer, expected: &str) -> usize {
