@@ -21,12 +21,7 @@ use plan::{
 };
 use tracing::{debug, warn};
 
-use super::{
-    Next, ServiceKey, ServiceWorkers,
-    apply::Error,
-    network::network_state,
-    record::{REPORT_INTERVAL, ServiceRecord},
-};
+use super::{Next, ServiceKey, ServiceWorkers, apply::Error, network::network_state, record::ServiceRecord};
 use crate::{
     cache::services::{ObservedNetworkService, ServiceSnapshot},
     leader::{EXPECTATION_TTL, MIN_RETRY},
@@ -44,7 +39,7 @@ enum ServiceOutcome {
     Failed(Error),
 }
 
-/// A warning that an event reports once while it holds.
+/// A warning that events report while it holds.
 #[derive(Hash)]
 enum Warning<'a> {
     Service(&'static str, String),
@@ -280,11 +275,9 @@ impl ServiceWorkers {
             None => self.withdraw_slices(key, snapshot, record, |_| true).await,
             Some(Err(fault)) => {
                 // The event is all that the user sees.
-                if !terminating && record.is_unreported(fault.reason, &fault.note, now()) {
-                    self.record_warning(&regarding(), fault.reason, fault.note);
-                }
-                let next = self.withdraw_slices(key, snapshot, record, |_| true).await;
-                next.merge(Next::after(REPORT_INTERVAL))
+                let fault = (!terminating).then(|| Warning::Service(fault.reason, fault.note));
+                let next = self.report(&regarding(), fault, record);
+                next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await)
             }
             Some(Ok(_)) if snapshot.stale => Next::after(EXPECTATION_TTL),
             Some(Ok(annotated)) if terminating => {
@@ -420,27 +413,31 @@ impl ServiceWorkers {
         }
     }
 
-    /// Records an event about each warning that was not reported. Returns when to record the others.
+    /// Records an event about each warning that is due. Returns when to record the others.
     fn report<'a>(
         &self,
         regarding: &ObjectReference,
         warnings: impl IntoIterator<Item = Warning<'a>>,
         record: &mut ServiceRecord,
     ) -> Next {
-        let (new, withheld) = record.unreported(warnings, now());
-        for warning in new {
-            let (reason, note) = match warning {
-                Warning::Service(reason, note) => (reason, note),
+        let (due, later) = record.unreported(warnings, now());
+        let mut next = later.map_or(Next::ON_CHANGE, Next::after);
+        for warning in due {
+            let (reason, note) = match &warning {
+                Warning::Service(reason, note) => (*reason, note.clone()),
                 Warning::Pod(fault) => (fault.reason.as_str(), fault.to_string()),
             };
-            self.record_warning(regarding, reason, note);
+            if !self.record_warning(regarding, reason, note) {
+                next = next.merge(Next::after(record.event_dropped(&warning)));
+            }
         }
-        withheld.map_or(Next::ON_CHANGE, Next::after)
+        next
     }
 
-    fn record_warning(&self, regarding: &ObjectReference, reason: &'static str, note: String) {
+    /// Returns false if the event was dropped.
+    fn record_warning(&self, regarding: &ObjectReference, reason: &'static str, note: String) -> bool {
         let event = EventDraft { warning: true, reason, action: "Reconcile", note };
-        self.recorder.record(regarding.clone(), event);
+        self.recorder.record(regarding.clone(), event)
     }
 }
 

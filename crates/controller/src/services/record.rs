@@ -1,7 +1,7 @@
 //! What the controller remembers between two reconciles of a service. It only saves writes and events; all of it may be lost.
 
 use std::{
-    collections::HashSet,
+    collections::HashMap,
     hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash},
     time::{Duration, Instant},
 };
@@ -20,8 +20,10 @@ const ORPHAN_GRACE: Duration = Duration::from_secs(5);
 
 /// The events of one service: at once up to this number, then one per interval.
 const EVENT_BURST: u32 = 25;
-/// How often a warning is repeated that holds and that only events report. The API server forgets events after an hour.
-pub const REPORT_INTERVAL: Duration = Duration::from_mins(30);
+/// How often a warning is repeated that holds. The API server forgets events after an hour, and may reject one.
+const REPORT_INTERVAL: Duration = Duration::from_mins(30);
+/// When an event is recorded again that the full queue of events did not take.
+const DROPPED_EVENT_RETRY: Duration = Duration::from_secs(10);
 const EVENT_INTERVAL: Duration = Duration::from_mins(1);
 /// The warnings of one service that are remembered. At one event per interval, the next ones would wait for days.
 const MAX_REPORTED: usize = 4096;
@@ -52,15 +54,13 @@ pub struct ServiceRecord {
     pub service_failure: Option<String>,
     /// The UID of the Service that belongs to a NetworkService that does not exist, and since when.
     orphan: Option<(String, Instant)>,
-    /// The last warning that only events report, and when.
-    service_fault: Option<(u64, Instant)>,
     pub status_written_at: Option<Instant>,
     /// The resourceVersion of the NetworkService before its status was written.
     status: Option<PendingWrite<String>>,
     /// The resourceVersion of the Service before it was written; None if it did not exist.
     service: Option<PendingWrite<Option<String>>>,
-    /// Digests of the warnings that hold and were recorded.
-    reported: HashSet<u64>,
+    /// Digests of the warnings that hold and were recorded, and when they were.
+    reported: HashMap<u64, Instant>,
     /// How many events may be recorded, and since when.
     events: (u32, Option<Instant>),
 }
@@ -99,11 +99,10 @@ impl Default for ServiceRecord {
             service_desired: None,
             service_failure: None,
             orphan: None,
-            service_fault: None,
             status_written_at: None,
             status: None,
             service: None,
-            reported: HashSet::new(),
+            reported: HashMap::new(),
             events: (EVENT_BURST, None),
         }
     }
@@ -212,18 +211,6 @@ impl ServiceRecord {
         (!rest.is_zero()).then_some(rest)
     }
 
-    /// Whether a warning that only events report must be recorded now: it is new, or it was recorded long ago.
-    pub fn is_unreported(&mut self, reason: &'static str, note: &str, now: Instant) -> bool {
-        let digest = digest((reason, note));
-        let known = self
-            .service_fault
-            .is_some_and(|(last, at)| last == digest && now.saturating_duration_since(at) < REPORT_INTERVAL);
-        if !known {
-            self.service_fault = Some((digest, now));
-        }
-        !known
-    }
-
     /// How long to wait for the watch to deliver a write of the Service.
     pub fn awaits_service(&self, current: Option<&String>, now: Instant) -> Option<Duration> {
         self.service.as_ref()?.remaining(&current.cloned(), now)
@@ -239,33 +226,65 @@ impl ServiceRecord {
         self.status.as_ref()?.remaining(current, now)
     }
 
-    /// The warnings that were not reported since they began to hold, at most as many as may be recorded now. The others are
-    /// returned after the returned time, and those that no longer hold are forgotten.
+    /// The warnings to record now: those that were not recorded since they began to hold, or long ago, at most as many as may
+    /// be recorded. Warnings that no longer hold are forgotten. The time says when to ask again; None if nothing holds.
     pub fn unreported<W: Hash>(
         &mut self,
         warnings: impl IntoIterator<Item = W>,
         now: Instant,
     ) -> (Vec<W>, Option<Duration>) {
         self.refill_events(now);
-        let mut holding = HashSet::new();
-        let (mut new, mut withheld) = (Vec::new(), false);
+        let mut holding: HashMap<u64, Instant> = HashMap::new();
+        let (mut due, mut repeats, mut withheld) = (Vec::new(), Vec::new(), false);
         for warning in warnings {
             let digest = digest(&warning);
-            if !self.reported.contains(&digest) && !holding.contains(&digest) {
-                if holding.len() >= MAX_REPORTED {
-                    continue;
-                }
-                if self.events.0 == 0 {
-                    withheld = true;
-                    continue;
-                }
-                self.events.0 -= 1;
-                new.push(warning);
+            if holding.contains_key(&digest) || holding.len() >= MAX_REPORTED {
+                continue;
             }
-            holding.insert(digest);
+            match self.reported.get(&digest).copied() {
+                Some(at) => {
+                    holding.insert(digest, at);
+                    if now.saturating_duration_since(at) >= REPORT_INTERVAL {
+                        repeats.push((digest, warning));
+                    }
+                }
+                None if self.take_event() => {
+                    holding.insert(digest, now);
+                    due.push(warning);
+                }
+                None => withheld = true,
+            }
+        }
+        // New warnings come first.
+        for (digest, warning) in repeats {
+            if self.take_event() {
+                holding.insert(digest, now);
+                due.push(warning);
+            } else {
+                withheld = true;
+            }
         }
         self.reported = holding;
-        (new, withheld.then(|| self.next_event(now)))
+        let repeat = |at: &Instant| REPORT_INTERVAL.saturating_sub(now.saturating_duration_since(*at));
+        let next = match withheld {
+            true => Some(self.next_event(now)),
+            false => self.reported.values().map(repeat).min(),
+        };
+        (due, next)
+    }
+
+    /// Records that the event about a warning was dropped. Returns when to record it again.
+    pub fn event_dropped(&mut self, warning: impl Hash) -> Duration {
+        self.reported.remove(&digest(warning));
+        self.events.0 = (self.events.0 + 1).min(EVENT_BURST);
+        DROPPED_EVENT_RETRY
+    }
+
+    /// Takes the permission to record an event, if there is one.
+    fn take_event(&mut self) -> bool {
+        let left = self.events.0.checked_sub(1);
+        self.events.0 = left.unwrap_or_default();
+        left.is_some()
     }
 
     /// How long until another event may be recorded.
@@ -294,6 +313,8 @@ fn digest(value: impl Hash) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
@@ -344,12 +365,28 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_that_only_events_report_is_repeated() {
+    fn a_warning_that_holds_is_repeated() {
         let (mut record, now) = (ServiceRecord::default(), Instant::now());
-        assert!(record.is_unreported("SelectorSet", "a", now));
-        assert!(!record.is_unreported("SelectorSet", "a", now));
-        assert!(record.is_unreported("SelectorSet", "b", now));
-        assert!(record.is_unreported("SelectorSet", "b", now + REPORT_INTERVAL));
+        let later = now + REPORT_INTERVAL / 3;
+        assert_eq!(record.unreported(["a"], now), (vec!["a"], Some(REPORT_INTERVAL)));
+        assert_eq!(record.unreported(["a", "b"], later), (vec!["b"], Some(REPORT_INTERVAL / 3 * 2)));
+        assert_eq!(
+            record.unreported(["a", "b"], now + REPORT_INTERVAL),
+            (vec!["a"], Some(REPORT_INTERVAL / 3))
+        );
+        assert_eq!(record.unreported([""; 0], now + REPORT_INTERVAL), (vec![], None));
+    }
+
+    #[test]
+    fn a_warning_whose_event_was_dropped_is_recorded_again() {
+        let (mut record, now) = (ServiceRecord::default(), Instant::now());
+        assert_eq!(report(&mut record, &["a", "b"], now), ["a", "b"]);
+        assert_eq!(record.event_dropped("b"), DROPPED_EVENT_RETRY);
+        assert_eq!(report(&mut record, &["a", "b"], now), ["b"]);
+        for _ in 0..100 {
+            record.event_dropped("b");
+            assert_eq!(report(&mut record, &["a", "b"], now), ["b"], "a dropped event counts for no limit");
+        }
     }
 
     #[test]
@@ -412,19 +449,19 @@ mod tests {
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL / 4);
         assert_eq!((new.len(), due), (0, Some(EVENT_INTERVAL * 3 / 4)));
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL);
-        assert_eq!((new, due), (vec![25], None));
-        assert_eq!(record.unreported(0..26, now + EVENT_INTERVAL * 9), (vec![], None));
+        assert_eq!((new, due), (vec![25], Some(REPORT_INTERVAL - EVENT_INTERVAL)));
+        let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL * 9);
+        assert_eq!((new, due), (vec![], Some(REPORT_INTERVAL - EVENT_INTERVAL * 9)));
     }
 
     #[test]
     fn every_one_of_many_warnings_is_reported_in_the_end() {
         let (mut record, mut now) = (ServiceRecord::default(), Instant::now());
         let mut reported = HashSet::new();
-        loop {
+        for _ in 0..1000 {
             let (new, due) = record.unreported(0..1000, now);
             reported.extend(new);
-            let Some(due) = due else { break };
-            now += due;
+            now += due.expect("they hold");
         }
         assert_eq!(reported.len(), 1000);
     }

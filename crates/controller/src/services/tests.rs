@@ -1,3 +1,5 @@
+mod events;
+
 use client::{decode::MetadataObject, fence::LeaseFence, watch::StreamEvent};
 use futures::stream;
 use serde_json::json;
@@ -412,22 +414,6 @@ async fn the_slices_of_a_deleted_networkservice_are_withdrawn_if_the_garbage_col
     assert_eq!(writes(&server), Vec::<String>::new(), "the watch of NetworkServices may be behind");
     tokio::time::sleep(Duration::from_millis(1500)).await;
     assert_eq!(writes(&server), ["DELETE ns/endpointslices/db-1"]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn warnings_beyond_the_limit_are_sent_later_without_a_change() {
-    let (context, server, _tasks) = start();
-    let services = context.cache.services();
-    for number in 0..30 {
-        add_pod(services, &format!("p-{number}"), "db", "169.254.0.1");
-    }
-    set_service_spec(services, "db", 1, &json!({}));
-    add_network_service(services, "ns", "db", "db");
-    let events = || count(&server, "POST ns/events");
-    tokio::time::sleep(Duration::from_secs(30)).await;
-    assert_eq!(events(), 25);
-    tokio::time::sleep(Duration::from_mins(6)).await;
-    assert_eq!(events(), 30);
 }
 
 #[tokio::test(start_paused = true)]
