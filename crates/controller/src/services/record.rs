@@ -36,6 +36,8 @@ pub struct ServiceRecord {
     /// The delays after failures: from 1 s, doubled to 60 s, without end.
     retry: Retry,
     conflicts: Backoff,
+    /// The last of these delays.
+    conflict_delay: Duration,
     /// Whether this reconcile had a conflict.
     conflicted: bool,
     /// Whether this reconcile failed.
@@ -90,6 +92,7 @@ impl Default for ServiceRecord {
             // One leader retries, so the delays need no random part.
             retry: Retry::new(Backoff::exact(MIN_RETRY, MAX_RETRY)),
             conflicts: Backoff::exact(MIN_CONFLICT_RETRY, MAX_CONFLICT_RETRY),
+            conflict_delay: MIN_CONFLICT_RETRY,
             conflicted: false,
             failed: false,
             service_writes: Retry::new(Backoff::exact(MIN_RETRY, MAX_RETRY)),
@@ -118,16 +121,21 @@ impl ServiceRecord {
         self.gone
     }
 
-    /// Records a failed reconcile. Returns when to retry.
+    /// Records a failed reconcile. Returns when to retry: the delay doubles once per reconcile, however many of its writes fail
+    /// (R34).
     pub fn record_failure(&mut self, now: Instant) -> Duration {
-        self.failed = true;
+        if std::mem::replace(&mut self.failed, true) {
+            return self.retry.remaining(now).unwrap_or(MIN_RETRY);
+        }
         self.retry.failed(now)
     }
 
-    /// Records that another writer was first. Returns when to plan again.
+    /// Records that another writer was first. Returns when to plan again; the delay doubles once per reconcile.
     pub fn record_conflict(&mut self) -> Duration {
-        self.conflicted = true;
-        self.conflicts.next_delay()
+        if !std::mem::replace(&mut self.conflicted, true) {
+            self.conflict_delay = self.conflicts.next_delay();
+        }
+        self.conflict_delay
     }
 
     /// Whether a conflict with this delay is the first one.
@@ -318,15 +326,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn retries_double_from_1_s_to_60_s_and_start_again_after_a_success() {
+    fn retries_double_from_1_s_to_60_s_and_start_again_after_a_success_as_r34_says() {
         let (mut record, now) = (ServiceRecord::default(), Instant::now());
-        let delays: Vec<u64> = (0..9).map(|_| record.record_failure(now).as_secs()).collect();
+        let fail = |record: &mut ServiceRecord| {
+            // The slices and the status fail.
+            let delays = (record.record_failure(now), record.record_failure(now));
+            assert_eq!(delays.0, delays.1, "one failure per reconcile");
+            record.finish();
+            delays.0.as_secs()
+        };
+        let delays: Vec<u64> = (0..9).map(|_| fail(&mut record)).collect();
         assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
         record.finish();
-        assert_eq!(record.record_failure(now), Duration::from_secs(60), "the failed reconcile itself");
-        record.finish();
-        record.finish();
-        assert_eq!(record.record_failure(now), Duration::from_secs(1));
+        assert_eq!(fail(&mut record), 1);
     }
 
     #[test]
@@ -394,6 +406,7 @@ mod tests {
         let mut record = ServiceRecord::default();
         let conflict = |record: &mut ServiceRecord| {
             let delay = record.record_conflict();
+            assert_eq!(record.record_conflict(), delay, "one conflict per reconcile");
             record.finish();
             delay.as_millis()
         };
