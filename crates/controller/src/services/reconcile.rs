@@ -329,8 +329,11 @@ impl ServiceWorkers {
     ) -> SliceOutcome {
         let owner = service.slice_owner(spec);
         let (desired, network, plan) = self.plan_slices(spec, &owner, service, snapshot, record.last_planned);
-        record.last_planned = Some(Timestamp::now());
+        let planned = Timestamp::now();
         let result = self.writer.apply_slices(key, Some(&owner), &plan).await;
+        if result.is_ok() {
+            record.last_planned = Some(planned);
+        }
         SliceOutcome { desired, network, result }
     }
 

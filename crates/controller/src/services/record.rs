@@ -31,7 +31,7 @@ const MAX_REPORTED: usize = 4096;
 pub struct ServiceRecord {
     /// There is nothing to remember.
     gone: bool,
-    /// When the slices were last planned.
+    /// When the slices were planned that were last written: the retry of a failed write has the same cause as the first.
     pub last_planned: Option<Timestamp>,
     /// The delays after failures: from 1 s, doubled to 60 s, without end.
     retry: Retry,

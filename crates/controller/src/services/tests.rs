@@ -416,6 +416,44 @@ async fn the_slices_of_a_deleted_networkservice_are_withdrawn_if_the_garbage_col
     assert_eq!(writes(&server), ["DELETE ns/endpointslices/db-1"]);
 }
 
+/// Adds the NAD of the services of these tests.
+fn add_nad(context: &LeaderContext) {
+    let object = json!({
+        "metadata": {"namespace": "ns", "name": "blue", "uid": "uid", "resourceVersion": "1"},
+        "spec": {"config": json!({"cniVersion": "1.0.0", "type": "macvlan"}).to_string()},
+    });
+    let (at, nad) = crate::cache::project::nad(serde_json::from_value(object).unwrap()).unwrap();
+    context.cache.update(CacheSource::Nads, |state| {
+        state.nads.get_or_insert_default().insert(at, nad);
+        true
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn r33_the_retry_of_a_failed_write_has_the_trigger_time_of_the_first() {
+    let (context, server, _tasks) = start();
+    let services = context.cache.services();
+    add_nad(&context);
+    add_pod(services, "p", "db", "192.168.9.1");
+    server.rejections.lock().unwrap().push(("POST", "/endpointslices", "no quota".to_owned()));
+    set_service_spec(services, "db", 1, &json!({}));
+    add_network_service(services, "ns", "db", "db");
+    settle().await;
+    server.rejections.lock().unwrap().clear();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let requests = server.requests.lock().unwrap();
+    let slices =
+        requests.iter().filter(|(method, path, _)| method == "POST" && path.ends_with("/endpointslices"));
+    let slices = slices.map(|(.., body)| serde_json::from_str::<serde_json::Value>(body).unwrap());
+    let times: Vec<String> = slices
+        .filter(|slice| slice["addressType"] == "IPv4")
+        .map(|slice| {
+            slice["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"].to_string()
+        })
+        .collect();
+    assert_eq!(times, ["\"2026-01-01T00:00:00Z\""; 2]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn endpoints_are_published_before_foreign_objects_are_listed() {
     let (context, server, _tasks) = start();
