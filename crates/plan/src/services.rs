@@ -34,7 +34,7 @@ pub use endpoint::{Endpoint, EndpointConditions, EndpointPort, EndpointPorts, Fa
 pub use endpoints::{DesiredEndpoints, EndpointGroup, EndpointInput, NodeZones, endpoints};
 pub use headless::{
     ClusterIp, NetworkServiceFacts, ObservedService, OwnerRef, ServiceDecision, ServicePort, ServiceType,
-    decide_service, is_controlled_by, why_no_slices, withheld,
+    changed_back, decide_service, is_controlled_by, why_no_slices, withheld,
 };
 pub use labels::Labels;
 pub use network_status::interfaces;
@@ -46,5 +46,5 @@ pub use slice::{
 pub use spec::{Families, NetworkAddresses, NetworkState, ServiceSpec, TrafficDistribution};
 pub use status::{
     COUNTS_INTERVAL, ForeignKind, ForeignObject, ServiceState, StatusEvent, StatusInput, StatusPlan,
-    StatusWrite, decide_status_write, status,
+    StatusWrite, WriteFault, decide_status_write, status,
 };

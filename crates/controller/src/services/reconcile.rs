@@ -14,9 +14,9 @@ use plan::{
     services::{
         DesiredEndpoints, EndpointInput, Families, ForeignKind, ForeignObject, NetworkServiceFacts,
         NetworkState, ObservedService, ObservedSlice, PackInput, PodFacts, PodFault, ServiceDecision,
-        ServiceSpec, ServiceState, SliceOwner, SlicePlan, StatusInput, StatusWrite, annotated_service,
-        decide_service, decide_status_write, endpoints, is_controlled_by, pack, status, why_no_slices,
-        withdraw, withheld,
+        ServiceSpec, ServiceState, SliceOwner, SlicePlan, StatusInput, StatusWrite, WriteFault,
+        annotated_service, changed_back, decide_service, decide_status_write, endpoints, is_controlled_by,
+        pack, status, why_no_slices, withdraw, withheld,
     },
 };
 use tracing::{debug, warn};
@@ -104,7 +104,7 @@ impl ServiceWorkers {
                 return next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await);
             }
         };
-        let mut next = Next::ON_CHANGE;
+        let next;
         // Whether the watch soon delivers another state of the Service.
         let mut expects_change = false;
         match self.apply_service(key, observed, spec, snapshot, record).await {
@@ -135,7 +135,9 @@ impl ServiceWorkers {
                 warn!(service = %key, error = %ErrorChain(&error), ?wait, "could not write a Service, retrying");
                 next = Next::after(wait).not_before(MIN_RETRY);
             }
-            ServiceOutcome::InPlace => record.service_in_place(now()),
+            ServiceOutcome::InPlace => {
+                next = record.service_in_place(now()).map_or(Next::ON_CHANGE, Next::after);
+            }
         }
         // A Service that is not as planned in every respect still has endpoints.
         let takes_slices = |service: &&Arc<ObservedService>| {
@@ -160,11 +162,11 @@ impl ServiceWorkers {
         }
         let failed = outcome.result.as_ref().err().map(|error| ErrorChain(error).to_string());
         let failed = failed.or_else(|| record.service_failure.clone());
-        let state = ServiceState::Planned {
-            network: (&spec.network, &outcome.network),
-            desired: &outcome.desired,
-            failed: failed.as_deref(),
-        };
+        let changed_back = record.changed_back.clone();
+        let fault = failed.as_deref().map(WriteFault::Failed);
+        let fault = fault.or(changed_back.as_deref().map(WriteFault::ChangedBack));
+        let network = (&spec.network, &outcome.network);
+        let state = ServiceState::Planned { network, desired: &outcome.desired, fault };
         next.merge(self.write_status(key, observed, snapshot, state, record).await)
     }
 
@@ -232,6 +234,9 @@ impl ServiceWorkers {
                 return ServiceOutcome::Written(wait);
             }
             if let Some(wait) = record.paces_service(creates, now()) {
+                if let ServiceDecision::Patch { patch, .. } = &decision {
+                    record.service_changed_back(changed_back(&key.name, patch));
+                }
                 return ServiceOutcome::Delayed(wait);
             }
         }

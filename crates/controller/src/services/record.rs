@@ -52,6 +52,8 @@ pub struct ServiceRecord {
     service_in_place: Option<Instant>,
     /// A digest of what the Service was planned from.
     service_desired: Option<u64>,
+    /// What another client changes back, while it does.
+    pub changed_back: Option<String>,
     /// Why the Service could not be written.
     pub service_failure: Option<String>,
     /// The UID of the Service that belongs to a NetworkService that does not exist, and since when.
@@ -100,6 +102,7 @@ impl Default for ServiceRecord {
             service_delay: Duration::ZERO,
             service_in_place: None,
             service_desired: None,
+            changed_back: None,
             service_failure: None,
             orphan: None,
             status_written_at: None,
@@ -178,10 +181,24 @@ impl ServiceRecord {
         self.service_delay
     }
 
-    /// Records that the Service is as planned.
-    pub fn service_in_place(&mut self, now: Instant) {
+    /// Records that the Service is as planned. Returns when to check again whether it stays so, if another client changed it
+    /// back before.
+    pub fn service_in_place(&mut self, now: Instant) -> Option<Duration> {
         self.service_failure = None;
-        self.service_in_place.get_or_insert(now);
+        let since = *self.service_in_place.get_or_insert(now);
+        let rest = self.service_delay.saturating_sub(now.saturating_duration_since(since));
+        if rest.is_zero() {
+            self.changed_back = None;
+        }
+        self.changed_back.as_ref().map(|_| rest)
+    }
+
+    /// Records that the Service waits for its next write, because the last one did not last. The message counts from the
+    /// second write on: a user may change a Service once.
+    pub fn service_changed_back(&mut self, message: String) {
+        if self.service_delay > MIN_RETRY {
+            self.changed_back = Some(message);
+        }
     }
 
     /// Records that the Service is not as planned. If it was for longer than the last delay, no other writer works against
@@ -197,6 +214,7 @@ impl ServiceRecord {
         self.service_writes.succeeded();
         self.service_creates.succeeded();
         self.service_delay = Duration::ZERO;
+        self.changed_back = None;
     }
 
     /// How long to wait before the Service is written again, or created.
@@ -363,6 +381,24 @@ mod tests {
         assert_eq!(record.paces_service(true, now), None);
         record.service_written(Some("1".to_owned()), now);
         assert_eq!(record.paces_service(false, now), Some(second));
+    }
+
+    #[test]
+    fn a_service_counts_as_changed_back_until_it_stayed_in_place_for_the_last_delay() {
+        let (mut record, now) = (ServiceRecord::default(), Instant::now());
+        let second = Duration::from_secs(1);
+        let written = || Some("1".to_owned());
+        record.service_written(written(), now);
+        record.service_changed_back("labels".to_owned());
+        assert_eq!(record.changed_back, None, "one change");
+        record.service_written(written(), now);
+        record.service_changed_back("labels".to_owned());
+        assert_eq!(record.changed_back.as_deref(), Some("labels"));
+        assert_eq!(record.service_in_place(now), Some(second * 2));
+        assert_eq!(record.service_in_place(now + second), Some(second));
+        assert_eq!(record.changed_back.as_deref(), Some("labels"));
+        assert_eq!(record.service_in_place(now + second * 2), None);
+        assert_eq!(record.changed_back, None);
     }
 
     #[test]

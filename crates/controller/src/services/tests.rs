@@ -197,9 +197,10 @@ fn pauses_and_times_of_two_results_are_combined() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_another_writer_changes_back_still_gets_its_slices() {
+async fn a_service_that_another_writer_changes_back_gets_its_slices_and_is_not_ready() {
     let (context, server, _tasks) = start();
     let services = context.cache.services();
+    add_nad(&context);
     add_pod(services, "p", "db", "192.168.9.1");
     add_network_service(services, "ns", "db", "db");
     // A policy adds a label to every Service: the patch succeeds and changes nothing.
@@ -208,7 +209,15 @@ async fn a_service_that_another_writer_changes_back_still_gets_its_slices() {
     let patches = writes(&server).into_iter().filter(|write| write == "PATCH ns/services/db").count();
     assert!((2..=6).contains(&patches), "{patches} patches in 30 s");
     assert!(writes(&server).contains(&"POST ns/endpointslices".to_owned()), "{:?}", writes(&server));
-    assert!(writes(&server).contains(&"PATCH ns/networkservices/db/status".to_owned()));
+    let ready = &last_status(&server)["conditions"][0];
+    assert_eq!((&ready["status"], &ready["reason"]), (&json!("False"), &json!("NotReady")));
+    let message = ready["message"].as_str().unwrap();
+    assert!(message.contains("changes metadata.labels of Service db back"), "{message}");
+    // The client stops.
+    set_service_spec(services, "db", 9, &json!({}));
+    tokio::time::sleep(Duration::from_secs(40)).await;
+    let message = last_status(&server)["conditions"][0]["message"].take();
+    assert_eq!(message, "1 of 1 endpoints are ready");
 }
 
 #[tokio::test(start_paused = true)]

@@ -63,9 +63,19 @@ pub enum ServiceState<'a> {
     Planned {
         network: (&'a NadRef, &'a NetworkState),
         desired: &'a DesiredEndpoints,
-        /// Why the Service or a slice is not as planned: the last error.
-        failed: Option<&'a str>,
+        /// Why the Service or a slice is not as planned.
+        fault: Option<WriteFault<'a>>,
     },
+}
+
+/// Why the Service or a slice of a NetworkService is not as planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteFault<'a> {
+    /// The error of the last write.
+    Failed(&'a str),
+    /// Writes succeed, and another client changes the Service back; the message of
+    /// [`changed_back`](super::changed_back).
+    ChangedBack(&'a str),
 }
 
 /// An object that publishes endpoints for a Service and is not managed by Patchbay.
@@ -168,15 +178,15 @@ fn without_counts(status: &NetworkServiceStatus) -> NetworkServiceStatus {
 
 fn ready(state: ServiceState<'_>) -> ConditionDraft {
     let no = |reason, message: String| ConditionDraft::new(READY, false, reason, message);
-    let (network, network_state, desired, failed) = match state {
+    let (network, network_state, desired, fault) = match state {
         ServiceState::Invalid(why) => return no(INVALID_SPEC, format!("the spec cannot be used: {why}")),
         ServiceState::Taken(message) => return no(SERVICE_TAKEN, message.to_owned()),
         ServiceState::Withdrawn(why) => {
             let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
             return no(NOT_READY, format!("no endpoints are published: {why}; retrying"));
         }
-        ServiceState::Planned { network: (network, state), desired, failed } => {
-            (network, state, desired, failed)
+        ServiceState::Planned { network: (network, state), desired, fault } => {
+            (network, state, desired, fault)
         }
     };
     let missing = match network_state {
@@ -193,12 +203,14 @@ fn ready(state: ServiceState<'_>) -> ConditionDraft {
     };
     let counts = &desired.counts;
     let (ready, total) = (counts.ipv4.ready + counts.ipv6.ready, counts.ipv4.total + counts.ipv6.total);
-    if let Some(why) = failed {
-        let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
-        return no(
-            NOT_READY,
-            format!("the Service or its EndpointSlices could not be written: {why}; retrying"),
-        );
+    match fault {
+        Some(WriteFault::Failed(why)) => {
+            let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
+            let message = format!("the Service or its EndpointSlices could not be written: {why}; retrying");
+            return no(NOT_READY, message);
+        }
+        Some(WriteFault::ChangedBack(message)) => return no(NOT_READY, message.to_owned()),
+        None => {}
     }
     match missing {
         Some(missing) if ready == 0 => return no(NETWORK_NOT_FOUND, missing),

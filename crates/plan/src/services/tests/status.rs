@@ -7,7 +7,7 @@ use api::{Condition, ConditionStatus, NetworkServiceStatus, networkservice::Fami
 use super::fixtures::{blue, desired, desired_on, found, pod, pods, spec, time};
 use crate::services::{
     COUNTS_INTERVAL, DesiredEndpoints, ForeignKind, ForeignObject, NetworkState, PodFacts, ServiceState,
-    StatusInput, StatusPlan, StatusWrite, decide_status_write, interfaces, status,
+    StatusInput, StatusPlan, StatusWrite, WriteFault, changed_back, decide_status_write, interfaces, status,
 };
 
 fn planned<'a>(
@@ -16,7 +16,8 @@ fn planned<'a>(
     failed: Option<&'a str>,
 ) -> StatusPlan {
     let network = (&blue(), network);
-    status_of(ServiceState::Planned { network, desired, failed }, &[], &NetworkServiceStatus::default())
+    let fault = failed.map(WriteFault::Failed);
+    status_of(ServiceState::Planned { network, desired, fault }, &[], &NetworkServiceStatus::default())
 }
 
 fn status_of(state: ServiceState<'_>, foreign: &[ForeignObject], old: &NetworkServiceStatus) -> StatusPlan {
@@ -42,6 +43,22 @@ fn ready_needs_the_plan_and_one_ready_endpoint() {
     assert_eq!((counts.ipv4, counts.ipv6), (FamilyCounts { ready: 2, total: 3 }, FamilyCounts::default()));
     assert_eq!(counts.summary, "2/3");
     assert_eq!((plan.status.observed_generation, plan.events), (Some(3), vec![]));
+}
+
+#[test]
+fn a_service_that_another_client_changes_back_is_not_ready_and_the_message_names_the_fields() {
+    let desired = desired(&spec(), &pods(1));
+    let patch = serde_json::json!({
+        "metadata": {"labels": {"team": null}, "uid": "u", "resourceVersion": "7"},
+        "spec": {"ports": []},
+    });
+    let message = changed_back("db", &patch);
+    let (network, fault) = ((&blue(), &found()), Some(WriteFault::ChangedBack(&message)));
+    let state = ServiceState::Planned { network, desired: &desired, fault };
+    let plan = status_of(state, &[], &NetworkServiceStatus::default());
+    let expected = "another client changes metadata.labels, spec.ports of Service db back; find the client in metadata.managedFields of the Service and stop it";
+    assert_eq!(ready(&plan), (ConditionStatus::False, "NotReady", expected));
+    assert_eq!(plan.status.endpoints.unwrap().summary, "1/1", "the endpoints are published");
 }
 
 #[test]
@@ -144,7 +161,7 @@ fn r9_s15_foreign_slices_and_endpoints_are_named_up_to_ten() {
     let endpoints = ForeignObject { kind: ForeignKind::Endpoints, name: "db".to_owned(), manager: None };
     let desired = desired(&spec(), &pods(1));
     let network = (&blue(), &found());
-    let state = ServiceState::Planned { network, desired: &desired, failed: None };
+    let state = ServiceState::Planned { network, desired: &desired, fault: None };
     let plan = status_of(state, &[endpoints, foreign(1)], &NetworkServiceStatus::default());
     let reported = condition(&plan.status, "ForeignEndpoints");
     assert_eq!((reported.status, reported.reason.as_str()), (ConditionStatus::True, "ForeignEndpoints"));
@@ -171,7 +188,7 @@ fn r9_s15_foreign_slices_and_endpoints_are_named_up_to_ten() {
 #[test]
 fn the_condition_about_foreign_endpoints_stays_until_they_are_listed() {
     let (desired, network) = (desired(&spec(), &pods(1)), found());
-    let state = ServiceState::Planned { network: (&blue(), &network), desired: &desired, failed: None };
+    let state = ServiceState::Planned { network: (&blue(), &network), desired: &desired, fault: None };
     let unlisted = |old: &NetworkServiceStatus| {
         status(&StatusInput { generation: 4, old, state, foreign: None, now: time(20) })
     };
@@ -219,7 +236,7 @@ fn transition_times_move_with_the_status_and_conditions_of_others_stay() {
     let others = Condition { r#type: "Other".to_owned(), ..old.conditions[0].clone() };
     old.conditions.push(others.clone());
     let at = |second, desired, old: &NetworkServiceStatus| {
-        let state = ServiceState::Planned { network: (&blue(), &network), desired, failed: None };
+        let state = ServiceState::Planned { network: (&blue(), &network), desired, fault: None };
         status(&StatusInput { generation: 3, old, state, foreign: Some(&[]), now: time(second) }).status
     };
     assert_eq!(at(20, &one, &old), old);
