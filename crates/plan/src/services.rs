@@ -27,6 +27,7 @@ mod spec;
 mod status;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 pub use annotated::{AnnotatedService, ServiceFault, annotated_service, is_annotated};
 pub use duplicates::DuplicateAddress;
@@ -48,3 +49,4 @@ pub use status::{
     COUNTS_INTERVAL, ForeignKind, ForeignObject, ServiceState, StatusEvent, StatusInput, StatusPlan,
     StatusWrite, WriteFault, decide_status_write, status,
 };
+pub use warnings::service_warnings;

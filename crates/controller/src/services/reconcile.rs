@@ -16,7 +16,7 @@ use plan::{
         NetworkState, ObservedService, ObservedSlice, PackInput, PodFacts, PodFault, ServiceDecision,
         ServiceSpec, ServiceState, SliceOwner, SlicePlan, StatusInput, StatusWrite, WriteFault,
         annotated_service, changed_back, decide_service, decide_status_write, endpoints, is_controlled_by,
-        pack, status, why_no_slices, withdraw, withheld,
+        pack, service_warnings, status, why_no_slices, withdraw, withheld,
     },
 };
 use tracing::{debug, warn};
@@ -293,8 +293,9 @@ impl ServiceWorkers {
             Some(Ok(annotated)) => {
                 let outcome = self.apply_slices(key, &annotated.spec, service, snapshot, record).await;
                 let foreign = foreign(snapshot).unwrap_or_default();
-                let warnings = service_warnings(&annotated.spec, &outcome, &foreign);
-                let warnings = warnings.into_iter().map(|(reason, note)| Warning::Service(reason, note));
+                let warnings =
+                    service_warnings(&annotated.spec, &outcome.network, &outcome.desired, &foreign);
+                let warnings = warnings.into_iter().map(|event| Warning::Service(event.reason, event.note));
                 let warnings = warnings.chain(pod_warnings(&outcome.desired));
                 let next = self.report(&regarding(), warnings, record);
                 next.merge(record_slices(key, &outcome, record))
@@ -481,33 +482,6 @@ fn without_creates(service: &ObservedService) -> ObservedService {
 
 fn pod_warnings(desired: &DesiredEndpoints) -> impl Iterator<Item = Warning<'_>> {
     desired.faults.iter().map(Warning::Pod)
-}
-
-/// What a NetworkService would say in its conditions, about a Service, which has none.
-fn service_warnings(
-    spec: &ServiceSpec,
-    outcome: &SliceOutcome,
-    foreign: &[ForeignObject],
-) -> Vec<(&'static str, String)> {
-    let mut warnings = Vec::new();
-    if !outcome.network.is_found() {
-        let note = format!(
-            "NetworkAttachmentDefinition {} does not exist; create it or correct the annotation",
-            spec.network
-        );
-        warnings.push(("NetworkNotFound", note));
-    }
-    for duplicate in &outcome.desired.duplicates {
-        let note = format!(
-            "not published, because it is unknown which pod answers: {duplicate}; give each pod an address of its own"
-        );
-        warnings.push(("DuplicateAddress", note));
-    }
-    if let Some(object) = foreign.first() {
-        let note = format!("DNS also answers with the addresses of {object} and {} more", foreign.len() - 1);
-        warnings.push(("ForeignEndpoints", note));
-    }
-    warnings
 }
 
 /// What publishes endpoints for the Service and is not managed by Patchbay. None while that is not known.

@@ -10,12 +10,12 @@ use api::{
 };
 use jiff::Timestamp;
 
-use super::{DesiredEndpoints, NetworkState};
+use super::{DesiredEndpoints, DuplicateAddress, NetworkState};
 use crate::condition::ConditionDraft;
 
 const READY: &str = "Ready";
-const FOREIGN_ENDPOINTS: &str = "ForeignEndpoints";
-const DUPLICATE_ADDRESS: &str = "DuplicateAddress";
+pub(super) const FOREIGN_ENDPOINTS: &str = "ForeignEndpoints";
+pub(super) const DUPLICATE_ADDRESS: &str = "DuplicateAddress";
 
 /// The conditions that the controller owns, in the order in which it writes them.
 const MANAGED_CONDITIONS: [&str; 3] = [READY, FOREIGN_ENDPOINTS, DUPLICATE_ADDRESS];
@@ -23,7 +23,7 @@ const MANAGED_CONDITIONS: [&str; 3] = [READY, FOREIGN_ENDPOINTS, DUPLICATE_ADDRE
 /// Reasons of Ready, by precedence.
 const INVALID_SPEC: &str = "InvalidSpec";
 const SERVICE_TAKEN: &str = "ServiceTaken";
-const NETWORK_NOT_FOUND: &str = "NetworkNotFound";
+pub(super) const NETWORK_NOT_FOUND: &str = "NetworkNotFound";
 const NO_PODS: &str = "NoPods";
 const NO_ADDRESSES: &str = "NoAddresses";
 const NOT_READY: &str = "NotReady";
@@ -101,7 +101,7 @@ pub struct StatusPlan {
     pub events: Vec<StatusEvent>,
 }
 
-/// A Warning event about the NetworkService.
+/// A Warning event about the NetworkService or the annotated Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatusEvent {
     pub reason: &'static str,
@@ -189,18 +189,7 @@ fn ready(state: ServiceState<'_>) -> ConditionDraft {
             (network, state, desired, fault)
         }
     };
-    let missing = match network_state {
-        NetworkState::Found { .. } => None,
-        NetworkState::NotFound => Some(format!(
-            "NetworkAttachmentDefinition {network} does not exist; create it or correct spec.network"
-        )),
-        NetworkState::NoBridgeNetwork(name) => Some(format!(
-            "BridgeNetwork {name} of NetworkAttachmentDefinition {network} does not exist or cannot be read, so its subnets are not known; create or correct it"
-        )),
-        NetworkState::KindNotServed => {
-            Some("the cluster does not serve the kind NetworkAttachmentDefinition; install multus".to_owned())
-        }
-    };
+    let missing = missing_network(network, network_state, "spec.network");
     let counts = &desired.counts;
     let (ready, total) = (counts.ipv4.ready + counts.ipv6.ready, counts.ipv4.total + counts.ipv6.total);
     match fault {
@@ -237,6 +226,22 @@ fn ready(state: ServiceState<'_>) -> ConditionDraft {
     no(NOT_READY, format!("none of {total} endpoints is ready; check the readiness of the pods"))
 }
 
+/// Why no endpoint is added on a network that is not known, and what to do. `reference` is where the user names the network.
+pub(super) fn missing_network(network: &NadRef, state: &NetworkState, reference: &str) -> Option<String> {
+    match state {
+        NetworkState::Found { .. } => None,
+        NetworkState::NotFound => Some(format!(
+            "NetworkAttachmentDefinition {network} does not exist; create it or correct {reference}"
+        )),
+        NetworkState::NoBridgeNetwork(name) => Some(format!(
+            "BridgeNetwork {name} of NetworkAttachmentDefinition {network} does not exist or cannot be read, so its subnets are not known; create or correct it"
+        )),
+        NetworkState::KindNotServed => {
+            Some("the cluster does not serve the kind NetworkAttachmentDefinition; install multus".to_owned())
+        }
+    }
+}
+
 fn no_addresses(network: &NadRef, desired: &DesiredEndpoints) -> String {
     let pods = desired.pods;
     let mut message =
@@ -253,16 +258,21 @@ fn no_addresses(network: &NadRef, desired: &DesiredEndpoints) -> String {
 }
 
 fn foreign_endpoints(foreign: &[ForeignObject]) -> ConditionDraft {
-    let mut foreign: Vec<&ForeignObject> = foreign.iter().collect();
-    foreign.sort_unstable();
     if foreign.is_empty() {
         return ConditionDraft::new(FOREIGN_ENDPOINTS, false, "None", "");
     }
-    let message = format!(
-        "DNS also answers with the addresses of {}; list and delete them with `patchbay clean nsvc/NAME`",
-        list(&foreign)
-    );
+    let message = foreign_message(foreign, "nsvc/NAME");
     ConditionDraft::new(FOREIGN_ENDPOINTS, true, FOREIGN_ENDPOINTS, message)
+}
+
+/// What publishes addresses besides Patchbay, and how to remove it. `target` is that of `patchbay clean`.
+pub(super) fn foreign_message(foreign: &[ForeignObject], target: &str) -> String {
+    let mut foreign: Vec<&ForeignObject> = foreign.iter().collect();
+    foreign.sort_unstable();
+    let foreign = list(&foreign);
+    format!(
+        "DNS also answers with the addresses of {foreign}; list and delete them with `patchbay clean {target}`"
+    )
 }
 
 fn duplicate_address(state: ServiceState<'_>) -> ConditionDraft {
@@ -273,11 +283,14 @@ fn duplicate_address(state: ServiceState<'_>) -> ConditionDraft {
     if duplicates.is_empty() {
         return ConditionDraft::new(DUPLICATE_ADDRESS, false, "None", "");
     }
-    let message = format!(
+    ConditionDraft::new(DUPLICATE_ADDRESS, true, DUPLICATE_ADDRESS, duplicates_message(duplicates))
+}
+
+pub(super) fn duplicates_message(duplicates: &[DuplicateAddress]) -> String {
+    format!(
         "not published, because it is unknown which pod answers: {}; give each pod an address of its own",
         list(duplicates)
-    );
-    ConditionDraft::new(DUPLICATE_ADDRESS, true, DUPLICATE_ADDRESS, message)
+    )
 }
 
 /// The first ten, and the number of the rest.
