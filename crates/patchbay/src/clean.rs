@@ -1,7 +1,7 @@
 //! `patchbay clean`: lists and deletes endpoints that other controllers or users left for a Service of Patchbay, and removes
 //! the finalizer of IPAMClaims that no controller removes.
 //!
-//! DNS answers with the endpoints of all EndpointSlices of a Service, whoever manages them. After a selector is removed,
+//! DNS answers with the endpoints of all EndpointSlices of a Service, of every manager. After a selector is removed,
 //! kube-controller-manager keeps the slices that it made for it (kubernetes/kubernetes#118376), so that the Service answers
 //! with primary addresses too.
 
@@ -140,14 +140,8 @@ impl Session {
             EndpointsTarget::NetworkService(_) => Some(self.network_service_uid().await?),
             EndpointsTarget::Service(_) => None,
         };
-        match (service, target) {
-            (Some(service), _) => foreign::check_service(&service, owner.as_deref())
-                .map_err(|cause| anyhow::Error::msg(format!("Service {path} {cause}"))),
-            (None, EndpointsTarget::NetworkService(_)) => Ok(()),
-            (None, EndpointsTarget::Service(_)) => {
-                bail!("Service {path} does not exist; set --namespace if it is in another namespace")
-            }
-        }
+        foreign::check_service(service.as_ref(), owner.as_deref())
+            .map_err(|cause| anyhow::Error::msg(format!("Service {path} {cause}")))
     }
 
     async fn network_service_uid(&self) -> anyhow::Result<String> {
