@@ -13,9 +13,10 @@ use api::{
 
 use super::{ClusterIp, ObservedService, ServiceSpec, ServiceType, SliceOwner, TrafficDistribution};
 
-/// The annotations by which a user asks for hints of the built-in controller, which then decides about hints alone (R28).
+/// The annotations that ask for hints of the built-in controller if they are `Auto`; it then decides about hints alone (R28).
+/// As there, the deprecated one comes first.
 const TOPOLOGY_ANNOTATIONS: [&str; 2] =
-    ["service.kubernetes.io/topology-mode", "service.kubernetes.io/topology-aware-hints"];
+    ["service.kubernetes.io/topology-aware-hints", "service.kubernetes.io/topology-mode"];
 
 /// A valid Service that the user owns.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -116,7 +117,8 @@ fn parse_network(text: &str, namespace: &str) -> Option<NadRef> {
 }
 
 fn traffic(service: &ObservedService) -> Option<TrafficDistribution> {
-    if TOPOLOGY_ANNOTATIONS.iter().any(|key| service.annotations.contains_key(*key)) {
+    let mode = TOPOLOGY_ANNOTATIONS.iter().find_map(|key| service.annotations.get(*key));
+    if mode.is_some_and(|mode| matches!(mode.as_str(), "Auto" | "auto")) {
         return None;
     }
     match service.traffic_distribution.as_deref()? {

@@ -121,8 +121,17 @@ fn r28_hints_follow_the_traffic_distribution_unless_the_user_asks_for_topology_h
         let mut service = valid();
         service.traffic_distribution = text.map(str::to_owned);
         assert_eq!(read(&service).unwrap().spec.traffic, expected, "{text:?}");
-        service.annotations.insert("service.kubernetes.io/topology-mode".to_owned(), "Auto".to_owned());
-        assert_eq!(read(&service).unwrap().spec.traffic, None);
+        for (key, mode, asks) in [
+            ("topology-mode", "Disabled", false),
+            ("topology-mode", "", false),
+            ("topology-mode", "Auto", true),
+            ("topology-aware-hints", "Disabled", false),
+            ("topology-aware-hints", "auto", true),
+        ] {
+            service.annotations.insert(format!("service.kubernetes.io/{key}"), mode.to_owned());
+            let traffic = read(&service).unwrap().spec.traffic;
+            assert_eq!(traffic, expected.filter(|_| !asks), "{text:?} {key}={mode}");
+        }
     }
 }
 
