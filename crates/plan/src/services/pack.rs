@@ -160,7 +160,7 @@ impl<'a> Packer<'a> {
         for (at, slice) in slices.iter().enumerate() {
             for observed in &slice.endpoints {
                 let place = match observed {
-                    ObservedEndpoint::Known(endpoint) => self.desired.place(endpoint.address),
+                    ObservedEndpoint::Known(endpoint) => self.desired.index_of(endpoint.address),
                     ObservedEndpoint::Altered => None,
                 };
                 let place = place.filter(|place| place.group == index).map(|place| place.endpoint);
