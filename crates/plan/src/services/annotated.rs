@@ -85,7 +85,10 @@ fn read(
     };
     let network = required(SERVICE_NETWORK_ANNOTATION, "[namespace/]name of a NetworkAttachmentDefinition")?;
     let network = parse_network(network, namespace).ok_or_else(|| {
-        let note = format!("{:?} is not [namespace/]name of a NetworkAttachmentDefinition", quote(network));
+        let note = format!(
+            "{:?} is invalid; set it to [namespace/]name of a NetworkAttachmentDefinition",
+            quote(network)
+        );
         bad(SERVICE_NETWORK_ANNOTATION, note)
     })?;
     let selector = required(SELECTOR_ANNOTATION, "a label selector such as app=db")?;
@@ -93,10 +96,15 @@ fn read(
         bad(SELECTOR_ANNOTATION, format!("{:?} is not a label selector: {error}", quote(selector)))
     })?;
     let interface = annotation(INTERFACE_ANNOTATION).map(str::parse::<IfName>).transpose();
-    let interface = interface.map_err(|error| bad(INTERFACE_ANNOTATION, format!("is invalid: {error}")))?;
+    let interface = interface.map_err(|error| {
+        bad(
+            INTERFACE_ANNOTATION,
+            format!("is invalid: {error}; set it to the name of an interface such as net1"),
+        )
+    })?;
     let hostnames = annotation(HOSTNAMES_ANNOTATION).map_or(Some(Hostnames::None), Hostnames::parse);
-    let hostnames =
-        hostnames.ok_or_else(|| bad(HOSTNAMES_ANNOTATION, "is neither None nor PodName".to_owned()))?;
+    let hostnames = hostnames
+        .ok_or_else(|| bad(HOSTNAMES_ANNOTATION, "is invalid; set it to None or PodName".to_owned()))?;
     Ok(ServiceSpec {
         namespace: namespace.clone(),
         name: name.clone(),

@@ -34,6 +34,9 @@ pub const COUNTS_INTERVAL: Duration = Duration::from_secs(5);
 /// The API server limits an event's note to 1024 bytes. Names in it can have two bytes per character.
 const MAX_NOTE_CHARS: usize = 500;
 
+const NO_PODS_MESSAGE: &str =
+    "the selector matches no running pod of the namespace; check spec.selector and the labels of the pods";
+
 /// The length of an API server's message that is quoted in a condition.
 const MAX_CAUSE_CHARS: usize = 300;
 
@@ -179,7 +182,9 @@ fn without_counts(status: &NetworkServiceStatus) -> NetworkServiceStatus {
 fn ready(state: ServiceState<'_>) -> ConditionDraft {
     let no = |reason, message: String| ConditionDraft::new(READY, false, reason, message);
     let (network, network_state, desired, fault) = match state {
-        ServiceState::Invalid(why) => return no(INVALID_SPEC, format!("the spec cannot be used: {why}")),
+        ServiceState::Invalid(why) => {
+            return no(INVALID_SPEC, format!("the spec is invalid: {why}; correct it"));
+        }
         ServiceState::Taken(message) => return no(SERVICE_TAKEN, message.to_owned()),
         ServiceState::Withdrawn(why) => {
             let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
@@ -218,7 +223,7 @@ fn ready(state: ServiceState<'_>) -> ConditionDraft {
         None => {}
     }
     if desired.pods == 0 {
-        return no(NO_PODS, "the selector matches no running pod".to_owned());
+        return no(NO_PODS, NO_PODS_MESSAGE.to_owned());
     }
     if total == 0 {
         return no(NO_ADDRESSES, no_addresses(network, desired));

@@ -86,14 +86,22 @@ fn r7_r8_a_service_that_cannot_work_gets_no_slices_and_a_note_that_says_what_to_
             "patchbay.dev/selector is missing or empty",
         ),
         (with("service-network", " "), "BadAnnotation", "patchbay.dev/service-network is missing or empty"),
-        (with("service-network", "a/b/c"), "BadAnnotation", "\"a/b/c\" is not [namespace/]name"),
-        (with("service-network", "Blue"), "BadAnnotation", "\"Blue\" is not [namespace/]name"),
-        (with("service-network", "/"), "BadAnnotation", "\"/\" is not [namespace/]name"),
+        (
+            with("service-network", "a/b/c"),
+            "BadAnnotation",
+            "\"a/b/c\" is invalid; set it to [namespace/]name",
+        ),
+        (with("service-network", "Blue"), "BadAnnotation", "\"Blue\" is invalid; set it to [namespace/]name"),
+        (with("service-network", "/"), "BadAnnotation", "\"/\" is invalid; set it to [namespace/]name"),
         (with("selector", ""), "BadAnnotation", "patchbay.dev/selector is missing or empty"),
         (with("selector", "app in db"), "BadAnnotation", "\"app in db\" is not a label selector"),
         (with("interface", "a/b"), "BadAnnotation", "patchbay.dev/interface is invalid"),
         (with("interface", ""), "BadAnnotation", "patchbay.dev/interface is invalid"),
-        (with("hostnames", "podname"), "BadAnnotation", "patchbay.dev/hostnames is neither None nor PodName"),
+        (
+            with("hostnames", "podname"),
+            "BadAnnotation",
+            "patchbay.dev/hostnames is invalid; set it to None or PodName",
+        ),
     ] {
         let fault = read(&service).unwrap_err();
         assert_eq!(fault.reason, reason, "{fault:?}");

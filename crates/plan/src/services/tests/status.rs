@@ -74,7 +74,13 @@ fn every_reason_of_a_service_that_is_not_ready_says_what_to_do() {
     let (gone, unserved) = (NetworkState::NotFound, NetworkState::KindNotServed);
     let no_bridge = NetworkState::NoBridgeNetwork("lan".into());
     for (desired, network, failed, reason, message) in [
-        (&no_pods, &found(), None, "NoPods", "the selector matches no running pod"),
+        (
+            &no_pods,
+            &found(),
+            None,
+            "NoPods",
+            "the selector matches no running pod of the namespace; check spec.selector and the labels of the pods",
+        ),
         (
             &of(&without),
             &found(),
