@@ -50,6 +50,8 @@ enum Warning<'a> {
 struct SliceOutcome {
     desired: DesiredEndpoints,
     network: NetworkState,
+    /// Whether there was anything to write.
+    written: bool,
     result: Result<(), Error>,
 }
 
@@ -100,7 +102,7 @@ impl ServiceWorkers {
             Ok(spec) => spec,
             Err(why) => {
                 let state = ServiceState::Invalid(why);
-                let next = self.write_status(key, observed, snapshot, state, record).await;
+                let next = self.write_status(key, observed, snapshot, state, false, record).await;
                 return next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await);
             }
         };
@@ -115,7 +117,7 @@ impl ServiceWorkers {
             ServiceOutcome::Delayed(wait) => next = Next::after(wait),
             ServiceOutcome::Taken(message) => {
                 let state = ServiceState::Taken(&message);
-                let next = self.write_status(key, observed, snapshot, state, record).await;
+                let next = self.write_status(key, observed, snapshot, state, false, record).await;
                 // A user may have annotated the Service.
                 let slices = match &snapshot.service {
                     Some(service) => self.reconcile_service(key, service, snapshot, record, false).await,
@@ -167,7 +169,7 @@ impl ServiceWorkers {
         let fault = fault.or(changed_back.as_deref().map(WriteFault::ChangedBack));
         let network = (&spec.network, &outcome.network);
         let state = ServiceState::Planned { network, desired: &outcome.desired, fault };
-        next.merge(self.write_status(key, observed, snapshot, state, record).await)
+        next.merge(self.write_status(key, observed, snapshot, state, outcome.written, record).await)
     }
 
     /// Withdraws the endpoints of a Service that is missing or must not have any (R7, R8), and reports why.
@@ -190,7 +192,7 @@ impl ServiceWorkers {
             Some(service) => self.reconcile_service(key, service, snapshot, record, false).await,
         };
         let state = ServiceState::Withdrawn(&why);
-        slices.merge(self.write_status(key, observed, snapshot, state, record).await)
+        slices.merge(self.write_status(key, observed, snapshot, state, false, record).await)
     }
 
     /// Updates the slices of a NetworkService that is being deleted. None is created.
@@ -340,7 +342,7 @@ impl ServiceWorkers {
         if result.is_ok() {
             record.last_planned = Some(planned);
         }
-        SliceOutcome { desired, network, result }
+        SliceOutcome { desired, network, written: !plan.is_empty(), result }
     }
 
     fn plan_slices(
@@ -384,6 +386,7 @@ impl ServiceWorkers {
         observed: &ObservedNetworkService,
         snapshot: &ServiceSnapshot,
         state: ServiceState<'_>,
+        slices_written: bool,
         record: &mut ServiceRecord,
     ) -> Next {
         let foreign = foreign(snapshot);
@@ -391,7 +394,7 @@ impl ServiceWorkers {
         let (generation, time) = (observed.generation, Timestamp::now());
         let plan = status(&StatusInput { generation, old, state, foreign: foreign.as_deref(), now: time });
         let since = record.status_written_at.map(|at| now().saturating_duration_since(at));
-        match decide_status_write(old, &plan.status, since) {
+        match decide_status_write(old, &plan.status, since, slices_written) {
             StatusWrite::None => return Next::ON_CHANGE,
             StatusWrite::After(wait) => return Next::after(wait),
             StatusWrite::Now => {}

@@ -31,6 +31,9 @@ const NOT_READY: &str = "NotReady";
 /// The least time between two writes that change nothing but counts.
 pub const COUNTS_INTERVAL: Duration = Duration::from_secs(5);
 
+/// How long counts wait after a write of slices, so that a change that follows it at once is not delayed.
+const COUNTS_DELAY: Duration = Duration::from_millis(500);
+
 /// The API server limits an event's note to 1024 bytes. Names in it can have two bytes per character.
 const MAX_NOTE_CHARS: usize = 500;
 
@@ -153,20 +156,24 @@ pub fn status(input: &StatusInput<'_>) -> StatusPlan {
     StatusPlan { status, events }
 }
 
-/// Decides when a status is written: conditions at once, counts at most every [`COUNTS_INTERVAL`].
+/// Decides when a status is written: conditions at once, counts at most every [`COUNTS_INTERVAL`], and not in a reconcile that
+/// wrote slices, because the next change of a pod waits for the end of the reconcile.
 pub fn decide_status_write(
     old: &NetworkServiceStatus,
     new: &NetworkServiceStatus,
     since_last_write: Option<Duration>,
+    slices_written: bool,
 ) -> StatusWrite {
     if old == new {
         return StatusWrite::None;
     }
-    let wait =
-        since_last_write.and_then(|since| COUNTS_INTERVAL.checked_sub(since)).filter(|wait| !wait.is_zero());
-    match wait {
-        Some(wait) if without_counts(old) == without_counts(new) => StatusWrite::After(wait),
-        _ => StatusWrite::Now,
+    if without_counts(old) != without_counts(new) {
+        return StatusWrite::Now;
+    }
+    let wait = since_last_write.map_or(Duration::ZERO, |since| COUNTS_INTERVAL.saturating_sub(since));
+    match wait.max(if slices_written { COUNTS_DELAY } else { Duration::ZERO }) {
+        Duration::ZERO => StatusWrite::Now,
+        wait => StatusWrite::After(wait),
     }
 }
 

@@ -267,15 +267,21 @@ fn counts_are_written_every_five_seconds_and_conditions_at_once() {
         (&two, &none, Some(seconds(0)), StatusWrite::Now),
         (&none, &two, Some(seconds(0)), StatusWrite::Now),
     ] {
-        assert_eq!(decide_status_write(old, new, since), expected);
+        assert_eq!(decide_status_write(old, new, since, false), expected);
     }
     // Another generation, or another duplicate, is no count.
     let newer = NetworkServiceStatus { observed_generation: Some(4), ..two.clone() };
-    assert_eq!(decide_status_write(&two, &newer, Some(seconds(0))), StatusWrite::Now);
+    assert_eq!(decide_status_write(&two, &newer, Some(seconds(0)), true), StatusWrite::Now);
     let doubled = status_with(&[pod("a", &["10.1.0.1"]), pod("b", &["10.1.0.1"]), pod("c", &["10.1.0.2"])]);
-    assert_eq!(decide_status_write(&two, &doubled, Some(seconds(0))), StatusWrite::Now);
+    assert_eq!(decide_status_write(&two, &doubled, Some(seconds(0)), true), StatusWrite::Now);
     // The names in a message change often during a rolling restart.
     let other = status_with(&[pod("a", &["10.1.0.1"]), pod("d", &["10.1.0.1"]), pod("c", &["10.1.0.2"])]);
     let later = StatusWrite::After(COUNTS_INTERVAL);
-    assert_eq!(decide_status_write(&doubled, &other, Some(seconds(0))), later);
+    assert_eq!(decide_status_write(&doubled, &other, Some(seconds(0)), false), later);
+    // A reconcile that wrote slices leaves counts to a later one: the next change of a pod does not wait for the status.
+    let soon = StatusWrite::After(Duration::from_millis(500));
+    for (since, expected) in [(None, soon), (Some(seconds(900)), soon), (Some(seconds(0)), later)] {
+        assert_eq!(decide_status_write(&two, &three, since, true), expected);
+    }
+    assert_eq!(decide_status_write(&two, &two, None, true), StatusWrite::None);
 }
