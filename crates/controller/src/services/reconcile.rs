@@ -282,7 +282,7 @@ impl ServiceWorkers {
             None => self.withdraw_slices(key, snapshot, record, |_| true).await,
             Some(Err(fault)) => {
                 // The event is all that the user sees.
-                let fault = (!terminating).then(|| Warning::Service(fault.reason, fault.note));
+                let fault = (!terminating).then_some(Warning::Service(fault.reason, fault.note));
                 let next = self.report(&regarding(), fault, record);
                 next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await)
             }

@@ -292,10 +292,8 @@ impl ServiceRecord {
         }
         self.reported = holding;
         let repeat = |at: &Instant| REPORT_INTERVAL.saturating_sub(now.saturating_duration_since(*at));
-        let next = match withheld {
-            true => Some(self.next_event(now)),
-            false => self.reported.values().map(repeat).min(),
-        };
+        let next =
+            if withheld { Some(self.next_event(now)) } else { self.reported.values().map(repeat).min() };
         (due, next)
     }
 
@@ -498,9 +496,9 @@ mod tests {
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL / 4);
         assert_eq!((new.len(), due), (0, Some(EVENT_INTERVAL * 3 / 4)));
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL);
-        assert_eq!((new, due), (vec![25], Some(REPORT_INTERVAL - EVENT_INTERVAL)));
+        assert_eq!((new, due), (vec![25], REPORT_INTERVAL.checked_sub(EVENT_INTERVAL)));
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL * 9);
-        assert_eq!((new, due), (vec![], Some(REPORT_INTERVAL - EVENT_INTERVAL * 9)));
+        assert_eq!((new, due), (vec![], REPORT_INTERVAL.checked_sub(EVENT_INTERVAL * 9)));
     }
 
     #[test]
