@@ -32,11 +32,12 @@ impl BenchRow {
     }
 }
 
-/// The 50th and 99th percentile.
+/// The 50th and 99th percentile, by nearest rank: the least value that this share of the values does not exceed.
 fn percentiles(mut values: Vec<u64>) -> (u64, u64) {
     values.sort_unstable();
     let at = |percent: usize| {
-        values.get((values.len() * percent / 100).min(values.len().saturating_sub(1))).copied().unwrap_or(0)
+        let rank = (values.len() * percent).div_ceil(100);
+        values.get(rank.saturating_sub(1)).copied().unwrap_or(0)
     };
     (at(50), at(99))
 }
@@ -265,4 +266,18 @@ fn memory_on(lab: &Lab, node: &str, program: &str) -> Result<u64> {
     let text = lab.node(node).output(&["sh", "-c", &script])?;
     let sizes = text.lines().filter_map(|l| l.split_whitespace().nth(1)?.parse::<u64>().ok());
     sizes.max().with_context(|| format!("no {program} is running on {node}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_those_of_the_nearest_rank() {
+        assert_eq!(percentiles(vec![]), (0, 0));
+        assert_eq!(percentiles(vec![7]), (7, 7));
+        assert_eq!(percentiles(vec![2, 1]), (1, 2));
+        assert_eq!(percentiles((1..=100).rev().collect()), (50, 99));
+        assert_eq!(percentiles((1..=101).collect()), (51, 100));
+    }
 }

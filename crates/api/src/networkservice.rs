@@ -224,7 +224,7 @@ pub struct NetworkServiceStatus {
     /// How many endpoints the service has, by IP family. Written at most every 5 seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoints: Option<EndpointCounts>,
-    /// Ready: the Service and its EndpointSlices are in place and at least one endpoint is ready; otherwise the reason is NoPods, NoAddresses, NotReady, NetworkNotFound or ServiceTaken. ForeignEndpoints: another controller or user publishes endpoints for the Service, so DNS answers with those too. DuplicateAddress: two pods report the same address, which is not published.
+    /// Ready: the Service and its EndpointSlices are in place and at least one endpoint is ready; otherwise the reason is NoPods, NoAddresses, NotReady, NetworkNotFound, ServiceTaken or InvalidSpec. ForeignEndpoints: another controller or user publishes endpoints for the Service, so DNS answers with those too. DuplicateAddress: two pods report the same address, which is not published.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", MAX_CONDITIONS)))]
     pub conditions: Vec<Condition>,

@@ -191,19 +191,20 @@ pub fn reference<K: Resource<DynamicType = ()>>(
 }
 
 impl EventRecorder {
-    /// Queues an event, unless the same one was recorded in this window. Drops it if the queue is full.
-    pub fn record(&self, regarding: ObjectReference, event: EventDraft) {
+    /// Queues an event, unless the same one was recorded in this window. Drops it if the queue is full. Returns false if it
+    /// was dropped.
+    pub fn record(&self, regarding: ObjectReference, event: EventDraft) -> bool {
         let throttled = event.warning || self.repeats == Repeats::Series;
-        self.queue(regarding, event, throttled);
+        self.queue(regarding, event, throttled)
     }
 
-    /// Queues an event also if the same one was recorded in this window. For events that the caller records once per change
-    /// of the object, which the note does not show. Drops it if the queue is full.
-    pub fn record_change(&self, regarding: ObjectReference, event: EventDraft) {
-        self.queue(regarding, event, false);
+    /// The same, also for an event that was recorded in this window. For events that the caller records once per change of
+    /// the object, which the note does not show.
+    pub fn record_change(&self, regarding: ObjectReference, event: EventDraft) -> bool {
+        self.queue(regarding, event, false)
     }
 
-    fn queue(&self, regarding: ObjectReference, event: EventDraft, throttled: bool) {
+    fn queue(&self, regarding: ObjectReference, event: EventDraft, throttled: bool) -> bool {
         let EventDraft { warning, reason, action, note } = event;
         let note = note[..note.floor_char_boundary(MAX_NOTE)].to_owned();
         let key = EventKey {
@@ -216,7 +217,7 @@ impl EventRecorder {
         };
         let mut throttle = lock(&self.throttle);
         if throttled && throttle.contains(&key, Instant::now()) {
-            return;
+            return true;
         }
         let event = Event {
             type_: if warning { EventType::Warning } else { EventType::Normal },
@@ -227,13 +228,14 @@ impl EventRecorder {
         };
         let object = regarding.name.clone();
         let recorded = Instant::now();
-        if self.queue.try_send(QueuedEvent { regarding, event, key: key.clone(), recorded }).is_ok() {
-            if throttled {
-                throttle.remember(key, recorded);
-            }
-        } else {
+        let queued =
+            self.queue.try_send(QueuedEvent { regarding, event, key: key.clone(), recorded }).is_ok();
+        if !queued {
             debug!(object, reason, "event queue is full, dropping an event");
+        } else if throttled {
+            throttle.remember(key, recorded);
         }
+        queued
     }
 }
 
@@ -416,11 +418,12 @@ mod tests {
     async fn memory_is_bounded_and_a_dropped_event_is_not_remembered() {
         let (recorder, mut sender, _server) = scripted();
         for number in 0..QUEUE_LENGTH {
-            recorder.record(pod(&number.to_string()), draft("AttachFailed", "x"));
+            assert!(recorder.record(pod(&number.to_string()), draft("AttachFailed", "x")));
         }
-        recorder.record(pod("late"), draft("AttachFailed", "x"));
+        assert!(!recorder.record(pod("late"), draft("AttachFailed", "x")), "the queue is full");
+        assert!(recorder.record(pod("0"), draft("AttachFailed", "x")), "it waits already");
         assert_eq!(std::iter::from_fn(|| sender.queue.try_recv().ok()).count(), QUEUE_LENGTH);
-        recorder.record(pod("late"), draft("AttachFailed", "x"));
+        assert!(recorder.record(pod("late"), draft("AttachFailed", "x")));
         assert_eq!(std::iter::from_fn(|| sender.queue.try_recv().ok()).count(), 1);
         for number in 0..2 * MAX_REMEMBERED {
             recorder.record(pod(&format!("more-{number}")), draft("AttachFailed", "x"));

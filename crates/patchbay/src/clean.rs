@@ -140,14 +140,8 @@ impl Session {
             EndpointsTarget::NetworkService(_) => Some(self.network_service_uid().await?),
             EndpointsTarget::Service(_) => None,
         };
-        match (service, target) {
-            (Some(service), _) => foreign::check_service(&service, owner.as_deref())
-                .map_err(|cause| anyhow::Error::msg(format!("Service {path} {cause}"))),
-            (None, EndpointsTarget::NetworkService(_)) => Ok(()),
-            (None, EndpointsTarget::Service(_)) => {
-                bail!("Service {path} does not exist; set --namespace if it is in another namespace")
-            }
-        }
+        foreign::check_service(service.as_ref(), owner.as_deref())
+            .map_err(|cause| anyhow::Error::msg(format!("Service {path} {cause}")))
     }
 
     async fn network_service_uid(&self) -> anyhow::Result<String> {

@@ -27,6 +27,7 @@ mod spec;
 mod status;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 pub use annotated::{AnnotatedService, ServiceFault, annotated_service, is_annotated};
 pub use duplicates::DuplicateAddress;
@@ -34,7 +35,7 @@ pub use endpoint::{Endpoint, EndpointConditions, EndpointPort, EndpointPorts, Fa
 pub use endpoints::{DesiredEndpoints, EndpointGroup, EndpointInput, NodeZones, endpoints};
 pub use headless::{
     ClusterIp, NetworkServiceFacts, ObservedService, OwnerRef, ServiceDecision, ServicePort, ServiceType,
-    decide_service, is_controlled_by, why_no_slices, withheld,
+    changed_back, decide_service, is_controlled_by, why_no_slices, withheld,
 };
 pub use labels::Labels;
 pub use network_status::interfaces;
@@ -46,5 +47,6 @@ pub use slice::{
 pub use spec::{Families, NetworkAddresses, NetworkState, ServiceSpec, TrafficDistribution};
 pub use status::{
     COUNTS_INTERVAL, ForeignKind, ForeignObject, ServiceState, StatusEvent, StatusInput, StatusPlan,
-    StatusWrite, decide_status_write, status,
+    StatusWrite, WriteFault, decide_status_write, status,
 };
+pub use warnings::service_warnings;

@@ -6,6 +6,9 @@ use super::{LabelSelector, LabelSelectorOperator, LabelSelectorRequirement};
 
 /// The maximum length of a selector in bytes.
 const MAX_LENGTH: usize = 8192;
+/// The maximum number of requirements, and of values of one: those of the type of a CustomResourceDefinition.
+const MAX_REQUIREMENTS: usize = 32;
+const MAX_VALUES: usize = 64;
 /// The maximum length of user text in an error.
 const MAX_QUOTE: usize = 64;
 
@@ -18,6 +21,19 @@ pub enum Error {
     /// The text is too long.
     #[error("it has {0} bytes, at most {MAX_LENGTH} are allowed")]
     TooLong(usize),
+    /// There are too many requirements.
+    #[error("it has {0} requirements, at most {MAX_REQUIREMENTS} are allowed; select by fewer labels")]
+    TooManyRequirements(usize),
+    /// A requirement has too many values.
+    #[error(
+        "{key:?} has {values} values, at most {MAX_VALUES} are allowed; give the pods a common label and select by it"
+    )]
+    TooManyValues {
+        /// The key of the label.
+        key: String,
+        /// The number of different values.
+        values: usize,
+    },
     /// A requirement of another form.
     #[error("{0:?} is not of the form key=value, key!=value, key in (a,b), key notin (a,b), key or !key")]
     Requirement(String),
@@ -40,6 +56,7 @@ impl FromStr for LabelSelector {
             split(text).map(|part| requirement(part.trim())).collect::<Result<Vec<_>, _>>();
         match match_expressions? {
             list if list.is_empty() => Err(Error::Empty),
+            list if list.len() > MAX_REQUIREMENTS => Err(Error::TooManyRequirements(list.len())),
             match_expressions => Ok(Self { match_expressions, ..Self::default() }),
         }
     }
@@ -61,10 +78,15 @@ fn split(text: &str) -> impl Iterator<Item = &str> {
 }
 
 fn requirement(text: &str) -> Result<LabelSelectorRequirement, Error> {
-    let of = |key: &str, operator, values: Vec<String>| {
+    let of = |key: &str, operator, mut values: Vec<String>| {
         let key = key.trim();
         if !is_key(key) {
             return Err(Error::Key(quote(key)));
+        }
+        values.sort_unstable();
+        values.dedup();
+        if values.len() > MAX_VALUES {
+            return Err(Error::TooManyValues { key: quote(key), values: values.len() });
         }
         match values.iter().find(|value| !is_value(value)) {
             Some(value) => Err(Error::Value(quote(value))),
@@ -187,5 +209,23 @@ mod tests {
         let long = format!("app={}", "x".repeat(64));
         assert!(matches!(parse(&long), Err(Error::Value(_))));
         assert_eq!(parse(&"a,".repeat(5000)), Err(Error::TooLong(10_000)));
+    }
+
+    #[test]
+    fn a_selector_has_no_more_requirements_and_values_than_the_type_allows() {
+        let values = |count: usize| {
+            let values: Vec<String> = (0..count).map(|number| number.to_string()).collect();
+            parse(&format!("app in ({})", values.join(",")))
+        };
+        assert!(values(64).is_ok());
+        let error = values(65).unwrap_err();
+        assert_eq!(error, Error::TooManyValues { key: "app".to_owned(), values: 65 });
+        assert!(error.to_string().contains("give the pods a common label"));
+        let doubled = parse(&format!("app in ({}a)", "b,a,".repeat(500))).unwrap();
+        assert_eq!(doubled.match_expressions[0].values, ["a", "b"], "sorted, each once");
+        let keys =
+            |count: usize| parse(&(0..count).map(|key| format!("k{key}")).collect::<Vec<_>>().join(","));
+        assert!(keys(32).is_ok());
+        assert_eq!(keys(33), Err(Error::TooManyRequirements(33)));
     }
 }

@@ -68,6 +68,12 @@ impl ServiceCache {
         self.mark(services);
     }
 
+    /// Marks the services of a namespace.
+    pub fn mark_namespace(&self, namespace: &str) {
+        let services = self.lock().in_namespace(namespace);
+        self.mark(services);
+    }
+
     /// Records an own write of a slice, which has this generation now.
     pub fn expect_slice(&self, key: &ServiceKey, name: &str, uid: &str, generation: i64, now: Instant) {
         self.lock().expect(key, |expectations| expectations.written(name, uid, generation, now));

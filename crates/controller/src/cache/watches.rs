@@ -165,14 +165,27 @@ impl CacheFiller {
 
     async fn namespaces(&self) {
         let stream = self.all(&ApiResource::erase::<Namespace>(&()), ApiCallKind::WatchNamespaces);
-        let read = |_: &ClusterState, object: MetadataObject| {
+        self.mirror_namespaces(stream).await;
+    }
+
+    /// Mirrors a watch of namespaces. A change of the phase marks the services of the namespace: a service of a namespace
+    /// that is terminating is not reconciled in full, and a namespace of the same name can follow at once.
+    pub async fn mirror_namespaces(&self, stream: impl Stream<Item = StreamEvent<MetadataObject>>) {
+        let services = self.cache.services();
+        let read = |state: &ClusterState, object: MetadataObject| {
             let phase = match object.metadata.deletion_timestamp {
                 Some(_) => network::NamespacePhase::Terminating,
                 None => network::NamespacePhase::Active,
             };
-            Some((object.metadata.name?, phase))
+            let name = object.metadata.name?;
+            if state.namespaces.get(&name).is_some_and(|known| *known != phase) {
+                services.mark_namespace(&name);
+            }
+            Some((name, phase))
         };
-        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read, |_| {}).await;
+        let removed = |name: &String| services.mark_namespace(name);
+        self.mirror(CacheSource::Namespaces, stream, |state| Some(&mut state.namespaces), read, removed)
+            .await;
     }
 
     async fn nads(&self) {

@@ -26,6 +26,8 @@ pub struct FakeApiServer {
     pub lists: Mutex<Vec<(&'static str, Value)>>,
     /// The requests to reject: method, end of the path, and message.
     pub rejections: Mutex<Vec<(&'static str, &'static str, String)>>,
+    /// The requests whose namespace does not exist: method and end of the path.
+    pub missing: Mutex<Vec<(&'static str, &'static str)>>,
     /// The resourceVersion of objects after a write.
     pub version_after_write: Mutex<Option<&'static str>>,
 }
@@ -65,6 +67,9 @@ impl FakeApiServer {
         if let Some((_, _, why)) = rejections.iter().find(|(m, end, _)| *m == method && path.ends_with(end)) {
             let status = serde_json::to_vec(&Status::failure(why, "InternalError").with_code(500)).unwrap();
             return http::Response::builder().status(500).body(Body::from(status)).unwrap();
+        }
+        if self.missing.lock().unwrap().iter().any(|(m, end)| *m == method && path.ends_with(end)) {
+            return not_found();
         }
         if path.contains("/leases") {
             return self.respond_lease(method);

@@ -14,19 +14,14 @@ use plan::{
     services::{
         DesiredEndpoints, EndpointInput, Families, ForeignKind, ForeignObject, NetworkServiceFacts,
         NetworkState, ObservedService, ObservedSlice, PackInput, PodFacts, PodFault, ServiceDecision,
-        ServiceSpec, ServiceState, SliceOwner, SlicePlan, StatusInput, StatusWrite, annotated_service,
-        decide_service, decide_status_write, endpoints, is_controlled_by, pack, status, why_no_slices,
-        withdraw, withheld,
+        ServiceSpec, ServiceState, SliceOwner, SlicePlan, StatusInput, StatusWrite, WriteFault,
+        annotated_service, changed_back, decide_service, decide_status_write, endpoints, is_controlled_by,
+        pack, service_warnings, status, why_no_slices, withdraw, withheld,
     },
 };
 use tracing::{debug, warn};
 
-use super::{
-    Next, ServiceKey, ServiceWorkers,
-    apply::Error,
-    network::network_state,
-    record::{REPORT_INTERVAL, ServiceRecord},
-};
+use super::{Next, ServiceKey, ServiceWorkers, apply::Error, network::network_state, record::ServiceRecord};
 use crate::{
     cache::services::{ObservedNetworkService, ServiceSnapshot},
     leader::{EXPECTATION_TTL, MIN_RETRY},
@@ -44,7 +39,7 @@ enum ServiceOutcome {
     Failed(Error),
 }
 
-/// A warning that an event reports once while it holds.
+/// A warning that events report while it holds.
 #[derive(Hash)]
 enum Warning<'a> {
     Service(&'static str, String),
@@ -55,6 +50,8 @@ enum Warning<'a> {
 struct SliceOutcome {
     desired: DesiredEndpoints,
     network: NetworkState,
+    /// Whether there was anything to write.
+    written: bool,
     result: Result<(), Error>,
 }
 
@@ -105,11 +102,11 @@ impl ServiceWorkers {
             Ok(spec) => spec,
             Err(why) => {
                 let state = ServiceState::Invalid(why);
-                let next = self.write_status(key, observed, snapshot, state, record).await;
+                let next = self.write_status(key, observed, snapshot, state, false, record).await;
                 return next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await);
             }
         };
-        let mut next = Next::ON_CHANGE;
+        let next;
         // Whether the watch soon delivers another state of the Service.
         let mut expects_change = false;
         match self.apply_service(key, observed, spec, snapshot, record).await {
@@ -120,7 +117,7 @@ impl ServiceWorkers {
             ServiceOutcome::Delayed(wait) => next = Next::after(wait),
             ServiceOutcome::Taken(message) => {
                 let state = ServiceState::Taken(&message);
-                let next = self.write_status(key, observed, snapshot, state, record).await;
+                let next = self.write_status(key, observed, snapshot, state, false, record).await;
                 // A user may have annotated the Service.
                 let slices = match &snapshot.service {
                     Some(service) => self.reconcile_service(key, service, snapshot, record, false).await,
@@ -128,7 +125,7 @@ impl ServiceWorkers {
                 };
                 return next.merge(slices);
             }
-            ServiceOutcome::Failed(error) if error.is_namespace_gone() => return Next::ON_CHANGE,
+            ServiceOutcome::Failed(error) if error.is_namespace_gone() => return namespace_gone(record),
             ServiceOutcome::Failed(error) if error.is_conflict() => {
                 let wait = record.record_conflict();
                 next = Next::after(wait);
@@ -140,7 +137,9 @@ impl ServiceWorkers {
                 warn!(service = %key, error = %ErrorChain(&error), ?wait, "could not write a Service, retrying");
                 next = Next::after(wait).not_before(MIN_RETRY);
             }
-            ServiceOutcome::InPlace => record.service_in_place(now()),
+            ServiceOutcome::InPlace => {
+                next = record.service_in_place(now()).map_or(Next::ON_CHANGE, Next::after);
+            }
         }
         // A Service that is not as planned in every respect still has endpoints.
         let takes_slices = |service: &&Arc<ObservedService>| {
@@ -165,12 +164,12 @@ impl ServiceWorkers {
         }
         let failed = outcome.result.as_ref().err().map(|error| ErrorChain(error).to_string());
         let failed = failed.or_else(|| record.service_failure.clone());
-        let state = ServiceState::Planned {
-            network: (&spec.network, &outcome.network),
-            desired: &outcome.desired,
-            failed: failed.as_deref(),
-        };
-        next.merge(self.write_status(key, observed, snapshot, state, record).await)
+        let changed_back = record.changed_back.clone();
+        let fault = failed.as_deref().map(WriteFault::Failed);
+        let fault = fault.or(changed_back.as_deref().map(WriteFault::ChangedBack));
+        let network = (&spec.network, &outcome.network);
+        let state = ServiceState::Planned { network, desired: &outcome.desired, fault };
+        next.merge(self.write_status(key, observed, snapshot, state, outcome.written, record).await)
     }
 
     /// Withdraws the endpoints of a Service that is missing or must not have any (R7, R8), and reports why.
@@ -193,7 +192,7 @@ impl ServiceWorkers {
             Some(service) => self.reconcile_service(key, service, snapshot, record, false).await,
         };
         let state = ServiceState::Withdrawn(&why);
-        slices.merge(self.write_status(key, observed, snapshot, state, record).await)
+        slices.merge(self.write_status(key, observed, snapshot, state, false, record).await)
     }
 
     /// Updates the slices of a NetworkService that is being deleted. None is created.
@@ -237,6 +236,9 @@ impl ServiceWorkers {
                 return ServiceOutcome::Written(wait);
             }
             if let Some(wait) = record.paces_service(creates, now()) {
+                if let ServiceDecision::Patch { patch, .. } = &decision {
+                    record.service_changed_back(changed_back(&key.name, patch));
+                }
                 return ServiceOutcome::Delayed(wait);
             }
         }
@@ -280,11 +282,9 @@ impl ServiceWorkers {
             None => self.withdraw_slices(key, snapshot, record, |_| true).await,
             Some(Err(fault)) => {
                 // The event is all that the user sees.
-                if !terminating && record.is_unreported(fault.reason, &fault.note, now()) {
-                    self.record_warning(&regarding(), fault.reason, fault.note);
-                }
-                let next = self.withdraw_slices(key, snapshot, record, |_| true).await;
-                next.merge(Next::after(REPORT_INTERVAL))
+                let fault = (!terminating).then_some(Warning::Service(fault.reason, fault.note));
+                let next = self.report(&regarding(), fault, record);
+                next.merge(self.withdraw_slices(key, snapshot, record, |_| true).await)
             }
             Some(Ok(_)) if snapshot.stale => Next::after(EXPECTATION_TTL),
             Some(Ok(annotated)) if terminating => {
@@ -295,8 +295,9 @@ impl ServiceWorkers {
             Some(Ok(annotated)) => {
                 let outcome = self.apply_slices(key, &annotated.spec, service, snapshot, record).await;
                 let foreign = foreign(snapshot).unwrap_or_default();
-                let warnings = service_warnings(&annotated.spec, &outcome, &foreign);
-                let warnings = warnings.into_iter().map(|(reason, note)| Warning::Service(reason, note));
+                let warnings =
+                    service_warnings(&annotated.spec, &outcome.network, &outcome.desired, &foreign);
+                let warnings = warnings.into_iter().map(|event| Warning::Service(event.reason, event.note));
                 let warnings = warnings.chain(pod_warnings(&outcome.desired));
                 let next = self.report(&regarding(), warnings, record);
                 next.merge(record_slices(key, &outcome, record))
@@ -336,9 +337,12 @@ impl ServiceWorkers {
     ) -> SliceOutcome {
         let owner = service.slice_owner(spec);
         let (desired, network, plan) = self.plan_slices(spec, &owner, service, snapshot, record.last_planned);
-        record.last_planned = Some(Timestamp::now());
+        let planned = Timestamp::now();
         let result = self.writer.apply_slices(key, Some(&owner), &plan).await;
-        SliceOutcome { desired, network, result }
+        if result.is_ok() {
+            record.last_planned = Some(planned);
+        }
+        SliceOutcome { desired, network, written: !plan.is_empty(), result }
     }
 
     fn plan_slices(
@@ -382,6 +386,7 @@ impl ServiceWorkers {
         observed: &ObservedNetworkService,
         snapshot: &ServiceSnapshot,
         state: ServiceState<'_>,
+        slices_written: bool,
         record: &mut ServiceRecord,
     ) -> Next {
         let foreign = foreign(snapshot);
@@ -389,7 +394,7 @@ impl ServiceWorkers {
         let (generation, time) = (observed.generation, Timestamp::now());
         let plan = status(&StatusInput { generation, old, state, foreign: foreign.as_deref(), now: time });
         let since = record.status_written_at.map(|at| now().saturating_duration_since(at));
-        match decide_status_write(old, &plan.status, since) {
+        match decide_status_write(old, &plan.status, since, slices_written) {
             StatusWrite::None => return Next::ON_CHANGE,
             StatusWrite::After(wait) => return Next::after(wait),
             StatusWrite::Now => {}
@@ -420,27 +425,31 @@ impl ServiceWorkers {
         }
     }
 
-    /// Records an event about each warning that was not reported. Returns when to record the others.
+    /// Records an event about each warning that is due. Returns when to record the others.
     fn report<'a>(
         &self,
         regarding: &ObjectReference,
         warnings: impl IntoIterator<Item = Warning<'a>>,
         record: &mut ServiceRecord,
     ) -> Next {
-        let (new, withheld) = record.unreported(warnings, now());
-        for warning in new {
-            let (reason, note) = match warning {
-                Warning::Service(reason, note) => (reason, note),
+        let (due, later) = record.unreported(warnings, now());
+        let mut next = later.map_or(Next::ON_CHANGE, Next::after);
+        for warning in due {
+            let (reason, note) = match &warning {
+                Warning::Service(reason, note) => (*reason, note.clone()),
                 Warning::Pod(fault) => (fault.reason.as_str(), fault.to_string()),
             };
-            self.record_warning(regarding, reason, note);
+            if !self.record_warning(regarding, reason, note) {
+                next = next.merge(Next::after(record.event_dropped(&warning)));
+            }
         }
-        withheld.map_or(Next::ON_CHANGE, Next::after)
+        next
     }
 
-    fn record_warning(&self, regarding: &ObjectReference, reason: &'static str, note: String) {
+    /// Returns false if the event was dropped.
+    fn record_warning(&self, regarding: &ObjectReference, reason: &'static str, note: String) -> bool {
         let event = EventDraft { warning: true, reason, action: "Reconcile", note };
-        self.recorder.record(regarding.clone(), event);
+        self.recorder.record(regarding.clone(), event)
     }
 }
 
@@ -452,10 +461,14 @@ fn record_slices(key: &ServiceKey, outcome: &SliceOutcome, record: &mut ServiceR
             debug!(service = %key, "conflict with another writer, planning again");
             Next::after(record.record_conflict())
         }
-        // Everything in the namespace goes with it.
-        Err(error) if error.is_namespace_gone() => Next::ON_CHANGE.not_before(MIN_RETRY),
+        Err(error) if error.is_namespace_gone() => namespace_gone(record),
         Err(error) => record_failure(key, error, record),
     }
+}
+
+/// Everything in the namespace goes with it, unless a list of namespaces shows only the one that replaced it.
+fn namespace_gone(record: &mut ServiceRecord) -> Next {
+    Next::after(record.record_failure(now())).not_before(MIN_RETRY)
 }
 
 fn record_failure(key: &ServiceKey, error: &Error, record: &mut ServiceRecord) -> Next {
@@ -472,33 +485,6 @@ fn without_creates(service: &ObservedService) -> ObservedService {
 
 fn pod_warnings(desired: &DesiredEndpoints) -> impl Iterator<Item = Warning<'_>> {
     desired.faults.iter().map(Warning::Pod)
-}
-
-/// What a NetworkService would say in its conditions, about a Service, which has none.
-fn service_warnings(
-    spec: &ServiceSpec,
-    outcome: &SliceOutcome,
-    foreign: &[ForeignObject],
-) -> Vec<(&'static str, String)> {
-    let mut warnings = Vec::new();
-    if !outcome.network.is_found() {
-        let note = format!(
-            "NetworkAttachmentDefinition {} does not exist; create it or correct the annotation",
-            spec.network
-        );
-        warnings.push(("NetworkNotFound", note));
-    }
-    for duplicate in &outcome.desired.duplicates {
-        let note = format!(
-            "not published, because it is unknown which pod answers: {duplicate}; give each pod an address of its own"
-        );
-        warnings.push(("DuplicateAddress", note));
-    }
-    if let Some(object) = foreign.first() {
-        let note = format!("DNS also answers with the addresses of {object} and {} more", foreign.len() - 1);
-        warnings.push(("ForeignEndpoints", note));
-    }
-    warnings
 }
 
 /// What publishes endpoints for the Service and is not managed by Patchbay. None while that is not known.

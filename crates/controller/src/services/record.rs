@@ -1,7 +1,7 @@
 //! What the controller remembers between two reconciles of a service. It only saves writes and events; all of it may be lost.
 
 use std::{
-    collections::HashSet,
+    collections::HashMap,
     hash::{BuildHasher as _, BuildHasherDefault, DefaultHasher, Hash},
     time::{Duration, Instant},
 };
@@ -20,8 +20,10 @@ const ORPHAN_GRACE: Duration = Duration::from_secs(5);
 
 /// The events of one service: at once up to this number, then one per interval.
 const EVENT_BURST: u32 = 25;
-/// How often a warning is repeated that holds and that only events report. The API server forgets events after an hour.
-pub const REPORT_INTERVAL: Duration = Duration::from_mins(30);
+/// How often a warning is repeated that holds. The API server forgets events after an hour, and may reject one.
+const REPORT_INTERVAL: Duration = Duration::from_mins(30);
+/// When an event is recorded again that the full queue of events did not take.
+const DROPPED_EVENT_RETRY: Duration = Duration::from_secs(10);
 const EVENT_INTERVAL: Duration = Duration::from_mins(1);
 /// The warnings of one service that are remembered. At one event per interval, the next ones would wait for days.
 const MAX_REPORTED: usize = 4096;
@@ -29,11 +31,13 @@ const MAX_REPORTED: usize = 4096;
 pub struct ServiceRecord {
     /// There is nothing to remember.
     gone: bool,
-    /// When the slices were last planned.
+    /// When the slices were planned that were last written: the retry of a failed write has the same cause as the first.
     pub last_planned: Option<Timestamp>,
     /// The delays after failures: from 1 s, doubled to 60 s, without end.
     retry: Retry,
     conflicts: Backoff,
+    /// The last of these delays.
+    conflict_delay: Duration,
     /// Whether this reconcile had a conflict.
     conflicted: bool,
     /// Whether this reconcile failed.
@@ -48,19 +52,19 @@ pub struct ServiceRecord {
     service_in_place: Option<Instant>,
     /// A digest of what the Service was planned from.
     service_desired: Option<u64>,
+    /// What another client changes back, while it does.
+    pub changed_back: Option<String>,
     /// Why the Service could not be written.
     pub service_failure: Option<String>,
     /// The UID of the Service that belongs to a NetworkService that does not exist, and since when.
     orphan: Option<(String, Instant)>,
-    /// The last warning that only events report, and when.
-    service_fault: Option<(u64, Instant)>,
     pub status_written_at: Option<Instant>,
     /// The resourceVersion of the NetworkService before its status was written.
     status: Option<PendingWrite<String>>,
     /// The resourceVersion of the Service before it was written; None if it did not exist.
     service: Option<PendingWrite<Option<String>>>,
-    /// Digests of the warnings that hold and were recorded.
-    reported: HashSet<u64>,
+    /// Digests of the warnings that hold and were recorded, and when they were.
+    reported: HashMap<u64, Instant>,
     /// How many events may be recorded, and since when.
     events: (u32, Option<Instant>),
 }
@@ -90,6 +94,7 @@ impl Default for ServiceRecord {
             // One leader retries, so the delays need no random part.
             retry: Retry::new(Backoff::exact(MIN_RETRY, MAX_RETRY)),
             conflicts: Backoff::exact(MIN_CONFLICT_RETRY, MAX_CONFLICT_RETRY),
+            conflict_delay: MIN_CONFLICT_RETRY,
             conflicted: false,
             failed: false,
             service_writes: Retry::new(Backoff::exact(MIN_RETRY, MAX_RETRY)),
@@ -97,13 +102,13 @@ impl Default for ServiceRecord {
             service_delay: Duration::ZERO,
             service_in_place: None,
             service_desired: None,
+            changed_back: None,
             service_failure: None,
             orphan: None,
-            service_fault: None,
             status_written_at: None,
             status: None,
             service: None,
-            reported: HashSet::new(),
+            reported: HashMap::new(),
             events: (EVENT_BURST, None),
         }
     }
@@ -119,16 +124,21 @@ impl ServiceRecord {
         self.gone
     }
 
-    /// Records a failed reconcile. Returns when to retry.
+    /// Records a failed reconcile. Returns when to retry: the delay doubles once per reconcile, however many of its writes fail
+    /// (R34).
     pub fn record_failure(&mut self, now: Instant) -> Duration {
-        self.failed = true;
+        if std::mem::replace(&mut self.failed, true) {
+            return self.retry.remaining(now).unwrap_or(MIN_RETRY);
+        }
         self.retry.failed(now)
     }
 
-    /// Records that another writer was first. Returns when to plan again.
+    /// Records that another writer was first. Returns when to plan again; the delay doubles once per reconcile.
     pub fn record_conflict(&mut self) -> Duration {
-        self.conflicted = true;
-        self.conflicts.next_delay()
+        if !std::mem::replace(&mut self.conflicted, true) {
+            self.conflict_delay = self.conflicts.next_delay();
+        }
+        self.conflict_delay
     }
 
     /// Whether a conflict with this delay is the first one.
@@ -171,10 +181,24 @@ impl ServiceRecord {
         self.service_delay
     }
 
-    /// Records that the Service is as planned.
-    pub fn service_in_place(&mut self, now: Instant) {
+    /// Records that the Service is as planned. Returns when to check again whether it stays so, if another client changed it
+    /// back before.
+    pub fn service_in_place(&mut self, now: Instant) -> Option<Duration> {
         self.service_failure = None;
-        self.service_in_place.get_or_insert(now);
+        let since = *self.service_in_place.get_or_insert(now);
+        let rest = self.service_delay.saturating_sub(now.saturating_duration_since(since));
+        if rest.is_zero() {
+            self.changed_back = None;
+        }
+        self.changed_back.as_ref().map(|_| rest)
+    }
+
+    /// Records that the Service waits for its next write, because the last one did not last. The message counts from the
+    /// second write on: a user may change a Service once.
+    pub fn service_changed_back(&mut self, message: String) {
+        if self.service_delay > MIN_RETRY {
+            self.changed_back = Some(message);
+        }
     }
 
     /// Records that the Service is not as planned. If it was for longer than the last delay, no other writer works against
@@ -190,6 +214,7 @@ impl ServiceRecord {
         self.service_writes.succeeded();
         self.service_creates.succeeded();
         self.service_delay = Duration::ZERO;
+        self.changed_back = None;
     }
 
     /// How long to wait before the Service is written again, or created.
@@ -212,18 +237,6 @@ impl ServiceRecord {
         (!rest.is_zero()).then_some(rest)
     }
 
-    /// Whether a warning that only events report must be recorded now: it is new, or it was recorded long ago.
-    pub fn is_unreported(&mut self, reason: &'static str, note: &str, now: Instant) -> bool {
-        let digest = digest((reason, note));
-        let known = self
-            .service_fault
-            .is_some_and(|(last, at)| last == digest && now.saturating_duration_since(at) < REPORT_INTERVAL);
-        if !known {
-            self.service_fault = Some((digest, now));
-        }
-        !known
-    }
-
     /// How long to wait for the watch to deliver a write of the Service.
     pub fn awaits_service(&self, current: Option<&String>, now: Instant) -> Option<Duration> {
         self.service.as_ref()?.remaining(&current.cloned(), now)
@@ -239,33 +252,63 @@ impl ServiceRecord {
         self.status.as_ref()?.remaining(current, now)
     }
 
-    /// The warnings that were not reported since they began to hold, at most as many as may be recorded now. The others are
-    /// returned after the returned time, and those that no longer hold are forgotten.
+    /// The warnings to record now: those that were not recorded since they began to hold, or long ago, at most as many as may
+    /// be recorded. Warnings that no longer hold are forgotten. The time says when to ask again; None if nothing holds.
     pub fn unreported<W: Hash>(
         &mut self,
         warnings: impl IntoIterator<Item = W>,
         now: Instant,
     ) -> (Vec<W>, Option<Duration>) {
         self.refill_events(now);
-        let mut holding = HashSet::new();
-        let (mut new, mut withheld) = (Vec::new(), false);
+        let mut holding: HashMap<u64, Instant> = HashMap::new();
+        let (mut due, mut repeats, mut withheld) = (Vec::new(), Vec::new(), false);
         for warning in warnings {
             let digest = digest(&warning);
-            if !self.reported.contains(&digest) && !holding.contains(&digest) {
-                if holding.len() >= MAX_REPORTED {
-                    continue;
-                }
-                if self.events.0 == 0 {
-                    withheld = true;
-                    continue;
-                }
-                self.events.0 -= 1;
-                new.push(warning);
+            if holding.contains_key(&digest) || holding.len() >= MAX_REPORTED {
+                continue;
             }
-            holding.insert(digest);
+            match self.reported.get(&digest).copied() {
+                Some(at) => {
+                    holding.insert(digest, at);
+                    if now.saturating_duration_since(at) >= REPORT_INTERVAL {
+                        repeats.push((digest, warning));
+                    }
+                }
+                None if self.take_event() => {
+                    holding.insert(digest, now);
+                    due.push(warning);
+                }
+                None => withheld = true,
+            }
+        }
+        // New warnings come first.
+        for (digest, warning) in repeats {
+            if self.take_event() {
+                holding.insert(digest, now);
+                due.push(warning);
+            } else {
+                withheld = true;
+            }
         }
         self.reported = holding;
-        (new, withheld.then(|| self.next_event(now)))
+        let repeat = |at: &Instant| REPORT_INTERVAL.saturating_sub(now.saturating_duration_since(*at));
+        let next =
+            if withheld { Some(self.next_event(now)) } else { self.reported.values().map(repeat).min() };
+        (due, next)
+    }
+
+    /// Records that the event about a warning was dropped. Returns when to record it again.
+    pub fn event_dropped(&mut self, warning: impl Hash) -> Duration {
+        self.reported.remove(&digest(warning));
+        self.events.0 = (self.events.0 + 1).min(EVENT_BURST);
+        DROPPED_EVENT_RETRY
+    }
+
+    /// Takes the permission to record an event, if there is one.
+    fn take_event(&mut self) -> bool {
+        let left = self.events.0.checked_sub(1);
+        self.events.0 = left.unwrap_or_default();
+        left.is_some()
     }
 
     /// How long until another event may be recorded.
@@ -294,18 +337,24 @@ fn digest(value: impl Hash) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
-    fn retries_double_from_1_s_to_60_s_and_start_again_after_a_success() {
+    fn retries_double_from_1_s_to_60_s_and_start_again_after_a_success_as_r34_says() {
         let (mut record, now) = (ServiceRecord::default(), Instant::now());
-        let delays: Vec<u64> = (0..9).map(|_| record.record_failure(now).as_secs()).collect();
+        let fail = |record: &mut ServiceRecord| {
+            // The slices and the status fail.
+            let delays = (record.record_failure(now), record.record_failure(now));
+            assert_eq!(delays.0, delays.1, "one failure per reconcile");
+            record.finish();
+            delays.0.as_secs()
+        };
+        let delays: Vec<u64> = (0..9).map(|_| fail(&mut record)).collect();
         assert_eq!(delays, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
         record.finish();
-        assert_eq!(record.record_failure(now), Duration::from_secs(60), "the failed reconcile itself");
-        record.finish();
-        record.finish();
-        assert_eq!(record.record_failure(now), Duration::from_secs(1));
+        assert_eq!(fail(&mut record), 1);
     }
 
     #[test]
@@ -333,6 +382,24 @@ mod tests {
     }
 
     #[test]
+    fn a_service_counts_as_changed_back_until_it_stayed_in_place_for_the_last_delay() {
+        let (mut record, now) = (ServiceRecord::default(), Instant::now());
+        let second = Duration::from_secs(1);
+        let written = || Some("1".to_owned());
+        record.service_written(written(), now);
+        record.service_changed_back("labels".to_owned());
+        assert_eq!(record.changed_back, None, "one change");
+        record.service_written(written(), now);
+        record.service_changed_back("labels".to_owned());
+        assert_eq!(record.changed_back.as_deref(), Some("labels"));
+        assert_eq!(record.service_in_place(now), Some(second * 2));
+        assert_eq!(record.service_in_place(now + second), Some(second));
+        assert_eq!(record.changed_back.as_deref(), Some("labels"));
+        assert_eq!(record.service_in_place(now + second * 2), None);
+        assert_eq!(record.changed_back, None);
+    }
+
+    #[test]
     fn a_change_of_the_networkservice_does_not_wait_for_the_delays_of_earlier_writes() {
         let (mut record, now) = (ServiceRecord::default(), Instant::now());
         record.service_planned(1);
@@ -344,12 +411,28 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_that_only_events_report_is_repeated() {
+    fn a_warning_that_holds_is_repeated() {
         let (mut record, now) = (ServiceRecord::default(), Instant::now());
-        assert!(record.is_unreported("SelectorSet", "a", now));
-        assert!(!record.is_unreported("SelectorSet", "a", now));
-        assert!(record.is_unreported("SelectorSet", "b", now));
-        assert!(record.is_unreported("SelectorSet", "b", now + REPORT_INTERVAL));
+        let later = now + REPORT_INTERVAL / 3;
+        assert_eq!(record.unreported(["a"], now), (vec!["a"], Some(REPORT_INTERVAL)));
+        assert_eq!(record.unreported(["a", "b"], later), (vec!["b"], Some(REPORT_INTERVAL / 3 * 2)));
+        assert_eq!(
+            record.unreported(["a", "b"], now + REPORT_INTERVAL),
+            (vec!["a"], Some(REPORT_INTERVAL / 3))
+        );
+        assert_eq!(record.unreported([""; 0], now + REPORT_INTERVAL), (vec![], None));
+    }
+
+    #[test]
+    fn a_warning_whose_event_was_dropped_is_recorded_again() {
+        let (mut record, now) = (ServiceRecord::default(), Instant::now());
+        assert_eq!(report(&mut record, &["a", "b"], now), ["a", "b"]);
+        assert_eq!(record.event_dropped("b"), DROPPED_EVENT_RETRY);
+        assert_eq!(report(&mut record, &["a", "b"], now), ["b"]);
+        for _ in 0..100 {
+            record.event_dropped("b");
+            assert_eq!(report(&mut record, &["a", "b"], now), ["b"], "a dropped event counts for no limit");
+        }
     }
 
     #[test]
@@ -357,6 +440,7 @@ mod tests {
         let mut record = ServiceRecord::default();
         let conflict = |record: &mut ServiceRecord| {
             let delay = record.record_conflict();
+            assert_eq!(record.record_conflict(), delay, "one conflict per reconcile");
             record.finish();
             delay.as_millis()
         };
@@ -412,19 +496,19 @@ mod tests {
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL / 4);
         assert_eq!((new.len(), due), (0, Some(EVENT_INTERVAL * 3 / 4)));
         let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL);
-        assert_eq!((new, due), (vec![25], None));
-        assert_eq!(record.unreported(0..26, now + EVENT_INTERVAL * 9), (vec![], None));
+        assert_eq!((new, due), (vec![25], REPORT_INTERVAL.checked_sub(EVENT_INTERVAL)));
+        let (new, due) = record.unreported(0..26, now + EVENT_INTERVAL * 9);
+        assert_eq!((new, due), (vec![], REPORT_INTERVAL.checked_sub(EVENT_INTERVAL * 9)));
     }
 
     #[test]
     fn every_one_of_many_warnings_is_reported_in_the_end() {
         let (mut record, mut now) = (ServiceRecord::default(), Instant::now());
         let mut reported = HashSet::new();
-        loop {
+        for _ in 0..1000 {
             let (new, due) = record.unreported(0..1000, now);
             reported.extend(new);
-            let Some(due) = due else { break };
-            now += due;
+            now += due.expect("they hold");
         }
         assert_eq!(reported.len(), 1000);
     }

@@ -245,7 +245,22 @@ mod tests {
     }
 
     #[test]
-    fn an_update_carries_uid_and_resource_version_and_a_create_does_not() {
+    fn r29_deprecated_topology_is_never_written_and_is_removed() {
+        let spec = spec(None);
+        let creates = plan(&spec, &[]).creates;
+        let objects = creates.iter().enumerate().map(|(number, content)| {
+            let mut object = stored(&slice_object("ns", &owner(&spec), content, None), number);
+            assert!(object["endpoints"][0].get("deprecatedTopology").is_none(), "{object}");
+            object["endpoints"][0]["deprecatedTopology"] = json!({"topology.kubernetes.io/zone": "zone-2"});
+            project::slice(serde_json::from_value(object).unwrap()).unwrap().1
+        });
+        let observed: Vec<ObservedSlice> = objects.collect();
+        let observed: Vec<&ObservedSlice> = observed.iter().collect();
+        assert_eq!(plan(&spec, &observed).updates.len(), 2);
+    }
+
+    #[test]
+    fn r38_an_update_carries_uid_and_resource_version_and_a_create_does_not() {
         let spec = spec(None);
         let content = plan(&spec, &[]).creates.remove(0);
         let target = SliceTarget { name: "db-1".into(), uid: "uid-1".into(), resource_version: "7".into() };

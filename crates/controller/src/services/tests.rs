@@ -1,4 +1,7 @@
-use client::fence::LeaseFence;
+mod events;
+
+use client::{decode::MetadataObject, fence::LeaseFence, watch::StreamEvent};
+use futures::stream;
 use serde_json::json;
 
 use super::*;
@@ -7,6 +10,7 @@ use crate::{
         add_labelled_service, add_network_service, add_pod, add_service, add_slice, delete_network_service,
         list_all, remove_service, set_service_spec, unlist_foreign,
     },
+    cache::watches::CacheFiller,
     leader::tests::FakeApiServer,
 };
 
@@ -193,9 +197,10 @@ fn pauses_and_times_of_two_results_are_combined() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_service_that_another_writer_changes_back_still_gets_its_slices() {
+async fn a_service_that_another_writer_changes_back_gets_its_slices_and_is_not_ready() {
     let (context, server, _tasks) = start();
     let services = context.cache.services();
+    add_nad(&context);
     add_pod(services, "p", "db", "192.168.9.1");
     add_network_service(services, "ns", "db", "db");
     // A policy adds a label to every Service: the patch succeeds and changes nothing.
@@ -204,7 +209,15 @@ async fn a_service_that_another_writer_changes_back_still_gets_its_slices() {
     let patches = writes(&server).into_iter().filter(|write| write == "PATCH ns/services/db").count();
     assert!((2..=6).contains(&patches), "{patches} patches in 30 s");
     assert!(writes(&server).contains(&"POST ns/endpointslices".to_owned()), "{:?}", writes(&server));
-    assert!(writes(&server).contains(&"PATCH ns/networkservices/db/status".to_owned()));
+    let ready = &last_status(&server)["conditions"][0];
+    assert_eq!((&ready["status"], &ready["reason"]), (&json!("False"), &json!("NotReady")));
+    let message = ready["message"].as_str().unwrap();
+    assert!(message.contains("changes metadata.labels of Service db back"), "{message}");
+    // The client stops.
+    set_service_spec(services, "db", 9, &json!({}));
+    tokio::time::sleep(Duration::from_secs(40)).await;
+    let message = last_status(&server)["conditions"][0]["message"].take();
+    assert_eq!(message, "1 of 1 endpoints are ready");
 }
 
 #[tokio::test(start_paused = true)]
@@ -225,6 +238,48 @@ async fn nothing_is_created_in_a_namespace_that_is_being_deleted() {
     );
     settle().await;
     assert_eq!(writes(&server), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
+async fn services_of_a_namespace_that_is_created_again_are_reconciled_when_the_cache_shows_it() {
+    let (context, server, _tasks) = start();
+    let LeaderContext { client, cache, metrics, .. } = &context;
+    let filler = CacheFiller { client: client.clone(), cache: cache.clone(), metrics: metrics.clone() };
+    let object = |deleting: Option<&str>| {
+        let object = json!({"metadata": {"name": "ns", "uid": "u", "deletionTimestamp": deleting}});
+        serde_json::from_value::<MetadataObject>(object).unwrap()
+    };
+    let old = || object(Some("2026-01-01T00:00:00Z"));
+    let mirror = async |events: Vec<StreamEvent<MetadataObject>>| {
+        filler.mirror_namespaces(stream::iter(events)).await;
+        settle().await;
+    };
+    mirror(vec![StreamEvent::Applied(old())]).await;
+    // The watch of NetworkServices is ahead of the watch of namespaces.
+    add_network_service(cache.services(), "ns", "db", "db");
+    settle().await;
+    assert_eq!(writes(&server), Vec::<String>::new(), "the cache shows the deleted namespace");
+    mirror(vec![StreamEvent::Deleted(old()), StreamEvent::Applied(object(None))]).await;
+    assert_eq!(count(&server, "POST ns/services"), 1);
+    // A list that has the new namespace in place of the old one.
+    mirror(vec![StreamEvent::Applied(old())]).await;
+    remove_service(cache.services(), "db");
+    add_network_service(cache.services(), "ns", "other", "db");
+    settle().await;
+    let created = count(&server, "POST ns/services");
+    mirror(vec![StreamEvent::ListStarted, StreamEvent::Applied(object(None)), StreamEvent::ListDone]).await;
+    assert!(count(&server, "POST ns/services") > created, "{:?}", writes(&server));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_whose_namespace_is_missing_is_retried() {
+    let (context, server, _tasks) = start();
+    server.missing.lock().unwrap().push(("POST", "/services"));
+    add_network_service(context.cache.services(), "ns", "db", "db");
+    settle().await;
+    server.missing.lock().unwrap().clear();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(count(&server, "POST ns/services"), 2);
 }
 
 fn count(server: &FakeApiServer, expected: &str) -> usize {
@@ -370,20 +425,42 @@ async fn the_slices_of_a_deleted_networkservice_are_withdrawn_if_the_garbage_col
     assert_eq!(writes(&server), ["DELETE ns/endpointslices/db-1"]);
 }
 
+/// Adds the NAD of the services of these tests.
+fn add_nad(context: &LeaderContext) {
+    let object = json!({
+        "metadata": {"namespace": "ns", "name": "blue", "uid": "uid", "resourceVersion": "1"},
+        "spec": {"config": json!({"cniVersion": "1.0.0", "type": "macvlan"}).to_string()},
+    });
+    let (at, nad) = crate::cache::project::nad(serde_json::from_value(object).unwrap()).unwrap();
+    context.cache.update(CacheSource::Nads, |state| {
+        state.nads.get_or_insert_default().insert(at, nad);
+        true
+    });
+}
+
 #[tokio::test(start_paused = true)]
-async fn warnings_beyond_the_limit_are_sent_later_without_a_change() {
+async fn r33_the_retry_of_a_failed_write_has_the_trigger_time_of_the_first() {
     let (context, server, _tasks) = start();
     let services = context.cache.services();
-    for number in 0..30 {
-        add_pod(services, &format!("p-{number}"), "db", "169.254.0.1");
-    }
+    add_nad(&context);
+    add_pod(services, "p", "db", "192.168.9.1");
+    server.rejections.lock().unwrap().push(("POST", "/endpointslices", "no quota".to_owned()));
     set_service_spec(services, "db", 1, &json!({}));
     add_network_service(services, "ns", "db", "db");
-    let events = || count(&server, "POST ns/events");
-    tokio::time::sleep(Duration::from_secs(30)).await;
-    assert_eq!(events(), 25);
-    tokio::time::sleep(Duration::from_mins(6)).await;
-    assert_eq!(events(), 30);
+    settle().await;
+    server.rejections.lock().unwrap().clear();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let requests = server.requests.lock().unwrap();
+    let slices =
+        requests.iter().filter(|(method, path, _)| method == "POST" && path.ends_with("/endpointslices"));
+    let slices = slices.map(|(.., body)| serde_json::from_str::<serde_json::Value>(body).unwrap());
+    let times: Vec<String> = slices
+        .filter(|slice| slice["addressType"] == "IPv4")
+        .map(|slice| {
+            slice["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"].to_string()
+        })
+        .collect();
+    assert_eq!(times, ["\"2026-01-01T00:00:00Z\""; 2]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -89,8 +89,18 @@ fn writers(metadata: &ObjectMeta) -> String {
 }
 
 /// Fails if other controllers rightly publish endpoints for the Service. `owner` is the UID of its NetworkService; without
-/// one, the Service must be annotated for Patchbay.
-pub fn check_service(service: &Service, owner: Option<&str>) -> Result<(), &'static str> {
+/// one, the Service must be annotated for Patchbay. Endpoints without a Service may be in use: volumes of GlusterFS name an
+/// Endpoints object.
+pub fn check_service(service: Option<&Service>, owner: Option<&str>) -> Result<(), &'static str> {
+    let Some(service) = service else {
+        return Err(match owner {
+            Some(_) => {
+                "does not exist, so the endpoints of this name may be in use without it; wait until the controller has \
+                 created the Service, or read the condition Ready of the NetworkService"
+            }
+            None => "does not exist; set --namespace if it is in another namespace",
+        });
+    };
     let metadata = &service.metadata;
     let selects = service.spec.as_ref().and_then(|spec| spec.selector.as_ref());
     let controller =
@@ -181,6 +191,12 @@ endpointslice/web-1   3           none, written by kubectl, helm
     }
 
     #[test]
+    fn endpoints_without_a_service_are_not_deleted() {
+        assert!(check_service(None, Some("u")).unwrap_err().contains("may be in use without it"));
+        assert!(check_service(None, None).unwrap_err().contains("set --namespace"));
+    }
+
+    #[test]
     fn endpoints_of_a_service_that_is_not_ours_are_not_deleted() {
         let headless = json!({"clusterIP": "None"});
         let owned = |uid: &str, controller: bool| {
@@ -188,23 +204,29 @@ endpointslice/web-1   3           none, written by kubectl, helm
                 {"apiVersion": "patchbay.dev/v1alpha1", "kind": "NetworkService", "name": "web", "uid": uid, "controller": controller},
             ]}})
         };
-        assert_eq!(check_service(&service(owned("u", true)), Some("u")), Ok(()));
+        assert_eq!(check_service(Some(&service(owned("u", true))), Some("u")), Ok(()));
         for other in [owned("x", true), owned("u", false), json!({})] {
-            assert!(check_service(&service(other), Some("u")).unwrap_err().contains("not controlled by"));
+            assert!(
+                check_service(Some(&service(other)), Some("u")).unwrap_err().contains("not controlled by")
+            );
         }
         let annotated =
             json!({"spec": headless, "metadata": {"annotations": {"patchbay.dev/service-network": "core"}}});
-        assert_eq!(check_service(&service(annotated.clone()), None), Ok(()));
-        assert!(check_service(&service(json!({})), None).unwrap_err().contains("no annotation"));
+        assert_eq!(check_service(Some(&service(annotated.clone())), None), Ok(()));
+        assert!(check_service(Some(&service(json!({}))), None).unwrap_err().contains("no annotation"));
         for (mut selecting, owner) in [(owned("u", true), Some("u")), (annotated, None)] {
             selecting["spec"] = json!({"selector": {"app": "web"}});
             assert!(
-                check_service(&service(selecting.clone()), owner).unwrap_err().contains("has a selector")
+                check_service(Some(&service(selecting.clone())), owner)
+                    .unwrap_err()
+                    .contains("has a selector")
             );
             for spec in [json!({"clusterIP": "10.96.0.9"}), json!({"type": "ExternalName"})] {
                 selecting["spec"] = spec;
                 assert!(
-                    check_service(&service(selecting.clone()), owner).unwrap_err().contains("not headless")
+                    check_service(Some(&service(selecting.clone())), owner)
+                        .unwrap_err()
+                        .contains("not headless")
                 );
             }
         }

@@ -13,9 +13,10 @@ use api::{
 
 use super::{ClusterIp, ObservedService, ServiceSpec, ServiceType, SliceOwner, TrafficDistribution};
 
-/// The annotations by which a user asks for hints of the built-in controller, which then decides about hints alone (R28).
+/// The annotations that ask for hints of the built-in controller if they are `Auto`; it then decides about hints alone (R28).
+/// As there, the deprecated one comes first.
 const TOPOLOGY_ANNOTATIONS: [&str; 2] =
-    ["service.kubernetes.io/topology-mode", "service.kubernetes.io/topology-aware-hints"];
+    ["service.kubernetes.io/topology-aware-hints", "service.kubernetes.io/topology-mode"];
 
 /// A valid Service that the user owns.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,7 +85,10 @@ fn read(
     };
     let network = required(SERVICE_NETWORK_ANNOTATION, "[namespace/]name of a NetworkAttachmentDefinition")?;
     let network = parse_network(network, namespace).ok_or_else(|| {
-        let note = format!("{:?} is not [namespace/]name of a NetworkAttachmentDefinition", quote(network));
+        let note = format!(
+            "{:?} is invalid; set it to [namespace/]name of a NetworkAttachmentDefinition",
+            quote(network)
+        );
         bad(SERVICE_NETWORK_ANNOTATION, note)
     })?;
     let selector = required(SELECTOR_ANNOTATION, "a label selector such as app=db")?;
@@ -92,10 +96,15 @@ fn read(
         bad(SELECTOR_ANNOTATION, format!("{:?} is not a label selector: {error}", quote(selector)))
     })?;
     let interface = annotation(INTERFACE_ANNOTATION).map(str::parse::<IfName>).transpose();
-    let interface = interface.map_err(|error| bad(INTERFACE_ANNOTATION, format!("is invalid: {error}")))?;
+    let interface = interface.map_err(|error| {
+        bad(
+            INTERFACE_ANNOTATION,
+            format!("is invalid: {error}; set it to the name of an interface such as net1"),
+        )
+    })?;
     let hostnames = annotation(HOSTNAMES_ANNOTATION).map_or(Some(Hostnames::None), Hostnames::parse);
-    let hostnames =
-        hostnames.ok_or_else(|| bad(HOSTNAMES_ANNOTATION, "is neither None nor PodName".to_owned()))?;
+    let hostnames = hostnames
+        .ok_or_else(|| bad(HOSTNAMES_ANNOTATION, "is invalid; set it to None or PodName".to_owned()))?;
     Ok(ServiceSpec {
         namespace: namespace.clone(),
         name: name.clone(),
@@ -116,7 +125,8 @@ fn parse_network(text: &str, namespace: &str) -> Option<NadRef> {
 }
 
 fn traffic(service: &ObservedService) -> Option<TrafficDistribution> {
-    if TOPOLOGY_ANNOTATIONS.iter().any(|key| service.annotations.contains_key(*key)) {
+    let mode = TOPOLOGY_ANNOTATIONS.iter().find_map(|key| service.annotations.get(*key));
+    if mode.is_some_and(|mode| matches!(mode.as_str(), "Auto" | "auto")) {
         return None;
     }
     match service.traffic_distribution.as_deref()? {

@@ -35,10 +35,10 @@ pub struct EndpointInput<'a> {
 pub struct DesiredEndpoints {
     /// The endpoints by family and ports (R11, R16). An address is in one group only.
     pub groups: Vec<EndpointGroup>,
-    /// Where the endpoint of each address is: an index of `places`, which has `None` for an address that is withheld. There
+    /// Where the endpoint of each address is: an index of `positions`, which has `None` for an address that is withheld. There
     /// are two steps, so that each address is hashed once.
     indexes: HashMap<IpAddr, usize>,
-    places: Vec<Option<Place>>,
+    positions: Vec<Option<EndpointIndex>>,
     /// The number of selected pods that have not finished.
     pub pods: usize,
     pub counts: EndpointCounts,
@@ -62,13 +62,13 @@ pub struct EndpointGroup {
 
 /// The indexes of a group and of an endpoint in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct EndpointIndex {
     pub group: usize,
     pub endpoint: usize,
 }
 
 /// An address and the first pod that reports it.
-struct Claim<'a> {
+struct ReportedAddress<'a> {
     address: IpAddr,
     pod: &'a PodFacts,
 }
@@ -82,7 +82,7 @@ pub fn endpoints<'a>(
     let published = input.published.iter().map(|slice| slice.endpoints.len()).sum();
     desired.indexes.reserve(published);
     let retained = retained(input);
-    let mut claims: Vec<Claim<'_>> = Vec::with_capacity(published);
+    let mut reported: Vec<ReportedAddress<'_>> = Vec::with_capacity(published);
     // The pods of each address that several report.
     let mut several: BTreeMap<IpAddr, Vec<&PodFacts>> = BTreeMap::new();
     let mut found = Vec::new();
@@ -98,11 +98,11 @@ pub fn endpoints<'a>(
             }
             match desired.indexes.entry(address) {
                 hash_map::Entry::Vacant(vacant) => {
-                    vacant.insert(claims.len());
-                    claims.push(Claim { address, pod });
+                    vacant.insert(reported.len());
+                    reported.push(ReportedAddress { address, pod });
                 }
                 hash_map::Entry::Occupied(index) => {
-                    let pods = several.entry(address).or_insert_with(|| vec![claims[*index.get()].pod]);
+                    let pods = several.entry(address).or_insert_with(|| vec![reported[*index.get()].pod]);
                     // A pod that reports an address twice does so without another pod in between.
                     if pods.last().is_some_and(|last| last.uid != pod.uid) {
                         pods.push(pod);
@@ -111,15 +111,15 @@ pub fn endpoints<'a>(
             }
         }
     }
-    let mut builder = GroupBuilder::new(input.spec, claims.len());
+    let mut builder = GroupBuilder::new(input.spec, reported.len());
     let mut counts = [FamilyCounts::default(); 2];
-    for Claim { address, pod: first } in claims {
+    for ReportedAddress { address, pod: first } in reported {
         let pods = if several.is_empty() { None } else { several.get(&address) };
         let pod = pods.map_or(Some(first), |pods| duplicates::winner(pods));
         if pod.is_none() {
             desired.duplicates.extend(pods.and_then(|pods| DuplicateAddress::new(address, pods)));
         }
-        desired.places.push(pod.map(|pod| {
+        desired.positions.push(pod.map(|pod| {
             let endpoint = endpoint(input, pod, address);
             count(&mut counts[usize::from(address.is_ipv6())], &endpoint);
             builder.push(pod, endpoint)
@@ -150,8 +150,8 @@ fn bad_hostnames(groups: &[EndpointGroup]) -> impl Iterator<Item = PodFault> {
 
 impl DesiredEndpoints {
     /// Where the endpoint with an address is.
-    pub(super) fn place(&self, address: IpAddr) -> Option<Place> {
-        self.places.get(*self.indexes.get(&address)?).copied().flatten()
+    pub(super) fn index_of(&self, address: IpAddr) -> Option<EndpointIndex> {
+        self.positions.get(*self.indexes.get(&address)?).copied().flatten()
     }
 }
 
@@ -303,12 +303,12 @@ impl<'a> GroupBuilder<'a> {
         }
     }
 
-    fn push(&mut self, pod: &PodFacts, endpoint: Endpoint) -> Place {
+    fn push(&mut self, pod: &PodFacts, endpoint: Endpoint) -> EndpointIndex {
         let group = self.group(pod, Family::of(endpoint.address));
         let EndpointGroup { endpoints, ready_since, .. } = &mut self.groups[group];
         endpoints.push(endpoint);
         ready_since.push(pod.ready_since);
-        Place { group, endpoint: endpoints.len() - 1 }
+        EndpointIndex { group, endpoint: endpoints.len() - 1 }
     }
 
     /// The index of the group of a pod.

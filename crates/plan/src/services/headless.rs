@@ -85,6 +85,9 @@ pub struct ServicePort {
     pub app_protocol: Option<String>,
 }
 
+/// What to do about a client that works against the controller.
+const STOP_CLIENT: &str = "find the client in metadata.managedFields of the Service and stop it";
+
 /// What happens to the Service of a NetworkService.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ServiceDecision {
@@ -161,12 +164,24 @@ pub fn withheld(name: &str, service: Option<&ObservedService>, failure: Option<&
             "it is being deleted and is created again once it is gone".to_owned()
         }
         (_, Some(failure)) => format!("it could not be written: {failure}"),
-        (None, None) => "another client deletes it".to_owned(),
-        (Some(_), None) => {
-            "another client changes it back; find it in metadata.managedFields of the Service".to_owned()
+        (None, None) => {
+            "another client deletes it; find the client in the audit log of the API server and stop it"
+                .to_owned()
         }
+        (Some(_), None) => format!("another client changes it back; {STOP_CLIENT}"),
     };
     format!("Service {name} {state}; {cause}")
+}
+
+/// What to do about a client that changes the fields of this patch of a Service back.
+pub fn changed_back(name: &str, patch: &Value) -> String {
+    let fields = |part: &'static str| {
+        let keys = patch[part].as_object().into_iter().flat_map(Map::keys);
+        keys.filter(|key| !matches!(key.as_str(), "uid" | "resourceVersion"))
+            .map(move |key| format!("{part}.{key}"))
+    };
+    let fields: Vec<String> = fields("metadata").chain(fields("spec")).collect();
+    format!("another client changes {} of Service {name} back; {STOP_CLIENT}", fields.join(", "))
 }
 
 /// Whether the annotation on the Service names this NetworkService, and the Service can become what is planned.

@@ -99,9 +99,9 @@ fn unreadable(text: &str, index: usize, namespace: &str) -> Result<PodInterface,
 
 /// An address that an EndpointSlice can contain (R14, R15); otherwise its text and what is wrong.
 fn address(text: &Value) -> Result<IpAddr, String> {
-    let Some(text) = text.as_str() else { return Err("a value that is no text".to_owned()) };
+    let Some(text) = text.as_str() else { return Err("a value that is not a string".to_owned()) };
     let fault = |why: &str| Err(format!("{:?} ({why})", text.chars().take(64).collect::<String>()));
-    let Ok(address) = text.parse::<IpAddr>() else { return fault("no IP address") };
+    let Ok(address) = text.parse::<IpAddr>() else { return fault("not an IP address") };
     match address {
         _ if address.is_unspecified() => fault("the unspecified address"),
         _ if address.is_loopback() => fault("a loopback address"),

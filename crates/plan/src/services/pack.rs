@@ -17,7 +17,7 @@ pub struct PackInput<'a> {
     pub observed: &'a [&'a ObservedSlice],
     /// The maximum number of endpoints of a slice, at least 1: [`MAX_ENDPOINTS`].
     pub max: usize,
-    /// When the service was last planned by this process. Changes of readiness before that did not cause this plan (R33).
+    /// When the last plan was made that this process applied. A change of readiness before that caused no new endpoint (R33).
     pub last_planned: Option<Timestamp>,
 }
 
@@ -99,8 +99,10 @@ enum Placement {
     None,
     /// It is in the slice with this index.
     Same(usize),
-    /// It is in the slice with this index, and differs there.
+    /// It is in the slice with this index, and differs there, but not in the readiness of its pod.
     Changed(usize),
+    /// It is in the slice with this index, with another readiness of its pod.
+    ReadinessChanged(usize),
 }
 
 impl<'a> Packer<'a> {
@@ -158,7 +160,7 @@ impl<'a> Packer<'a> {
         for (at, slice) in slices.iter().enumerate() {
             for observed in &slice.endpoints {
                 let place = match observed {
-                    ObservedEndpoint::Known(endpoint) => self.desired.place(endpoint.address),
+                    ObservedEndpoint::Known(endpoint) => self.desired.index_of(endpoint.address),
                     ObservedEndpoint::Altered => None,
                 };
                 let place = place.filter(|place| place.group == index).map(|place| place.endpoint);
@@ -168,8 +170,16 @@ impl<'a> Packer<'a> {
                         sizes[at] += 1;
                         let same = *observed == group.endpoints[endpoint];
                         written[at] |= !same;
-                        placements[endpoint] =
-                            if same { Placement::Same(at) } else { Placement::Changed(at) };
+                        placements[endpoint] = match observed {
+                            _ if same => Placement::Same(at),
+                            ObservedEndpoint::Known(known)
+                                if known.conditions.serving
+                                    != group.endpoints[endpoint].conditions.serving =>
+                            {
+                                Placement::ReadinessChanged(at)
+                            }
+                            _ => Placement::Changed(at),
+                        };
                     }
                     None => written[at] = true,
                 }
@@ -185,7 +195,7 @@ impl<'a> Packer<'a> {
         for (endpoint, placement) in placements.iter().enumerate() {
             match placement {
                 Placement::None => rest.push(endpoint),
-                Placement::Same(at) | Placement::Changed(at) => {
+                Placement::Same(at) | Placement::Changed(at) | Placement::ReadinessChanged(at) => {
                     if let Some(index) = filled_index[*at] {
                         filled[index].endpoints.push(endpoint);
                     }
@@ -235,13 +245,20 @@ impl<'a> Packer<'a> {
         endpoints: &[usize],
         placements: &[Placement],
     ) -> Option<Timestamp> {
-        let changed = |endpoint: &&usize| !matches!(placements[**endpoint], Placement::Same(_));
-        let time = |endpoint: &usize| Some(group.ready_since[*endpoint]?.max(self.input.owner.created));
-        // Kubernetes stores whole seconds: a change in the second of the last plan may have come after it.
-        let caused = |time: &Timestamp| {
-            self.input.last_planned.is_none_or(|planned| time.as_second() >= planned.as_second())
+        // Kubernetes stores whole seconds, and the watch may deliver a change in the second after it.
+        let is_new = |time: Timestamp| {
+            self.input.last_planned.is_none_or(|planned| time.as_second() + 1 >= planned.as_second())
         };
-        endpoints.iter().filter(changed).filter_map(time).filter(caused).min()
+        let caused = |endpoint: &usize| {
+            let time = group.ready_since[*endpoint]?.max(self.input.owner.created);
+            let caused = match placements[*endpoint] {
+                Placement::Same(_) => false,
+                Placement::ReadinessChanged(_) => true,
+                Placement::None | Placement::Changed(_) => is_new(time),
+            };
+            caused.then_some(time)
+        };
+        endpoints.iter().filter_map(caused).min()
     }
 
     fn metadata_differs(&self, slice: &ObservedSlice) -> bool {

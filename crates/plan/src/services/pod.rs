@@ -101,7 +101,7 @@ pub enum FaultReason {
     AddressOutsideSubnets,
     /// An address that the BridgeNetwork allocates to no pod.
     AddressReserved,
-    /// The name of the pod is no DNS label, so it gets no DNS name.
+    /// The name of the pod is not a DNS label, so it gets no DNS name.
     BadHostname,
 }
 
@@ -139,19 +139,22 @@ impl fmt::Display for PodFault {
                 write!(f, "pod {pod}: {detail} in {NETWORK_STATUS_ANNOTATION} and is left out")
             }
             FaultReason::BadAddress => {
-                write!(f, "pod {pod}: {detail} in its network-status cannot be an endpoint and is left out")
+                write!(
+                    f,
+                    "pod {pod}: {detail} in its network-status cannot be an endpoint and is left out; correct the IPAM of the network"
+                )
             }
             FaultReason::AddressOutsideSubnets => write!(
                 f,
-                "pod {pod}: address {detail} is outside of the subnets of the BridgeNetwork and is left out"
+                "pod {pod}: address {detail} is outside of the subnets of the BridgeNetwork and is left out; add its subnet to spec.ipam.subnets or give the pod another address"
             ),
             FaultReason::AddressReserved => write!(
                 f,
-                "pod {pod}: address {detail} is a gateway of the BridgeNetwork or excluded by it and is left out"
+                "pod {pod}: address {detail} is a gateway of the BridgeNetwork or excluded by it and is left out; correct spec.ipam or give the pod another address"
             ),
             FaultReason::BadHostname => write!(
                 f,
-                "pod {pod} gets no DNS name: its name is no DNS label (at most 63 characters, no dot); {detail}"
+                "pod {pod} gets no DNS name: its name is not a DNS label (at most 63 characters, no dot); {detail}"
             ),
         }
     }

@@ -10,12 +10,12 @@ use api::{
 };
 use jiff::Timestamp;
 
-use super::{DesiredEndpoints, NetworkState};
+use super::{DesiredEndpoints, DuplicateAddress, NetworkState};
 use crate::condition::ConditionDraft;
 
 const READY: &str = "Ready";
-const FOREIGN_ENDPOINTS: &str = "ForeignEndpoints";
-const DUPLICATE_ADDRESS: &str = "DuplicateAddress";
+pub(super) const FOREIGN_ENDPOINTS: &str = "ForeignEndpoints";
+pub(super) const DUPLICATE_ADDRESS: &str = "DuplicateAddress";
 
 /// The conditions that the controller owns, in the order in which it writes them.
 const MANAGED_CONDITIONS: [&str; 3] = [READY, FOREIGN_ENDPOINTS, DUPLICATE_ADDRESS];
@@ -23,7 +23,7 @@ const MANAGED_CONDITIONS: [&str; 3] = [READY, FOREIGN_ENDPOINTS, DUPLICATE_ADDRE
 /// Reasons of Ready, by precedence.
 const INVALID_SPEC: &str = "InvalidSpec";
 const SERVICE_TAKEN: &str = "ServiceTaken";
-const NETWORK_NOT_FOUND: &str = "NetworkNotFound";
+pub(super) const NETWORK_NOT_FOUND: &str = "NetworkNotFound";
 const NO_PODS: &str = "NoPods";
 const NO_ADDRESSES: &str = "NoAddresses";
 const NOT_READY: &str = "NotReady";
@@ -31,8 +31,14 @@ const NOT_READY: &str = "NotReady";
 /// The least time between two writes that change nothing but counts.
 pub const COUNTS_INTERVAL: Duration = Duration::from_secs(5);
 
+/// How long counts wait after a write of slices, so that a change that follows it at once is not delayed.
+const COUNTS_DELAY: Duration = Duration::from_millis(500);
+
 /// The API server limits an event's note to 1024 bytes. Names in it can have two bytes per character.
 const MAX_NOTE_CHARS: usize = 500;
+
+const NO_PODS_MESSAGE: &str =
+    "the selector matches no running pod of the namespace; check spec.selector and the labels of the pods";
 
 /// The length of an API server's message that is quoted in a condition.
 const MAX_CAUSE_CHARS: usize = 300;
@@ -63,9 +69,19 @@ pub enum ServiceState<'a> {
     Planned {
         network: (&'a NadRef, &'a NetworkState),
         desired: &'a DesiredEndpoints,
-        /// Why the Service or a slice is not as planned: the last error.
-        failed: Option<&'a str>,
+        /// Why the Service or a slice is not as planned.
+        fault: Option<WriteFault<'a>>,
     },
+}
+
+/// Why the Service or a slice of a NetworkService is not as planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteFault<'a> {
+    /// The error of the last write.
+    Failed(&'a str),
+    /// Writes succeed, and another client changes the Service back; the message of
+    /// [`changed_back`](super::changed_back).
+    ChangedBack(&'a str),
 }
 
 /// An object that publishes endpoints for a Service and is not managed by Patchbay.
@@ -91,7 +107,7 @@ pub struct StatusPlan {
     pub events: Vec<StatusEvent>,
 }
 
-/// A Warning event about the NetworkService.
+/// A Warning event about the NetworkService or the annotated Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StatusEvent {
     pub reason: &'static str,
@@ -140,20 +156,24 @@ pub fn status(input: &StatusInput<'_>) -> StatusPlan {
     StatusPlan { status, events }
 }
 
-/// Decides when a status is written: conditions at once, counts at most every [`COUNTS_INTERVAL`].
+/// Decides when a status is written: conditions at once, counts at most every [`COUNTS_INTERVAL`], and not in a reconcile that
+/// wrote slices, because the next change of a pod waits for the end of the reconcile.
 pub fn decide_status_write(
     old: &NetworkServiceStatus,
     new: &NetworkServiceStatus,
     since_last_write: Option<Duration>,
+    slices_written: bool,
 ) -> StatusWrite {
     if old == new {
         return StatusWrite::None;
     }
-    let wait =
-        since_last_write.and_then(|since| COUNTS_INTERVAL.checked_sub(since)).filter(|wait| !wait.is_zero());
-    match wait {
-        Some(wait) if without_counts(old) == without_counts(new) => StatusWrite::After(wait),
-        _ => StatusWrite::Now,
+    if without_counts(old) != without_counts(new) {
+        return StatusWrite::Now;
+    }
+    let wait = since_last_write.map_or(Duration::ZERO, |since| COUNTS_INTERVAL.saturating_sub(since));
+    match wait.max(if slices_written { COUNTS_DELAY } else { Duration::ZERO }) {
+        Duration::ZERO => StatusWrite::Now,
+        wait => StatusWrite::After(wait),
     }
 }
 
@@ -168,37 +188,30 @@ fn without_counts(status: &NetworkServiceStatus) -> NetworkServiceStatus {
 
 fn ready(state: ServiceState<'_>) -> ConditionDraft {
     let no = |reason, message: String| ConditionDraft::new(READY, false, reason, message);
-    let (network, network_state, desired, failed) = match state {
-        ServiceState::Invalid(why) => return no(INVALID_SPEC, format!("the spec cannot be used: {why}")),
+    let (network, network_state, desired, fault) = match state {
+        ServiceState::Invalid(why) => {
+            return no(INVALID_SPEC, format!("the spec is invalid: {why}; correct it"));
+        }
         ServiceState::Taken(message) => return no(SERVICE_TAKEN, message.to_owned()),
         ServiceState::Withdrawn(why) => {
             let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
             return no(NOT_READY, format!("no endpoints are published: {why}; retrying"));
         }
-        ServiceState::Planned { network: (network, state), desired, failed } => {
-            (network, state, desired, failed)
+        ServiceState::Planned { network: (network, state), desired, fault } => {
+            (network, state, desired, fault)
         }
     };
-    let missing = match network_state {
-        NetworkState::Found { .. } => None,
-        NetworkState::NotFound => Some(format!(
-            "NetworkAttachmentDefinition {network} does not exist; create it or correct spec.network"
-        )),
-        NetworkState::NoBridgeNetwork(name) => Some(format!(
-            "BridgeNetwork {name} of NetworkAttachmentDefinition {network} does not exist or cannot be read, so its subnets are not known; create or correct it"
-        )),
-        NetworkState::KindNotServed => {
-            Some("the cluster does not serve the kind NetworkAttachmentDefinition; install multus".to_owned())
-        }
-    };
+    let missing = missing_network(network, network_state, "spec.network");
     let counts = &desired.counts;
     let (ready, total) = (counts.ipv4.ready + counts.ipv6.ready, counts.ipv4.total + counts.ipv6.total);
-    if let Some(why) = failed {
-        let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
-        return no(
-            NOT_READY,
-            format!("the Service or its EndpointSlices could not be written: {why}; retrying"),
-        );
+    match fault {
+        Some(WriteFault::Failed(why)) => {
+            let why: String = why.chars().take(MAX_CAUSE_CHARS).collect();
+            let message = format!("the Service or its EndpointSlices could not be written: {why}; retrying");
+            return no(NOT_READY, message);
+        }
+        Some(WriteFault::ChangedBack(message)) => return no(NOT_READY, message.to_owned()),
+        None => {}
     }
     match missing {
         Some(missing) if ready == 0 => return no(NETWORK_NOT_FOUND, missing),
@@ -217,12 +230,28 @@ fn ready(state: ServiceState<'_>) -> ConditionDraft {
         None => {}
     }
     if desired.pods == 0 {
-        return no(NO_PODS, "the selector matches no running pod".to_owned());
+        return no(NO_PODS, NO_PODS_MESSAGE.to_owned());
     }
     if total == 0 {
         return no(NO_ADDRESSES, no_addresses(network, desired));
     }
     no(NOT_READY, format!("none of {total} endpoints is ready; check the readiness of the pods"))
+}
+
+/// Why no endpoint is added on a network that is not known, and what to do. `reference` is where the user names the network.
+pub(super) fn missing_network(network: &NadRef, state: &NetworkState, reference: &str) -> Option<String> {
+    match state {
+        NetworkState::Found { .. } => None,
+        NetworkState::NotFound => Some(format!(
+            "NetworkAttachmentDefinition {network} does not exist; create it or correct {reference}"
+        )),
+        NetworkState::NoBridgeNetwork(name) => Some(format!(
+            "BridgeNetwork {name} of NetworkAttachmentDefinition {network} does not exist or cannot be read, so its subnets are not known; create or correct it"
+        )),
+        NetworkState::KindNotServed => {
+            Some("the cluster does not serve the kind NetworkAttachmentDefinition; install multus".to_owned())
+        }
+    }
 }
 
 fn no_addresses(network: &NadRef, desired: &DesiredEndpoints) -> String {
@@ -241,16 +270,21 @@ fn no_addresses(network: &NadRef, desired: &DesiredEndpoints) -> String {
 }
 
 fn foreign_endpoints(foreign: &[ForeignObject]) -> ConditionDraft {
-    let mut foreign: Vec<&ForeignObject> = foreign.iter().collect();
-    foreign.sort_unstable();
     if foreign.is_empty() {
         return ConditionDraft::new(FOREIGN_ENDPOINTS, false, "None", "");
     }
-    let message = format!(
-        "DNS also answers with the addresses of {}; list and delete them with `patchbay clean nsvc/NAME`",
-        list(&foreign)
-    );
+    let message = foreign_message(foreign, "nsvc/NAME");
     ConditionDraft::new(FOREIGN_ENDPOINTS, true, FOREIGN_ENDPOINTS, message)
+}
+
+/// What publishes addresses besides Patchbay, and how to remove it. `target` is that of `patchbay clean`.
+pub(super) fn foreign_message(foreign: &[ForeignObject], target: &str) -> String {
+    let mut foreign: Vec<&ForeignObject> = foreign.iter().collect();
+    foreign.sort_unstable();
+    let foreign = list(&foreign);
+    format!(
+        "DNS also answers with the addresses of {foreign}; list and delete them with `patchbay clean {target}`"
+    )
 }
 
 fn duplicate_address(state: ServiceState<'_>) -> ConditionDraft {
@@ -261,11 +295,14 @@ fn duplicate_address(state: ServiceState<'_>) -> ConditionDraft {
     if duplicates.is_empty() {
         return ConditionDraft::new(DUPLICATE_ADDRESS, false, "None", "");
     }
-    let message = format!(
+    ConditionDraft::new(DUPLICATE_ADDRESS, true, DUPLICATE_ADDRESS, duplicates_message(duplicates))
+}
+
+pub(super) fn duplicates_message(duplicates: &[DuplicateAddress]) -> String {
+    format!(
         "not published, because it is unknown which pod answers: {}; give each pod an address of its own",
         list(duplicates)
-    );
-    ConditionDraft::new(DUPLICATE_ADDRESS, true, DUPLICATE_ADDRESS, message)
+    )
 }
 
 /// The first ten, and the number of the rest.

@@ -139,6 +139,13 @@ impl ServiceIndex {
         })
     }
 
+    /// The services of this namespace that are reconciled.
+    pub fn in_namespace(&self, namespace: &str) -> Vec<ServiceKey> {
+        let Some((namespace, index)) = self.namespaces.get_key_value(namespace) else { return Vec::new() };
+        let tracked = index.services.iter().filter(|(_, entry)| entry.is_tracked());
+        keys(namespace, tracked.map(|(name, _)| name.clone()))
+    }
+
     /// The services on this NAD.
     pub fn on_network(&self, nad: &NadRef) -> Vec<ServiceKey> {
         self.entries().filter(|(_, entry)| entry.network.as_ref() == Some(nad)).map(|(key, _)| key).collect()

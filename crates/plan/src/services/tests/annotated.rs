@@ -8,12 +8,12 @@ use api::{
 };
 
 use super::{
-    fixtures::{NAMESPACE, desired, pod, port},
+    fixtures::{NAMESPACE, desired, desired_on, found, pod, port},
     headless,
 };
 use crate::services::{
-    AnnotatedService, ClusterIp, ObservedService, ServiceFault, ServiceType, TrafficDistribution,
-    annotated_service, is_annotated,
+    AnnotatedService, ClusterIp, ForeignKind, ForeignObject, NetworkState, ObservedService, PodFacts,
+    ServiceFault, ServiceType, TrafficDistribution, annotated_service, is_annotated, service_warnings,
 };
 
 /// A headless Service without selector and owner, with these annotations.
@@ -86,14 +86,22 @@ fn r7_r8_a_service_that_cannot_work_gets_no_slices_and_a_note_that_says_what_to_
             "patchbay.dev/selector is missing or empty",
         ),
         (with("service-network", " "), "BadAnnotation", "patchbay.dev/service-network is missing or empty"),
-        (with("service-network", "a/b/c"), "BadAnnotation", "\"a/b/c\" is not [namespace/]name"),
-        (with("service-network", "Blue"), "BadAnnotation", "\"Blue\" is not [namespace/]name"),
-        (with("service-network", "/"), "BadAnnotation", "\"/\" is not [namespace/]name"),
+        (
+            with("service-network", "a/b/c"),
+            "BadAnnotation",
+            "\"a/b/c\" is invalid; set it to [namespace/]name",
+        ),
+        (with("service-network", "Blue"), "BadAnnotation", "\"Blue\" is invalid; set it to [namespace/]name"),
+        (with("service-network", "/"), "BadAnnotation", "\"/\" is invalid; set it to [namespace/]name"),
         (with("selector", ""), "BadAnnotation", "patchbay.dev/selector is missing or empty"),
         (with("selector", "app in db"), "BadAnnotation", "\"app in db\" is not a label selector"),
         (with("interface", "a/b"), "BadAnnotation", "patchbay.dev/interface is invalid"),
         (with("interface", ""), "BadAnnotation", "patchbay.dev/interface is invalid"),
-        (with("hostnames", "podname"), "BadAnnotation", "patchbay.dev/hostnames is neither None nor PodName"),
+        (
+            with("hostnames", "podname"),
+            "BadAnnotation",
+            "patchbay.dev/hostnames is invalid; set it to None or PodName",
+        ),
     ] {
         let fault = read(&service).unwrap_err();
         assert_eq!(fault.reason, reason, "{fault:?}");
@@ -121,7 +129,58 @@ fn r28_hints_follow_the_traffic_distribution_unless_the_user_asks_for_topology_h
         let mut service = valid();
         service.traffic_distribution = text.map(str::to_owned);
         assert_eq!(read(&service).unwrap().spec.traffic, expected, "{text:?}");
-        service.annotations.insert("service.kubernetes.io/topology-mode".to_owned(), "Auto".to_owned());
-        assert_eq!(read(&service).unwrap().spec.traffic, None);
+        for (key, mode, asks) in [
+            ("topology-mode", "Disabled", false),
+            ("topology-mode", "", false),
+            ("topology-mode", "Auto", true),
+            ("topology-aware-hints", "Disabled", false),
+            ("topology-aware-hints", "auto", true),
+        ] {
+            service.annotations.insert(format!("service.kubernetes.io/{key}"), mode.to_owned());
+            let traffic = read(&service).unwrap().spec.traffic;
+            assert_eq!(traffic, expected.filter(|_| !asks), "{text:?} {key}={mode}");
+        }
     }
+}
+
+#[test]
+fn the_warnings_of_an_annotated_service_say_what_to_do() {
+    let spec = read(&valid()).unwrap().spec;
+    let notes = |state: &NetworkState, pods: &[PodFacts], foreign: &[ForeignObject]| {
+        let desired = desired_on(&spec, state, &[], pods);
+        let warnings = service_warnings(&spec, state, &desired, foreign);
+        warnings.into_iter().map(|event| format!("{}: {}", event.reason, event.note)).collect::<Vec<_>>()
+    };
+    for (state, note) in [
+        (
+            NetworkState::NotFound,
+            "NetworkNotFound: NetworkAttachmentDefinition shop/blue does not exist; create it or correct the annotation",
+        ),
+        (
+            NetworkState::NoBridgeNetwork("lan".into()),
+            "NetworkNotFound: BridgeNetwork lan of NetworkAttachmentDefinition shop/blue does not exist or cannot be read, so its subnets are not known; create or correct it",
+        ),
+        (
+            NetworkState::KindNotServed,
+            "NetworkNotFound: the cluster does not serve the kind NetworkAttachmentDefinition; install multus",
+        ),
+    ] {
+        assert_eq!(notes(&state, &[], &[]), [note]);
+    }
+    let slice = |name: &str| ForeignObject {
+        kind: ForeignKind::EndpointSlice,
+        name: name.to_owned(),
+        manager: Some("m".to_owned()),
+    };
+    let one = "ForeignEndpoints: DNS also answers with the addresses of EndpointSlice a (managed by m); list and delete them with `patchbay clean svc/db`";
+    assert_eq!(notes(&found(), &[], &[slice("a")]), [one]);
+    let many: Vec<ForeignObject> = (10..22).map(|number| slice(&format!("s{number}"))).collect();
+    let many = notes(&found(), &[], &many).remove(0);
+    assert!(
+        many.contains("EndpointSlice s10 (managed by m), ") && many.contains(" and 2 more; list"),
+        "{many}"
+    );
+    let doubled = [pod("a", &["10.1.0.1"]), pod("b", &["10.1.0.1"])];
+    let note = "DuplicateAddress: not published, because it is unknown which pod answers: 10.1.0.1 of the pods a and b; give each pod an address of its own";
+    assert_eq!(notes(&found(), &doubled, &[]), [note]);
 }

@@ -271,11 +271,15 @@ fn the_reason_for_missing_endpoints_names_the_service_and_the_cause() {
     let ownerless = ObservedService { owners: Vec::new(), ..service() };
     for (service, failure, expected) in [
         (None, Some("no quota"), "Service db does not exist; it could not be written: no quota"),
-        (None, None, "Service db does not exist; another client deletes it"),
+        (
+            None,
+            None,
+            "Service db does not exist; another client deletes it; find the client in the audit log of the API server and stop it",
+        ),
         (
             Some(&external),
             None,
-            "Service db has the type ExternalName; another client changes it back; find it in metadata.managedFields of the Service",
+            "Service db has the type ExternalName; another client changes it back; find the client in metadata.managedFields of the Service and stop it",
         ),
         (
             Some(&external),

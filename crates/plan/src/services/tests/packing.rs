@@ -415,4 +415,17 @@ fn r33_the_trigger_time_is_the_earliest_readiness_change_that_caused_the_write()
     let plan = plan_at(&store, &pods, 200);
     assert_eq!(plan.updates[0].content.trigger_time, Some(time(200)));
     assert_eq!(time(200).to_string(), "2023-11-14T22:16:40Z", "RFC 3339");
+    // A change of readiness that the watch delivers after another plan still caused the write.
+    let plan = plan_at(&store, &pods, 205);
+    assert_eq!(plan.updates[0].content.trigger_time, Some(time(200)));
+    // So did the readiness of a new pod that the watch delivers in the next second.
+    let mut new = pod("new", &["10.1.9.9"]);
+    new.ready_since = Some(time(300));
+    pods.push(new);
+    (pods[7].ready, pods[7].ready_since) = (true, Some(time(-1000)));
+    for (planned, expected) in [(300, Some(time(300))), (301, Some(time(300))), (302, None)] {
+        let times =
+            plan_at(&store, &pods, planned).updates.into_iter().map(|update| update.content.trigger_time);
+        assert_eq!(times.flatten().min(), expected, "planned at {planned}");
+    }
 }

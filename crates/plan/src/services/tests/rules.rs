@@ -145,7 +145,7 @@ fn gateways_and_excluded_addresses_of_a_bridge_network_do_not_count() {
     assert_eq!(addresses(&desired), ["10.1.0.2", "fd00::2"]);
     let reserved = |address: &str| {
         format!(
-            "pod a: address {address} is a gateway of the BridgeNetwork or excluded by it and is left out"
+            "pod a: address {address} is a gateway of the BridgeNetwork or excluded by it and is left out; correct spec.ipam or give the pod another address"
         )
     };
     assert_eq!(notes(&desired), ["10.1.0.1", "10.1.0.66", "fd00::1"].map(reserved));
@@ -161,9 +161,9 @@ fn only_addresses_inside_the_subnets_of_a_bridge_network_count() {
     assert_eq!(
         notes(&desired),
         [
-            "pod a: address 10.96.0.1 is outside of the subnets of the BridgeNetwork and is left out",
-            "pod a: address fd01::1 is outside of the subnets of the BridgeNetwork and is left out",
-            "pod b: address 10.1.1.1 is outside of the subnets of the BridgeNetwork and is left out",
+            "pod a: address 10.96.0.1 is outside of the subnets of the BridgeNetwork and is left out; add its subnet to spec.ipam.subnets or give the pod another address",
+            "pod a: address fd01::1 is outside of the subnets of the BridgeNetwork and is left out; add its subnet to spec.ipam.subnets or give the pod another address",
+            "pod b: address 10.1.1.1 is outside of the subnets of the BridgeNetwork and is left out; add its subnet to spec.ipam.subnets or give the pod another address",
         ]
     );
     let none = on_addresses(&[], &[], &[]);

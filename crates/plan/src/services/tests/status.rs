@@ -7,7 +7,7 @@ use api::{Condition, ConditionStatus, NetworkServiceStatus, networkservice::Fami
 use super::fixtures::{blue, desired, desired_on, found, pod, pods, spec, time};
 use crate::services::{
     COUNTS_INTERVAL, DesiredEndpoints, ForeignKind, ForeignObject, NetworkState, PodFacts, ServiceState,
-    StatusInput, StatusPlan, StatusWrite, decide_status_write, interfaces, status,
+    StatusInput, StatusPlan, StatusWrite, WriteFault, changed_back, decide_status_write, interfaces, status,
 };
 
 fn planned<'a>(
@@ -16,7 +16,8 @@ fn planned<'a>(
     failed: Option<&'a str>,
 ) -> StatusPlan {
     let network = (&blue(), network);
-    status_of(ServiceState::Planned { network, desired, failed }, &[], &NetworkServiceStatus::default())
+    let fault = failed.map(WriteFault::Failed);
+    status_of(ServiceState::Planned { network, desired, fault }, &[], &NetworkServiceStatus::default())
 }
 
 fn status_of(state: ServiceState<'_>, foreign: &[ForeignObject], old: &NetworkServiceStatus) -> StatusPlan {
@@ -45,6 +46,22 @@ fn ready_needs_the_plan_and_one_ready_endpoint() {
 }
 
 #[test]
+fn a_service_that_another_client_changes_back_is_not_ready_and_the_message_names_the_fields() {
+    let desired = desired(&spec(), &pods(1));
+    let patch = serde_json::json!({
+        "metadata": {"labels": {"team": null}, "uid": "u", "resourceVersion": "7"},
+        "spec": {"ports": []},
+    });
+    let message = changed_back("db", &patch);
+    let (network, fault) = ((&blue(), &found()), Some(WriteFault::ChangedBack(&message)));
+    let state = ServiceState::Planned { network, desired: &desired, fault };
+    let plan = status_of(state, &[], &NetworkServiceStatus::default());
+    let expected = "another client changes metadata.labels, spec.ports of Service db back; find the client in metadata.managedFields of the Service and stop it";
+    assert_eq!(ready(&plan), (ConditionStatus::False, "NotReady", expected));
+    assert_eq!(plan.status.endpoints.unwrap().summary, "1/1", "the endpoints are published");
+}
+
+#[test]
 fn every_reason_of_a_service_that_is_not_ready_says_what_to_do() {
     let no_pods = desired(&spec(), &[]);
     let without = [PodFacts { interfaces: Ok(Box::default()), ..pod("a", &[]) }];
@@ -57,7 +74,13 @@ fn every_reason_of_a_service_that_is_not_ready_says_what_to_do() {
     let (gone, unserved) = (NetworkState::NotFound, NetworkState::KindNotServed);
     let no_bridge = NetworkState::NoBridgeNetwork("lan".into());
     for (desired, network, failed, reason, message) in [
-        (&no_pods, &found(), None, "NoPods", "the selector matches no running pod"),
+        (
+            &no_pods,
+            &found(),
+            None,
+            "NoPods",
+            "the selector matches no running pod of the namespace; check spec.selector and the labels of the pods",
+        ),
         (
             &of(&without),
             &found(),
@@ -144,7 +167,7 @@ fn r9_s15_foreign_slices_and_endpoints_are_named_up_to_ten() {
     let endpoints = ForeignObject { kind: ForeignKind::Endpoints, name: "db".to_owned(), manager: None };
     let desired = desired(&spec(), &pods(1));
     let network = (&blue(), &found());
-    let state = ServiceState::Planned { network, desired: &desired, failed: None };
+    let state = ServiceState::Planned { network, desired: &desired, fault: None };
     let plan = status_of(state, &[endpoints, foreign(1)], &NetworkServiceStatus::default());
     let reported = condition(&plan.status, "ForeignEndpoints");
     assert_eq!((reported.status, reported.reason.as_str()), (ConditionStatus::True, "ForeignEndpoints"));
@@ -171,7 +194,7 @@ fn r9_s15_foreign_slices_and_endpoints_are_named_up_to_ten() {
 #[test]
 fn the_condition_about_foreign_endpoints_stays_until_they_are_listed() {
     let (desired, network) = (desired(&spec(), &pods(1)), found());
-    let state = ServiceState::Planned { network: (&blue(), &network), desired: &desired, failed: None };
+    let state = ServiceState::Planned { network: (&blue(), &network), desired: &desired, fault: None };
     let unlisted = |old: &NetworkServiceStatus| {
         status(&StatusInput { generation: 4, old, state, foreign: None, now: time(20) })
     };
@@ -219,7 +242,7 @@ fn transition_times_move_with_the_status_and_conditions_of_others_stay() {
     let others = Condition { r#type: "Other".to_owned(), ..old.conditions[0].clone() };
     old.conditions.push(others.clone());
     let at = |second, desired, old: &NetworkServiceStatus| {
-        let state = ServiceState::Planned { network: (&blue(), &network), desired, failed: None };
+        let state = ServiceState::Planned { network: (&blue(), &network), desired, fault: None };
         status(&StatusInput { generation: 3, old, state, foreign: Some(&[]), now: time(second) }).status
     };
     assert_eq!(at(20, &one, &old), old);
@@ -244,15 +267,21 @@ fn counts_are_written_every_five_seconds_and_conditions_at_once() {
         (&two, &none, Some(seconds(0)), StatusWrite::Now),
         (&none, &two, Some(seconds(0)), StatusWrite::Now),
     ] {
-        assert_eq!(decide_status_write(old, new, since), expected);
+        assert_eq!(decide_status_write(old, new, since, false), expected);
     }
     // Another generation, or another duplicate, is no count.
     let newer = NetworkServiceStatus { observed_generation: Some(4), ..two.clone() };
-    assert_eq!(decide_status_write(&two, &newer, Some(seconds(0))), StatusWrite::Now);
+    assert_eq!(decide_status_write(&two, &newer, Some(seconds(0)), true), StatusWrite::Now);
     let doubled = status_with(&[pod("a", &["10.1.0.1"]), pod("b", &["10.1.0.1"]), pod("c", &["10.1.0.2"])]);
-    assert_eq!(decide_status_write(&two, &doubled, Some(seconds(0))), StatusWrite::Now);
+    assert_eq!(decide_status_write(&two, &doubled, Some(seconds(0)), true), StatusWrite::Now);
     // The names in a message change often during a rolling restart.
     let other = status_with(&[pod("a", &["10.1.0.1"]), pod("d", &["10.1.0.1"]), pod("c", &["10.1.0.2"])]);
     let later = StatusWrite::After(COUNTS_INTERVAL);
-    assert_eq!(decide_status_write(&doubled, &other, Some(seconds(0))), later);
+    assert_eq!(decide_status_write(&doubled, &other, Some(seconds(0)), false), later);
+    // A reconcile that wrote slices leaves counts to a later one: the next change of a pod does not wait for the status.
+    let soon = StatusWrite::After(Duration::from_millis(500));
+    for (since, expected) in [(None, soon), (Some(seconds(900)), soon), (Some(seconds(0)), later)] {
+        assert_eq!(decide_status_write(&two, &three, since, true), expected);
+    }
+    assert_eq!(decide_status_write(&two, &two, None, true), StatusWrite::None);
 }
