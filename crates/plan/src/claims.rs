@@ -34,4 +34,4 @@ pub use facts::{
 pub use machine::{ClaimEvent, ClaimStep, MachineInput, MachinePlan};
 pub use mutate::MutateInput;
 pub use publish::StatusWrite;
-pub use resolve::{ReservedIn, Resolution};
+pub use resolve::{FailureReport, ReservedIn, Resolution};
