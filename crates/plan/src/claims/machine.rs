@@ -269,7 +269,7 @@ fn plan_network(
             plan.events.push(ClaimEvent::warning(
                 "NetworkConfigInvalid",
                 format!(
-                    "NAD {nad} of interface {interface}: {cause}; correct it, otherwise its address is not persistent"
+                    "NAD {nad} of interface {interface}: {cause}; correct the config of the NAD; until then the address is not persistent"
                 ),
             ));
             return;
@@ -352,7 +352,7 @@ fn occupied(
         ),
         None if is_adopted(input, claim, vmi) => return None,
         None => format!(
-            "IPAMClaim {key} belongs to no virtual machine; interface {interface} waits until it is gone"
+            "IPAMClaim {key} belongs to no virtual machine; interface {interface} waits until it is gone: delete it if no pod uses it"
         ),
     };
     Some(ClaimEvent::warning(CONFLICT, note))

@@ -397,7 +397,7 @@ fn what_the_user_should_know_is_an_event() {
         (reason, note.as_str()),
         (
             "NetworkConfigInvalid",
-            "NAD ns/blue of interface blue: it is bad; correct it, otherwise its address is not persistent",
+            "NAD ns/blue of interface blue: it is bad; correct the config of the NAD; until then the address is not persistent",
         )
     );
     let (_, note) = event(|machine| owned_by(machine, Some(vm_owner("v0"))));
@@ -411,7 +411,8 @@ fn what_the_user_should_know_is_an_event() {
     });
     assert_eq!(
         note,
-        "IPAMClaim ns/vm1.blue belongs to no virtual machine; interface blue waits until it is gone"
+        "IPAMClaim ns/vm1.blue belongs to no virtual machine; interface blue waits until it is gone: delete it if no \
+         pod uses it"
     );
     let (_, note) = event(|machine| {
         machine.claims[0].owner.as_mut().unwrap().name = "vm1.x".into();
