@@ -24,6 +24,7 @@ pub mod shown;
 mod simulation;
 #[cfg(test)]
 mod tests;
+mod unplug;
 pub mod validate;
 
 pub use allocate::{AllocatorInput, AllocatorPlan, Failure, Reserved, Wanted};

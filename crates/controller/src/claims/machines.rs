@@ -148,9 +148,19 @@ impl ClaimWorkers {
                 }
                 self.writer.set_owner(claim, uid, version, owner).await?;
             }
-            ClaimStep::Delete { claim, uid, version, why, event } => {
+            ClaimStep::SetNetwork { claim, uid, version, network, event } => {
+                self.writer.set_network(claim, uid, version, network).await?;
+                self.events.on_machine(machine, event);
+            }
+            ClaimStep::Delete { claim, uid, version, why, unreserved_in, event } => {
                 if *why == DeleteReason::Unplugged && self.is_referenced(claim, listed).await? {
                     return Ok(None);
+                }
+                if let Some(network) = unreserved_in
+                    && reservations(&self.live.blocks(network).await?).contains_key(uid)
+                {
+                    // The watch shows it soon.
+                    return Ok(Some(CONFLICT_RETRY));
                 }
                 self.writer.delete_claim(claim, uid, version).await?;
                 self.events.on_machine(machine, event);

@@ -61,6 +61,7 @@ impl Machine {
             ClaimStep::SetOwner { claim, owner, .. } => {
                 format!("owner {claim} {:?} {}", owner.kind, owner.uid)
             }
+            ClaimStep::SetNetwork { claim, network, .. } => format!("network {claim} {network}"),
             ClaimStep::Delete { claim, why: DeleteReason::Unplugged, .. } => format!("unplug {claim}"),
             ClaimStep::Delete { claim, why: DeleteReason::Replaced, .. } => format!("replace {claim}"),
             ClaimStep::RemoveFinalizer { claim, left, gone, .. } => {
@@ -381,6 +382,49 @@ fn a_claim_of_another_network_is_replaced() {
         machine.reserved_in = None;
     });
     check("", |machine| machine.nad = NadLookup::Invalid("x".to_owned()));
+}
+
+#[test]
+fn an_edited_claim_keeps_its_addresses() {
+    let edited = |machine: &mut Machine| machine.claims[0].network = "green".into();
+    check("network ns/vm1.blue blue", edited);
+    check("network ns/vm1.blue blue", |machine| {
+        edited(machine);
+        machine.pods.clear();
+    });
+    // The config of the NAD was renamed.
+    check("network ns/vm1.blue azure", |machine| {
+        machine.nad = NadLookup::Found(config("azure", patchbay("blue")));
+    });
+    check("", |machine| {
+        edited(machine);
+        machine.vmi = None;
+    });
+    // Edited, and the interface moved.
+    check("replace ns/vm1.blue", |machine| {
+        edited(machine);
+        machine.nad = NadLookup::Found(config("red", patchbay("red")));
+    });
+    // It has no address to keep, if the blocks say so too.
+    let mut unreserved = running();
+    edited(&mut unreserved);
+    unreserved.reserved_in = None;
+    let plan = unreserved.plan();
+    let [ClaimStep::Delete { why: DeleteReason::Replaced, unreserved_in, .. }] = &plan.steps[..] else {
+        panic!("{plan:?}")
+    };
+    assert_eq!(unreserved_in.as_deref(), Some("blue"));
+    let mut machine = running();
+    edited(&mut machine);
+    let plan = machine.plan();
+    let [ClaimStep::SetNetwork { uid, version, event, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+    assert_eq!((uid.as_str(), version.as_str()), ("uid-vm1.blue", "7"));
+    assert_eq!(
+        event.note,
+        "IPAMClaim ns/vm1.blue was edited: spec.network was \"green\", but interface blue is on network \"blue\" of NAD \
+         ns/blue; set spec.network, the addresses stay"
+    );
+    assert!(matches!(plan.resolutions.get(&key("vm1.blue")), Some(Resolution::Allocate { .. })));
 }
 
 #[test]
