@@ -10,6 +10,8 @@ mod cluster;
 mod histories;
 #[path = "claims/life.rs"]
 mod life;
+#[path = "claims/metrics.rs"]
+mod metrics;
 #[path = "claims/pods.rs"]
 mod pods;
 #[path = "claims/rights.rs"]
@@ -38,9 +40,11 @@ use lab::{Lab, Topology, kubevirt::pod_interface_name};
 use life::{
     a_claim_that_a_user_changes_gets_its_addresses_back, a_deleted_machine_takes_its_claims_along,
     a_deleted_namespace_does_not_hang, a_restarted_controller_writes_nothing,
-    a_restarted_machine_keeps_its_claim, an_unplugged_interface_frees_its_address,
+    a_restarted_machine_keeps_its_claim, an_interface_that_moves_to_another_network_gets_another_claim,
+    an_unplugged_interface_frees_its_address, an_unplugged_interface_keeps_its_claim_with_the_flag,
     claims_of_machines_that_went_while_no_controller_ran_are_gone,
 };
+use metrics::the_metrics_count_the_claims;
 use pods::{a_forged_reference_is_rejected, broken_nads_affect_only_pods_that_use_them};
 use rights::the_controller_creates_only_its_own_crd_and_its_own_blocks;
 use serde_json::{Value, json};
@@ -72,6 +76,9 @@ fn main() -> ExitCode {
             broken_nads_affect_only_pods_that_use_them,
             a_forged_reference_is_rejected,
             an_unplugged_interface_frees_its_address,
+            an_unplugged_interface_keeps_its_claim_with_the_flag,
+            an_interface_that_moves_to_another_network_gets_another_claim,
+            the_metrics_count_the_claims,
             a_deleted_machine_takes_its_claims_along,
             claims_of_machines_that_went_while_no_controller_ran_are_gone,
             the_example_of_ipam_extensions_gets_its_claim_and_reference,
@@ -170,22 +177,30 @@ async fn the_crd_of_another_project_is_kept(lab: Lab) -> Result<()> {
         bad["spec"]["template"]["metadata"]["annotations"] =
             json!({"network.kubevirt.io/addresses": r#"{"blue": ["10.9.9.9"]}"#});
         cluster.create_vm(&bad).await?;
-        cluster.wait_for_event("VirtualMachine", "vm2", "InternalError").await?;
-        let offset = lab.audit_offset()?;
+        let mut malformed = virtual_machine("vm3", &[("blue", "foreign")]);
+        malformed["spec"]["template"]["metadata"]["annotations"] =
+            json!({"network.kubevirt.io/addresses": r#"{"blue": ["10.61.0.300"]}"#});
+        cluster.create_vm(&malformed).await?;
+        for kind in ["VirtualMachine", "VirtualMachineInstance"] {
+            cluster.wait_for_event(kind, "vm2", "InternalError").await?;
+            let note = cluster.wait_for_event(kind, "vm3", "InternalError").await?;
+            ensure!(note.contains("\"10.61.0.300\" is not an IP address"), "{note}");
+        }
+        let offset = TestCluster::wait_until_quiet(&lab).await?;
         tokio::time::sleep(QUIET).await;
-        let mut writes = TestCluster::controller_writes(&lab, offset)?;
-        writes.retain(|write| !write.contains("bridgenetworks/status"));
+        let writes = TestCluster::controller_writes(&lab, offset)?;
         ensure!(writes.is_empty(), "{writes:#?}");
         let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &crds());
         let stored = api.get("ipamclaims.k8s.cni.cncf.io").await?;
         let made_by = stored.metadata.annotations.as_ref().and_then(|all| all.get("made-by"));
         ensure!(made_by.is_some(), "the CRD was changed");
         // Without it, the controller creates its own. No other kind may be created with its token.
-        for vm in ["vm1", "vm2"] {
+        for vm in ["vm1", "vm2", "vm3"] {
             cluster.delete(&cluster::vms(), vm, &DeleteParams::background()).await?;
         }
-        cluster.wait_until_gone(&claims(), "vm1.blue").await?;
-        cluster.wait_until_gone(&claims(), "vm2.blue").await?;
+        for vm in ["vm1", "vm2", "vm3"] {
+            cluster.wait_until_gone(&claims(), &format!("{vm}.blue")).await?;
+        }
         api.delete("ipamclaims.k8s.cni.cncf.io", &DeleteParams::default()).await?;
         lab::wait::until(TIMEOUT, "the CRD of the controller", || async {
             let crd = api.get_opt("ipamclaims.k8s.cni.cncf.io").await?;

@@ -99,6 +99,7 @@ async fn a_machine_keeps_its_addresses_over_restart_and_migration(lab: Lab) -> R
         let _handler = VirtHandler::start(&lab, Some(&ns.namespace)).await?;
         let subnets = ["10.71.0.0/24", "fd71::/64"];
         start_network(&ns.client, "kept", spec(ns, 71, subnets, true)).await?;
+        Box::pin(ns.start_pod(attached_pod("peer", "node-1", "kept"))).await?;
         let vm = TestVm { ns, name: "kept" };
         vm.create(&[("blue", "kept", None)]).await?;
         let mut instance = vm.wait_running(None).await?;
@@ -111,6 +112,9 @@ async fn a_machine_keeps_its_addresses_over_restart_and_migration(lab: Lab) -> R
         restart_vm(&ns.client, &ns.namespace, vm.name).await?;
         instance = vm.wait_running(Some(&instance)).await?;
         ensure!(vm.wait_attached("blue").await? == first, "a restart keeps addresses and MAC address");
+        for address in texts(&first) {
+            wait_reachable(ns, "peer", &address).await?;
+        }
         vm.stop().await?;
         vm.patch(json!({"runStrategy": "Always"})).await?;
         instance = vm.wait_running(Some(&instance)).await?;

@@ -107,7 +107,12 @@ impl NadNetwork {
         let persistent = |plugin: &RawObject| matches!(plugin.read("allowPersistentIPs"), Ok(Some(true)));
         let patchbay = plugins.iter().find_map(|plugin| {
             let ipam = plugin.get("ipam").and_then(|ipam| RawObject::parse(ipam).ok())?;
-            text(&ipam, "network").filter(|_| text(&ipam, "type").as_deref() == Some(IPAM_PLUGIN))
+            if text(&ipam, "type").as_deref() != Some(IPAM_PLUGIN) {
+                return None;
+            }
+            // Without `ipam.network`, patchbay-bridge gives addresses of the network that the pod joins.
+            let is_bridge = text(plugin, "type").as_deref() == Some(BRIDGE_PLUGIN);
+            text(&ipam, "network").or_else(|| text(plugin, "network").filter(|_| is_bridge))
         });
         let ipam = match patchbay {
             Some(network) => NadIpam::Patchbay { network },
@@ -173,6 +178,24 @@ mod tests {
                 "nad",
                 false,
                 patchbay(),
+            ),
+            (
+                r#"{"name":"n","type":"patchbay-bridge","network":"blue","allowPersistentIPs":true,"ipam":{"type":"patchbay-ipam"}}"#,
+                "n",
+                true,
+                patchbay(),
+            ),
+            (
+                r#"{"name":"n","allowPersistentIPs":true,"plugins":[{"type":"patchbay-bridge","network":"blue","ipam":{"type":"patchbay-ipam"}}]}"#,
+                "n",
+                true,
+                patchbay(),
+            ),
+            (
+                r#"{"name":"n","type":"macvlan","network":"blue","allowPersistentIPs":true,"ipam":{"type":"patchbay-ipam"}}"#,
+                "n",
+                true,
+                NadIpam::Other,
             ),
             (
                 r#"{"name":"n","plugins":[{"type":"macvlan","ipam":{"type":"patchbay-ipam","network":"blue"}},7,{"type":"tuning"}],"allowPersistentIPs":true}"#,

@@ -24,6 +24,7 @@ pub mod shown;
 mod simulation;
 #[cfg(test)]
 mod tests;
+mod unplug;
 pub mod validate;
 
 pub use allocate::{AllocatorInput, AllocatorPlan, Failure, Reserved, Wanted};
@@ -34,4 +35,4 @@ pub use facts::{
 pub use machine::{ClaimEvent, ClaimStep, MachineInput, MachinePlan};
 pub use mutate::MutateInput;
 pub use publish::StatusWrite;
-pub use resolve::{ReservedIn, Resolution};
+pub use resolve::{FailureReport, ReservedIn, Resolution};

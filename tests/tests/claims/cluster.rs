@@ -278,6 +278,11 @@ impl TestCluster {
 
     /// Starts a controller and waits until it leads. The previous leader must be dead: its Lease is deleted, not awaited.
     pub async fn start_leader(&self, lab: &Lab) -> Result<Replica> {
+        self.start_leader_with(lab, &[]).await
+    }
+
+    /// The same with more arguments.
+    pub async fn start_leader_with(&self, lab: &Lab, arguments: &'static [&'static str]) -> Result<Replica> {
         let leases = resource("coordination.k8s.io", "v1", "Lease", "leases");
         let api: Api<DynamicObject> =
             Api::namespaced_with(self.client.clone(), e2e::patchbay::NAMESPACE, &leases);
@@ -285,10 +290,22 @@ impl TestCluster {
             Err(error) if !is_not_found(&error) => return Err(error).context("delete the Lease"),
             _ => {}
         }
-        let replica = Replica::start_ready(lab, 1, &[]).await?.supervised(&[]);
+        let replica = Replica::start_ready(lab, 1, arguments).await?.supervised(arguments);
         // The first leader creates it. A launcher pod that is created before has no reference.
         e2e::patchbay::wait_for_pod_webhook(lab).await?;
         Ok(replica)
+    }
+
+    /// Waits until the controller has written nothing for [`QUIET`]. Returns the offset from then on.
+    pub async fn wait_until_quiet(lab: &Lab) -> Result<lab::audit::AuditOffset> {
+        wait::until(TIMEOUT, "the controller to write nothing", || async {
+            let offset = lab.audit_offset()?;
+            tokio::time::sleep(QUIET).await;
+            let writes = Self::controller_writes(lab, offset)?;
+            ensure!(writes.is_empty(), "{writes:#?}");
+            Ok(Some(lab.audit_offset()?))
+        })
+        .await
     }
 
     /// The writes of the controller since the offset, without its Lease and its certificates.

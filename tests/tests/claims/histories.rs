@@ -42,9 +42,12 @@ struct Machine {
     running: bool,
     /// The addresses that each interface had when the history was last at rest.
     kept: BTreeMap<&'static str, Vec<String>>,
-    /// The interfaces whose claim the user deleted: the next one may have other addresses.
-    renewed: BTreeSet<&'static str>,
+    /// The interfaces whose claim the user deleted, with its UID: the next claim may have other addresses.
+    renewed: BTreeMap<&'static str, String>,
 }
+
+/// The UID and the addresses of the claim of each machine and interface.
+type FoundClaims = BTreeMap<(&'static str, &'static str), (String, Vec<String>)>;
 
 struct History<'a> {
     lab: &'a Lab,
@@ -74,7 +77,7 @@ impl History<'_> {
             vm["spec"]["template"]["metadata"] = json!({});
             let created = self.cluster.create_vm(&vm).await?;
             let uid = created["metadata"]["uid"].as_str().context("metadata.uid")?.to_owned();
-            let (kept, renewed) = (BTreeMap::new(), BTreeSet::new());
+            let (kept, renewed) = (BTreeMap::new(), BTreeMap::new());
             let machine = Machine { uid, nics: nics_of, running: true, kept, renewed };
             self.machines.insert(name, machine);
             return Ok(());
@@ -120,8 +123,9 @@ impl History<'_> {
             _ => {
                 let interface = self.machine(name)?.nics.keys().next().copied().context("an interface")?;
                 self.log.push(format!("delete the claim of {name} {interface} by hand"));
-                self.machine(name)?.renewed.insert(interface);
                 if let Some(claim) = self.claim(name, interface).await? {
+                    let uid = claim.uid().context("metadata.uid")?;
+                    self.machine(name)?.renewed.insert(interface, uid);
                     self.cluster.delete(&claims(), &claim.name_any(), &DeleteParams::background()).await?;
                 }
             }
@@ -149,10 +153,14 @@ impl History<'_> {
     /// Waits until claims, addresses and blocks fit the machines. A machine that never ran has no claims.
     async fn check(&mut self) -> Result<()> {
         let found = wait::until(TIMEOUT, "claims and blocks to fit the machines", || self.compare()).await?;
-        for ((name, interface), ips) in found {
+        for ((name, interface), (claim_uid, ips)) in found {
             let machine = self.machine(name)?;
-            if machine.renewed.contains(interface) {
+            // A claim that was deleted by hand may stay until its machine stops.
+            if machine.renewed.get(interface).is_some_and(|uid| *uid == claim_uid) {
                 continue;
+            }
+            if machine.renewed.remove(interface).is_some() {
+                machine.kept.insert(interface, ips.clone());
             }
             let kept = machine.kept.entry(interface).or_insert_with(|| ips.clone());
             ensure!(*kept == ips, "{name} {interface} had {kept:?} and has {ips:?}");
@@ -160,7 +168,7 @@ impl History<'_> {
         Ok(())
     }
 
-    async fn compare(&self) -> Result<Option<BTreeMap<(&'static str, &'static str), Vec<String>>>> {
+    async fn compare(&self) -> Result<Option<FoundClaims>> {
         let all = self.all_claims().await?;
         let mut found = BTreeMap::new();
         for (name, machine) in &self.machines {
@@ -181,7 +189,7 @@ impl History<'_> {
                 let value = serde_json::to_value(claim)?;
                 let ips = addresses(&value);
                 ensure!(ips.len() == 2, "{name} {interface} has {ips:?}: {}", value["status"]);
-                found.insert((*name, *interface), ips);
+                found.insert((*name, *interface), (claim.uid().unwrap_or_default(), ips));
             }
         }
         let lives = |claim: &DynamicObject| {
@@ -270,5 +278,14 @@ pub async fn machines_keep_their_addresses_over_random_lives(lab: Lab) -> Result
         outcome.await.with_context(|| format!("{}\n{}", history.log.join("\n"), Replica::log(&lab, 1)))?;
     }
     println!("{rounds} rounds of {steps} steps, {} machines left", history.machines.len());
-    Ok(())
+    // Later tests see no late writes.
+    for name in history.machines.keys() {
+        cluster.delete(&vms(), name, &DeleteParams::background()).await?;
+    }
+    wait::until(TIMEOUT, "the claims to be gone", || async {
+        let left = history.all_claims().await?;
+        ensure!(left.is_empty(), "{:?}", names(&left));
+        Ok(Some(()))
+    })
+    .await
 }

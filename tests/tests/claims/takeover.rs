@@ -96,7 +96,7 @@ pub async fn a_paused_leader_leaves_its_reservation_to_the_next_one(lab: Lab) ->
         ensure!(bare(&published) == reserved, "{published:#} does not have {reserved:?}");
         ensure!(cluster.reservations(uid).await? == reserved, "an address was reserved twice");
         // With the new leader stopped as well, only the old one could write.
-        tokio::time::sleep(QUIET).await;
+        TestCluster::wait_until_quiet(&lab).await?;
         second.signal(Signal::SIGSTOP)?;
         let offset = lab.audit_offset()?;
         first.signal(Signal::SIGCONT)?;

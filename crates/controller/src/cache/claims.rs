@@ -176,11 +176,11 @@ impl ClaimCache {
         }
     }
 
-    fn set_vm_kind(&self, state: KindState) {
+    pub fn set_vm_kind(&self, state: KindState) {
         self.change(|index| index.set_kinds(|kinds| kinds.vm = state));
     }
 
-    fn set_vmi_kind(&self, state: KindState) {
+    pub fn set_vmi_kind(&self, state: KindState) {
         self.change(|index| index.set_kinds(|kinds| kinds.vmi = state));
     }
 

@@ -127,6 +127,19 @@ impl ClaimWriter {
         Ok(())
     }
 
+    pub async fn set_network(
+        &self,
+        claim: &ObjectKey,
+        uid: &str,
+        version: &str,
+        network: &str,
+    ) -> Result<(), request::Error> {
+        let metadata = json!({"uid": uid, "resourceVersion": version});
+        self.patch_claim(claim, &json!({"metadata": metadata, "spec": {"network": network}})).await?;
+        info!(%claim, network, "set the network of an IPAMClaim");
+        Ok(())
+    }
+
     pub async fn remove_finalizer(
         &self,
         claim: &ObjectKey,

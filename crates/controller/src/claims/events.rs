@@ -6,7 +6,7 @@ use api::{CONTROLLER_FIELD_MANAGER, ErrorChain, IPAMClaim, IPAMClaimStatus, ipam
 use client::events::{self, EventDraft, EventLimits, EventRecorder, EventSender, EventSource, Repeats};
 use client::request;
 use k8s_openapi::api::core::v1::ObjectReference;
-use plan::claims::{ClaimEvent, ClaimState, Failure, ObjectKey, OwnerKind, Reserved};
+use plan::claims::{ClaimEvent, ClaimState, Failure, ObjectKey, OwnerKind, Reserved, publish};
 
 use crate::{
     cache::{ClusterCache, claims::ClaimIndex},
@@ -103,6 +103,9 @@ impl ClaimEvents {
             (old, new) => old.as_ref().map(said) != new.as_ref().map(said),
         };
         if !changed {
+            if let Some(ClaimEvent { warning, reason, note }) = publish::restored(claim, status) {
+                self.on_claim(claim, warning, reason, &note);
+            }
             return;
         }
         let reason = match outcome {

@@ -7,8 +7,9 @@ use client::{fence::now, request};
 use jiff::Timestamp;
 use plan::{
     claims::{
-        ClaimPod, ClaimState, ClaimStep, Failure, MachineInput, MachinePlan, NadLookup, ObjectKey,
-        Resolution, StatusWrite,
+        ClaimPod, ClaimState, ClaimStep, Failure, FailureReport, MachineInput, MachinePlan, NadLookup,
+        ObjectKey, StatusWrite,
+        allocate::reservations,
         machine::{self, DeleteReason, KindsKnown},
         publish, resolve,
     },
@@ -47,7 +48,9 @@ impl ClaimWorkers {
         for event in record.new_events(&plan.events) {
             self.events.on_machine(key, &event);
         }
-        let failures: Vec<(ObjectKey, Failure)> = failures(&plan.resolutions);
+        let failures: Vec<_> =
+            plan.resolutions.iter().filter_map(|(key, one)| Some((key.clone(), one.failure()?))).collect();
+        record.retain_said(|claim| failures.iter().any(|(failed, _)| failed == claim));
         self.cache.claims().set_resolutions(work, plan.resolutions);
         let mut next = Next::ON_CHANGE;
         if plan.requeue {
@@ -74,9 +77,9 @@ impl ClaimWorkers {
                 }
             }
         }
-        for (claim, reason) in failures {
+        for (claim, (cause, report)) in failures {
             let Some(claim) = claims.iter().find(|one| one.key == claim) else { continue };
-            match self.publish_failure(claim, &reason, record).await {
+            match self.report_failure(claim, &cause, report, record).await {
                 Ok(wait) => next = next.or_after(wait),
                 Err(error) => {
                     self.events.on_status_rejection(claim, &error);
@@ -145,9 +148,19 @@ impl ClaimWorkers {
                 }
                 self.writer.set_owner(claim, uid, version, owner).await?;
             }
-            ClaimStep::Delete { claim, uid, version, why, event } => {
+            ClaimStep::SetNetwork { claim, uid, version, network, event } => {
+                self.writer.set_network(claim, uid, version, network).await?;
+                self.events.on_machine(machine, event);
+            }
+            ClaimStep::Delete { claim, uid, version, why, unreserved_in, event } => {
                 if *why == DeleteReason::Unplugged && self.is_referenced(claim, listed).await? {
                     return Ok(None);
+                }
+                if let Some(network) = unreserved_in
+                    && reservations(&self.live.blocks(network).await?).contains_key(uid)
+                {
+                    // The watch shows it soon.
+                    return Ok(Some(CONFLICT_RETRY));
                 }
                 self.writer.delete_claim(claim, uid, version).await?;
                 self.events.on_machine(machine, event);
@@ -169,13 +182,22 @@ impl ClaimWorkers {
         Ok(pods.iter().any(|pod: &ClaimPod| pod.references(claim)))
     }
 
-    /// Reports why a claim gets no addresses, if its status does not say so.
-    async fn publish_failure(
+    /// Reports why a claim gets no addresses, if that is new.
+    pub(super) async fn report_failure(
         &self,
         claim: &ClaimState,
         failure: &Failure,
+        report: FailureReport,
         record: &mut MachineRecord,
     ) -> Result<Option<Duration>, request::Error> {
+        if report == FailureReport::Event || !self.schema().conditions {
+            // A claim that has an address is not reported as failed here: its reservation decides.
+            let is_served = report == FailureReport::Status && !claim.status.ips.is_empty();
+            if !claim.deleting && !is_served && record.says(&claim.key, &failure.message) {
+                self.events.on_claim(claim, true, failure.reason.as_str(), &failure.message);
+            }
+            return Ok(None);
+        }
         let pods = self.cache.claims().read(|index| index.pods_of_claim(&claim.key));
         let pods: Vec<&ClaimPod> = pods.iter().map(Arc::as_ref).collect();
         let status = publish::status(claim, Err(failure), &pods, self.schema(), Timestamp::now());
@@ -218,18 +240,14 @@ impl ClaimWorkers {
         let networks = |name: &str| state.networks.get(name).map(|network| network.uid.clone());
         let reserved_in = self.cache.claims().read(|index| index.reserved_in(&claim.uid));
         let resolution = resolve::for_lone(&claim, &nads, &networks, reserved_in.as_ref());
-        let failure = match &resolution {
-            Resolution::Failed { reason, message } => {
-                Some(Failure { reason: *reason, message: message.clone() })
-            }
-            Resolution::Allocate { .. } | Resolution::NotOurs => None,
-        };
+        let failure = resolution.failure();
         self.cache.claims().set_resolutions(work, [(key.clone(), resolution)]);
-        let Some(failure) = failure else {
+        let Some((failure, report)) = failure else {
+            record.retain_said(|_| false);
             record.succeeded();
             return Next::ON_CHANGE;
         };
-        match self.publish_failure(&claim, &failure, record).await {
+        match self.report_failure(&claim, &failure, report, record).await {
             Ok(wait) => {
                 record.succeeded();
                 Next::ON_CHANGE.or_after(wait)
@@ -242,16 +260,6 @@ impl ClaimWorkers {
             }
         }
     }
-}
-
-fn failures(resolutions: &std::collections::BTreeMap<ObjectKey, Resolution>) -> Vec<(ObjectKey, Failure)> {
-    let failed = resolutions.iter().filter_map(|(key, resolution)| match resolution {
-        Resolution::Failed { reason, message } => {
-            Some((key.clone(), Failure { reason: *reason, message: message.clone() }))
-        }
-        Resolution::Allocate { .. } | Resolution::NotOurs => None,
-    });
-    failed.collect()
 }
 
 /// Whether a claim was not created because its namespace is being deleted, or does not exist any more. "Not found" without a

@@ -30,6 +30,8 @@ fn retry() -> Retry {
 pub struct MachineRecord {
     /// The problems that were reported.
     pub reported: BTreeSet<ClaimEvent>,
+    /// What the last event said about a claim without a network, where only events say so.
+    said: HashMap<ObjectKey, String>,
     /// Own writes that the watch has not delivered: the version that each was based on, None for a create.
     written: HashMap<ObjectKey, (Option<String>, Instant)>,
     pub retry: Retry,
@@ -42,6 +44,7 @@ impl Default for MachineRecord {
     fn default() -> Self {
         Self {
             reported: BTreeSet::new(),
+            said: HashMap::new(),
             written: HashMap::new(),
             retry: retry(),
             requeues: 0,
@@ -52,7 +55,11 @@ impl Default for MachineRecord {
 
 impl MachineRecord {
     pub fn is_default(&self) -> bool {
-        self.reported.is_empty() && self.written.is_empty() && self.requeues == 0 && !self.failing
+        self.reported.is_empty()
+            && self.said.is_empty()
+            && self.written.is_empty()
+            && self.requeues == 0
+            && !self.failing
     }
 
     /// The delay before the next plan that waits for another claim to go: doubled each time.
@@ -85,6 +92,17 @@ impl MachineRecord {
 
     pub fn failed(&mut self) {
         self.failing = true;
+    }
+
+    /// Whether a message about a claim is not the one that was said last.
+    pub fn says(&mut self, claim: &ObjectKey, message: &str) -> bool {
+        let last = self.said.insert(claim.clone(), message.to_owned());
+        last.as_deref() != Some(message)
+    }
+
+    /// Forgets what was said about claims that have no problem any more.
+    pub fn retain_said(&mut self, fails: impl Fn(&ObjectKey) -> bool) {
+        self.said.retain(|claim, _| fails(claim));
     }
 
     /// The problems that were not reported yet. The others are forgotten once they are gone.

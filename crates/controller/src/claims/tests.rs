@@ -4,11 +4,16 @@ use api::{
     BridgeNetworkStatus,
     ipblock::{ClaimedAddress, HolderRef},
 };
-use plan::{claims::release::RELEASE_DELAY, network::NetworkState};
+use plan::{
+    claims::{ClaimState, Failure, FailureReport, ObjectKey, machine::KindState, release::RELEASE_DELAY},
+    network::NetworkState,
+};
 use serde_json::{Value, json};
 
 use super::*;
-use crate::{blocks::tests::block, leader::tests::FakeApiServer, networks::tests::deleting};
+use crate::{
+    blocks::tests::block, cache::claims::project, leader::tests::FakeApiServer, networks::tests::deleting,
+};
 
 const BLOCK: &str = "/ipblocks/blue.10.0.0.0-28/status";
 
@@ -72,5 +77,77 @@ async fn a_pod_that_has_an_address_keeps_it_however_it_refers_to_the_claim() {
         assert_eq!(is_released(&workers, &server).await, !held, "{networks} {status:?}");
         let lists = server.paths("GET").iter().filter(|path| path.ends_with("/pods")).count();
         assert!(!held || lists == 1, "{lists}: a pod that the cache does not have causes one list per delay");
+    }
+}
+
+/// A claim of VirtualMachine `vm1`, with the finalizer.
+fn machine_claim(name: &str) -> ClaimState {
+    let object = json!({
+        "metadata": {
+            "namespace": "ns", "name": name, "uid": name, "resourceVersion": "1",
+            "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-01T00:00:01Z",
+            "finalizers": ["kubevirt.io/persistent-ipam"],
+            "ownerReferences": [{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "name": "vm1", "uid": "v", "controller": true}],
+        },
+        "spec": {"network": "blue", "interface": ""},
+    });
+    project::claim(serde_json::from_value(object).unwrap()).unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_cannot_be_cleaned_stops_no_other() {
+    let (context, server) = FakeApiServer::start();
+    let claims = context.cache.claims();
+    claims.set_vm_kind(KindState::Listed);
+    claims.set_vmi_kind(KindState::Listed);
+    for name in ["vm1.a", "vm1.b", "vm1.c"] {
+        claims.set_claim(&ObjectKey::new("ns", name), Some(machine_claim(name)));
+    }
+    server.rejections.lock().unwrap().push(("PATCH", "/ipamclaims/vm1.b", "a policy denies it".to_owned()));
+    let workers = ClaimController::new(&context, ClaimOptions::default()).workers;
+    let key = ObjectKey::new("ns", "vm1");
+    let mut record = MachineRecord::default();
+    let next = workers.machine(&ClaimWork::Machine(key.clone()), &key, &mut record).await;
+    let requests = server.requests.lock().unwrap();
+    let cleaned = requests.iter().filter(|(method, ..)| method == "PATCH").map(|(_, path, body)| {
+        assert_eq!(serde_json::from_str::<Value>(body).unwrap()["metadata"]["finalizers"], json!([]));
+        path.rsplit('/').next().unwrap()
+    });
+    assert_eq!(cleaned.collect::<Vec<_>>(), ["vm1.a", "vm1.b", "vm1.c"]);
+    assert!(next.requeue_after.is_some(), "the rejected one is tried again");
+}
+
+/// The CRD of another project keeps no conditions, and the status of another IPAM is not ours to write.
+#[tokio::test(start_paused = true)]
+async fn a_failure_that_the_status_cannot_have_is_one_event() {
+    let keeps = ClaimSchema::default();
+    let prunes = ClaimSchema { conditions: false, ..keeps };
+    let failure = |message: &str| Failure {
+        reason: api::ipamclaim::AllocationReason::InternalError,
+        message: message.to_owned(),
+    };
+    for (schema, report, messages, expected) in [
+        (prunes, FailureReport::Status, &["one", "one"][..], 1),
+        (prunes, FailureReport::Status, &["one", "two", "two"], 2),
+        (keeps, FailureReport::Event, &["one", "one"], 1),
+    ] {
+        let (context, server) = FakeApiServer::start();
+        let ClaimController { workers, events, .. } = ClaimController::new(&context, ClaimOptions::default());
+        *lock(&workers.schema) = schema;
+        let stop = CancellationToken::new();
+        let sending = tokio::spawn(events.run(stop.clone()));
+        let claim = ClaimState { owner: None, owner_count: 0, deleting: false, ..machine_claim("c") };
+        let mut record = MachineRecord::default();
+        for message in messages {
+            workers.report_failure(&claim, &failure(message), report, &mut record).await.unwrap();
+        }
+        assert!(!record.is_default(), "what was said is remembered");
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        stop.cancel();
+        sending.await.unwrap();
+        let posted: Vec<String> = server.paths("POST");
+        assert!(posted.iter().all(|path| path.ends_with("/events")), "{posted:?}");
+        assert_eq!(posted.len(), expected, "{messages:?}");
+        assert_eq!(server.paths("PATCH"), [""; 0]);
     }
 }

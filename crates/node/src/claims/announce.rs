@@ -14,7 +14,7 @@ use std::{
 };
 
 use api::{ErrorChain, IfName};
-use client::watch::ObjectEvent;
+use client::{retry::Backoff, watch::ObjectEvent};
 use kube::Client;
 use link::veth::{self, AnnounceOutcome};
 use plan::ipam::{AttachmentKey, Lease};
@@ -34,10 +34,11 @@ use crate::{
     pods::{self, CREATED_BY_LABEL, LIVE_PODS, OwnPod, VMI_ID_LABEL},
 };
 
-/// How soon a failed announcement or request is repeated.
+/// How soon a failed request is repeated.
 const RETRY: Duration = Duration::from_secs(1);
-/// How often an announcement is tried.
-const MAX_ATTEMPTS: usize = 10;
+/// The first and the longest delay before a failed announcement is repeated.
+const MIN_ANNOUNCE_RETRY: Duration = Duration::from_secs(1);
+const MAX_ANNOUNCE_RETRY: Duration = Duration::from_secs(30);
 
 /// The pods that may have the addresses of an attachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -207,19 +208,7 @@ impl AnnounceDeps {
                 }
             }
         }
-        for attempt in 1..=MAX_ATTEMPTS {
-            match self.announce(key).await {
-                Ok(()) => return,
-                Err(problem) => warn!(
-                    container_id = key.container,
-                    ifname = key.interface,
-                    attempt,
-                    problem,
-                    "cannot announce the addresses of a pod"
-                ),
-            }
-            sleep(RETRY).await;
-        }
+        until_announced(key, || self.announce(key)).await;
     }
 
     /// Announces the addresses of an attachment, unless it has ended.
@@ -263,11 +252,46 @@ impl AnnounceDeps {
     }
 }
 
+/// Repeats an announcement until it succeeds: until then the link does not answer ARP. It also succeeds once the attachment
+/// has no lease any more.
+async fn until_announced<F: Future<Output = Result<(), String>>>(
+    key: &AttachmentKey,
+    mut announce: impl FnMut() -> F,
+) {
+    let mut backoff = Backoff::new(MIN_ANNOUNCE_RETRY, MAX_ANNOUNCE_RETRY);
+    while let Err(problem) = announce().await {
+        let (container_id, ifname) = (&key.container, &key.interface);
+        warn!(%container_id, %ifname, problem, "cannot announce the addresses of a pod; retrying");
+        sleep(backoff.next_delay()).await;
+    }
+}
+
 impl HolderSelector {
     /// The launchers of the virtual machine of a launcher, of any instance of its name.
     pub fn of(pod: &OwnPod) -> Option<Self> {
         let label = |name: &str| pod.label(name).map(|value| format!("{name}={value}"));
         let labels = label(VMI_ID_LABEL).or_else(|| label(CREATED_BY_LABEL))?;
         Some(Self { namespace: pod.namespace.clone(), labels, own_uid: pod.uid.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::Instant;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_failed_announcement_is_repeated_until_it_succeeds() {
+        let key = AttachmentKey { container: "c".to_owned(), interface: "net1".to_owned() };
+        let (mut attempts, start) = (0, Instant::now());
+        until_announced(&key, || {
+            attempts += 1;
+            std::future::ready(if attempts < 40 { Err("busy".to_owned()) } else { Ok(()) })
+        })
+        .await;
+        assert_eq!(attempts, 40);
+        let taken = start.elapsed();
+        assert!(taken > 30 * MAX_ANNOUNCE_RETRY && taken < 50 * MAX_ANNOUNCE_RETRY, "{taken:?}");
     }
 }

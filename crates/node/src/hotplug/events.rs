@@ -75,7 +75,7 @@ impl PodEvents {
             // The plan reports each change of the annotation once, always with the same note.
             EventReason::InterfaceAddRejected => self.recorder.record_change(regarding, draft),
             _ => self.recorder.record(regarding, draft),
-        }
+        };
     }
 }
 

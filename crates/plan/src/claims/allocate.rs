@@ -363,9 +363,9 @@ impl<'a> Allocation<'a> {
         let pool = self.input.pool;
         let nothing = missing.is_empty() && !Family::ALL.iter().any(|it| self.is_reserved(&wanted.uid, *it));
         let refusal = if !missing.is_empty() && !pool.active {
-            Some("is being deleted")
+            Some("is being deleted; use another network")
         } else if nothing {
-            Some("has no spec.ipam")
+            Some("has no spec.ipam; add spec.ipam.subnets")
         } else {
             None
         };

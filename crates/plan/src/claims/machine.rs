@@ -7,7 +7,7 @@ use std::{
 };
 
 use api::{
-    ipamclaim::{ADDRESSES_ANNOTATION, FINALIZER},
+    ipamclaim::ADDRESSES_ANNOTATION,
     nad::{NadIpam, NadNetwork},
     selection::NadRef,
 };
@@ -19,6 +19,7 @@ use super::{
     names::{self, ClaimName},
     owner::{has_addresses, is_adopted, life_step},
     resolve,
+    unplug::unplug_step,
 };
 use crate::bridge::Uid;
 
@@ -89,11 +90,23 @@ pub enum ClaimStep {
         version: String,
         owner: OwnerRef,
     },
+    /// Sets `spec.network`.
+    SetNetwork {
+        claim: ObjectKey,
+        uid: Uid,
+        version: String,
+        network: String,
+        /// Recorded when the claim was written.
+        event: ClaimEvent,
+    },
     Delete {
         claim: ObjectKey,
         uid: Uid,
         version: String,
         why: DeleteReason,
+        /// The caller first checks with a live list that no IPBlock of this network has a reservation for the claim: the
+        /// cached blocks may be older than the cached claim.
+        unreserved_in: Option<String>,
         /// Recorded when the deletion was accepted.
         event: ClaimEvent,
     },
@@ -113,6 +126,7 @@ impl ClaimStep {
         match self {
             Self::Create(draft) => &draft.key,
             Self::SetOwner { claim, .. }
+            | Self::SetNetwork { claim, .. }
             | Self::Delete { claim, .. }
             | Self::RemoveFinalizer { claim, .. } => claim,
         }
@@ -123,6 +137,7 @@ impl ClaimStep {
         match self {
             Self::Create(_) => None,
             Self::SetOwner { version, .. }
+            | Self::SetNetwork { version, .. }
             | Self::Delete { version, .. }
             | Self::RemoveFinalizer { version, .. } => Some(version),
         }
@@ -176,13 +191,13 @@ pub struct ClaimEvent {
 }
 
 impl ClaimEvent {
-    fn warning(reason: &'static str, note: String) -> Self {
+    pub(super) fn warning(reason: &'static str, note: String) -> Self {
         Self { warning: true, reason, note }
     }
 }
 
 /// The reason of events about a claim that is not as the machine needs it.
-const CONFLICT: &str = "IPAMClaimConflict";
+pub(super) const CONFLICT: &str = "IPAMClaimConflict";
 
 /// The owner of the claims of an instance: its VirtualMachine by the controller reference, else the instance itself.
 pub fn desired_owner(key: &ObjectKey, vmi: &VmiFacts) -> OwnerRef {
@@ -269,7 +284,7 @@ fn plan_network(
             plan.events.push(ClaimEvent::warning(
                 "NetworkConfigInvalid",
                 format!(
-                    "NAD {nad} of interface {interface}: {cause}; correct it, otherwise its address is not persistent"
+                    "NAD {nad} of interface {interface}: {cause}; correct the config of the NAD; until then the address is not persistent"
                 ),
             ));
             return;
@@ -277,21 +292,15 @@ fn plan_network(
         NadLookup::Found(config) => config,
     };
     if let Some(claim) = ours {
-        if is_replaced(input, claim, &config) {
+        if is_moved(input, claim, &config) {
             replaced.insert(claim.uid.clone());
             plan.requeue = true;
             if !claim.deleting {
-                plan.steps.push(delete(
-                    claim,
-                    DeleteReason::Replaced,
-                    format!(
-                        "interface {interface} moved to network {}; replacing IPAMClaim {}",
-                        config.name, claim.key
-                    ),
-                ));
+                plan.steps.push(replace(input, interface, claim, &config));
             }
             return;
         }
+        plan.steps.extend(set_network(network, claim, &config));
         use_claim(input, vmi, network, claim, &config, plan);
         return;
     }
@@ -352,7 +361,7 @@ fn occupied(
         ),
         None if is_adopted(input, claim, vmi) => return None,
         None => format!(
-            "IPAMClaim {key} belongs to no virtual machine; interface {interface} waits until it is gone"
+            "IPAMClaim {key} belongs to no virtual machine; interface {interface} waits until it is gone: delete it if no pod uses it"
         ),
     };
     Some(ClaimEvent::warning(CONFLICT, note))
@@ -397,19 +406,55 @@ fn use_claim(
     }
 }
 
-/// Whether the interface of a claim is on another network now: by the name of its config, or by the BridgeNetwork that the
-/// claim has a reservation in.
-fn is_replaced(input: &MachineInput<'_>, claim: &ClaimState, config: &NadNetwork) -> bool {
-    if *claim.network != *config.name {
-        return true;
-    }
-    let Some(reserved) = (input.reserved_in)(&claim.uid) else { return false };
+/// Whether the interface of a claim is on another network now. The BridgeNetwork that the claim has a reservation in
+/// decides; without one, the name of the config.
+fn is_moved(input: &MachineInput<'_>, claim: &ClaimState, config: &NadNetwork) -> bool {
+    let is_renamed = *claim.network != *config.name;
+    let Some(reserved) = (input.reserved_in)(&claim.uid) else { return is_renamed };
     match &config.ipam {
         NadIpam::Patchbay { network } => {
-            (input.networks)(network).is_some_and(|network| network != reserved.network)
+            (input.networks)(network).map_or(is_renamed, |network| network != reserved.network)
         }
         NadIpam::Ovn | NadIpam::Other => true,
     }
+}
+
+/// Deletes a claim whose interface is on another network now.
+fn replace(input: &MachineInput<'_>, interface: &str, claim: &ClaimState, config: &NadNetwork) -> ClaimStep {
+    let note =
+        format!("interface {interface} moved to network {}; replacing IPAMClaim {}", config.name, claim.key);
+    let mut step = delete(claim, DeleteReason::Replaced, note);
+    if let ClaimStep::Delete { unreserved_in, .. } = &mut step
+        && let NadIpam::Patchbay { network } = &config.ipam
+        && (input.reserved_in)(&claim.uid).is_none()
+    {
+        *unreserved_in = Some(network.clone());
+    }
+    step
+}
+
+/// Corrects `spec.network` of a claim whose interface did not move: a user edited the claim, or renamed the config of the
+/// NAD. The claim keeps its UID, so that the machine keeps its addresses and its MAC address.
+fn set_network(network: &MachineNetwork, claim: &ClaimState, config: &NadNetwork) -> Option<ClaimStep> {
+    if *claim.network == *config.name {
+        return None;
+    }
+    let note = format!(
+        "IPAMClaim {} was edited: spec.network was {:?}, but interface {} is on network {:?} of NAD {}; set spec.network, \
+         the addresses stay",
+        claim.key,
+        resolve::cut(&claim.network),
+        network.name,
+        config.name,
+        network.nad
+    );
+    Some(ClaimStep::SetNetwork {
+        claim: claim.key.clone(),
+        uid: claim.uid.clone(),
+        version: claim.version.clone(),
+        network: config.name.clone(),
+        event: ClaimEvent::warning(CONFLICT, note),
+    })
 }
 
 /// A stopped machine keeps its claims: those with a reservation are resolved by the template of the VirtualMachine. Those
@@ -447,12 +492,12 @@ fn published_addresses(claim: &ClaimState) -> Vec<IpAddr> {
     claim.published().iter().map(IpNet::addr).collect()
 }
 
-fn is_owned_by(claim: &ClaimState, uid: &str) -> bool {
+pub(super) fn is_owned_by(claim: &ClaimState, uid: &str) -> bool {
     claim.owner.as_ref().is_some_and(|owner| owner.uid == uid)
 }
 
 /// Whether a claim can be that of a network of the machine.
-fn is_claim_of(key: &ObjectKey, claim: &ClaimState, network: &MachineNetwork) -> bool {
+pub(super) fn is_claim_of(key: &ObjectKey, claim: &ClaimState, network: &MachineNetwork) -> bool {
     if claim.interface == network.pod_interface {
         return true;
     }
@@ -462,36 +507,6 @@ fn is_claim_of(key: &ObjectKey, claim: &ClaimState, network: &MachineNetwork) ->
     is_named && names::is_for(claim, &network.pod_interface)
 }
 
-/// Deletes the claim of an interface that was unplugged.
-fn unplug_step(input: &MachineInput<'_>, claim: &ClaimState) -> Option<ClaimStep> {
-    if input.options.keep_unplugged || claim.deleting || input.kinds != KindsKnown::LISTED {
-        return None;
-    }
-    let vm = input.vm.filter(|vm| is_owned_by(claim, &vm.uid) && !vm.deleting)?;
-    // A claim that nothing here created is not deleted.
-    if !claim.finalizers.iter().any(|one| one == FINALIZER) || claim.owner_count != 1 {
-        return None;
-    }
-    let in_template = vm.networks.iter().filter(|network| !network.absent);
-    let in_instance = input.vmi.iter().flat_map(|vmi| &vmi.networks);
-    let in_instance = in_instance.filter(|network| !network.absent || network.in_status);
-    if in_template.chain(in_instance).any(|network| is_claim_of(input.key, claim, network)) {
-        return None;
-    }
-    let published = claim.published();
-    let is_used =
-        |pod: &&ClaimPod| pod.references(&claim.key) || published.iter().any(|net| pod.shows(net.addr()));
-    if input.pods.iter().any(is_used) {
-        return None;
-    }
-    let interface = claim.key.name.strip_prefix(&format!("{}.", input.key.name)).unwrap_or(&claim.key.name);
-    let note = format!(
-        "interface {interface} was unplugged; deleted IPAMClaim {}, its addresses become free",
-        claim.key
-    );
-    Some(delete(claim, DeleteReason::Unplugged, note))
-}
-
 pub(super) fn delete(claim: &ClaimState, why: DeleteReason, note: String) -> ClaimStep {
     let reason = match why {
         DeleteReason::Unplugged => "IPAMClaimReleased",
@@ -499,5 +514,5 @@ pub(super) fn delete(claim: &ClaimState, why: DeleteReason, note: String) -> Cla
     };
     let event = ClaimEvent { warning: false, reason, note };
     let (uid, version) = (claim.uid.clone(), claim.version.clone());
-    ClaimStep::Delete { claim: claim.key.clone(), uid, version, why, event }
+    ClaimStep::Delete { claim: claim.key.clone(), uid, version, why, unreserved_in: None, event }
 }

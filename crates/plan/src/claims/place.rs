@@ -24,7 +24,8 @@ impl Allocation<'_> {
             let text = if pool.grid(family).is_none() {
                 let name = if family == Family::V4 { "IPv4" } else { "IPv6" };
                 format!(
-                    "network {:?} has no {name} subnet, so {address} cannot be requested",
+                    "network {:?} has no {name} subnet: remove {address} from annotation {ADDRESSES_ANNOTATION}, or add a \
+                     subnet to spec.ipam.subnets of the BridgeNetwork",
                     self.input.network
                 )
             } else if !missing.contains(&family) {

@@ -9,7 +9,7 @@ use api::{
 use ipnet::IpNet;
 use jiff::Timestamp;
 
-use super::{ClaimPod, ClaimSchema, ClaimState, Failure, Reserved};
+use super::{ClaimEvent, ClaimPod, ClaimSchema, ClaimState, Failure, Reserved, machine::CONFLICT};
 use crate::condition::ConditionDraft;
 
 /// A status to write, with the UID and the resourceVersion of the claim that it was computed from.
@@ -52,6 +52,22 @@ pub fn status(
         outcome.ok().into_iter().flat_map(|it| &it.infos).map(|it| it.net.addr()).collect();
     let confirm = claim.published().iter().any(|net| !kept.contains(&net.addr()));
     Some(StatusWrite { status: new, confirm })
+}
+
+/// The event about a user who changed the addresses in a status that this status restores. The condition names the reserved
+/// addresses, so addresses that differ under the same condition were changed.
+pub fn restored(claim: &ClaimState, status: &IPAMClaimStatus) -> Option<ClaimEvent> {
+    let text = |status| current(status).map(|one| (one.status, one.reason.clone(), one.message.clone()));
+    let is_same = text(&claim.status).is_some() && text(&claim.status) == text(status);
+    (is_same && claim.status.ips != status.ips).then(|| {
+        let ips = if status.ips.is_empty() { "empty".to_owned() } else { status.ips.join(", ") };
+        let note = format!(
+            "status.ips of IPAMClaim {} was changed, and is {ips} again; for other addresses, stop the VM and delete the \
+             IPAMClaim",
+            claim.key
+        );
+        ClaimEvent::warning(CONFLICT, note)
+    })
 }
 
 fn current(status: &IPAMClaimStatus) -> Option<&Condition> {

@@ -13,7 +13,7 @@ use api::{
 };
 use serde_json::Value;
 
-use super::ClaimState;
+use super::{ClaimState, Failure};
 use crate::bridge::Uid;
 
 /// From which network a claim gets its addresses.
@@ -30,7 +30,28 @@ pub enum Resolution {
     /// Another IPAM allocates them: the status of the claim is not written.
     NotOurs,
     /// Why no network can be determined.
-    Failed { reason: AllocationReason, message: String },
+    Failed { reason: AllocationReason, message: String, report: FailureReport },
+}
+
+/// Where a failure is reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailureReport {
+    /// In the status of the claim, and by an event.
+    Status,
+    /// By an event: another IPAM may write the status.
+    Event,
+}
+
+impl Resolution {
+    /// Why no network can be determined, and where to report it.
+    pub fn failure(&self) -> Option<(Failure, FailureReport)> {
+        match self {
+            Self::Failed { reason, message, report } => {
+                Some((Failure { reason: *reason, message: message.clone() }, *report))
+            }
+            Self::Allocate { .. } | Self::NotOurs => None,
+        }
+    }
 }
 
 /// The network whose blocks have a reservation for a claim.
@@ -41,8 +62,14 @@ pub struct ReservedIn {
     pub network_name: String,
 }
 
-fn failed(message: String) -> Resolution {
-    Resolution::Failed { reason: AllocationReason::InternalError, message }
+fn failed(report: FailureReport, message: String) -> Resolution {
+    Resolution::Failed { reason: AllocationReason::InternalError, message, report }
+}
+
+fn no_network(name: &str) -> Resolution {
+    let message =
+        format!("BridgeNetwork {name:?} does not exist; create it, or correct ipam.network in the NAD");
+    failed(FailureReport::Status, message)
 }
 
 /// The network of a claim of a virtual machine: that of the NAD which the interface names. `interface` is the logical
@@ -57,12 +84,12 @@ pub fn for_machine(
 ) -> Resolution {
     let NadIpam::Patchbay { network: network_name } = &config.ipam else { return Resolution::NotOurs };
     let Some(network) = networks(network_name) else {
-        return failed(format!("BridgeNetwork {network_name:?} does not exist"));
+        return no_network(network_name);
     };
     let requested = match requested(addresses, interface) {
         Ok(requested) => requested,
         Err(_) if reserved => Vec::new(),
-        Err(message) => return failed(message),
+        Err(message) => return failed(FailureReport::Status, message),
     };
     Resolution::Allocate { network, network_name: network_name.clone(), nad: nad.clone(), requested }
 }
@@ -70,6 +97,9 @@ pub fn for_machine(
 /// The network of a claim whose owner is not a virtual machine: that of the persistent NADs in its namespace with its
 /// config name. A claim that has a reservation stays on its network, whatever NADs say. `networks` returns the UID of the
 /// BridgeNetwork of a name.
+///
+/// The status of a claim that may be for another IPAM is not written: OVN-Kubernetes has a NAD of the name, or no NAD of
+/// the name is for `patchbay-ipam`.
 pub fn for_lone(
     claim: &ClaimState,
     nads_in_namespace: &[(NadRef, &NadNetwork)],
@@ -78,15 +108,17 @@ pub fn for_lone(
 ) -> Resolution {
     let named = nads_in_namespace.iter().filter(|(_, config)| config.name == *claim.network);
     let mut found: BTreeMap<&str, &NadRef> = BTreeMap::new();
-    let mut others = false;
+    let (mut ovn, mut others, mut switched_off): (Option<&NadRef>, bool, bool) = (None, false, false);
     for (nad, config) in named {
         match &config.ipam {
             NadIpam::Patchbay { network } if config.persistent => {
                 let first = found.entry(network).or_insert(nad);
                 *first = (*first).min(nad);
             }
-            NadIpam::Patchbay { .. } => {}
-            NadIpam::Ovn | NadIpam::Other => others |= config.persistent,
+            NadIpam::Patchbay { .. } => switched_off = true,
+            NadIpam::Ovn if config.persistent => ovn = Some(ovn.map_or(nad, |first| first.min(nad))),
+            NadIpam::Other if config.persistent => others = true,
+            NadIpam::Ovn | NadIpam::Other => {}
         }
     }
     if let Some(ReservedIn { network, network_name }) = reserved_in {
@@ -97,20 +129,40 @@ pub fn for_lone(
         return Resolution::Allocate { network, network_name, nad, requested: Vec::new() };
     }
     let mut found = found.into_iter();
+    let conflict = |report, one: &str, two: &str| {
+        let message = format!(
+            "NADs {one} and {two} both have the config name {:?}; give one of them another name",
+            cut(&claim.network)
+        );
+        failed(report, message)
+    };
     match (found.next(), found.next()) {
-        (None, _) if others => Resolution::NotOurs,
-        (None, _) => failed(format!(
-            "no NetworkAttachmentDefinition of namespace {} with patchbay-ipam and allowPersistentIPs has the config name {:?}",
-            claim.key.namespace,
-            cut(&claim.network)
-        )),
-        (Some((one, at)), Some((two, and))) => failed(format!(
-            "NADs {at} (network {one}) and {and} (network {two}) both have the config name {:?}; give one of them another name",
-            cut(&claim.network)
-        )),
-        (Some((name, nad)), None) => match networks(name) {
-            None => failed(format!("BridgeNetwork {name:?} does not exist")),
-            Some(network) => Resolution::Allocate {
+        (None, _) if others || ovn.is_some() => Resolution::NotOurs,
+        // Another IPAM serves it.
+        (None, _) if !switched_off && !claim.status.ips.is_empty() => Resolution::NotOurs,
+        (None, _) => {
+            let report = if switched_off { FailureReport::Status } else { FailureReport::Event };
+            let message = format!(
+                "no NetworkAttachmentDefinition of namespace {} with patchbay-ipam and allowPersistentIPs has the config name \
+                 {:?}; create one, or correct spec.network of the IPAMClaim",
+                claim.key.namespace,
+                cut(&claim.network)
+            );
+            failed(report, message)
+        }
+        (Some((one, at)), Some((two, and))) if ovn.is_none() => conflict(
+            FailureReport::Status,
+            &format!("{at} (network {one})"),
+            &format!("{and} (network {two})"),
+        ),
+        (Some((name, nad)), _) => match (ovn, networks(name)) {
+            (Some(ovn), _) => conflict(
+                FailureReport::Event,
+                &format!("{nad} (network {name})"),
+                &format!("{ovn} (OVN-Kubernetes)"),
+            ),
+            (None, None) => no_network(name),
+            (None, Some(network)) => Resolution::Allocate {
                 network,
                 network_name: name.to_owned(),
                 nad: nad.clone(),
@@ -153,7 +205,7 @@ fn parse_requested(annotation: &str, network: &str) -> Result<Vec<IpAddr>, Strin
 const MAX_QUOTE: usize = 64;
 
 /// Cuts a text that a message quotes.
-fn cut(text: &str) -> Cow<'_, str> {
+pub(super) fn cut(text: &str) -> Cow<'_, str> {
     match text.char_indices().nth(MAX_QUOTE) {
         Some((end, _)) => format!("{}…", &text[..end]).into(),
         None => text.into(),

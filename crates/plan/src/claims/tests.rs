@@ -2,6 +2,7 @@
 
 mod allocate;
 mod life;
+mod lone;
 mod names;
 mod publish;
 mod shown;

@@ -1,5 +1,6 @@
 //! The index of claims, virtual machines and pods. Every change returns what it concerns.
 
+mod pods;
 mod snapshot;
 
 use std::{
@@ -33,8 +34,10 @@ pub struct ClaimIndex {
     vmis: HashMap<ObjectKey, Arc<VmiFacts>>,
     claims: HashMap<ObjectKey, Arc<ClaimState>>,
     by_uid: HashMap<Arc<str>, ObjectKey>,
-    /// The claims of each machine, by the name of their owner; those without an owner by their label.
+    /// The claims of each machine, by the name of their owner.
     of_machine: HashMap<ObjectKey, BTreeSet<ObjectKey>>,
+    /// The claims without an owner that we made before, by their namespace and their label.
+    of_label: HashMap<ObjectKey, BTreeSet<ObjectKey>>,
     /// Since when each deleted claim has been known to be deleted.
     deleting_since: HashMap<ObjectKey, Timestamp>,
     pods: HashMap<ObjectKey, Arc<ClaimPod>>,
@@ -66,6 +69,7 @@ impl Default for ClaimIndex {
             claims: HashMap::new(),
             by_uid: HashMap::new(),
             of_machine: HashMap::new(),
+            of_label: HashMap::new(),
             deleting_since: HashMap::new(),
             pods: HashMap::new(),
             pods_of_claim: HashMap::new(),
@@ -113,6 +117,35 @@ fn remove(map: &mut HashMap<ObjectKey, BTreeSet<ObjectKey>>, at: &ObjectKey, key
     }
 }
 
+/// Where the index has a claim. It depends on the claim alone, so that what else is known does not matter.
+enum ClaimEntry {
+    /// Namespace and name of the owner.
+    Owner(ObjectKey),
+    /// Namespace and label.
+    Label(ObjectKey),
+}
+
+impl ClaimEntry {
+    fn key(&self) -> &ObjectKey {
+        match self {
+            Self::Owner(key) | Self::Label(key) => key,
+        }
+    }
+}
+
+fn entry_of(claim: &ClaimState) -> Option<ClaimEntry> {
+    let namespace = claim.key.namespace.clone();
+    match &claim.owner {
+        Some(owner) if owner.kind == OwnerKind::Other => None,
+        Some(owner) => Some(ClaimEntry::Owner(ObjectKey { namespace, name: owner.name.clone() })),
+        None => {
+            let ours = claim.finalizers.iter().any(|one| one == FINALIZER);
+            let name = claim.label.clone().filter(|_| ours)?;
+            Some(ClaimEntry::Label(ObjectKey { namespace, name }))
+        }
+    }
+}
+
 impl ClaimIndex {
     pub fn vm(&self, key: &ObjectKey) -> Option<&Arc<VmFacts>> {
         self.vms.get(key)
@@ -132,8 +165,23 @@ impl ClaimIndex {
 
     /// The claims of a machine, by their owner or their label.
     pub fn claims_of(&self, machine: &ObjectKey) -> Vec<Arc<ClaimState>> {
-        let of_machine = self.of_machine.get(machine).into_iter().flatten();
-        of_machine.filter_map(|key| self.claims.get(key)).cloned().collect()
+        let owned = self.of_machine.get(machine).into_iter().flatten();
+        let label = names::label_value(&machine.name);
+        // The label of a machine with a long name can be the name of another machine.
+        let is_other = label == *machine.name && self.long_name_of(&machine.namespace, &label).is_some();
+        let label = ObjectKey { namespace: machine.namespace.clone(), name: label.into() };
+        let labelled = self.of_label.get(&label).filter(|_| !is_other).into_iter().flatten();
+        owned.chain(labelled).filter_map(|key| self.claims.get(key)).cloned().collect()
+    }
+
+    /// The machine whose name is too long for a label, and is shortened to this one.
+    fn long_name_of(&self, namespace: &str, label: &str) -> Option<&ObjectKey> {
+        self.vms.keys().chain(self.vmis.keys()).find(|key| {
+            *key.namespace == *namespace
+                && *key.name != *label
+                && label.len() < key.name.len()
+                && names::label_value(&key.name) == label
+        })
     }
 
     /// The pods whose controller is an instance of this name, and those that refer to one of these claims.
@@ -166,25 +214,21 @@ impl ClaimIndex {
         Some(ReservedIn { network: block.network.to_string(), network_name: block.network_name.to_string() })
     }
 
-    /// The machine that a claim belongs to. A claim without an owner that we made before belongs to that of its label.
+    /// The machine that a claim belongs to now. A claim without an owner that we made before belongs to that of its label.
     fn machine_of(&self, claim: &ClaimState) -> Option<ObjectKey> {
-        let namespace = claim.key.namespace.clone();
-        match &claim.owner {
-            Some(owner) if owner.kind == OwnerKind::Other => None,
-            Some(owner) => Some(ObjectKey { namespace, name: owner.name.clone() }),
-            None => {
-                let label = claim.label.clone()?;
-                if !claim.finalizers.iter().any(|one| one == FINALIZER) {
-                    return None;
-                }
-                // A long name is shortened in the label.
-                let full = self.vms.keys().chain(self.vmis.keys()).find(|key| {
-                    key.namespace == namespace
-                        && key.name.len() > 63
-                        && *names::label_value(&key.name) == *label
-                });
-                Some(full.cloned().unwrap_or(ObjectKey { namespace, name: label }))
+        match entry_of(claim)? {
+            ClaimEntry::Owner(machine) => Some(machine),
+            ClaimEntry::Label(label) => {
+                Some(self.long_name_of(&label.namespace, &label.name).cloned().unwrap_or(label))
             }
+        }
+    }
+
+    /// The index that has an entry.
+    fn entries(&mut self, entry: &ClaimEntry) -> &mut HashMap<ObjectKey, BTreeSet<ObjectKey>> {
+        match entry {
+            ClaimEntry::Owner(_) => &mut self.of_machine,
+            ClaimEntry::Label(_) => &mut self.of_label,
         }
     }
 
@@ -210,16 +254,10 @@ impl ClaimIndex {
     }
 
     pub fn machines_and_lone(&self) -> Work {
-        let machines: BTreeSet<&ObjectKey> =
-            self.vms.keys().chain(self.vmis.keys()).chain(self.of_machine.keys()).collect();
-        let mut work: Work = machines.into_iter().cloned().map(ClaimWork::Machine).collect();
-        work.extend(
-            self.claims
-                .values()
-                .map(|claim| self.work_of(claim))
-                .filter(|work| matches!(work, ClaimWork::Lone(_))),
-        );
-        work
+        let machines = self.vms.keys().chain(self.vmis.keys()).cloned().map(ClaimWork::Machine);
+        let work: BTreeSet<ClaimWork> =
+            machines.chain(self.claims.values().map(|claim| self.work_of(claim))).collect();
+        work.into_iter().collect()
     }
 
     pub fn everything(&mut self) -> Work {
@@ -292,27 +330,25 @@ impl ClaimIndex {
         }
         let mut work: Work = self.network_of(key).into_iter().collect();
         if let Some(old) = &old {
-            let old_work = self.work_of(old);
-            if let ClaimWork::Machine(machine) = &old_work {
-                remove(&mut self.of_machine, machine, key);
+            if let Some(entry) = entry_of(old) {
+                remove(self.entries(&entry), entry.key(), key);
             }
             if new.as_ref().is_none_or(|new| new.uid != old.uid) {
                 self.by_uid.remove(old.uid.as_str());
                 self.deleting_since.remove(key);
                 work.extend(self.reserving(&old.uid));
             }
-            work.push(old_work);
+            work.push(self.work_of(old));
         }
         if let Some(new) = &new {
-            let new_work = self.work_of(new);
-            if let ClaimWork::Machine(machine) = &new_work {
-                insert(&mut self.of_machine, machine.clone(), key);
+            if let Some(entry) = entry_of(new) {
+                insert(self.entries(&entry), entry.key().clone(), key);
             }
             self.by_uid.insert(new.uid.as_str().into(), key.clone());
             if new.deleting {
                 self.deleting_since.entry(key.clone()).or_insert_with(Timestamp::now);
             }
-            work.push(new_work);
+            work.push(self.work_of(new));
         } else {
             self.forget_resolution(key);
         }
@@ -377,78 +413,6 @@ impl ClaimIndex {
         }
     }
 
-    pub fn apply_pod(&mut self, namespace: &str, name: &str, uid: &str, pod: Option<&ClaimPod>) -> Work {
-        let key = ObjectKey::new(namespace, name);
-        if let Some(listing) = &mut self.listing {
-            listing.insert(key.clone());
-        }
-        let old = self.pods.get(&key);
-        if old.map(Arc::as_ref) == pod {
-            return Vec::new();
-        }
-        let Some(pod) = pod else {
-            // A pod that referred to a claim holds its addresses until it is gone.
-            return if old.is_some_and(|old| old.uid != uid) { self.delete_pod(&key) } else { Vec::new() };
-        };
-        let mut work = self.delete_pod(&key);
-        for element in &pod.elements {
-            if let Some(claim) = &element.claim {
-                let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
-                insert(&mut self.pods_of_claim, claim, &key);
-            }
-        }
-        if let Some(machine) = machine_of_pod(pod) {
-            insert(&mut self.pods_of_machine, machine, &key);
-        }
-        self.pods.insert(key, Arc::new(pod.clone()));
-        work.extend(self.work_of_pod(pod));
-        work.sort_unstable();
-        work.dedup();
-        work
-    }
-
-    pub fn delete_pod(&mut self, key: &ObjectKey) -> Work {
-        let Some(pod) = self.pods.remove(key) else { return Vec::new() };
-        for element in &pod.elements {
-            if let Some(claim) = &element.claim {
-                let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
-                remove(&mut self.pods_of_claim, &claim, key);
-            }
-        }
-        if let Some(machine) = machine_of_pod(&pod) {
-            remove(&mut self.pods_of_machine, &machine, key);
-        }
-        self.work_of_pod(&pod)
-    }
-
-    /// What a change of a pod concerns: its machine, and the claims that it refers to.
-    fn work_of_pod(&self, pod: &ClaimPod) -> Work {
-        let mut work: Work = machine_of_pod(pod).map(ClaimWork::Machine).into_iter().collect();
-        for claim in pod.elements.iter().filter_map(|element| element.claim.as_ref()) {
-            let key = ObjectKey { namespace: pod.key.namespace.clone(), name: claim.clone() };
-            work.extend(self.network_of(&key));
-            work.extend(self.claims.get(&key).map(|claim| self.work_of(claim)));
-        }
-        // The claim may be gone while its addresses are reserved until the pod is gone.
-        if !pod.attached.is_empty() || !pod.elements.is_empty() {
-            let is_gone = |uid: &Arc<str>| !self.by_uid.contains_key(uid);
-            let blocks = self.reserved.values().filter(|block| block.claims.iter().any(is_gone));
-            let networks: BTreeSet<&Arc<str>> = blocks.map(|block| &block.network).collect();
-            work.extend(networks.into_iter().cloned().map(ClaimWork::Network));
-        }
-        work
-    }
-
-    pub fn start_pod_list(&mut self) {
-        self.listing = Some(HashSet::new());
-    }
-
-    pub fn finish_pod_list(&mut self) -> Work {
-        let Some(listed) = self.listing.take() else { return Vec::new() };
-        let gone: Vec<ObjectKey> = self.pods.keys().filter(|key| !listed.contains(key)).cloned().collect();
-        gone.iter().flat_map(|key| self.delete_pod(key)).collect()
-    }
-
     pub fn set_block(&mut self, name: &str, block: &BlockState) -> Work {
         let spec = &block.object.spec;
         let ours = spec.holder.is_claims() || spec.lender.as_ref().is_some_and(HolderRef::is_claims);
@@ -491,10 +455,4 @@ impl ClaimIndex {
     pub fn missing_claims(&self, listed: &HashSet<ObjectKey>) -> Vec<ObjectKey> {
         self.claims.keys().filter(|key| !listed.contains(key)).cloned().collect()
     }
-}
-
-/// The name of the instance that controls a launcher, which is also that of its VirtualMachine.
-fn machine_of_pod(pod: &ClaimPod) -> Option<ObjectKey> {
-    let controller = pod.controller.as_ref().filter(|it| it.kind == OwnerKind::VirtualMachineInstance)?;
-    Some(ObjectKey { namespace: pod.key.namespace.clone(), name: controller.name.clone() })
 }

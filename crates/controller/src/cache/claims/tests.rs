@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use plan::{claims::OwnerRef, users::WorkloadKind};
 use serde_json::{Value, json};
 
@@ -5,6 +7,7 @@ use super::{
     project::{self, ClaimObject, MachineObject},
     *,
 };
+use crate::metrics::ClaimMetricState;
 
 fn instance_spec(networks: &[(&str, &str, Option<&str>)]) -> Value {
     let interfaces =
@@ -207,4 +210,76 @@ fn the_address_of_a_plain_pod_is_not_that_of_a_machines_claim() {
     let own = launcher("p", Some("vm1.blue"), &["10.0.0.4"]);
     cache.apply_pod("ns", "p", &own.uid, Some(&own));
     assert_eq!(shown(), ["10.0.0.4".parse::<std::net::IpAddr>().unwrap()]);
+}
+
+/// The label of a long name is shortened. A controller that starts may get the claims before the machines.
+#[test]
+fn an_orphaned_claim_of_a_machine_with_a_long_name_is_found_in_any_order() {
+    let long = "a-machine-with-a-name-that-is-too-long-for-the-value-of-a-label-of-kubernetes";
+    let label = plan::claims::names::label_value(long);
+    let orphan = ClaimState {
+        label: Some(label.as_str().into()),
+        finalizers: vec!["kubevirt.io/persistent-ipam".to_owned()],
+        ..claim("c", "c-1", None)
+    };
+    let vmi = || project::vmi(&vmi_object(&[("blue", "blue", None)]));
+    let of = |cache: &ClaimCache, machine: &str| {
+        let claims = cache.read(|index| index.claims_of(&key(machine)));
+        claims.iter().map(|claim| claim.key.name.to_string()).collect::<Vec<_>>()
+    };
+    for claim_first in [true, false] {
+        let cache = ClaimCache::default();
+        cache.queue().start();
+        if claim_first {
+            cache.set_claim(&key("c"), Some(orphan.clone()));
+            cache.set_vmi(&key(long), vmi());
+        } else {
+            cache.set_vmi(&key(long), vmi());
+            cache.set_claim(&key("c"), Some(orphan.clone()));
+        }
+        assert!(taken(&cache).contains(&ClaimWork::Machine(key(long))));
+        assert_eq!(of(&cache, long), ["c"]);
+        assert_eq!(of(&cache, &label), [""; 0], "no machine has this name");
+        // The instance goes: the claim is still that of its name, and is deleted.
+        cache.set_vmi(&key(long), None);
+        assert_eq!(of(&cache, long), ["c"]);
+        cache.set_claim(&key("c"), None);
+        assert_eq!(of(&cache, long), [""; 0], "nothing is left of the entry");
+        assert_eq!(of(&cache, &label), [""; 0]);
+        taken(&cache);
+        cache.mark_all();
+        assert_eq!(taken(&cache), []);
+    }
+}
+
+#[test]
+fn the_metrics_count_claims_by_state_and_age() {
+    let cache = ClaimCache::default();
+    let work = ClaimWork::Machine(key("vm1"));
+    let finalizers = || vec!["kubevirt.io/persistent-ipam".to_owned()];
+    let named = |name: &str| ClaimState { finalizers: finalizers(), ..claim(name, name, Some("vm1")) };
+    let mut allocated = named("allocated");
+    allocated.status.ips = vec!["10.0.0.3/24".to_owned()];
+    let deleted = ClaimState { deleting: true, ..named("deleted") };
+    let without = ClaimState { deleting: true, finalizers: Vec::new(), ..named("without-finalizer") };
+    let all = [allocated, deleted, without, named("pending"), named("failed"), named("ovn")];
+    for claim in all {
+        cache.set_claim(&claim.key.clone(), Some(claim));
+    }
+    let failed = Resolution::Failed {
+        reason: api::ipamclaim::AllocationReason::InternalError,
+        message: "why".to_owned(),
+        report: plan::claims::FailureReport::Status,
+    };
+    cache.set_resolutions(&work, [(key("failed"), failed), (key("ovn"), Resolution::NotOurs)]);
+    let created: Timestamp = "2026-01-01T00:00:00Z".parse().unwrap();
+    let totals = cache.read(|index| index.totals(Timestamp::now()));
+    let count = |state: ClaimMetricState| totals.states.get(&state).copied().unwrap_or_default();
+    assert_eq!(ClaimMetricState::ALL.map(count), [1, 1, 1, 1, 2]);
+    assert_eq!(totals.stuck, 0, "deleted a moment ago");
+    let later = Timestamp::now() + Duration::from_secs(61);
+    let totals = cache.read(|index| index.totals(later));
+    assert_eq!(totals.stuck, 1);
+    let age = Duration::try_from(later.duration_since(created)).unwrap();
+    assert_eq!(totals.oldest_pending, age);
 }

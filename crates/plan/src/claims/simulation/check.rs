@@ -33,6 +33,7 @@ fn reservations(world: &World) -> BTreeMap<(String, IpAddr), (String, String)> {
 }
 
 pub fn always(world: &World) {
+    claims_stay(world);
     let reserved = reservations(world);
     for (at, node) in &world.leases {
         assert!(!reserved.contains_key(at), "{at:?} is leased on {node} and reserved for {:?}", reserved[at]);
@@ -50,6 +51,17 @@ pub fn always(world: &World) {
             let at = (sandbox.network.clone(), *address);
             assert!(reserved.contains_key(&at), "{sandbox:?} has {address}, which is not reserved");
         }
+    }
+}
+
+/// A VirtualMachine has its claims, also while it is stopped, unless the user gave them up.
+fn claims_stay(world: &World) {
+    for ((life, interface), (uid, _)) in &world.served {
+        let vm = world.live.vms.values().find(|vm| vm.facts.uid == *life && vm.deletion.is_none());
+        let Some(vm) = vm.filter(|_| !world.given_up.contains(uid)) else { continue };
+        let plugged = vm.facts.networks.iter().any(|it| it.pod_interface == *interface && !it.absent);
+        let claim = world.live.claims.values().find(|claim| claim.uid == *uid && !claim.deleting);
+        assert!(!plugged || claim.is_some(), "{life} has lost the claim {uid} of {interface}");
     }
 }
 

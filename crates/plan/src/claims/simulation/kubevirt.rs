@@ -230,15 +230,24 @@ fn serve(world: &mut World, pod: &ClaimPod, element: &PodElement) -> Option<Sand
     });
     let mut addresses: Vec<IpAddr> = served.ok()?.addresses.iter().map(ipnet::IpNet::addr).collect();
     addresses.sort();
-    let before = world.served.entry(claim.uid.clone()).or_insert_with(|| addresses.clone());
-    assert_eq!(*before, addresses, "{} ({}) had other addresses before", claim.key, claim.uid);
+    let life = world.lives[&vmi.uid].clone();
+    let served = (claim.uid.clone(), addresses.clone());
+    let before = world.served.insert((life.clone(), interface.clone()), served);
+    if let Some((uid, before)) = before.filter(|(uid, _)| *uid == claim.uid || !world.given_up.contains(uid))
+    {
+        assert_eq!(
+            before, addresses,
+            "{} ({}, before {uid}) had other addresses before",
+            claim.key, claim.uid
+        );
+    }
     Some(SandboxAddresses {
         pod: pod.key.clone(),
         interface,
         nad: element.nad.clone(),
         network: uid,
         addresses,
-        life: world.lives[&vmi.uid].clone(),
+        life,
         since: world.clock,
         until: None,
     })

@@ -392,7 +392,21 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
                 (claim.owner, claim.owner_count, claim.version) = (Some(owner), 1, now);
             })
         }
-        ClaimStep::Delete { claim, uid, version, why, .. } => {
+        ClaimStep::SetNetwork { claim, uid, version, network, .. } => {
+            write_claim(world, &claim, &uid, &version, |claim| {
+                (claim.network, claim.version) = (network.into(), now);
+            })
+        }
+        ClaimStep::Delete { claim, uid, version, why, unreserved_in, .. } => {
+            let mut blocks = world.live.blocks.values().map(|block| &block.object);
+            let is_reserved = unreserved_in.is_some_and(|network| {
+                blocks.any(|block| {
+                    block.spec.network == network && block.status.claims.iter().any(|one| one.uid == uid)
+                })
+            });
+            if is_reserved {
+                return false;
+            }
             let used = world.live.pods.values().any(|pod| pod.references(&claim));
             if why == DeleteReason::Unplugged && used {
                 return false;

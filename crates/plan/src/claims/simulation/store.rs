@@ -84,8 +84,13 @@ pub struct World {
     pub leases: BTreeMap<(String, IpAddr), String>,
     /// The life of each instance, by UID.
     pub lives: BTreeMap<String, String>,
-    /// What each claim, by UID, got at its first ADD.
-    pub served: BTreeMap<String, Vec<IpAddr>>,
+    /// What each interface of each machine got at its last ADD, by life and interface: the UID of the claim and the addresses.
+    pub served: BTreeMap<(String, Arc<str>), (String, Vec<IpAddr>)>,
+    /// The UIDs of the claims that the user gave up: the interface was unplugged or moved, or the claim was deleted by hand. The
+    /// next claim may have other addresses.
+    pub given_up: BTreeSet<String>,
+    /// `spec.network` of each claim when it was created, by UID.
+    created_on: BTreeMap<String, Arc<str>>,
     /// The logical networks that VMs may have, each with its NAD.
     pub networks: Vec<(Arc<str>, NadRef)>,
     /// Whether the cluster comes to rest.
@@ -138,6 +143,8 @@ impl World {
             leases: BTreeMap::new(),
             lives: BTreeMap::new(),
             served: BTreeMap::new(),
+            given_up: BTreeSet::new(),
+            created_on: BTreeMap::new(),
             networks: vec![("n1".into(), nad("blue")), ("N1".into(), nad("blue")), ("n2".into(), nad("red"))],
             settling: false,
         }
@@ -189,9 +196,10 @@ impl World {
         self.pools.iter().find(|(_, pool)| pool.name == name).map(|(uid, _)| uid.clone())
     }
 
-    /// Time passes: sandboxes of gone pods go, and network-status appears.
+    /// Time passes: sandboxes of gone pods go, network-status appears, and what the user gave up is noted.
     pub fn tick(&mut self) {
         self.clock += 1;
+        self.give_up_unplugged();
         let clock = self.clock;
         self.sandboxes.retain(|sandbox| sandbox.until.is_none_or(|until| until > clock));
         let late =
@@ -241,6 +249,24 @@ impl World {
                 (claim.deleting, claim.version) = (true, version);
             }
         });
+    }
+
+    /// Notes the claims whose interface the template of the VirtualMachine does not have, or has on another network.
+    fn give_up_unplugged(&mut self) {
+        for claim in self.live.claims.values() {
+            let created_on =
+                self.created_on.entry(claim.uid.clone()).or_insert_with(|| claim.network.clone());
+            let Some(owner) = &claim.owner else { continue };
+            let Some(vm) = self.live.vms.values().find(|vm| vm.facts.uid == owner.uid) else { continue };
+            let is_plugged = vm.facts.networks.iter().any(|network| {
+                network.pod_interface == claim.interface
+                    && !network.absent
+                    && *network.nad.name == **created_on
+            });
+            if !is_plugged {
+                self.given_up.insert(claim.uid.clone());
+            }
+        }
     }
 
     /// Creates a block, unless one has the name.

@@ -103,7 +103,7 @@ fn unplug(world: &mut World, random: &mut SplitMix64, name: &Arc<str>) {
     });
 }
 
-/// Moves an interface of a stopped machine to the other network.
+/// Moves an interface of a machine to the other network.
 fn move_network(world: &mut World, random: &mut SplitMix64, name: &Arc<str>) {
     let to = random.pick(&[nad("blue"), nad("red")]).unwrap_or_else(|| nad("blue"));
     world.change(|objects| {
@@ -118,12 +118,28 @@ fn move_network(world: &mut World, random: &mut SplitMix64, name: &Arc<str>) {
 fn change_claim(world: &mut World, random: &mut SplitMix64) {
     let keys: Vec<_> = world.live.claims.keys().cloned().collect();
     let Some(key) = random.pick(&keys) else { return };
-    if random.one_in(3) {
-        return world.delete_claim(&key);
-    }
     let uid = world.live.claims[&key].uid.clone();
-    let of_claim = world.live.blocks.values().flat_map(|block| &block.object.status.claims);
+    let live = world.live.clone();
+    let of_claim = live.blocks.values().flat_map(|block| &block.object.status.claims);
     let reserved: Vec<_> = of_claim.filter(|claimed| claimed.uid == uid).collect();
+    match random.below(4) {
+        0 => {
+            world.given_up.insert(uid);
+            return world.delete_claim(&key);
+        }
+        1 => {
+            // A claim that is edited before it has an address is replaced.
+            if reserved.is_empty() {
+                world.given_up.insert(uid);
+            }
+            let version = world.version();
+            return world.change(|objects| {
+                let claim = objects.claims.get_mut(&key).unwrap();
+                (claim.network, claim.version) = ("green".into(), version);
+            });
+        }
+        _ => {}
+    }
     let count = |ipv4| reserved.iter().filter(|claimed| claimed.address.is_ipv4() == ipv4).count();
     // With two reservations and no status, nothing says which one the machine had.
     if count(true) > 1 || count(false) > 1 || world.live.claims[&key].deleting {

@@ -268,7 +268,8 @@ fn a_requested_address_is_validated() {
         (
             "fd00::1",
             Some(
-                "InternalError: network \"blue\" has no IPv6 subnet, so fd00::1 cannot be requested"
+                "InternalError: network \"blue\" has no IPv6 subnet: remove fd00::1 from annotation network.kubevirt.io/addresses, \
+                 or add a subnet to spec.ipam.subnets of the BridgeNetwork"
                     .to_owned(),
             ),
         ),
@@ -296,11 +297,14 @@ fn a_network_that_goes_reserves_nothing_new() {
     network.want("x");
     network.want("y");
     let plan = network.settle();
-    assert_eq!(failure(&plan, "x").1, "BridgeNetwork \"blue\" is being deleted");
+    assert_eq!(failure(&plan, "x").1, "BridgeNetwork \"blue\" is being deleted; use another network");
     assert_eq!(addresses(&plan, "y"), ["10.0.0.2/29"]);
     let mut network = Network::new(&[]);
     network.want("x");
-    assert_eq!(failure(&network.plan(), "x").1, "BridgeNetwork \"blue\" has no spec.ipam");
+    assert_eq!(
+        failure(&network.plan(), "x").1,
+        "BridgeNetwork \"blue\" has no spec.ipam; add spec.ipam.subnets"
+    );
 }
 
 #[test]

@@ -61,6 +61,7 @@ impl Machine {
             ClaimStep::SetOwner { claim, owner, .. } => {
                 format!("owner {claim} {:?} {}", owner.kind, owner.uid)
             }
+            ClaimStep::SetNetwork { claim, network, .. } => format!("network {claim} {network}"),
             ClaimStep::Delete { claim, why: DeleteReason::Unplugged, .. } => format!("unplug {claim}"),
             ClaimStep::Delete { claim, why: DeleteReason::Replaced, .. } => format!("replace {claim}"),
             ClaimStep::RemoveFinalizer { claim, left, gone, .. } => {
@@ -158,6 +159,12 @@ fn claims_are_created_for_running_instances_only() {
             change(machine);
         });
     }
+    check("create ns/vm1.blue for VirtualMachine v1", |machine| {
+        none(machine);
+        machine.vmi.as_mut().unwrap().networks[0].nad = NadRef::new("other", "ovn");
+        machine.nad = NadLookup::Found(config("blue", NadIpam::Ovn));
+        machine.options.reference_foreign_nads = true;
+    });
     // The pod has its reference from before persistence was switched off.
     check("create ns/vm1.blue for VirtualMachine v1", |machine| {
         none(machine);
@@ -384,6 +391,49 @@ fn a_claim_of_another_network_is_replaced() {
 }
 
 #[test]
+fn an_edited_claim_keeps_its_addresses() {
+    let edited = |machine: &mut Machine| machine.claims[0].network = "green".into();
+    check("network ns/vm1.blue blue", edited);
+    check("network ns/vm1.blue blue", |machine| {
+        edited(machine);
+        machine.pods.clear();
+    });
+    // The config of the NAD was renamed.
+    check("network ns/vm1.blue azure", |machine| {
+        machine.nad = NadLookup::Found(config("azure", patchbay("blue")));
+    });
+    check("", |machine| {
+        edited(machine);
+        machine.vmi = None;
+    });
+    // Edited, and the interface moved.
+    check("replace ns/vm1.blue", |machine| {
+        edited(machine);
+        machine.nad = NadLookup::Found(config("red", patchbay("red")));
+    });
+    // It has no address to keep, if the blocks say so too.
+    let mut unreserved = running();
+    edited(&mut unreserved);
+    unreserved.reserved_in = None;
+    let plan = unreserved.plan();
+    let [ClaimStep::Delete { why: DeleteReason::Replaced, unreserved_in, .. }] = &plan.steps[..] else {
+        panic!("{plan:?}")
+    };
+    assert_eq!(unreserved_in.as_deref(), Some("blue"));
+    let mut machine = running();
+    edited(&mut machine);
+    let plan = machine.plan();
+    let [ClaimStep::SetNetwork { uid, version, event, .. }] = &plan.steps[..] else { panic!("{plan:?}") };
+    assert_eq!((uid.as_str(), version.as_str()), ("uid-vm1.blue", "7"));
+    assert_eq!(
+        event.note,
+        "IPAMClaim ns/vm1.blue was edited: spec.network was \"green\", but interface blue is on network \"blue\" of NAD \
+         ns/blue; set spec.network, the addresses stay"
+    );
+    assert!(matches!(plan.resolutions.get(&key("vm1.blue")), Some(Resolution::Allocate { .. })));
+}
+
+#[test]
 fn what_the_user_should_know_is_an_event() {
     let event = |change: fn(&mut Machine)| {
         let mut machine = running();
@@ -397,7 +447,7 @@ fn what_the_user_should_know_is_an_event() {
         (reason, note.as_str()),
         (
             "NetworkConfigInvalid",
-            "NAD ns/blue of interface blue: it is bad; correct it, otherwise its address is not persistent",
+            "NAD ns/blue of interface blue: it is bad; correct the config of the NAD; until then the address is not persistent",
         )
     );
     let (_, note) = event(|machine| owned_by(machine, Some(vm_owner("v0"))));
@@ -411,7 +461,8 @@ fn what_the_user_should_know_is_an_event() {
     });
     assert_eq!(
         note,
-        "IPAMClaim ns/vm1.blue belongs to no virtual machine; interface blue waits until it is gone"
+        "IPAMClaim ns/vm1.blue belongs to no virtual machine; interface blue waits until it is gone: delete it if no \
+         pod uses it"
     );
     let (_, note) = event(|machine| {
         machine.claims[0].owner.as_mut().unwrap().name = "vm1.x".into();
@@ -499,34 +550,4 @@ fn a_claim_is_resolved_by_the_nad_of_its_interface() {
         }),
         Some(Resolution::NotOurs)
     );
-}
-
-#[test]
-fn a_claim_without_a_machine_is_resolved_by_its_config_name() {
-    let lone = claim("x", None);
-    let blue = (NadRef::new("ns", "a"), config("blue", patchbay("blue")));
-    let other = (NadRef::new("ns", "b"), config("blue", patchbay("red")));
-    let off = (NadRef::new("ns", "c"), NadNetwork { persistent: false, ..config("blue", patchbay("red")) });
-    let resolve = |nads: &[&(NadRef, NadNetwork)], reserved: Option<&ReservedIn>| {
-        let nads: Vec<_> = nads.iter().map(|(at, config)| (at.clone(), config)).collect();
-        resolve::for_lone(&lone, &nads, &|name| Some(format!("uid-{name}")), reserved)
-    };
-    let is_blue = |resolution: Resolution| matches!(resolution, Resolution::Allocate { network, .. } if network == "uid-blue");
-    assert!(is_blue(resolve(&[&blue, &off], None)));
-    let text = |resolution| match resolution {
-        Resolution::Failed { message, .. } => message,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(
-        text(resolve(&[&blue, &other], None)),
-        r#"NADs ns/a (network blue) and ns/b (network red) both have the config name "blue"; give one of them another name"#
-    );
-    assert_eq!(
-        text(resolve(&[&off], None)),
-        r#"no NetworkAttachmentDefinition of namespace ns with patchbay-ipam and allowPersistentIPs has the config name "blue""#
-    );
-    let reserved = ReservedIn { network: "uid-blue".to_owned(), network_name: "blue".to_owned() };
-    assert!(is_blue(resolve(&[&blue, &other], Some(&reserved))), "a second NAD takes no address away");
-    let ovn = (NadRef::new("ns", "d"), config("blue", NadIpam::Ovn));
-    assert_eq!(resolve(&[&ovn], None), Resolution::NotOurs);
 }

@@ -56,6 +56,31 @@ fn addresses_are_published_with_the_condition_and_only_once() {
 }
 
 #[test]
+fn addresses_that_a_user_changed_are_restored_with_an_event() {
+    let mut claim = claim("vm1.blue", Some(vm_owner("v1")));
+    let both = reserved(&["10.0.0.4/24", "fd00::4/64"]);
+    let first = written(&claim, Ok(&both), &[]).unwrap().status;
+    assert_eq!(publish::restored(&claim, &first), None, "the first addresses");
+    claim.status = first.clone();
+    for ips in [&[][..], &["10.0.0.9/24"], &["10.0.0.4/24"]] {
+        claim.status.ips = ips.iter().map(|ip| (*ip).to_owned()).collect();
+        let write = written(&claim, Ok(&both), &[]).unwrap();
+        assert_eq!(write.status, first);
+        let event = publish::restored(&claim, &write.status).unwrap();
+        assert!(event.warning && event.reason == "IPAMClaimConflict");
+        assert_eq!(
+            event.note,
+            "status.ips of IPAMClaim ns/vm1.blue was changed, and is 10.0.0.4/24, fd00::4/64 again; for other addresses, \
+             stop the VM and delete the IPAMClaim"
+        );
+    }
+    // The condition says that the addresses are lost.
+    claim.status = first;
+    let lost = written(&claim, Err(&failed()), &[]).unwrap();
+    assert_eq!(publish::restored(&claim, &lost.status), None);
+}
+
+#[test]
 fn long_texts_of_users_are_cut() {
     let long = "ü".repeat(20_000);
     for (annotation, quoted) in [

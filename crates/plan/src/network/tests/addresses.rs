@@ -89,7 +89,13 @@ fn exhausted_and_draining_addresses_are_reported() {
     assert!(message.contains("IPv4") && message.contains("spec.ipam.subnets"), "{message}");
     let (status, _, message) = condition(&state, "blue", "SubnetsDraining");
     assert_eq!(status, ConditionStatus::True);
-    assert!(message.contains("ns/pod 10.9.0.1"), "{message}");
+    assert!(message.starts_with("pods have addresses") && message.contains("ns/pod 10.9.0.1"), "{message}");
+    let claims = IPBlockStatus { draining: vec!["IPAMClaim ns/vm1.blue 10.9.0.5".to_owned()], ..used(1) };
+    hold(&mut state, "10.9.0.4/30", "b", claims);
+    reconcile_until_stable(&mut state, at(2));
+    let (_, _, message) = condition(&state, "blue", "SubnetsDraining");
+    assert!(message.starts_with("pods and IPAMClaims have addresses outside of spec.ipam"), "{message}");
+    assert!(message.contains("IPAMClaim ns/vm1.blue 10.9.0.5"), "{message}");
 }
 
 #[test]

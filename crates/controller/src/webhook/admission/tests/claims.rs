@@ -62,6 +62,10 @@ struct Webhook {
 impl Webhook {
     /// The cache has NAD `blue`, the claim `vm1.blue` and, if given, the instance. The API server has these objects, by path.
     fn new(cached: Option<Value>, live: &[(&str, Value)]) -> Self {
+        Self::with_options(cached, live, ClaimOptions::default())
+    }
+
+    fn with_options(cached: Option<Value>, live: &[(&str, Value)], options: ClaimOptions) -> Self {
         let reads = Arc::new(Mutex::new(Vec::new()));
         let cluster = ClusterCache::new();
         let (at, blue) = cache_project::nad(serde_json::from_value(nad("blue")).unwrap()).unwrap();
@@ -82,8 +86,7 @@ impl Webhook {
         .unwrap();
         cluster.claims().set_claim(&ObjectKey::new("ns", "vm1.blue"), claims_project::claim(claim));
         let client = api_server(live, &reads);
-        let state =
-            WebhookState::new(Arc::default(), Arc::default(), cluster, client, ClaimOptions::default());
+        let state = WebhookState::new(Arc::default(), Arc::default(), cluster, client, options);
         state.readiness.set_synced();
         Self { state: Arc::new(state), reads }
     }
@@ -94,6 +97,13 @@ impl Webhook {
 
     /// The `response` of the AdmissionReview.
     async fn review(&self, path: &str, object: &Value, old: Option<&Value>) -> Value {
+        let (code, body) = self.post(path, object, old).await;
+        assert_eq!(code, StatusCode::OK, "{body}");
+        serde_json::from_str::<Value>(&body).unwrap()["response"].take()
+    }
+
+    /// The code and the body of the response.
+    async fn post(&self, path: &str, object: &Value, old: Option<&Value>) -> (StatusCode, String) {
         let review = json!({
             "apiVersion": "admission.k8s.io/v1",
             "kind": "AdmissionReview",
@@ -109,9 +119,9 @@ impl Webhook {
         });
         let request = http::Request::post(path).body(Body::from(review.to_string())).unwrap();
         let response = router().with_state(Arc::clone(&self.state)).oneshot(request).await.unwrap();
-        assert_eq!(response.status(), StatusCode::OK);
+        let code = response.status();
         let body = to_bytes(response.into_body(), usize::MAX).await.unwrap();
-        serde_json::from_slice::<Value>(&body).unwrap()["response"].take()
+        (code, String::from_utf8(body.to_vec()).unwrap())
     }
 
     /// The networks annotation after the patch; `None` if there is no patch. Nothing else may change.
@@ -140,7 +150,10 @@ fn api_server(live: &[(&str, Value)], reads: &Arc<Mutex<Vec<String>>>) -> Client
         let found = live.iter().find(|(at, _)| *at == path).map(|(_, object)| object.clone());
         async move {
             let (code, body) = match found {
-                Some(object) => (200, object),
+                // A Status has the code of the response.
+                Some(object) => {
+                    (object["code"].as_u64().map_or(200, |code| code.try_into().unwrap()), object)
+                }
                 None => (404, json!(Status::failure("no", "NotFound").with_code(404))),
             };
             let response = http::Response::builder().status(code).body(Body::from(body.to_string()));
@@ -234,6 +247,32 @@ async fn a_nad_that_does_not_exist_affects_only_its_own_element() {
     let text = webhook.mutate(&launcher("ns/red,ns/blue"), None).await.unwrap();
     assert_eq!(references(&text), [Value::Null, json!("vm1.blue")]);
     assert_eq!(webhook.reads(), [RED], "only the missing NAD is read");
+}
+
+/// A pod that started without its reference would have none until its machine restarts.
+#[tokio::test]
+async fn a_nad_that_cannot_be_read_is_a_server_error_with_the_cause() {
+    let failure = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "etcd has no leader", "reason": "InternalError", "code": 500});
+    let webhook = Webhook::new(Some(vmi(&["red"])), &[(RED, failure)]);
+    let (code, body) = webhook.post(MUTATE_POD, &launcher("ns/red"), None).await;
+    assert_eq!(code, StatusCode::INTERNAL_SERVER_ERROR, "{body}");
+    assert!(body.contains("ns/red") && body.contains("etcd has no leader"), "{body}");
+}
+
+#[tokio::test]
+async fn an_ovn_nad_of_another_namespace_is_referenced_only_with_the_flag() {
+    let path = "/apis/k8s.cni.cncf.io/v1/namespaces/other/network-attachment-definitions/ovn";
+    let config = json!({"name": "tenant", "type": "ovn-k8s-cni-overlay", "allowPersistentIPs": true});
+    let mut ovn = nad("ovn");
+    (ovn["metadata"]["namespace"], ovn["spec"]["config"]) = (json!("other"), json!(config.to_string()));
+    for reference_foreign_nads in [false, true] {
+        let options = ClaimOptions { reference_foreign_nads, ..ClaimOptions::default() };
+        let webhook = Webhook::with_options(Some(vmi(&["anet=other/ovn"])), &[(path, ovn.clone())], options);
+        let text = webhook.mutate(&launcher("other/ovn"), None).await;
+        let found = text.map(|text| references(&text));
+        assert_eq!(found, reference_foreign_nads.then(|| vec![json!("vm1.anet")]));
+    }
 }
 
 #[tokio::test]
