@@ -73,9 +73,9 @@ pub struct LimitsConfig {
     pub adds_per_plugin: usize,
     /// DELs of one plugin type at once, with the slow ones.
     pub dels_per_plugin: usize,
-    /// How long an ADD waits for its turn.
+    /// How long an ADD waits for a slot.
     pub add_wait: Duration,
-    /// How long a DEL waits for its turn.
+    /// How long a DEL waits for a slot.
     pub del_wait: Duration,
 }
 
@@ -165,7 +165,7 @@ impl Executor {
     }
 
     /// Waits until the first plugin of an ADD may start. Nothing has run if this fails.
-    pub async fn turn(&self, request: &CniRequest) -> Result<AddTurn, ExecError> {
+    pub async fn admit_add(&self, request: &CniRequest) -> Result<AddPermit, ExecError> {
         let operation = Operation::start(Arc::clone(&self.0));
         input::check(request)?;
         let version = ConfigVersion::of(&request.config)?;
@@ -173,14 +173,14 @@ impl Executor {
             return Err(ExecError::Invalid("the configuration has no plugin".to_owned()));
         };
         let permit = self.0.admit(&plugin.plugin, Verb::Add, true).await?;
-        Ok(AddTurn { permit, version, _operation: operation })
+        Ok(AddPermit { permit, version, _operation: operation })
     }
 
     /// Runs ADD of all plugins. After an error, the caller runs DEL.
     ///
     /// A plugin that was started runs on if the future or the executor is dropped.
-    pub async fn add(&self, request: &CniRequest, turn: AddTurn) -> Result<CniAddResult, ExecError> {
-        let AddTurn { permit, version, _operation } = turn;
+    pub async fn add(&self, request: &CniRequest, permit: AddPermit) -> Result<CniAddResult, ExecError> {
+        let AddPermit { permit, version, _operation } = permit;
         let mut permit = Some(permit);
         let device_info = cache::device_info_path(&self.0.config.device_info_dir, request);
         let capability_args = capability_args(request, device_info.as_deref());
@@ -321,7 +321,7 @@ enum MissingPlugin {
 
 /// Lets an ADD start.
 #[derive(Debug)]
-pub struct AddTurn {
+pub struct AddPermit {
     permit: Permit,
     version: ConfigVersion,
     _operation: Operation,

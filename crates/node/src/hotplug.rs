@@ -9,13 +9,13 @@ mod controller;
 mod events;
 mod journal;
 mod metrics;
+mod multus_cache;
 pub mod nads;
 mod namespaces;
 mod observe;
 mod peers;
 mod pod_namespace;
 mod pod_status;
-mod recorded;
 mod sandboxes;
 mod worker;
 
@@ -44,11 +44,11 @@ use self::{
     config::MultusConfigReader,
     controller::Controller,
     events::PodEvents,
+    multus_cache::MultusCacheReader,
     nads::Nads,
     namespaces::WatchedNamespaces,
     pod_namespace::PodNamespaces,
     pod_status::PodStatusWriter,
-    recorded::RecordedReader,
     sandboxes::{LocateError, NamespaceEvent, NamespaceWatch, SandboxLocator},
 };
 pub use self::{
@@ -77,7 +77,7 @@ struct Deps {
     next_namespace_poll: Mutex<Option<Instant>>,
     monitor: Arc<NamespaceLinkMonitor>,
     watched: WatchedNamespaces,
-    recorded: RecordedReader,
+    recorded: MultusCacheReader,
     multus: MultusConfigReader,
     settings: HotplugSettings,
     writer: PodStatusWriter,
@@ -89,10 +89,10 @@ struct Deps {
     /// The boot ID of the node.
     boot: String,
     mode: watch::Receiver<PlugMode>,
-    /// The UIDs at the API server of the pods that claim a UID of the container runtime. They differ for static pods, and any
-    /// user can write such a claim.
-    claimants: Mutex<HashMap<String, BTreeSet<String>>>,
-    /// Namespace and name of the pod that has a claimed UID, as the container runtime reports them.
+    /// The UIDs at the API server of the pods whose annotation names a UID of the container runtime. They differ for static
+    /// pods, and any user can write such an annotation.
+    mirror_pods: Mutex<HashMap<String, BTreeSet<String>>>,
+    /// Namespace and name of the pod that has such a UID, as the container runtime reports them.
     runtime_pods: Mutex<HashMap<String, (String, String)>>,
     /// The pods by the path of the namespace of their sandbox.
     sandbox_owners: Mutex<BTreeMap<String, String>>,
@@ -113,14 +113,14 @@ enum Problem {
 impl Deps {
     /// A pod, by the UID that the container runtime uses.
     ///
-    /// A pod with this UID at the API server comes before a mirror pod that claims it. Of several claimants that one counts
-    /// whose namespace and name the container runtime reports.
+    /// A pod with this UID at the API server comes before a mirror pod whose annotation names it. Of several mirror pods that
+    /// one counts whose namespace and name the container runtime reports.
     fn pod(&self, runtime_uid: &str) -> Option<Arc<OwnPod>> {
         if let Some(pod) = self.pods.get(runtime_uid) {
             return (pod.runtime_uid() == runtime_uid).then_some(pod);
         }
-        let claimants = lock(&self.claimants).get(runtime_uid).cloned().unwrap_or_default();
-        let pods = claimants.iter().filter_map(|uid| self.pods.get(uid));
+        let mirror_pods = lock(&self.mirror_pods).get(runtime_uid).cloned().unwrap_or_default();
+        let pods = mirror_pods.iter().filter_map(|uid| self.pods.get(uid));
         let mut pods: Vec<_> = pods.filter(|pod| pod.runtime_uid() == runtime_uid).collect();
         let reported = lock(&self.runtime_pods).get(runtime_uid).cloned();
         let is_reported = |pod: &Arc<OwnPod>| {
@@ -137,27 +137,27 @@ impl Deps {
         self.pods.is_listed() && self.journal.is_loaded()
     }
 
-    /// Notes that a pod claims this UID of the runtime.
+    /// Notes that the annotation of a pod names this UID of the runtime.
     fn note_pod(&self, runtime_uid: &str, uid: &str) {
         if runtime_uid != uid {
-            lock(&self.claimants).entry(runtime_uid.to_owned()).or_default().insert(uid.to_owned());
+            lock(&self.mirror_pods).entry(runtime_uid.to_owned()).or_default().insert(uid.to_owned());
         }
     }
 
     fn forget_pod(&self, runtime_uid: &str, uid: &str) {
-        let mut claimants = lock(&self.claimants);
-        let Some(uids) = claimants.get_mut(runtime_uid) else { return };
+        let mut mirror_pods = lock(&self.mirror_pods);
+        let Some(uids) = mirror_pods.get_mut(runtime_uid) else { return };
         uids.remove(uid);
         if uids.is_empty() {
-            claimants.remove(runtime_uid);
+            mirror_pods.remove(runtime_uid);
             lock(&self.runtime_pods).remove(runtime_uid);
         }
     }
 
-    /// Notes which pod has a UID that pods claim, as the runtime reports it.
+    /// Notes which pod has a UID that annotations of pods name, as the runtime reports it.
     fn note_runtime_pod(&self, runtime_uid: &str, namespace: &str, name: &str) {
         // In the order in which `forget_pod` locks.
-        if lock(&self.claimants).contains_key(runtime_uid) {
+        if lock(&self.mirror_pods).contains_key(runtime_uid) {
             let pod = (namespace.to_owned(), name.to_owned());
             lock(&self.runtime_pods).insert(runtime_uid.to_owned(), pod);
         }
@@ -305,7 +305,7 @@ pub async fn start(
         next_namespace_poll: Mutex::default(),
         monitor,
         watched: WatchedNamespaces::default(),
-        recorded: RecordedReader::new(host, multus.clone(), boot.clone()),
+        recorded: MultusCacheReader::new(host, multus.clone(), boot.clone()),
         multus,
         settings,
         writer: PodStatusWriter::new(client, ApiCall::new(DEFAULT_TIMEOUT, || ())),
@@ -316,7 +316,7 @@ pub async fn start(
         health,
         boot,
         mode: mode_receiver,
-        claimants: Mutex::default(),
+        mirror_pods: Mutex::default(),
         runtime_pods: Mutex::default(),
         sandbox_owners: Mutex::default(),
         problems: Mutex::default(),

@@ -11,10 +11,10 @@
 mod annotations;
 mod decide;
 mod departures;
+mod effective_records;
 mod events;
 mod failures;
 mod identify;
-mod known;
 mod links;
 mod matching;
 mod names;
@@ -35,7 +35,7 @@ use std::collections::BTreeSet;
 pub use decide::plan;
 pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
-pub use failures::{Failure, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
+pub use failures::{FailedAttempt, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
 pub use identify::identify_links;
 pub use pod::{
     DesiredPod, HostLink, NadState, ObservedLink, ObservedPod, PlanInput, PlugMode, PodLifecycle, SandboxRef,

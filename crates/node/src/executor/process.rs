@@ -109,11 +109,11 @@ impl PluginCall {
                 .run(move || {
                     let Some(path) = find(&call.plugin, &call.dirs) else { return Ok(None) };
                     let _runtime = runtime.enter();
-                    spawn(&path, &call.env).map(|child| Some(Unclaimed(Some(child))))
+                    spawn(&path, &call.env).map(|child| Some(Unsupervised(Some(child))))
                 })
                 .await
                 .map_err(failed)?;
-            match started.map(|started| started.and_then(Unclaimed::claim)) {
+            match started.map(|started| started.and_then(Unsupervised::take)) {
                 Ok(Some(child)) => {
                     // In the daemon's own /proc, where the number means this process. One that has exited needs no score.
                     if let Some(pid) = group(&child) {
@@ -207,15 +207,15 @@ impl PluginCall {
 }
 
 /// A process that no task supervises yet. It is killed if it is dropped, because its caller gave up.
-struct Unclaimed(Option<Child>);
+struct Unsupervised(Option<Child>);
 
-impl Unclaimed {
-    fn claim(mut self) -> Option<Child> {
+impl Unsupervised {
+    fn take(mut self) -> Option<Child> {
         self.0.take()
     }
 }
 
-impl Drop for Unclaimed {
+impl Drop for Unsupervised {
     fn drop(&mut self) {
         if let Some(child) = &self.0 {
             kill(child);

@@ -24,8 +24,8 @@ use super::*;
 
 impl Executor {
     async fn add_now(&self, request: &CniRequest) -> Result<CniAddResult, ExecError> {
-        let turn = self.turn(request).await?;
-        self.add(request, turn).await
+        let permit = self.admit_add(request).await?;
+        self.add(request, permit).await
     }
 
     async fn del_all(&self, request: &CniRequest, prev_result: Option<&str>) -> Result<(), ExecError> {

@@ -30,7 +30,7 @@ pub struct StepError {
 }
 
 impl StepError {
-    /// Whether the step only has to wait for its turn. That is no event of the pod.
+    /// Whether the step only has to wait for a slot. That is no event of the pod.
     pub fn is_wait(&self) -> bool {
         self.reason == FailureReason::Busy
     }
@@ -114,9 +114,9 @@ impl Deps {
         self.refresh_plugin_dirs().await;
         let request = add_request(step);
         // The wait comes before the list of links, so that no link of another program appears in between.
-        let turn = match self.executor.turn(&request).await {
+        let permit = match self.executor.admit_add(&request).await {
             Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
-            turn => turn?,
+            permit => permit?,
         };
         let before = match self.namespaces.links(netns).await {
             Err(NamespaceError::Gone { .. }) => return Ok(Outcome::Skipped),
@@ -130,7 +130,7 @@ impl Deps {
         let key = intent.key.clone();
         let announced = self.journal.announce(intent.clone()).await;
         announced.map_err(|error| StepError { reason: FailureReason::Journal, text: error.to_string() })?;
-        let added = match self.executor.add(&request, turn).await {
+        let added = match self.executor.add(&request, permit).await {
             Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
             Err(error) => {
                 if ran_nothing(&error, &request) {

@@ -28,9 +28,9 @@ use tracing::{debug, error, info, warn};
 use super::{
     Deps, Problem,
     metrics::FailureReason,
+    multus_cache::EndedAttachments,
     namespaces::LinkChanges,
     peers::PeerState,
-    recorded::LeftBehind,
     sandboxes::NamespaceEvent,
     worker::{PodWorker, Wake},
 };
@@ -40,9 +40,9 @@ use crate::{
 };
 
 /// How long after the end of a namespace the results of multus-dynamic-networks-controller are looked through.
-const SWEEP_DELAY: Duration = Duration::from_secs(5);
+const ENDED_SCAN_DELAY: Duration = Duration::from_secs(5);
 /// How often that is tried again.
-const SWEEP_RETRY: Duration = Duration::from_secs(30);
+const ENDED_SCAN_RETRY: Duration = Duration::from_secs(30);
 /// How long the worker of a pod waits after a panic.
 const PANIC_RETRY: Duration = Duration::from_secs(30);
 /// How long to wait after the kernel's events could not be read.
@@ -66,14 +66,14 @@ pub struct Controller {
     /// Pods of the API server that were seen.
     seen: HashMap<String, SeenPod>,
     /// When to look for attachments that multus-dynamic-networks-controller left behind.
-    sweep: Option<Instant>,
+    ended_scan: Option<Instant>,
     /// When to look at all pods, because the kernel dropped events.
     overrun: Option<Instant>,
-    sweeps: JoinSet<Result<Swept, String>>,
+    ended_scans: JoinSet<Result<EndedScan, String>>,
 }
 
 /// The result of a search for attachments of ended sandboxes.
-struct Swept {
+struct EndedScan {
     /// The pods that had some.
     pods: BTreeSet<String>,
     /// Search again.
@@ -103,9 +103,9 @@ impl Controller {
             workers: HashMap::new(),
             tasks: JoinSet::new(),
             seen: HashMap::new(),
-            sweep: Some(Instant::now()),
+            ended_scan: Some(Instant::now()),
             overrun: None,
-            sweeps: JoinSet::new(),
+            ended_scans: JoinSet::new(),
         }
     }
 
@@ -117,7 +117,7 @@ impl Controller {
         let mut journal = deps.journal.problem();
         loop {
             deps.report(Problem::Journal, journal.borrow_and_update().clone());
-            let (sweep, overrun) = (self.sweep, self.overrun);
+            let (ended_scan, overrun) = (self.ended_scan, self.overrun);
             select! {
                 () = stop.cancelled() => break,
                 uid = next_change(&mut self.changes) => self.pod_changed(&uid, &stop),
@@ -135,8 +135,8 @@ impl Controller {
                     self.workers.values().for_each(|wake| wake.wake());
                     self.wake_recorded(&stop);
                 }
-                () = sleep_until_due(sweep) => self.start_sweep(),
-                Some(swept) = self.sweeps.join_next() => self.swept(swept, &stop),
+                () = sleep_until_due(ended_scan) => self.start_ended_scan(),
+                Some(scanned) = self.ended_scans.join_next() => self.scanned(scanned, &stop),
                 Some(ended) = self.tasks.join_next() => self.worker_ended(ended, &stop)?,
             }
         }
@@ -204,7 +204,7 @@ impl Controller {
                 self.deps.journal.pods().into_iter().chain(workers).collect()
             }
         };
-        self.sweep.get_or_insert_with(|| Instant::now() + SWEEP_DELAY);
+        self.ended_scan.get_or_insert_with(|| Instant::now() + ENDED_SCAN_DELAY);
         for pod in pods {
             self.wake(&pod, stop).wake();
         }
@@ -282,32 +282,32 @@ impl Controller {
         Ok(())
     }
 
-    fn start_sweep(&mut self) {
-        self.sweep = None;
-        if self.sweeps.is_empty() {
-            self.sweeps.spawn(sweep(Arc::clone(&self.deps)));
+    fn start_ended_scan(&mut self) {
+        self.ended_scan = None;
+        if self.ended_scans.is_empty() {
+            self.ended_scans.spawn(ended_scan(Arc::clone(&self.deps)));
         } else {
-            self.sweep = Some(Instant::now() + SWEEP_DELAY);
+            self.ended_scan = Some(Instant::now() + ENDED_SCAN_DELAY);
         }
     }
 
-    fn swept(
+    fn scanned(
         &mut self,
-        swept: Result<Result<Swept, String>, tokio::task::JoinError>,
+        scanned: Result<Result<EndedScan, String>, tokio::task::JoinError>,
         stop: &CancellationToken,
     ) {
-        match swept.unwrap_or_else(|error| Err(text(error))) {
-            Ok(Swept { pods, incomplete }) => {
+        match scanned.unwrap_or_else(|error| Err(text(error))) {
+            Ok(EndedScan { pods, incomplete }) => {
                 for pod in pods {
                     self.wake(&pod, stop).wake();
                 }
                 if incomplete {
-                    self.sweep.get_or_insert_with(|| Instant::now() + SWEEP_RETRY);
+                    self.ended_scan.get_or_insert_with(|| Instant::now() + ENDED_SCAN_RETRY);
                 }
             }
             Err(problem) => {
                 debug!(problem, "cannot look for attachments of ended sandboxes, retrying");
-                self.sweep.get_or_insert_with(|| Instant::now() + SWEEP_RETRY);
+                self.ended_scan.get_or_insert_with(|| Instant::now() + ENDED_SCAN_RETRY);
             }
         }
     }
@@ -319,11 +319,11 @@ fn text(error: impl std::error::Error + 'static) -> String {
 
 /// Takes over the attachments that multus-dynamic-networks-controller left behind in ended sandboxes: records them, so that
 /// the workers of their pods remove them.
-async fn sweep(deps: Arc<Deps>) -> Result<Swept, String> {
+async fn ended_scan(deps: Arc<Deps>) -> Result<EndedScan, String> {
     let listed = deps.locator.list().await;
     deps.report_runtime(listed.as_ref().err());
     let running = listed.map_err(text)?.running_ids();
-    let LeftBehind { records, mut incomplete } =
+    let EndedAttachments { records, mut incomplete } =
         deps.recorded.ended(running, deps.journal.keys()).await.map_err(text)?;
     let mut pods = BTreeSet::new();
     for record in records {
@@ -337,7 +337,7 @@ async fn sweep(deps: Arc<Deps>) -> Result<Swept, String> {
         // In memory if the disk is full: then the next start finds it again.
         let _ = deps.journal.update(record).await;
     }
-    Ok(Swept { pods, incomplete })
+    Ok(EndedScan { pods, incomplete })
 }
 
 /// Runs the worker of a pod. One that panics is started again later, so that a fault that one pod causes ends nothing else.

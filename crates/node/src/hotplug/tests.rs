@@ -494,7 +494,7 @@ fn a_namespace_that_was_recorded_by_a_process_number_is_not_used_after_the_end_o
 #[test]
 fn a_static_pod_is_served_although_other_pods_claim_its_hash() {
     on_node("static", async |node| {
-        // The UIDs of the claimants sort before and after that of the mirror pod.
+        // The UIDs of the mirror_pods sort before and after that of the mirror pod.
         for pod in ["aaa", "zzz"] {
             node.run_pod(pod);
             node.api.annotate(

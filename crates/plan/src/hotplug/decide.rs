@@ -16,11 +16,11 @@ use super::{
     NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase, RemovePurpose,
     Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
     annotations::{MAX_ANNOTATIONS, attachments_text, bounded, is_reported},
+    effective_records::EffectiveRecords,
     events,
     failures::LastFailure,
-    known::KnownRecords,
     links::{PodLinks, identified},
-    matching::{Match, Matching, Wanted, interface_order},
+    matching::{DesiredElement, Match, Matching, interface_order},
     names::{Name, Names},
     request, states,
     status::StatusView,
@@ -48,7 +48,7 @@ pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: 
         sandbox.is_some_and(|sandbox| sandbox.id == record.key.container) && record.boot == observed.boot
     };
     let selection = NetworkSelection::parse(input.desired.networks.as_deref());
-    let mut known = KnownRecords::new(observed, sandbox);
+    let mut known = EffectiveRecords::new(observed, sandbox);
     known.resolve_guesses(
         observed.network_status.as_deref(),
         &selection,
@@ -96,7 +96,7 @@ enum StatusAccess {
     /// Not now.
     Wait,
     /// Never again, or another program writes them.
-    Leave,
+    Skip,
 }
 
 struct Planner<'a> {
@@ -129,9 +129,9 @@ impl<'a> Planner<'a> {
         let desired = self.input.desired;
         let absent = self.sandbox.is_none();
         match desired.lifecycle {
-            _ if self.input.mode != PlugMode::On || desired.host_network => StatusAccess::Leave,
-            PodLifecycle::Ended => StatusAccess::Leave,
-            PodLifecycle::Terminating if absent => StatusAccess::Leave,
+            _ if self.input.mode != PlugMode::On || desired.host_network => StatusAccess::Skip,
+            PodLifecycle::Ended => StatusAccess::Skip,
+            PodLifecycle::Terminating if absent => StatusAccess::Skip,
             _ if !absent && self.input.observed.links.is_none() => StatusAccess::Wait,
             PodLifecycle::Pending | PodLifecycle::Running | PodLifecycle::Terminating => StatusAccess::Write,
         }
@@ -145,7 +145,7 @@ impl<'a> Planner<'a> {
         for record in self.ended.clone() {
             match (&record.phase, record.origin) {
                 (RecordPhase::Removed, origin) => {
-                    let leave = origin == Origin::PodStart || access == StatusAccess::Leave;
+                    let leave = origin == Origin::PodStart || access == StatusAccess::Skip;
                     if leave || (access == StatusAccess::Write && self.is_unreported(&view, record, false)) {
                         self.forget.get_or_insert_with(|| Step::Forget(record.key.clone()));
                     }
@@ -211,15 +211,15 @@ impl<'a> Planner<'a> {
         let mut matching =
             Matching::new(selection, &desired.pod.namespace, &self.current, status, self.links);
         matching.protect_default_networks(&mut reported.requested);
-        let leaving = self.leaving(&matching);
+        let removals = self.removals(&matching);
         let mut names = Names::new(
             &matching,
             &self.current,
-            leaving.iter().map(|(record, _)| *record).collect(),
+            removals.iter().map(|(record, _)| *record).collect(),
             status,
             self.links,
         );
-        for (record, purpose) in &leaving {
+        for (record, purpose) in &removals {
             self.propose_remove(record, *purpose);
         }
         for invalid in &matching.invalid {
@@ -228,9 +228,9 @@ impl<'a> Planner<'a> {
             self.states.push(state);
         }
         for wanted in &matching.wanted {
-            self.handle_element(wanted, &matching, &leaving, &mut names, nads);
+            self.handle_element(wanted, &matching, &removals, &mut names, nads);
         }
-        self.report_leaving(&matching, &leaving);
+        self.report_removals(&matching, &removals);
         // Those of attached elements too: which element an attachment belongs to may change.
         let requested: BTreeSet<&AttemptKey> = matching.wanted.iter().map(|wanted| &wanted.attempt).collect();
         let failures = self.input.failures.attempts();
@@ -252,26 +252,26 @@ impl<'a> Planner<'a> {
 
     fn handle_element(
         &mut self,
-        wanted: &Wanted<'a>,
+        wanted: &DesiredElement<'a>,
         matching: &Matching<'a>,
-        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+        removals: &[(&'a AttachmentRecord, RemovePurpose)],
         names: &mut Names<'a>,
         nads: &impl Fn(&NadRef) -> NadState,
     ) {
         match wanted.matched {
             Some(Match::StatusOnly(_)) => {}
-            Some(Match::Record(record)) if !leaving.iter().any(|(other, _)| other.key == record.key) => {
+            Some(Match::Record(record)) if !removals.iter().any(|(other, _)| other.key == record.key) => {
                 self.handle_attached(wanted, record);
             }
             Some(Match::Record(_)) | None => {
                 let Some(name) = names.assign(wanted) else { return };
-                self.handle_unattached(wanted, &name, matching, leaving, &nads(&wanted.nad));
+                self.handle_unattached(wanted, &name, matching, removals, &nads(&wanted.nad));
             }
         }
     }
 
     /// An element whose attachment stays.
-    fn handle_attached(&mut self, wanted: &Wanted<'_>, record: &AttachmentRecord) {
+    fn handle_attached(&mut self, wanted: &DesiredElement<'_>, record: &AttachmentRecord) {
         let Some(attached) = record.attached() else { return };
         let (nad, interface) = (&record.nad, record.key.interface.as_str());
         if self.links.is_lost(attached) {
@@ -320,10 +320,10 @@ impl<'a> Planner<'a> {
     /// An element without an attachment, or with one that is removed first.
     fn handle_unattached(
         &mut self,
-        wanted: &Wanted<'a>,
+        wanted: &DesiredElement<'a>,
         name: &Name,
         matching: &Matching<'a>,
-        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+        removals: &[(&'a AttachmentRecord, RemovePurpose)],
         nad: &NadState,
     ) {
         let pod = &self.input.desired.pod;
@@ -371,7 +371,7 @@ impl<'a> Planner<'a> {
         }
         let failures = self.input.failures;
         let failure = failures.get(&step.attempt, step.fingerprint);
-        let removal = leaving
+        let removal = removals
             .iter()
             .find(|(record, _)| record.key.interface == interface)
             .and_then(|(record, purpose)| self.removal_error(record, *purpose));
@@ -409,7 +409,7 @@ impl<'a> Planner<'a> {
 
     fn add_step(
         &self,
-        wanted: &Wanted<'a>,
+        wanted: &DesiredElement<'a>,
         name: &Name,
         matching: &Matching<'a>,
         nad: &NadState,
@@ -420,7 +420,7 @@ impl<'a> Planner<'a> {
             return Ok(None);
         };
         let config = request::config_with_args(config, wanted.element)?;
-        let gateways = |ipv4: bool, element: &Wanted<'_>| {
+        let gateways = |ipv4: bool, element: &DesiredElement<'_>| {
             element.element.default_route.iter().any(|gateway| gateway.is_ipv4() == ipv4)
         };
         let filters = matching.wanted.iter().any(|other| !other.element.default_route.is_empty());
@@ -449,7 +449,12 @@ impl<'a> Planner<'a> {
     }
 
     /// A network may need another interface of the pod, so a new attachment ends the backoff of the others.
-    fn add_fingerprint(&self, wanted: &Wanted<'_>, config: &str, sandbox: &SandboxRef) -> Fingerprint {
+    fn add_fingerprint(
+        &self,
+        wanted: &DesiredElement<'_>,
+        config: &str,
+        sandbox: &SandboxRef,
+    ) -> Fingerprint {
         let element = wanted.element.to_json();
         let attached = self.current.iter().filter(|record| record.attached().is_some());
         let texts = [element.as_str(), config, &sandbox.id].into_iter();

@@ -23,14 +23,14 @@ pub struct Fingerprint(pub(super) u64);
 /// The failed attempts of one pod.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Failures {
-    attempts: BTreeMap<AttemptKey, Failure>,
+    attempts: BTreeMap<AttemptKey, FailedAttempt>,
     /// How many failures were recorded.
     recorded: u64,
 }
 
 /// A failed attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct FailedAttempt {
     pub error: String,
     /// It is not retried until the caller ends the backoff or its inputs change.
     pub in_backoff: bool,
@@ -59,7 +59,7 @@ pub fn retry_delay(failures: u32) -> Duration {
     MIN_RETRY.saturating_mul(doubled).min(MAX_RETRY)
 }
 
-impl Failure {
+impl FailedAttempt {
     /// How often the attempt failed with the same inputs.
     pub fn count(&self) -> u32 {
         self.count
@@ -86,7 +86,7 @@ impl Failures {
         self.recorded = self.recorded.saturating_add(1);
         let order = self.recorded;
         let failure =
-            Failure { error, in_backoff: true, fingerprint, count, plugin_errors, order, waits: false };
+            FailedAttempt { error, in_backoff: true, fingerprint, count, plugin_errors, order, waits: false };
         self.attempts.insert(attempt, failure);
         retry_delay(count)
     }
@@ -168,7 +168,7 @@ impl Failures {
     }
 
     /// The failure of an attempt, if it failed with the same inputs.
-    pub fn get(&self, attempt: &AttemptKey, fingerprint: Fingerprint) -> Option<&Failure> {
+    pub fn get(&self, attempt: &AttemptKey, fingerprint: Fingerprint) -> Option<&FailedAttempt> {
         self.attempts.get(attempt).filter(|failure| failure.fingerprint == fingerprint)
     }
 

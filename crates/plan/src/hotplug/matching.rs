@@ -19,7 +19,7 @@ pub(super) const MAX_WANTED: usize = 64;
 const MAX_REPORTED: usize = 64;
 
 /// A valid element of the annotation.
-pub(super) struct Wanted<'a> {
+pub(super) struct DesiredElement<'a> {
     /// Its index in the annotation, from 0.
     pub index: usize,
     pub element: &'a NetworkSelectionElement,
@@ -48,7 +48,7 @@ pub(super) struct Invalid {
 
 /// The elements of an annotation, each with its attachment, and the attachments that no element requests.
 pub(super) struct Matching<'a> {
-    pub wanted: Vec<Wanted<'a>>,
+    pub wanted: Vec<DesiredElement<'a>>,
     /// Those to report, at most [`MAX_REPORTED`].
     pub invalid: Vec<Invalid>,
     /// The attachments that no element requests, and those whose removal has begun.
@@ -78,7 +78,7 @@ impl<'a> Matching<'a> {
         free.sort_by_cached_key(|record| {
             (record.attached().is_none(), interface_order(&record.key.interface))
         });
-        let mut take = |wanted: &Wanted<'_>, suits: &dyn Fn(&AttachmentRecord) -> bool| {
+        let mut take = |wanted: &DesiredElement<'_>, suits: &dyn Fn(&AttachmentRecord) -> bool| {
             let at = free.iter().position(|record| record.nad == wanted.nad && suits(record))?;
             Some(Match::Record(free.remove(at)))
         };
@@ -152,7 +152,10 @@ impl<'a> Matching<'a> {
 }
 
 /// The elements that are handled, and the index and the NAD of the others.
-fn wanted<'a>(selection: &'a NetworkSelection, namespace: &str) -> (Vec<Wanted<'a>>, Vec<(usize, NadRef)>) {
+fn wanted<'a>(
+    selection: &'a NetworkSelection,
+    namespace: &str,
+) -> (Vec<DesiredElement<'a>>, Vec<(usize, NadRef)>) {
     let mut counts: BTreeMap<(NadRef, Option<&IfName>), usize> = BTreeMap::new();
     let (mut wanted, mut excess) = (Vec::new(), Vec::new());
     for (index, element) in selection.elements() {
@@ -166,14 +169,14 @@ fn wanted<'a>(selection: &'a NetworkSelection, namespace: &str) -> (Vec<Wanted<'
         let attempt = AttemptKey::Add { nad: nad.clone(), interface: interface.cloned(), ordinal: *count };
         *count += 1;
         let requested = RequestedAddresses::of(element);
-        wanted.push(Wanted { index, element, nad, requested, attempt, matched: None });
+        wanted.push(DesiredElement { index, element, nad, requested, attempt, matched: None });
     }
     (wanted, excess)
 }
 
 /// Matches elements with links that only network-status relates to a NAD.
 fn match_status<'a>(
-    wanted: &mut [Wanted<'a>],
+    wanted: &mut [DesiredElement<'a>],
     records: &[&AttachmentRecord],
     status: &'a [NetworkStatus],
     links: PodLinks<'_>,

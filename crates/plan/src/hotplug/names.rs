@@ -7,7 +7,7 @@ use api::{IfName, network_status::NetworkStatus};
 use super::{
     AttachmentRecord, RecordPhase,
     links::PodLinks,
-    matching::{Match, Matching, Wanted},
+    matching::{DesiredElement, Match, Matching},
 };
 
 /// The name of an element's interface, or why it cannot have the one that it requests.
@@ -16,7 +16,7 @@ pub(super) enum Name {
     /// It is free.
     Free(IfName),
     /// An attachment has it that is removed first.
-    Held(IfName),
+    PendingRemoval(IfName),
     /// Another link, attachment or element has it.
     Taken { name: IfName, message: String },
 }
@@ -24,7 +24,7 @@ pub(super) enum Name {
 impl Name {
     pub fn as_str(&self) -> &str {
         match self {
-            Self::Free(name) | Self::Held(name) | Self::Taken { name, .. } => name.as_str(),
+            Self::Free(name) | Self::PendingRemoval(name) | Self::Taken { name, .. } => name.as_str(),
         }
     }
 }
@@ -35,7 +35,7 @@ pub(super) struct Names<'a> {
     /// The records of the READY sandbox that hold a name.
     records: Vec<&'a AttachmentRecord>,
     /// Those that will be removed.
-    leaving: Vec<&'a AttachmentRecord>,
+    removals: Vec<&'a AttachmentRecord>,
     /// The interfaces that network-status lists for the cluster's network.
     cluster: BTreeSet<&'a str>,
     /// The names that elements have, with the index of the element.
@@ -50,7 +50,7 @@ impl<'a> Names<'a> {
     pub fn new(
         matching: &Matching<'a>,
         records: &[&'a AttachmentRecord],
-        leaving: Vec<&'a AttachmentRecord>,
+        removals: Vec<&'a AttachmentRecord>,
         status: &'a [NetworkStatus],
         links: PodLinks<'a>,
     ) -> Self {
@@ -75,14 +75,14 @@ impl<'a> Names<'a> {
             let links = record.attached().map_or(&[][..], |attached| &attached.links);
             used.extend(links.iter().map(|link| link.name.as_str()).chain([record.key.interface.as_str()]));
         }
-        Self { links, records, leaving, cluster, claims, used, next_number: 1 }
+        Self { links, records, removals, cluster, claims, used, next_number: 1 }
     }
 
     /// The name for an element that is not attached.
-    pub fn assign(&mut self, wanted: &Wanted<'_>) -> Option<Name> {
+    pub fn assign(&mut self, wanted: &DesiredElement<'_>) -> Option<Name> {
         // An unfinished or lost attachment of the element itself is removed first.
         if let Some(name) = matched_interface(wanted) {
-            return name.parse().ok().map(Name::Held);
+            return name.parse().ok().map(Name::PendingRemoval);
         }
         if let Some(name) = &wanted.element.interface {
             return Some(self.check(wanted.index, name));
@@ -111,12 +111,12 @@ impl<'a> Names<'a> {
         if self.cluster.contains(name.as_str()) {
             return taken(format!("interface {name} belongs to the cluster network; request another name"));
         }
-        let leaves = |record: &AttachmentRecord| self.leaving.iter().any(|other| other.key == record.key);
+        let leaves = |record: &AttachmentRecord| self.removals.iter().any(|other| other.key == record.key);
         let holder = self.records.iter().find(|record| record.key.interface == name.as_str());
         if let Some(link) = self.links.named(name.as_str()) {
             let owner = self.records.iter().find(|record| self.links.owns(record, link));
             return match owner {
-                Some(record) if leaves(record) => Name::Held(name.clone()),
+                Some(record) if leaves(record) => Name::PendingRemoval(name.clone()),
                 Some(record) => taken(format!(
                     "interface {name} belongs to the attachment of {}; request another name",
                     record.nad
@@ -127,7 +127,7 @@ impl<'a> Names<'a> {
             };
         }
         match holder {
-            Some(record) if leaves(record) => Name::Held(name.clone()),
+            Some(record) if leaves(record) => Name::PendingRemoval(name.clone()),
             Some(record) => taken(format!(
                 "interface {name} belongs to the attachment of {}; request another name",
                 record.nad
@@ -138,7 +138,7 @@ impl<'a> Names<'a> {
 }
 
 /// The interface of what an element is matched with.
-fn matched_interface<'a>(wanted: &Wanted<'a>) -> Option<&'a str> {
+fn matched_interface<'a>(wanted: &DesiredElement<'a>) -> Option<&'a str> {
     match wanted.matched? {
         Match::Record(record) => Some(&record.key.interface),
         Match::StatusOnly(status) => Some(&status.interface),

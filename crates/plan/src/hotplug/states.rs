@@ -10,7 +10,7 @@ use api::{
 use super::{
     AddStep, AttachmentRecord, EventReason, NadState, Origin, PodEvent, PodIdentity, RequestedAddresses,
     events,
-    matching::{Invalid, Wanted},
+    matching::{DesiredElement, Invalid},
     records::MAX_POD_RECORDS,
     request::MAX_ELEMENT,
     text::one_line,
@@ -95,7 +95,7 @@ pub(super) fn with_reason(
 /// The state and the event of an element whose NAD cannot be attached.
 pub(super) fn unusable_nad(
     pod: &PodIdentity,
-    wanted: &Wanted<'_>,
+    wanted: &DesiredElement<'_>,
     interface: &str,
     nad: &NadState,
 ) -> Option<(Attachment, PodEvent)> {
@@ -169,7 +169,7 @@ pub(super) fn invalid(pod: &PodIdentity, invalid: &Invalid) -> (Attachment, PodE
 }
 
 /// Why an element is too long to be passed to plugins and recorded.
-pub(super) fn too_long(wanted: &Wanted<'_>) -> Option<String> {
+pub(super) fn too_long(wanted: &DesiredElement<'_>) -> Option<String> {
     let length = wanted.element.to_json().as_str().len();
     (length > MAX_ELEMENT)
         .then(|| format!("the element has {length} bytes as JSON; shorten it to at most {MAX_ELEMENT}"))
@@ -192,15 +192,19 @@ pub(super) fn exceeds_records(step: &AddStep, records: &[AttachmentRecord]) -> O
 }
 
 /// Why the default route of an element cannot be set, as Multus would not set it when the pod starts.
-pub(super) fn default_route_conflict(wanted: &Wanted<'_>, all: &[Wanted<'_>]) -> Option<String> {
-    let has =
-        |other: &Wanted<'_>, ipv4: bool| other.element.default_route.iter().any(|ip| ip.is_ipv4() == ipv4);
+pub(super) fn default_route_conflict(
+    wanted: &DesiredElement<'_>,
+    all: &[DesiredElement<'_>],
+) -> Option<String> {
+    let has = |other: &DesiredElement<'_>, ipv4: bool| {
+        other.element.default_route.iter().any(|ip| ip.is_ipv4() == ipv4)
+    };
     for (family, ipv4) in [("IPv4", true), ("IPv6", false)] {
         let count = wanted.element.default_route.iter().filter(|ip: &&IpAddr| ip.is_ipv4() == ipv4).count();
         if count > 1 {
             return Some(format!("default-route has several {family} gateways; keep one"));
         }
-        let earlier = |other: &&Wanted<'_>| {
+        let earlier = |other: &&DesiredElement<'_>| {
             other.index != wanted.index && (other.matched.is_some() || other.index < wanted.index)
         };
         let other = all.iter().filter(earlier).find(|other| count > 0 && has(other, ipv4));

@@ -36,7 +36,7 @@ const DAEMON_CONFIG: &str = "multus.d/daemon-config.json";
 /// The plugin types of multus.
 const PLUGIN_TYPES: [&str; 2] = ["multus", "multus-shim"];
 /// The file with the last configuration of multus.
-const MEMORY_FILE: &str = "multus.json";
+const LAST_CONFIG_FILE: &str = "multus.json";
 /// How long the configuration is used before its files are checked for changes.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Larger files are not read.
@@ -103,14 +103,14 @@ struct ReaderCache {
     /// The last configuration of multus.
     last: Option<MultusConfig>,
     /// Whether the file with the last configuration was read.
-    remembered: bool,
+    loaded: bool,
     /// Whether the last check failed.
     failed: bool,
 }
 
 /// What becomes of the file with the last configuration.
 #[derive(Debug, PartialEq, Eq)]
-enum MemoryChange {
+enum LastConfigChange {
     None,
     Write(MultusConfig),
     Delete,
@@ -137,7 +137,7 @@ pub enum MultusConfigError {
 impl MultusConfigReader {
     /// `dir` is a directory of the daemon, for the last configuration.
     pub fn new(host: HostMounts, dir: &Path) -> Self {
-        Self::with(host, PathBuf::from("/"), Some(dir.join(MEMORY_FILE)))
+        Self::with(host, PathBuf::from("/"), Some(dir.join(LAST_CONFIG_FILE)))
     }
 
     /// Reads the files of a node whose root is this directory.
@@ -162,7 +162,7 @@ impl MultusConfigReader {
             // One of several concurrent callers checks.
             cache.checked = Some(Instant::now());
         }
-        self.recall().await;
+        self.load_last_config().await;
         let (root, (known, last)) = (self.0.root.clone(), {
             let cache = self.cache();
             (cache.files.clone(), cache.last.clone())
@@ -180,44 +180,44 @@ impl MultusConfigReader {
             Err(error) => Err(error),
         };
         let (result, change) = self.update(parsed);
-        self.remember(change).await;
+        self.save_last_config(change).await;
         result
     }
 
-    /// Takes over what was read. Also returns what is to be remembered.
+    /// Takes over what was read. Also returns what is to be saved.
     fn update(
         &self,
         parsed: Result<Option<ParsedFiles>, MultusConfigError>,
-    ) -> (Result<Arc<MultusConfig>, MultusConfigError>, MemoryChange) {
+    ) -> (Result<Arc<MultusConfig>, MultusConfigError>, LastConfigChange) {
         let mut cache = self.cache();
         let (files, config, installed) = match parsed {
             Ok(Some(parsed)) => parsed,
             Ok(None) => {
                 cache.failed = false;
-                return (Ok(cache.config.get_or_insert_default().clone()), MemoryChange::None);
+                return (Ok(cache.config.get_or_insert_default().clone()), LastConfigChange::None);
             }
             Err(error) => {
                 if !std::mem::replace(&mut cache.failed, true) {
                     warn!(error = %ErrorChain(&error), "cannot read the configuration of multus; retrying");
                 }
                 let last = cache.last.clone().map(Arc::new);
-                return (last.or_else(|| cache.config.clone()).ok_or(error), MemoryChange::None);
+                return (last.or_else(|| cache.config.clone()).ok_or(error), LastConfigChange::None);
             }
         };
         cache.failed = false;
-        let mut change = MemoryChange::None;
+        let mut change = LastConfigChange::None;
         let effective = if let Some(config) = config {
             cache.files = files;
             if cache.last.as_ref() != Some(&config) {
                 cache.last = Some(config.clone());
-                change = MemoryChange::Write(config.clone());
+                change = LastConfigChange::Write(config.clone());
             }
             config
         } else {
             // Read again next time: the directories of multus may change, too.
             cache.files = Vec::new();
             if !installed && cache.last.take().is_some() {
-                change = MemoryChange::Delete;
+                change = LastConfigChange::Delete;
             }
             let unknown =
                 installed.then(|| MultusConfig { namespace_isolation: None, ..MultusConfig::default() });
@@ -230,29 +230,29 @@ impl MultusConfigReader {
         (Ok(cache.config.get_or_insert_default().clone()), change)
     }
 
-    /// Reads the configuration that an earlier run of the daemon remembered. What is not readable is not known.
-    async fn recall(&self) {
-        let Some(path) = self.0.memory.clone().filter(|_| !self.cache().remembered) else { return };
+    /// Reads the configuration that an earlier run of the daemon saved. What is not readable is not known.
+    async fn load_last_config(&self) {
+        let Some(path) = self.0.memory.clone().filter(|_| !self.cache().loaded) else { return };
         let read = spawn_blocking(move || read_file(&path)).await;
         let last = read.ok().and_then(Result::ok).and_then(|text| serde_json::from_slice(&text).ok());
         let mut cache = self.cache();
-        if !std::mem::replace(&mut cache.remembered, true) && cache.last.is_none() {
+        if !std::mem::replace(&mut cache.loaded, true) && cache.last.is_none() {
             cache.last = last;
         }
     }
 
     /// Writes the configuration for later runs.
-    async fn remember(&self, change: MemoryChange) {
-        let Some(path) = self.0.memory.clone().filter(|_| change != MemoryChange::None) else { return };
+    async fn save_last_config(&self, change: LastConfigChange) {
+        let Some(path) = self.0.memory.clone().filter(|_| change != LastConfigChange::None) else { return };
         let written = spawn_blocking(move || match change {
-            MemoryChange::None => Ok(()),
-            MemoryChange::Write(config) => {
+            LastConfigChange::None => Ok(()),
+            LastConfigChange::Write(config) => {
                 atomic::replace(&path, path.with_extension("new"), &serde_json::to_vec(&config)?)
             }
-            MemoryChange::Delete => atomic::remove(&path).map(|_| ()),
+            LastConfigChange::Delete => atomic::remove(&path).map(|_| ()),
         });
         if let Err(error) = written.await.map_err(io::Error::other).flatten() {
-            warn!(%error, "cannot remember the configuration of multus");
+            warn!(%error, "cannot save the last configuration of multus");
         }
     }
 
@@ -507,7 +507,7 @@ mod tests {
         let root = HostRoot::new("multus-restart");
         let state = HostRoot::new("multus-restart-state");
         let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
-        let memory = Some(state.0.join(MEMORY_FILE));
+        let memory = Some(state.0.join(LAST_CONFIG_FILE));
         let start = || MultusConfigReader::with(host.clone(), root.0.clone(), memory.clone());
         let isolation = async |reader: &MultusConfigReader| read(reader).await.unwrap().namespace_isolation;
         let path = "/etc/cni/net.d/00-multus.conf";
@@ -527,7 +527,7 @@ mod tests {
         fs::remove_file(under(&root.0, Path::new(path))).unwrap();
         fs::remove_file(root.0.join("opt/cni/bin/multus-shim")).unwrap();
         assert_eq!(isolation(&reader).await, Some(false), "multus is removed");
-        assert!(!state.0.join(MEMORY_FILE).exists());
+        assert!(!state.0.join(LAST_CONFIG_FILE).exists());
         assert_eq!(isolation(&start()).await, Some(false));
     }
 

@@ -20,19 +20,19 @@ const ABANDON_ATTEMPTS: u32 = 1800;
 
 impl<'a> Planner<'a> {
     /// The attachments of the READY sandbox to remove, and why.
-    pub(super) fn leaving(&self, matching: &Matching<'a>) -> Vec<(&'a AttachmentRecord, RemovePurpose)> {
-        let mut leaving: Vec<(&AttachmentRecord, RemovePurpose)> = Vec::new();
+    pub(super) fn removals(&self, matching: &Matching<'a>) -> Vec<(&'a AttachmentRecord, RemovePurpose)> {
+        let mut removals: Vec<(&AttachmentRecord, RemovePurpose)> = Vec::new();
         for wanted in &matching.wanted {
             let Some(Match::Record(record)) = wanted.matched else { continue };
             match &record.phase {
-                RecordPhase::Intent { .. } => leaving.push((record, RemovePurpose::Undo)),
+                RecordPhase::Intent { .. } => removals.push((record, RemovePurpose::Undo)),
                 RecordPhase::Attached(attached) => {
                     let replug = self.links.is_lost(attached)
                         && is_replugged(record.origin)
                         && self.plugs()
                         && !self.input.failures.delays_replug(&record.key);
                     if replug {
-                        leaving.push((record, RemovePurpose::Replug));
+                        removals.push((record, RemovePurpose::Replug));
                     }
                 }
                 RecordPhase::Removed => {}
@@ -49,18 +49,18 @@ impl<'a> Planner<'a> {
         for record in unwanted.into_iter().rev() {
             let purpose =
                 if record.attached().is_some() { RemovePurpose::Unplug } else { RemovePurpose::Undo };
-            leaving.push((record, purpose));
+            removals.push((record, purpose));
         }
-        leaving
+        removals
     }
 
     /// Lists what is being removed, unless an element of the same interface reports it.
-    pub(super) fn report_leaving(
+    pub(super) fn report_removals(
         &mut self,
         matching: &Matching<'a>,
-        leaving: &[(&'a AttachmentRecord, RemovePurpose)],
+        removals: &[(&'a AttachmentRecord, RemovePurpose)],
     ) {
-        for (record, purpose) in leaving {
+        for (record, purpose) in removals {
             let requested = matching.wanted.iter().any(
                 |wanted| matches!(wanted.matched, Some(Match::Record(other)) if other.key == record.key),
             );

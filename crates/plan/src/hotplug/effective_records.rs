@@ -17,13 +17,13 @@ use super::{
 };
 
 /// The records of a pod, at most one of each key.
-pub(super) struct KnownRecords<'a> {
+pub(super) struct EffectiveRecords<'a> {
     pub records: Vec<Cow<'a, AttachmentRecord>>,
     /// The records of the journal whose interface another program attached again.
     pub superseded: Vec<AttachmentKey>,
 }
 
-impl<'a> KnownRecords<'a> {
+impl<'a> EffectiveRecords<'a> {
     /// Of two records with the same key, that of the journal counts. But if its links were deleted and another link has the
     /// name, then that link is the one of which Multus' cache has the result: its address must not be released.
     pub fn new(observed: &'a ObservedPod, sandbox: Option<&SandboxRef>) -> Self {

@@ -14,7 +14,7 @@ const GONE: &str = "/run/netns/patchbay-no-such-namespace";
 
 struct Node {
     root: HostRoot,
-    reader: RecordedReader,
+    reader: MultusCacheReader,
 }
 
 impl Node {
@@ -22,7 +22,7 @@ impl Node {
         let root = HostRoot::new(&format!("recorded-{test}"));
         let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
         let multus = MultusConfigReader::at(host.clone(), root.0.clone());
-        let reader = RecordedReader::new(host, multus, "boot-1".to_owned()).at(&root.0);
+        let reader = MultusCacheReader::new(host, multus, "boot-1".to_owned()).at(&root.0);
         Self { root, reader }
     }
 
@@ -50,7 +50,7 @@ impl Node {
         self.left_behind(running, &[]).await.records
     }
 
-    async fn left_behind(&self, running: &[&str], known: &[AttachmentKey]) -> LeftBehind {
+    async fn left_behind(&self, running: &[&str], known: &[AttachmentKey]) -> EndedAttachments {
         let running = running.iter().copied().map(str::to_owned).collect();
         self.reader.ended(running, known.iter().cloned().collect()).await.unwrap()
     }

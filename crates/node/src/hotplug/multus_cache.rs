@@ -51,7 +51,7 @@ const MAX_ENDED_SIZE: usize = 4 * 1024 * 1024;
 
 /// Reads what multus recorded. Clones share the files.
 #[derive(Clone)]
-pub struct RecordedReader {
+pub struct MultusCacheReader {
     host: HostMounts,
     multus: MultusConfigReader,
     /// `/`; another directory in tests.
@@ -62,7 +62,7 @@ pub struct RecordedReader {
 
 /// The records of multus could not be read.
 #[derive(Debug, thiserror::Error)]
-pub enum RecordedError {
+pub enum MultusCacheError {
     #[error(transparent)]
     Config(#[from] MultusConfigError),
     #[error("read the attachments that multus recorded in {}", path.display())]
@@ -80,7 +80,7 @@ struct SandboxFiles {
     results: Vec<Vec<u8>>,
 }
 
-impl RecordedReader {
+impl MultusCacheReader {
     pub fn new(host: HostMounts, multus: MultusConfigReader, boot: String) -> Self {
         Self { host, multus, root: PathBuf::from("/"), boot }
     }
@@ -99,7 +99,7 @@ impl RecordedReader {
         container: &str,
         pod: &PodIdentity,
         network_status: Option<&str>,
-    ) -> Result<Vec<AttachmentRecord>, RecordedError> {
+    ) -> Result<Vec<AttachmentRecord>, MultusCacheError> {
         if !is_container_id(container) {
             return Ok(Vec::new());
         }
@@ -107,7 +107,7 @@ impl RecordedReader {
         let (dir, id) = (under(&self.root, &config.cni_dir), container.to_owned());
         let path = dir.clone();
         let files = self.host.run(move || read_sandbox(&dir, &id)).await.and_then(|read| read);
-        let files = files.map_err(|source| RecordedError::Read { path, source })?;
+        let files = files.map_err(|source| MultusCacheError::Read { path, source })?;
         let status = NetworkStatusList::parse(network_status).unwrap_or_default();
         let sandbox = RecordedSandbox { container, pod, boot: &self.boot, status: &status };
         Ok(sandbox.attachments(&files, &config))
@@ -119,16 +119,16 @@ impl RecordedReader {
         &self,
         running: BTreeSet<String>,
         known: BTreeSet<AttachmentKey>,
-    ) -> Result<LeftBehind, RecordedError> {
+    ) -> Result<EndedAttachments, MultusCacheError> {
         let config = self.multus.read().await?;
         let (dir, boot) = (under(&self.root, &config.cni_dir), self.boot.clone());
         let path = dir.clone();
         let read = self.host.run(move || read_ended(&dir, &boot, &running, &known)).await;
-        read.and_then(|read| read).map_err(|source| RecordedError::Read { path, source })
+        read.and_then(|read| read).map_err(|source| MultusCacheError::Read { path, source })
     }
 
     /// Deletes the result of an attachment after its DEL, as libcni does. The attachment then counts as removed.
-    pub async fn delete_result(&self, record: &AttachmentRecord) -> Result<(), RecordedError> {
+    pub async fn delete_result(&self, record: &AttachmentRecord) -> Result<(), MultusCacheError> {
         let AttachmentKey { container, interface } = &record.key;
         let name = parse::network_name(record.config.as_bytes());
         let (Some(name), true) = (name, is_container_id(container)) else { return Ok(()) };
@@ -142,7 +142,7 @@ impl RecordedReader {
         let deleted = self.host.run(move || fs::remove_file(&file)).await.and_then(|deleted| deleted);
         match deleted {
             Err(source) if source.kind() != ErrorKind::NotFound => {
-                Err(RecordedError::Delete { key: record.key.clone(), path, source })
+                Err(MultusCacheError::Delete { key: record.key.clone(), path, source })
             }
             _ => Ok(()),
         }
@@ -151,7 +151,7 @@ impl RecordedReader {
 
 /// What ended sandboxes left behind.
 #[derive(Debug, Default)]
-pub struct LeftBehind {
+pub struct EndedAttachments {
     pub records: Vec<AttachmentRecord>,
     /// Some results may be left behind later, or could not be read: look again.
     pub incomplete: bool,
@@ -287,8 +287,8 @@ fn read_ended(
     boot: &str,
     running: &BTreeSet<String>,
     known: &BTreeSet<AttachmentKey>,
-) -> io::Result<LeftBehind> {
-    let mut left = LeftBehind::default();
+) -> io::Result<EndedAttachments> {
+    let mut left = EndedAttachments::default();
     let mut size = 0;
     let status = NetworkStatusList::default();
     for entry in read_dir(&dir.join("results"))?.into_iter().flatten().flatten() {
