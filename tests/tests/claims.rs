@@ -14,8 +14,8 @@ mod life;
 mod metrics;
 #[path = "claims/pods.rs"]
 mod pods;
-#[path = "claims/rights.rs"]
-mod rights;
+#[path = "claims/rbac.rs"]
+mod rbac;
 #[path = "claims/takeover.rs"]
 mod takeover;
 
@@ -46,7 +46,7 @@ use life::{
 };
 use metrics::the_metrics_count_the_claims;
 use pods::{a_forged_reference_is_rejected, broken_nads_affect_only_pods_that_use_them};
-use rights::the_controller_creates_only_its_own_crd_and_its_own_blocks;
+use rbac::the_controller_creates_only_its_own_crd_and_its_own_blocks;
 use serde_json::{Value, json};
 use takeover::{
     a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged,

@@ -9,18 +9,18 @@ mod command_line;
 mod crashes;
 #[path = "hotplug/elements.rs"]
 mod elements;
-#[path = "hotplug/ends.rs"]
-mod ends;
-#[path = "hotplug/kinds.rs"]
-mod kinds;
 #[path = "hotplug/links.rs"]
 mod links;
-#[path = "hotplug/others.rs"]
-mod others;
+#[path = "hotplug/multus_attachments.rs"]
+mod multus_attachments;
+#[path = "hotplug/node_kinds.rs"]
+mod node_kinds;
 #[path = "hotplug/plug.rs"]
 mod plug;
-#[path = "hotplug/rights.rs"]
-mod rights;
+#[path = "hotplug/pod_end.rs"]
+mod pod_end;
+#[path = "hotplug/rbac.rs"]
+mod rbac;
 #[path = "hotplug/settings.rs"]
 mod settings;
 #[path = "hotplug/status.rs"]
@@ -45,14 +45,6 @@ use elements::{
     a_vlan_on_a_macvlan_is_plugged_after_it_and_unplugged_before_it,
     an_infiniband_guid_reaches_the_plugin_as_at_pod_start, bandwidth_limits_a_hot_plugged_interface,
 };
-use ends::{
-    a_host_network_pod_is_rejected_once_per_change,
-    a_recreated_sandbox_keeps_no_old_address_and_can_be_edited, a_restarted_container_changes_nothing,
-    a_static_pod_is_hot_plugged, a_terminating_pod_gets_no_new_interface,
-    addresses_of_pods_deleted_while_the_daemon_was_down_are_released,
-    deleting_a_pod_releases_its_addresses_within_30_s,
-};
-use kinds::nodes_with_crio_thin_multus_or_no_multus_are_served;
 use lab::Topology;
 use links::{
     a_deleted_link_is_plugged_again_within_5_s, a_lost_link_of_pod_start_is_only_reported,
@@ -61,10 +53,11 @@ use links::{
     a_renamed_or_moved_link_is_not_plugged_again, a_renamed_or_moved_link_of_pod_start_is_unplugged,
     an_unplug_uses_the_config_of_the_plug,
 };
-use others::{
+use multus_attachments::{
     attachments_of_pod_start_are_unplugged, attachments_of_the_original_are_unplugged_and_released,
     nothing_is_plugged_while_the_original_runs_on_the_node,
 };
+use node_kinds::nodes_with_crio_thin_multus_or_no_multus_are_served;
 use plug::{
     a_bridge_network_with_patchbay_ipam_is_hot_plugged_across_nodes,
     a_bridge_with_host_local_is_plugged_and_unplugged, a_failing_element_neither_stops_nor_undoes_others,
@@ -72,7 +65,14 @@ use plug::{
     an_empty_or_missing_annotation_removes_all_interfaces, comma_form_and_unnamed_elements_are_plugged,
     seven_quick_edits_end_in_the_last_one_and_leak_no_address, the_readme_example_of_the_original_works,
 };
-use rights::{
+use pod_end::{
+    a_host_network_pod_is_rejected_once_per_change,
+    a_recreated_sandbox_keeps_no_old_address_and_can_be_edited, a_restarted_container_changes_nothing,
+    a_static_pod_is_hot_plugged, a_terminating_pod_gets_no_new_interface,
+    addresses_of_pods_deleted_while_the_daemon_was_down_are_released,
+    deleting_a_pod_releases_its_addresses_within_30_s,
+};
+use rbac::{
     a_daemon_can_patch_only_two_annotations_of_pods_of_its_node,
     a_pod_that_claims_the_uid_of_a_deleted_pod_changes_nothing_there,
     a_pod_with_long_annotations_gets_its_status, hot_plug_needs_each_of_its_capabilities,

@@ -136,10 +136,10 @@ pub struct CniAddResult {
 
 /// Runs CNI plugins in the mount namespace of the host. Clones share the limits.
 #[derive(Debug, Clone)]
-pub struct Executor(Arc<Inner>);
+pub struct Executor(Arc<ExecutorState>);
 
 #[derive(Debug)]
-struct Inner {
+struct ExecutorState {
     host: HostMounts,
     config: ExecutorConfig,
     plugin_dirs: RwLock<Vec<PathBuf>>,
@@ -156,7 +156,7 @@ impl Executor {
         let limits = Limits::new(config.limits.clone(), metrics.clone());
         let (operations, processes) = (watch::Sender::new(0), Mutex::default());
         let plugin_dirs = RwLock::new(config.plugin_dirs.clone());
-        Self(Arc::new(Inner { host, config, plugin_dirs, limits, metrics, operations, processes }))
+        Self(Arc::new(ExecutorState { host, config, plugin_dirs, limits, metrics, operations, processes }))
     }
 
     /// Replaces the directories in which plugins are looked up.
@@ -329,10 +329,10 @@ pub struct AddPermit {
 
 /// Counts an ADD or DEL while it runs.
 #[derive(Debug)]
-struct Operation(Arc<Inner>);
+struct Operation(Arc<ExecutorState>);
 
 impl Operation {
-    fn start(inner: Arc<Inner>) -> Self {
+    fn start(inner: Arc<ExecutorState>) -> Self {
         inner.operations.send_modify(|count| *count += 1);
         Self(inner)
     }
@@ -344,7 +344,7 @@ impl Drop for Operation {
     }
 }
 
-impl Inner {
+impl ExecutorState {
     fn call(&self, plugin: &str, verb: Verb, stdin: String, request: &CniRequest) -> PluginCall {
         let dirs = self.plugin_dirs.read().unwrap_or_else(PoisonError::into_inner).clone();
         PluginCall {

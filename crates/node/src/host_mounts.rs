@@ -38,12 +38,12 @@ struct Pool {
     path: PathBuf,
     /// `None` if the daemon is in that namespace itself.
     namespace: Option<File>,
-    state: Mutex<PoolState>,
+    state: Mutex<HostThreadsState>,
     queued: Condvar,
 }
 
 #[derive(Default)]
-struct PoolState {
+struct HostThreadsState {
     jobs: VecDeque<Job>,
     threads: usize,
     idle: usize,
@@ -146,7 +146,7 @@ impl Drop for Handle {
 }
 
 impl Pool {
-    fn lock(&self) -> MutexGuard<'_, PoolState> {
+    fn lock(&self) -> MutexGuard<'_, HostThreadsState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -96,7 +96,7 @@ pub async fn an_empty_or_missing_annotation_removes_all_interfaces(lab: Lab) -> 
     .await
 }
 
-/// The config of the original's README with another master.
+/// The config of the README of multus-dynamic-networks-controller with another master.
 fn readme_config() -> Value {
     json!({
         "cniVersion": "0.4.0",

@@ -1,4 +1,4 @@
-//! The settings of a node: the configuration file of the original, and private mounts.
+//! The settings of a node: the configuration file of multus-dynamic-networks-controller, and private mounts.
 
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
@@ -18,9 +18,9 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::{NODES, rights::with_daemon_variable};
+use crate::{NODES, rbac::with_daemon_variable};
 
-/// The file of the original on the nodes. The daemon sees it below `/host`.
+/// The file of multus-dynamic-networks-controller on the nodes. The daemon sees it below `/host`.
 const CONFIG_FILE: &str = "etc/dynamic-networks-config.json";
 /// The flag `--hotplug-config`.
 const CONFIG_VARIABLE: &str = "PATCHBAY_HOTPLUG_CONFIG";

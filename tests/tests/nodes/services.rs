@@ -216,7 +216,7 @@ pub async fn an_annotated_service_of_the_user_answers_with_names_by_the_subdomai
     .await
 }
 
-/// The manifests of the original: a NetService for each of two networks, and a Deployment whose pods use both.
+/// The manifests of the NetService controller: a NetService for each of two networks, and a Deployment whose pods use both.
 fn netservice(name: &str, network: &str) -> String {
     format!(
         "apiVersion: svcctl.metaswitch.com/v1alpha1\nkind: NetService\nmetadata:\n  name: {name}\nspec:\n  \

@@ -29,10 +29,10 @@ type ConfigNetwork = (String, String);
 
 /// The configs with persistent addresses of `patchbay-ipam`. Clones share them.
 #[derive(Debug, Clone, Default)]
-pub struct PersistentNads(Arc<RwLock<Known>>);
+pub struct PersistentNads(Arc<RwLock<PersistentConfigs>>);
 
 #[derive(Debug, Default)]
-struct Known {
+struct PersistentConfigs {
     /// None until the API server has listed the NADs, or said that the kind does not exist.
     nads: Option<BTreeMap<NadRef, ConfigNetwork>>,
     configs: BTreeSet<ConfigNetwork>,

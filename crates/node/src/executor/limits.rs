@@ -13,10 +13,10 @@ use super::{LimitsConfig, Metrics};
 
 /// Admits calls in the order in which they arrive. A call whose plugin type is at its limit lets later calls pass.
 #[derive(Debug, Clone)]
-pub struct Limits(Arc<Inner>);
+pub struct Limits(Arc<LimitsState>);
 
 #[derive(Debug)]
-struct Inner {
+struct LimitsState {
     config: LimitsConfig,
     metrics: Metrics,
     state: Mutex<State>,
@@ -53,7 +53,7 @@ struct Waiter {
 /// Lets one process run. It is held until the process is gone.
 #[derive(Debug)]
 pub struct Permit {
-    limits: Arc<Inner>,
+    limits: Arc<LimitsState>,
     plugin: String,
     verb: Verb,
     has_slot: bool,
@@ -70,7 +70,7 @@ pub enum NotAdmitted {
 
 impl Limits {
     pub fn new(config: LimitsConfig, metrics: Metrics) -> Self {
-        Self(Arc::new(Inner { config, metrics, state: Mutex::default() }))
+        Self(Arc::new(LimitsState { config, metrics, state: Mutex::default() }))
     }
 
     /// Waits until a call may start.
@@ -86,7 +86,7 @@ impl Limits {
             state.waiters.push_back(Waiter { id, plugin: plugin.to_owned(), verb, first, admit });
             id
         };
-        let waiting = Waiting { limits: &self.0, id };
+        let waiting = QueuedCall { limits: &self.0, id };
         self.0.admit_waiters();
         let config = &self.0.config;
         let limit = if verb == Verb::Del { config.del_wait } else { config.add_wait };
@@ -110,12 +110,12 @@ impl Limits {
 }
 
 /// Removes its waiter from the queue.
-struct Waiting<'a> {
-    limits: &'a Arc<Inner>,
+struct QueuedCall<'a> {
+    limits: &'a Arc<LimitsState>,
     id: u64,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for QueuedCall<'_> {
     fn drop(&mut self) {
         let mut state = self.limits.lock();
         state.waiters.retain(|waiter| waiter.id != self.id);
@@ -123,7 +123,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-impl Inner {
+impl LimitsState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

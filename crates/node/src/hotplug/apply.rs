@@ -23,13 +23,13 @@ use crate::executor::{CniRequest, ExecError, attachment_result};
 
 /// Why a step failed.
 #[derive(Debug)]
-pub struct StepError {
+pub struct AttachmentStepError {
     pub reason: FailureReason,
     /// For events: what failed and why.
     pub text: String,
 }
 
-impl StepError {
+impl AttachmentStepError {
     /// Whether the step only has to wait for a slot. That is no event of the pod.
     pub fn is_wait(&self) -> bool {
         self.reason == FailureReason::Busy
@@ -43,20 +43,20 @@ impl StepError {
 
 /// What became of a step.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum StepOutcome {
     Done,
-    Failed(StepError),
+    Failed(AttachmentStepError),
     /// Nothing was done: the daemon stops, or the pod changed since the plan was made.
     Skipped,
 }
 
-impl From<NamespaceError> for StepError {
+impl From<NamespaceError> for AttachmentStepError {
     fn from(error: NamespaceError) -> Self {
         Self { reason: FailureReason::Links, text: ErrorChain(&error).to_string() }
     }
 }
 
-impl From<ExecError> for StepError {
+impl From<ExecError> for AttachmentStepError {
     fn from(error: ExecError) -> Self {
         let reason = match &error {
             ExecError::Plugin { .. } => FailureReason::Plugin,
@@ -73,16 +73,16 @@ impl From<ExecError> for StepError {
 
 impl Deps {
     /// Applies a step.
-    pub async fn apply(&self, step: Step) -> Outcome {
+    pub async fn apply(&self, step: Step) -> StepOutcome {
         let applied = match step {
             Step::Add(step) => self.add(&step).await,
             Step::Remove(step) => self.remove(&step).await,
             Step::Forget(key) => {
                 self.forget(key).await;
-                Ok(Outcome::Done)
+                Ok(StepOutcome::Done)
             }
         };
-        applied.unwrap_or_else(Outcome::Failed)
+        applied.unwrap_or_else(StepOutcome::Failed)
     }
 
     async fn forget(&self, key: AttachmentKey) {
@@ -93,11 +93,16 @@ impl Deps {
 
     /// Whether a path is of the namespace of this sandbox, if it still exists. A path with the number of a process is so only
     /// while the sandbox runs: the number may be of another process later.
-    async fn is_namespace_of(&self, uid: &str, container: &str, netns: &str) -> Result<bool, StepError> {
+    async fn is_namespace_of(
+        &self,
+        uid: &str,
+        container: &str,
+        netns: &str,
+    ) -> Result<bool, AttachmentStepError> {
         if !names_process(netns) {
             return Ok(true);
         }
-        let located = self.locator.locate(uid).await.map_err(|error| StepError {
+        let located = self.locator.locate(uid).await.map_err(|error| AttachmentStepError {
             reason: FailureReason::Runtime,
             text: ErrorChain(&error).to_string(),
         })?;
@@ -105,33 +110,36 @@ impl Deps {
         Ok(located.is_some_and(|found| found.id == container && found.network == network))
     }
 
-    async fn add(&self, step: &AddStep) -> Result<Outcome, StepError> {
+    async fn add(&self, step: &AddStep) -> Result<StepOutcome, AttachmentStepError> {
         let (started, netns) = (Instant::now(), step.sandbox.netns.as_str());
         if !self.is_namespace_of(&step.pod.runtime_uid, &step.sandbox.id, netns).await? {
             let text = format!("the process of the network namespace {netns} has ended");
-            return Err(StepError { reason: FailureReason::Runtime, text });
+            return Err(AttachmentStepError { reason: FailureReason::Runtime, text });
         }
         self.refresh_plugin_dirs().await;
         let request = add_request(step);
         // The wait comes before the list of links, so that no link of another program appears in between.
         let permit = match self.executor.admit_add(&request).await {
-            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            Err(ExecError::Stopping) => return Ok(StepOutcome::Skipped),
             permit => permit?,
         };
         let before = match self.namespaces.links(netns).await {
-            Err(NamespaceError::Gone { .. }) => return Ok(Outcome::Skipped),
+            Err(NamespaceError::Gone { .. }) => return Ok(StepOutcome::Skipped),
             before => before?,
         };
         // A link that was created since the plan was made.
         if before.iter().any(|link| link.name == step.interface.as_str()) {
-            return Ok(Outcome::Skipped);
+            return Ok(StepOutcome::Skipped);
         }
         let intent = step.intent(before.iter().map(|link| link.index).collect());
         let key = intent.key.clone();
         let announced = self.journal.announce(intent.clone()).await;
-        announced.map_err(|error| StepError { reason: FailureReason::Journal, text: error.to_string() })?;
+        announced.map_err(|error| AttachmentStepError {
+            reason: FailureReason::Journal,
+            text: error.to_string(),
+        })?;
         let added = match self.executor.add(&request, permit).await {
-            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            Err(ExecError::Stopping) => return Ok(StepOutcome::Skipped),
             Err(error) => {
                 if ran_nothing(&error, &request) {
                     // Nothing is to be undone.
@@ -150,7 +158,7 @@ impl Deps {
         let links = attachment_links(step, &statuses, created_links(&before, &after, &host_links));
         if links.is_empty() && !added.success.interfaces.iter().any(|interface| interface.sandbox.is_some()) {
             let text = "the plugin reported success but created no interface in the pod".to_owned();
-            return Err(StepError { reason: FailureReason::InvalidOutput, text });
+            return Err(AttachmentStepError { reason: FailureReason::InvalidOutput, text });
         }
         let replaced = self.set_default_routes(step, &key, &links).await?;
         let attached = AttachedRecord { result: added.result, statuses, links, replaced_routes: replaced };
@@ -165,7 +173,7 @@ impl Deps {
             took_ms = millis(started),
             "attached an interface"
         );
-        Ok(Outcome::Done)
+        Ok(StepOutcome::Done)
     }
 
     /// Directs the default routes of the pod through the new interface, or removes the ones over it. Returns those that
@@ -175,9 +183,9 @@ impl Deps {
         step: &AddStep,
         key: &AttachmentKey,
         links: &[LinkIdentity],
-    ) -> Result<Vec<serde_json::Value>, StepError> {
+    ) -> Result<Vec<serde_json::Value>, AttachmentStepError> {
         let netns = step.sandbox.netns.as_str();
-        let failed = |error: NamespaceError| StepError {
+        let failed = |error: NamespaceError| AttachmentStepError {
             reason: FailureReason::Route,
             text: format!("cannot set the default route: {}", ErrorChain(&error)),
         };
@@ -187,7 +195,7 @@ impl Deps {
                 return Ok(Vec::new());
             }
             let text = "cannot set the default route: the plugin created no interface in the pod".to_owned();
-            return Err(StepError { reason: FailureReason::Route, text });
+            return Err(AttachmentStepError { reason: FailureReason::Route, text });
         };
         if step.filtered_routes.ipv4 || step.filtered_routes.ipv6 {
             self.namespaces
@@ -206,14 +214,17 @@ impl Deps {
         };
         let others = present.iter().filter(is_replaced).filter_map(to_value).collect();
         let saved = self.journal.save_routes(key.clone(), others).await;
-        saved.map_err(|error| StepError { reason: FailureReason::Journal, text: error.to_string() })?;
+        saved.map_err(|error| AttachmentStepError {
+            reason: FailureReason::Journal,
+            text: error.to_string(),
+        })?;
         let gateways = step.default_route.clone();
         let replaced =
             self.namespaces.replace_default_routes(netns, index, gateways).await.map_err(failed)?;
         Ok(replaced.iter().filter_map(to_value).collect())
     }
 
-    async fn remove(&self, step: &RemoveStep) -> Result<Outcome, StepError> {
+    async fn remove(&self, step: &RemoveStep) -> Result<StepOutcome, AttachmentStepError> {
         let (started, record) = (Instant::now(), &step.record);
         if let Some(intent) = step.intent()
             && let Err(error) = self.journal.update(intent).await
@@ -239,7 +250,7 @@ impl Deps {
             None => self.executor.del_unfinished(&request, step.errors).await,
         };
         match deleted {
-            Err(ExecError::Stopping) => return Ok(Outcome::Skipped),
+            Err(ExecError::Stopping) => return Ok(StepOutcome::Skipped),
             deleted => deleted?,
         }
         if is_same_namespace && !step.leftover_links.is_empty() {
@@ -253,7 +264,7 @@ impl Deps {
             self.restore_default_routes(record).await?;
         }
         if record.origin != Origin::Hotplug {
-            self.recorded.delete_result(record).await.map_err(|error| StepError {
+            self.recorded.delete_result(record).await.map_err(|error| AttachmentStepError {
                 reason: FailureReason::Host,
                 text: ErrorChain(&error).to_string(),
             })?;
@@ -269,25 +280,25 @@ impl Deps {
             took_ms = millis(started),
             "detached an interface"
         );
-        Ok(Outcome::Done)
+        Ok(StepOutcome::Done)
     }
 
     /// Deletes the links of an attachment that were moved to another namespace inside the pod, because DEL does not find
     /// them there and releases their addresses.
-    async fn delete_moved_links(&self, step: &RemoveStep) -> Result<(), StepError> {
+    async fn delete_moved_links(&self, step: &RemoveStep) -> Result<(), AttachmentStepError> {
         if let Some(name) = &step.moved_links.unreachable {
             let text = format!(
                 "interface {name} was moved to another network namespace inside the pod, where it still uses its \
                  addresses; move it back, or delete the pod"
             );
-            return Err(StepError { reason: FailureReason::Links, text });
+            return Err(AttachmentStepError { reason: FailureReason::Links, text });
         }
         if let Some(name) = &step.moved_links.unidentified {
             let text = format!(
                 "interface {name} was renamed before Patchbay saw it: another link has its MAC address and may still use \
                  its addresses; rename that link to {name}, or delete the pod"
             );
-            return Err(StepError { reason: FailureReason::Links, text });
+            return Err(AttachmentStepError { reason: FailureReason::Links, text });
         }
         Ok(self.namespaces.delete_host_veths(step.moved_links.host_peers.clone()).await?)
     }
@@ -300,7 +311,7 @@ impl Deps {
     }
 
     /// Brings back the default routes that an attachment replaced. Without a namespace there is nothing to restore.
-    async fn restore_default_routes(&self, record: &AttachmentRecord) -> Result<(), StepError> {
+    async fn restore_default_routes(&self, record: &AttachmentRecord) -> Result<(), AttachmentStepError> {
         let routes = match record.attached() {
             Some(attached) => attached.replaced_routes.clone(),
             None => self.journal.saved_routes(&record.key),
@@ -319,7 +330,7 @@ impl Deps {
             Err(NamespaceError::Gone { .. }) => return Ok(()),
             Err(error) => {
                 let text = format!("cannot restore the default route: {}", ErrorChain(&error));
-                return Err(StepError { reason: FailureReason::Route, text });
+                return Err(AttachmentStepError { reason: FailureReason::Route, text });
             }
         };
         for skipped in outcome.skipped {
@@ -404,11 +415,12 @@ fn add_request(step: &AddStep) -> CniRequest {
     }
 }
 
-fn del_request(record: &AttachmentRecord, mode: DelMode) -> Result<CniRequest, StepError> {
-    let config = NadConfig::parse(Some(&record.config), &record.nad.name).map_err(|error| StepError {
-        reason: FailureReason::InvalidOutput,
-        text: format!("the recorded CNI configuration is invalid: {error}"),
-    })?;
+fn del_request(record: &AttachmentRecord, mode: DelMode) -> Result<CniRequest, AttachmentStepError> {
+    let config =
+        NadConfig::parse(Some(&record.config), &record.nad.name).map_err(|error| AttachmentStepError {
+            reason: FailureReason::InvalidOutput,
+            text: format!("the recorded CNI configuration is invalid: {error}"),
+        })?;
     Ok(CniRequest {
         config,
         nad: record.nad.to_string(),

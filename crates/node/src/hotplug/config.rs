@@ -217,7 +217,7 @@ fn parse_socket(path: &Path, text: &[u8]) -> Result<Option<PathBuf>, ConfigError
     }
 }
 
-/// The path on the host of a path in a container that mounts the host's root at `/host`, as the original does.
+/// The path on the host of a path in a container that mounts the host's root at `/host`, as multus-dynamic-networks-controller does.
 fn host_path(path: &str) -> PathBuf {
     match Path::new(path).strip_prefix(HOST_PREFIX) {
         Ok(rest) => Path::new("/").join(rest),

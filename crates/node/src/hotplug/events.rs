@@ -14,9 +14,9 @@ use tokio_util::sync::CancellationToken;
 use crate::{Error, event::REPORTER};
 
 /// The same warning about a pod is not sent again within this time.
-const WINDOW: Duration = Duration::from_secs(300);
+const EVENT_WINDOW: Duration = Duration::from_secs(300);
 /// A node has up to 500 pods, and all of them may be edited at once.
-const LIMITS: EventLimits = EventLimits { queue: 1024, remembered: 2048 };
+const EVENT_LIMITS: EventLimits = EventLimits { queue: 1024, remembered: 2048 };
 
 /// The longest time that an event waits for attachments and the writes of their status.
 const MAX_DELAY: Duration = Duration::from_secs(2);
@@ -36,9 +36,9 @@ impl PodEvents {
         let source = EventSource {
             controller: REPORTER,
             instance: node.to_owned(),
-            window: WINDOW,
+            window: EVENT_WINDOW,
             repeats: Repeats::Separate,
-            limits: LIMITS,
+            limits: EVENT_LIMITS,
         };
         let (recorder, sender) = events::recorder(client, source, ApiCall::new(DEFAULT_TIMEOUT, || ()));
         let work = PriorWork::default();

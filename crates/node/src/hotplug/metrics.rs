@@ -39,12 +39,12 @@ enum StateLabel {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OperationLabels {
-    operation: Operation,
+    operation: PlugOperation,
 }
 
 /// What a pass of a worker did to a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelValue)]
-pub enum Operation {
+pub enum PlugOperation {
     Plug,
     Unplug,
 }
@@ -158,7 +158,7 @@ impl Metrics {
         }
     }
 
-    pub fn observe(&self, operation: Operation, took: Duration) {
+    pub fn observe(&self, operation: PlugOperation, took: Duration) {
         self.durations.get_or_create(&OperationLabels { operation }).observe(took.as_secs_f64());
     }
 

@@ -28,8 +28,8 @@ use tracing::{debug, warn};
 
 use super::{
     Deps,
-    apply::{Outcome, names_process},
-    metrics::{Operation, StateCounts, WriteResult},
+    apply::{StepOutcome, names_process},
+    metrics::{PlugOperation, StateCounts, WriteResult},
     observe::{Observation, ObservedCache, annotations_of, desired_pod, ended_pod, requested_nads},
     pod_status::{PodAnnotations, PodTarget, WriteOutcome, WriteWarnings},
 };
@@ -378,40 +378,40 @@ impl PodWorker {
         }
     }
 
-    fn finish_step(&mut self, step: Step, pod: &PodIdentity, outcome: Outcome) {
+    fn finish_step(&mut self, step: Step, pod: &PodIdentity, outcome: StepOutcome) {
         self.confirmed &= matches!(step, Step::Forget(_));
         if matches!(step, Step::Remove(_)) {
             self.cache.forget_recorded();
         }
         let event = match (&step, &outcome) {
-            (_, Outcome::Skipped) | (Step::Forget(_), _) => None,
-            (_, Outcome::Failed(error)) if error.is_wait() => None,
-            (Step::Add(add), Outcome::Done) => {
+            (_, StepOutcome::Skipped) | (Step::Forget(_), _) => None,
+            (_, StepOutcome::Failed(error)) if error.is_wait() => None,
+            (Step::Add(add), StepOutcome::Done) => {
                 self.done.insert(DoneStep::Added);
                 Some(add.added())
             }
-            (Step::Remove(remove), Outcome::Done) => {
+            (Step::Remove(remove), StepOutcome::Done) => {
                 self.done.insert(DoneStep::Removed);
                 remove.removed()
             }
             // The pod is gone, and the retries may go on for long.
-            (Step::Remove(remove), Outcome::Failed(error))
+            (Step::Remove(remove), StepOutcome::Failed(error))
                 if remove.purpose == RemovePurpose::SandboxEnded
                     && self.logged.get(&remove.attempt) == Some(&error.text) =>
             {
                 None
             }
-            (Step::Add(add), Outcome::Failed(error)) => Some(add.failed(&error.text)),
-            (Step::Remove(remove), Outcome::Failed(error)) => Some(remove.failed(&error.text)),
+            (Step::Add(add), StepOutcome::Failed(error)) => Some(add.failed(&error.text)),
+            (Step::Remove(remove), StepOutcome::Failed(error)) => Some(remove.failed(&error.text)),
         };
         if let Some((attempt, fingerprint)) = step.attempt() {
             match &outcome {
-                Outcome::Done => {
+                StepOutcome::Done => {
                     self.failures.clear(attempt);
                     self.logged.remove(attempt);
                 }
-                Outcome::Skipped => {}
-                Outcome::Failed(error) => {
+                StepOutcome::Skipped => {}
+                StepOutcome::Failed(error) => {
                     self.deps.metrics.failed(error.reason);
                     let logged = self.logged.insert(attempt.clone(), error.text.clone());
                     if logged.as_ref() == Some(&error.text) {
@@ -561,9 +561,9 @@ impl PodWorker {
         let done = std::mem::take(&mut self.done);
         let Some(changed) = self.changed.take() else { return };
         if done.contains(&DoneStep::Added) {
-            self.deps.metrics.observe(Operation::Plug, changed.elapsed());
+            self.deps.metrics.observe(PlugOperation::Plug, changed.elapsed());
         } else if done.contains(&DoneStep::Removed) {
-            self.deps.metrics.observe(Operation::Unplug, changed.elapsed());
+            self.deps.metrics.observe(PlugOperation::Unplug, changed.elapsed());
         }
     }
 

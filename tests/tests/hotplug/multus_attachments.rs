@@ -1,4 +1,4 @@
-//! Attachments that multus or the original made.
+//! Attachments that multus or multus-dynamic-networks-controller made.
 
 use std::{
     io::{Read as _, Write as _},
@@ -27,7 +27,7 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::ends::{start_daemon, stop_daemon};
+use crate::pod_end::{start_daemon, stop_daemon};
 
 pub async fn attachments_of_pod_start_are_unplugged(lab: Lab) -> Result<()> {
     with_namespace(&lab, "cold", async |ns: &TestNamespace| {
@@ -68,7 +68,7 @@ fn base64(text: &str) -> String {
     encoded
 }
 
-/// Plugs an interface as the original does: by a request to multus, which does not write the pod's status.
+/// Plugs an interface as multus-dynamic-networks-controller does: by a request to multus, which does not write the pod's status.
 async fn plug_by_multus(pod: &LivePod, interface: &str, config: &Value) -> Result<()> {
     let lab = &pod.ns.lab;
     let uid = pod.object().await?.metadata.uid.context("a UID")?;
@@ -126,7 +126,10 @@ pub async fn attachments_of_the_original_are_unplugged_and_released(lab: Lab) ->
         let index = unplugged.link_index("net1")?;
         start_daemon(&lab).await?;
         tokio::time::sleep(Duration::from_secs(3)).await;
-        ensure!(unplugged.link_index("net1")? == index, "an attachment of the original was replaced");
+        ensure!(
+            unplugged.link_index("net1")? == index,
+            "an attachment of multus-dynamic-networks-controller was replaced"
+        );
         let network = network_name(ns, "blue");
         ensure!(host_local_addresses(&lab, "node-1", &network).len() == 2, "two addresses are in use");
         unplugged.set_networks(&json!([])).await?;
@@ -140,7 +143,7 @@ pub async fn attachments_of_the_original_are_unplugged_and_released(lab: Lab) ->
     .await
 }
 
-/// A pod with the label of the original.
+/// A pod with the label of multus-dynamic-networks-controller.
 async fn create_original(lab: &Lab, namespace: &str, node: &str) -> Result<()> {
     let object = pod("dynamic-networks-controller-ds-t").on(node).label("app", "dynamic-networks-controller");
     let object: Pod = serde_json::from_value(object.object())?;
