@@ -14,6 +14,8 @@ mod crashes;
 mod histories;
 #[path = "services/ownership.rs"]
 mod ownership;
+#[path = "services/primary_addresses.rs"]
+mod primary_addresses;
 #[path = "services/users.rs"]
 mod users;
 

@@ -179,11 +179,7 @@ impl Session {
     async fn delete(&self, found: &[ForeignObject]) -> anyhow::Result<()> {
         let mut failed = 0;
         for object in found {
-            let preconditions = Preconditions {
-                uid: Some(object.uid.clone()),
-                resource_version: Some(object.resource_version.clone()),
-            };
-            let params = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+            let params = delete_params(object);
             let outcome = match object.kind {
                 ForeignKind::Endpoints => self.endpoints().delete(&object.name, &params).await.map(drop),
                 ForeignKind::EndpointSlice => self.slices().delete(&object.name, &params).await.map(drop),
@@ -210,9 +206,34 @@ impl Session {
     }
 }
 
+/// Deletes an object only as it was listed: the API server rejects the request if the object was changed or created again.
+fn delete_params(object: &ForeignObject) -> DeleteParams {
+    let preconditions = Preconditions {
+        uid: Some(object.uid.clone()),
+        resource_version: Some(object.resource_version.clone()),
+    };
+    DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() }
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
+
+    #[test]
+    fn an_object_that_changed_after_it_was_listed_is_not_deleted() {
+        let metadata = json!({"name": "web-1", "uid": "u", "resourceVersion": "7"});
+        let slice = json!({"metadata": metadata, "addressType": "IPv4", "endpoints": []});
+        let slice: EndpointSlice = serde_json::from_value(slice).unwrap();
+        let endpoints: Endpoints = serde_json::from_value(json!({"metadata": metadata})).unwrap();
+        let found = [ForeignObject::from_slice(&slice).unwrap(), ForeignObject::from_endpoints(&endpoints)];
+        for object in found {
+            let request = kube::core::Request::new("/objects").delete("web-1", &delete_params(&object));
+            let body: Value = serde_json::from_slice(request.unwrap().body()).unwrap();
+            assert_eq!(body["preconditions"], json!({"uid": "u", "resourceVersion": "7"}), "{object}");
+        }
+    }
 
     #[test]
     fn the_target_names_its_kind() {

@@ -316,6 +316,21 @@ fn only_the_controller_reads_a_secret_and_only_its_own() {
     }
 }
 
+/// With the admission plugin OwnerReferencesPermissionEnforcement, an owner reference that blocks deletion needs this.
+#[test]
+fn the_controller_may_set_owner_references_that_block_deletion() {
+    for (group, resource) in [(api::GROUP, "networkservices/finalizers"), ("", "services/finalizers")] {
+        let grants = |(role, rule): &(String, Value)| {
+            role == "ClusterRole patchbay-controller"
+                && list(&rule["apiGroups"]).contains(&json!(group))
+                && list(&rule["resources"]).contains(&json!(resource))
+                && list(&rule["verbs"]).contains(&json!("update"))
+                && rule.get("resourceNames").is_none()
+        };
+        assert!(rules().iter().any(grants), "patchbay-controller may not update {resource}");
+    }
+}
+
 #[test]
 fn controller_and_node_daemon_have_separate_service_accounts() {
     let objects = all_objects();
