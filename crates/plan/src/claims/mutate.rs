@@ -33,7 +33,7 @@ pub struct MutateInput<'a> {
 
 /// The networks annotation with references; `None` if it stays as it is.
 ///
-/// An element that the stored pod has keeps what it has there: KubeVirt writes the annotation anew when an interface is
+/// An element that the stored pod has keeps what it has there: KubeVirt writes the whole annotation again when an interface is
 /// plugged or unplugged, and its elements never have a reference.
 pub fn references(input: &MutateInput<'_>) -> Result<Option<String>, selection::Error> {
     let mut editor = SelectionEditor::parse(Some(input.annotation))?;

@@ -49,7 +49,7 @@ impl ClaimWorkers {
         Ok(round)
     }
 
-    /// Whether the API server stores reservations, if a block seems to have lost them. A dry run tells it: a write would
+    /// Whether the API server stores reservations, if a block seems to have lost them. A dry run shows it: a write would
     /// erase what the API server only hides.
     pub(super) async fn stores_claims(
         &self,

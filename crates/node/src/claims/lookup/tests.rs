@@ -162,8 +162,8 @@ async fn other_networks_need_no_request() {
     assert_eq!(scene.resolve(&Ask { persistent: true, ..ask.clone() }).await.unwrap(), None);
     assert_eq!(scene.api.requests(), [""; 0]);
     // A call that is not about a pod.
-    let nobody = Ask { pod: PodRef::default(), ..Ask::of("target") };
-    assert_eq!(scene.resolve(&nobody).await.unwrap(), None);
+    let no_pod = Ask { pod: PodRef::default(), ..Ask::of("target") };
+    assert_eq!(scene.resolve(&no_pod).await.unwrap(), None);
     assert_eq!(scene.api.requests(), [""; 0]);
 }
 
