@@ -4,8 +4,9 @@ use api::ipamclaim::FINALIZER;
 
 use super::{
     ClaimState, ObjectKey, OwnerKind, OwnerRef, VmiFacts,
-    machine::{ClaimStep, DeleteReason, GoneCheck, KindState, MachineInput, delete, desired_owner, fits},
+    machine::{ClaimStep, DeleteReason, GoneCheck, KindState, MachineInput, desired_owner, fits},
     names,
+    unplug::delete,
 };
 
 /// The step that a claim's owner requires: another owner, or the removal of the finalizer. `replaced` says that the
@@ -124,7 +125,7 @@ fn unowned(input: &MachineInput<'_>, claim: &ClaimState) -> Option<ClaimStep> {
             "virtual machine {} is gone; deleted IPAMClaim {}, its addresses become free",
             input.key, claim.key
         );
-        return ours.then(|| delete(claim, DeleteReason::Unplugged, note));
+        return ours.then(|| delete(input, claim, DeleteReason::Unplugged, note));
     }
     let check = |kind| GoneCheck::Name { kind, key: input.key.clone() };
     let gone = [OwnerKind::VirtualMachine, OwnerKind::VirtualMachineInstance].map(check);
