@@ -50,11 +50,16 @@ fn owned_by_vm(
         }
         // The VirtualMachine was deleted without its instance: the claim follows the instance.
         let uses = || input.pods.iter().any(|pod| pod.is_launcher_of(&vmi.uid) && pod.references(&claim.key));
-        if vmi.controller.is_none() && !vmi.deleting && uses() {
+        let is_alone = vmi.controller.is_none() && !vmi.deleting;
+        if is_alone && uses() {
             if claim.deleting {
                 return None;
             }
             return set_owner(claim, desired_owner(input.key, vmi));
+        }
+        // The garbage collector removes the owner. A claim without the finalizer would then stay forever.
+        if is_alone && vm.is_some() && !claim.deleting {
+            return None;
         }
     }
     let key = owner_key(claim, owner);
