@@ -181,7 +181,8 @@ async fn a_failure_that_the_status_cannot_have_is_one_event() {
         let ClaimController { workers, events, .. } = ClaimController::new(&context, ClaimOptions::default());
         *lock(&workers.schema) = schema;
         let stop = CancellationToken::new();
-        let sending = tokio::spawn(events.run(stop.clone()));
+        let mut sending = JoinSet::new();
+        sending.spawn(events.run(stop.clone()));
         let claim = ClaimState { owner: None, owner_count: 0, deleting: false, ..machine_claim("c") };
         let mut record = MachineRecord::default();
         for message in messages {
@@ -190,7 +191,7 @@ async fn a_failure_that_the_status_cannot_have_is_one_event() {
         assert!(!record.is_default(), "what was said is remembered");
         tokio::time::sleep(Duration::from_secs(5)).await;
         stop.cancel();
-        sending.await.unwrap();
+        sending.join_all().await;
         let posted: Vec<String> = server.paths("POST");
         assert!(posted.iter().all(|path| path.ends_with("/events")), "{posted:?}");
         assert_eq!(posted.len(), expected, "{messages:?}");
