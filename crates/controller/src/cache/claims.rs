@@ -143,7 +143,7 @@ impl ClaimCache {
         self.lock().totals(now)
     }
 
-    fn set_vm(&self, key: &ObjectKey, new: Option<VmFacts>) {
+    pub fn set_vm(&self, key: &ObjectKey, new: Option<VmFacts>) {
         self.change(|index| index.set_vm(key, new));
     }
 

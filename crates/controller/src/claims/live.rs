@@ -16,7 +16,7 @@ use kube::{
 use plan::{
     claims::{
         ClaimPod, ClaimState, ObjectKey, OwnerKind, OwnerRef, VmiFacts,
-        machine::{GoneCheck, KindState, KindsKnown},
+        machine::{GoneCheck, KindState, KindsKnown, UnchangedCheck},
     },
     network::BlockState,
     users::WorkloadKind,
@@ -145,6 +145,37 @@ impl LiveClaims {
                 metadata.uid.as_deref() == Some(&owner.uid) && metadata.deletion_timestamp.is_none()
             }
         })
+    }
+
+    /// Whether the virtual machine is what a decision was based on.
+    pub async fn are_unchanged(
+        &self,
+        checks: &[UnchangedCheck],
+        kinds: KindsKnown,
+    ) -> Result<bool, request::Error> {
+        for check in checks {
+            let (kind, key, state, is_cached) = match check {
+                UnchangedCheck::Vm { key, cached } => {
+                    (OwnerKind::VirtualMachine, key, kinds.vm, cached.is_some())
+                }
+                UnchangedCheck::Vmi { key, cached } => {
+                    (OwnerKind::VirtualMachineInstance, key, kinds.vmi, cached.is_some())
+                }
+            };
+            let same = match self.machine(kind, key).await? {
+                LiveMachine::Gone => !is_cached,
+                LiveMachine::NotServed => !is_cached && state == KindState::Absent,
+                LiveMachine::Found(_) if !is_cached => false,
+                LiveMachine::Found(object) => match check {
+                    UnchangedCheck::Vm { cached, .. } => project::vm(&object) == *cached,
+                    UnchangedCheck::Vmi { cached, .. } => project::vmi(&object) == *cached,
+                },
+            };
+            if !same {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     async fn is_gone(&self, check: &GoneCheck, kinds: KindsKnown) -> Result<bool, request::Error> {

@@ -152,13 +152,18 @@ impl ClaimWorkers {
                 self.writer.set_network(claim, uid, version, network).await?;
                 self.events.on_machine(machine, event);
             }
-            ClaimStep::Delete { claim, uid, version, why, unreserved_in, event } => {
+            ClaimStep::Delete { claim, uid, version, why, unreserved_in, unchanged, event } => {
                 if *why == DeleteReason::Unplugged && self.is_referenced(claim, listed).await? {
                     return Ok(None);
                 }
                 if let Some(network) = unreserved_in
                     && reservations(&self.live.blocks(network).await?).contains_key(uid)
                 {
+                    // The watch shows it soon.
+                    return Ok(Some(CONFLICT_RETRY));
+                }
+                // Last, so that little time passes until the deletion.
+                if !self.live.are_unchanged(unchanged, kinds).await? {
                     // The watch shows it soon.
                     return Ok(Some(CONFLICT_RETRY));
                 }

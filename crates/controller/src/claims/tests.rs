@@ -118,6 +118,52 @@ async fn a_claim_that_cannot_be_cleaned_stops_no_other() {
     assert!(next.requeue_after.is_some(), "the rejected one is tried again");
 }
 
+/// A VirtualMachine or an instance `vm1` with these interfaces.
+fn machine(kind: &str, uid: &str, interfaces: &[&str]) -> Value {
+    let spec = json!({
+        "domain": {"devices": {"interfaces": interfaces.iter().map(|name| json!({"name": name})).collect::<Vec<_>>()}},
+        "networks": interfaces.iter().map(|name| json!({"name": name, "multus": {"networkName": name}})).collect::<Vec<_>>(),
+    });
+    let owner = json!({"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "name": "vm1", "uid": "v", "controller": true});
+    let (spec, owners) = match kind {
+        "VirtualMachine" => (json!({"template": {"spec": spec}}), json!([])),
+        _ => (spec, json!([owner])),
+    };
+    json!({
+        "apiVersion": "kubevirt.io/v1", "kind": kind, "spec": spec,
+        "metadata": {"namespace": "ns", "name": "vm1", "uid": uid, "resourceVersion": "1", "ownerReferences": owners},
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_only_the_current_machine_needs_is_not_deleted() {
+    let (vm_path, vmi_path) = ("/virtualmachines/vm1", "/virtualmachineinstances/vm1");
+    for (in_template, in_instance, deleted) in
+        [(&["blue"][..], &[][..], false), (&[], &["blue"], false), (&[], &[], true)]
+    {
+        let (context, server) = FakeApiServer::start();
+        let claims = context.cache.claims();
+        claims.set_vm_kind(KindState::Listed);
+        claims.set_vmi_kind(KindState::Listed);
+        let key = ObjectKey::new("ns", "vm1");
+        let cached = |kind, uid| serde_json::from_value(machine(kind, uid, &[])).unwrap();
+        claims.set_vm(&key, project::vm(&cached("VirtualMachine", "v")));
+        claims.set_vmi(&key, project::vmi(&cached("VirtualMachineInstance", "i")));
+        let claim = ClaimState { deleting: false, ..machine_claim("vm1.blue") };
+        claims.set_claim(&ObjectKey::new("ns", "vm1.blue"), Some(claim));
+        *server.objects.lock().unwrap() = vec![
+            (vm_path, machine("VirtualMachine", "v", in_template)),
+            (vmi_path, machine("VirtualMachineInstance", "i", in_instance)),
+        ];
+        let workers = ClaimController::new(&context, ClaimOptions::default()).workers;
+        let mut record = MachineRecord::default();
+        let next = workers.machine(&ClaimWork::Machine(key.clone()), &key, &mut record).await;
+        let deletes = server.paths("DELETE");
+        assert_eq!(deletes.len(), usize::from(deleted), "{in_template:?} {in_instance:?}: {deletes:?}");
+        assert_eq!(next.requeue_after.is_none(), deleted, "planned again when the watch shows the machine");
+    }
+}
+
 /// The CRD of another project keeps no conditions, and the status of another IPAM is not ours to write.
 #[tokio::test(start_paused = true)]
 async fn a_failure_that_the_status_cannot_have_is_one_event() {

@@ -24,6 +24,8 @@ pub struct FakeApiServer {
     pub hanging: Mutex<Vec<(&'static str, &'static str)>>,
     /// The items of lists, by the end of the path.
     pub lists: Mutex<Vec<(&'static str, Value)>>,
+    /// The objects that a GET returns, by the end of the path.
+    pub objects: Mutex<Vec<(&'static str, Value)>>,
     /// The requests to reject: method, end of the path, and message.
     pub rejections: Mutex<Vec<(&'static str, &'static str, String)>>,
     /// The requests whose namespace does not exist: method and end of the path.
@@ -77,7 +79,11 @@ impl FakeApiServer {
         if method == "GET" && ["/secrets/", "webhookconfigurations/"].iter().any(|part| path.contains(part)) {
             return not_found();
         }
-        let response = if method == "GET" {
+        let objects = self.objects.lock().unwrap();
+        let object = objects.iter().find(|(end, _)| method == "GET" && path.ends_with(end));
+        let response = if let Some((_, object)) = object {
+            object.clone()
+        } else if method == "GET" {
             let lists = self.lists.lock().unwrap();
             let items = lists.iter().find(|(end, _)| path.ends_with(end));
             let items = items.map_or_else(|| json!([]), |(_, items)| items.clone());

@@ -19,7 +19,7 @@ use super::{
     names::{self, ClaimName},
     owner::{has_addresses, is_adopted, life_step},
     resolve,
-    unplug::unplug_step,
+    unplug::{delete, unplug_step},
 };
 use crate::bridge::Uid;
 
@@ -107,6 +107,9 @@ pub enum ClaimStep {
         /// The caller first checks with a live list that no IPBlock of this network has a reservation for the claim: the
         /// cached blocks may be older than the cached claim.
         unreserved_in: Option<String>,
+        /// The caller first checks with live reads that the machine is what the decision is based on: the current one may
+        /// need the claim.
+        unchanged: Vec<UnchangedCheck>,
         /// Recorded when the deletion was accepted.
         event: ClaimEvent,
     },
@@ -167,6 +170,14 @@ pub enum DeleteReason {
     Unplugged,
     /// The interface is on another network now.
     Replaced,
+}
+
+/// What a live read must confirm before a claim is deleted: the current object of this name is the cached one, as far as
+/// claims depend on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum UnchangedCheck {
+    Vm { key: ObjectKey, cached: Option<VmFacts> },
+    Vmi { key: ObjectKey, cached: Option<VmiFacts> },
 }
 
 /// What a live read must confirm before a finalizer is removed.
@@ -423,7 +434,7 @@ fn is_moved(input: &MachineInput<'_>, claim: &ClaimState, config: &NadNetwork) -
 fn replace(input: &MachineInput<'_>, interface: &str, claim: &ClaimState, config: &NadNetwork) -> ClaimStep {
     let note =
         format!("interface {interface} moved to network {}; replacing IPAMClaim {}", config.name, claim.key);
-    let mut step = delete(claim, DeleteReason::Replaced, note);
+    let mut step = delete(input, claim, DeleteReason::Replaced, note);
     if let ClaimStep::Delete { unreserved_in, .. } = &mut step
         && let NadIpam::Patchbay { network } = &config.ipam
         && (input.reserved_in)(&claim.uid).is_none()
@@ -505,14 +516,4 @@ pub(super) fn is_claim_of(key: &ObjectKey, claim: &ClaimState, network: &Machine
     let is_named = *claim.key.name == *legacy
         || *claim.key.name == *names::suffixed(&legacy, &key.namespace, &key.name, &network.name);
     is_named && names::is_for(claim, &network.pod_interface)
-}
-
-pub(super) fn delete(claim: &ClaimState, why: DeleteReason, note: String) -> ClaimStep {
-    let reason = match why {
-        DeleteReason::Unplugged => "IPAMClaimReleased",
-        DeleteReason::Replaced => "IPAMClaimReplaced",
-    };
-    let event = ClaimEvent { warning: false, reason, note };
-    let (uid, version) = (claim.uid.clone(), claim.version.clone());
-    ClaimStep::Delete { claim: claim.key.clone(), uid, version, why, unreserved_in: None, event }
 }

@@ -4,8 +4,9 @@ use api::ipamclaim::FINALIZER;
 
 use super::{
     ClaimState, ObjectKey, OwnerKind, OwnerRef, VmiFacts,
-    machine::{ClaimStep, DeleteReason, GoneCheck, KindState, MachineInput, delete, desired_owner, fits},
+    machine::{ClaimStep, DeleteReason, GoneCheck, KindState, MachineInput, desired_owner, fits},
     names,
+    unplug::delete,
 };
 
 /// The step that a claim's owner requires: another owner, or the removal of the finalizer. `replaced` says that the
@@ -49,11 +50,16 @@ fn owned_by_vm(
         }
         // The VirtualMachine was deleted without its instance: the claim follows the instance.
         let uses = || input.pods.iter().any(|pod| pod.is_launcher_of(&vmi.uid) && pod.references(&claim.key));
-        if vmi.controller.is_none() && !vmi.deleting && uses() {
+        let is_alone = vmi.controller.is_none() && !vmi.deleting;
+        if is_alone && uses() {
             if claim.deleting {
                 return None;
             }
             return set_owner(claim, desired_owner(input.key, vmi));
+        }
+        // The garbage collector removes the owner. A claim without the finalizer would then stay forever.
+        if is_alone && vm.is_some() && !claim.deleting {
+            return None;
         }
     }
     let key = owner_key(claim, owner);
@@ -124,7 +130,7 @@ fn unowned(input: &MachineInput<'_>, claim: &ClaimState) -> Option<ClaimStep> {
             "virtual machine {} is gone; deleted IPAMClaim {}, its addresses become free",
             input.key, claim.key
         );
-        return ours.then(|| delete(claim, DeleteReason::Unplugged, note));
+        return ours.then(|| delete(input, claim, DeleteReason::Unplugged, note));
     }
     let check = |kind| GoneCheck::Name { kind, key: input.key.clone() };
     let gone = [OwnerKind::VirtualMachine, OwnerKind::VirtualMachineInstance].map(check);

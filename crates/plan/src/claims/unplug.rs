@@ -1,10 +1,10 @@
-//! When the claim of an unplugged interface is deleted.
+//! When the claim of an unplugged interface is deleted, and what a deletion must confirm.
 
 use api::ipamclaim::FINALIZER;
 
 use super::{
-    ClaimPod, ClaimState, MachineInput,
-    machine::{ClaimStep, DeleteReason, KindsKnown, delete, is_claim_of, is_owned_by},
+    ClaimEvent, ClaimPod, ClaimState, MachineInput,
+    machine::{ClaimStep, DeleteReason, KindsKnown, UnchangedCheck, is_claim_of, is_owned_by},
 };
 
 /// Deletes the claim of an interface that was unplugged.
@@ -34,5 +34,23 @@ pub(super) fn unplug_step(input: &MachineInput<'_>, claim: &ClaimState) -> Optio
         "interface {interface} was unplugged; deleted IPAMClaim {}, its addresses become free",
         claim.key
     );
-    Some(delete(claim, DeleteReason::Unplugged, note))
+    Some(delete(input, claim, DeleteReason::Unplugged, note))
+}
+
+pub(super) fn delete(
+    input: &MachineInput<'_>,
+    claim: &ClaimState,
+    why: DeleteReason,
+    note: String,
+) -> ClaimStep {
+    let vm = || UnchangedCheck::Vm { key: input.key.clone(), cached: input.vm.cloned() };
+    let vmi = UnchangedCheck::Vmi { key: input.key.clone(), cached: input.vmi.cloned() };
+    let (reason, unchanged) = match why {
+        DeleteReason::Unplugged => ("IPAMClaimReleased", vec![vm(), vmi]),
+        // The instance alone decides, also while VirtualMachines are not served.
+        DeleteReason::Replaced => ("IPAMClaimReplaced", vec![vmi]),
+    };
+    let event = ClaimEvent { warning: false, reason, note };
+    let (uid, version) = (claim.uid.clone(), claim.version.clone());
+    ClaimStep::Delete { claim: claim.key.clone(), uid, version, why, unreserved_in: None, unchanged, event }
 }

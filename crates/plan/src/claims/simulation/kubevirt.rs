@@ -9,7 +9,7 @@ use super::{
     store::{Deletion, NAMESPACE, SandboxAddresses, World, key},
 };
 use crate::claims::{
-    ClaimPod, MachineNetwork, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts,
+    ClaimPod, ClaimState, MachineNetwork, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts,
     machine::started_without,
     names,
     serve::{self, ServeInput},
@@ -301,6 +301,16 @@ fn migrate(world: &mut World, random: &mut SplitMix64) {
     }
 }
 
+/// Notes the claims that do not follow an instance whose VirtualMachine is deleted alone: those that no launcher of the
+/// instance references yet. Then only the name connects claim and instance. A lone instance that the user creates under that
+/// name looks the same, and it must not get the claim of another machine.
+fn give_up_unreferenced(world: &mut World, vmi: Option<&VmiFacts>, claims: &[&ClaimState]) {
+    let Some(vmi) = vmi else { return };
+    let launchers = launchers(world, &vmi.uid);
+    let unreferenced = claims.iter().filter(|claim| !launchers.iter().any(|pod| pod.references(&claim.key)));
+    world.given_up.extend(unreferenced.map(|claim| claim.uid.clone()));
+}
+
 fn collect_garbage(world: &mut World, random: &mut SplitMix64) {
     let live = world.live.clone();
     for (name, vm) in &live.vms {
@@ -328,10 +338,12 @@ fn collect_garbage(world: &mut World, random: &mut SplitMix64) {
                 }
             }
             Deletion::Orphan if vmi.is_some() && random.one_in(2) => {
+                give_up_unreferenced(world, vmi, &claims);
                 world.change(|objects| objects.vmis.get_mut(name).unwrap().controller = None);
             }
             Deletion::Orphan => {
                 for claim in claims.into_iter().take(1) {
+                    give_up_unreferenced(world, vmi, &[claim]);
                     let version = world.version();
                     world.change(|objects| {
                         let Some(claim) = objects.claims.get_mut(&claim.key) else { return };

@@ -16,7 +16,7 @@ use crate::claims::{
     AllocatorInput, AllocatorPlan, ClaimOptions, ClaimPod, ClaimSchema, ClaimState, ClaimStep, MachineInput,
     NadLookup, ObjectKey, OwnerKind, ReservedIn, Resolution, StatusWrite, Wanted,
     allocate::{self, BlockCreate, BlockDelete, BlockDeleteReason, BlockWrite},
-    machine::{self, DeleteReason, GoneCheck, KindsKnown},
+    machine::{self, DeleteReason, GoneCheck, KindsKnown, UnchangedCheck},
     names, publish,
     release::{self, Candidate, RELEASE_DELAY},
     shown,
@@ -397,14 +397,14 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
                 (claim.network, claim.version) = (network.into(), now);
             })
         }
-        ClaimStep::Delete { claim, uid, version, why, unreserved_in, .. } => {
+        ClaimStep::Delete { claim, uid, version, why, unreserved_in, unchanged, .. } => {
             let mut blocks = world.live.blocks.values().map(|block| &block.object);
             let is_reserved = unreserved_in.is_some_and(|network| {
                 blocks.any(|block| {
                     block.spec.network == network && block.status.claims.iter().any(|one| one.uid == uid)
                 })
             });
-            if is_reserved {
+            if is_reserved || !unchanged.iter().all(|check| is_unchanged(&world.live, check)) {
                 return false;
             }
             let used = world.live.pods.values().any(|pod| pod.references(&claim));
@@ -421,6 +421,13 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
                 (claim.finalizers, claim.version) = (left, now);
             })
         }
+    }
+}
+
+fn is_unchanged(live: &Objects, check: &UnchangedCheck) -> bool {
+    match check {
+        UnchangedCheck::Vm { key, cached } => live.vms.get(&key.name).map(|vm| &vm.facts) == cached.as_ref(),
+        UnchangedCheck::Vmi { key, cached } => live.vmis.get(&key.name) == cached.as_ref(),
     }
 }
 

@@ -86,8 +86,9 @@ pub struct World {
     pub lives: BTreeMap<String, String>,
     /// What each interface of each machine got at its last ADD, by life and interface: the UID of the claim and the addresses.
     pub served: BTreeMap<(String, Arc<str>), (String, Vec<IpAddr>)>,
-    /// The UIDs of the claims that the user gave up: the interface was unplugged or moved, or the claim was deleted by hand. The
-    /// next claim may have other addresses.
+    /// The UIDs of the claims that the user gave up: the interface was unplugged or moved, the claim was deleted by hand, or the
+    /// VirtualMachine was deleted alone before a launcher of its instance referenced the claim. The next claim may have other
+    /// addresses.
     pub given_up: BTreeSet<String>,
     /// `spec.network` of each claim when it was created, by UID.
     created_on: BTreeMap<String, Arc<str>>,

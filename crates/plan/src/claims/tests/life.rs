@@ -1,5 +1,7 @@
 //! Which claims are created, deleted, given to another owner, and freed of their finalizer.
 
+mod unproven;
+
 use super::{
     super::machine::{self, DeleteReason, GoneCheck, KindState, KindsKnown},
     *,
