@@ -71,10 +71,8 @@ const STAGES_ALONE: &[&[TestStage]] = &[
     // Compares the state of the whole host and measures starts, so nothing else may run meanwhile.
     &[TestStage("lab", Selection::EndToEnd("lab"), &["--test-threads=1"])],
     &[TestStage("nodes", Selection::EndToEnd("nodes"), &[])],
-    &[
-        TestStage("hotplug", Selection::EndToEnd("hotplug"), &[]),
-        TestStage("machines", Selection::EndToEnd("machines"), &[]),
-    ],
+    &[TestStage("hotplug", Selection::EndToEnd("hotplug"), &[])],
+    &[TestStage("machines", Selection::EndToEnd("machines"), &[])],
 ];
 
 /// The stages that only `make soak` runs.
