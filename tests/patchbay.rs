@@ -58,7 +58,18 @@ pub async fn install_release(lab: &Lab, release: &Release) -> Result<()> {
     let Release { image, manifests } = release;
     ensure!(image.exists(), "{} does not exist; run `make image`", image.display());
     lab.load_image(image)?;
+    let generation = |workload: &str| {
+        let arguments = ["-n", NAMESPACE, "get", workload, "-o", "jsonpath={.metadata.generation}"];
+        lab.kubectl(&arguments).unwrap_or_default()
+    };
+    let before = WORKLOADS.map(generation);
     lab.kubectl(&["apply", "-f", manifests.to_str().context("the path is not UTF-8")?])?;
+    for (workload, before) in WORKLOADS.into_iter().zip(before) {
+        // Versions in development have the same image tag, so that their manifests can be equal.
+        if !before.is_empty() && generation(workload) == before {
+            lab.kubectl(&["-n", NAMESPACE, "rollout", "restart", workload])?;
+        }
+    }
     wait_ready(lab).await
 }
 
