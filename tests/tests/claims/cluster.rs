@@ -298,14 +298,7 @@ impl TestCluster {
 
     /// Waits until the controller has written nothing for [`QUIET`]. Returns the offset from then on.
     pub async fn wait_until_quiet(lab: &Lab) -> Result<lab::audit::AuditOffset> {
-        wait::until(TIMEOUT, "the controller to write nothing", || async {
-            let offset = lab.audit_offset()?;
-            tokio::time::sleep(QUIET).await;
-            let writes = Self::controller_writes(lab, offset)?;
-            ensure!(writes.is_empty(), "{writes:#?}");
-            Ok(Some(lab.audit_offset()?))
-        })
-        .await
+        e2e::quiet::wait_until_quiet(lab, QUIET, e2e::quiet::is_controller_write).await
     }
 
     /// The writes of the controller since the offset, without its Lease and its certificates.
