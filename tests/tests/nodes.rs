@@ -38,7 +38,7 @@ use addresses::{
 use cni_directory::the_plugin_is_installed_into_a_directory_of_another_user;
 use deletion::{
     a_deleted_node_does_not_block_deletion, a_network_in_use_is_deleted_within_3_s_of_its_last_user,
-    a_pod_waits_until_its_node_has_the_network,
+    a_pod_waits_until_its_node_has_the_network, an_address_holds_its_network_although_no_annotation_names_it,
 };
 use drift::{
     a_vxlan_port_in_use_fails_only_on_that_node, an_uplink_that_a_node_needs_is_rejected_only_on_that_node,
@@ -112,6 +112,7 @@ fn main() -> ExitCode {
                 foreign_links_and_nads_are_not_touched,
                 an_overlay_connects_pods_across_nodes_up_to_its_mtu
                     + a_pod_waits_until_its_node_has_the_network
+                    + an_address_holds_its_network_although_no_annotation_names_it
                     + a_vxlan_port_in_use_fails_only_on_that_node
                     + a_network_with_a_small_mtu_connects_pods
                     + a_pod_created_during_deletion_is_rejected_or_keeps_its_network

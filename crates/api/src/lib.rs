@@ -49,7 +49,9 @@ pub use networkservice::NetworkService;
 pub use networkservice::{NetworkServiceSpec, NetworkServiceStatus};
 #[cfg(feature = "kube")]
 pub use nodenetwork::NodeNetwork;
-pub use nodenetwork::{Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep};
+pub use nodenetwork::{
+    ClaimAddresses, ClosedNetwork, Interface, LinkState, NetworkOnNode, NodeNetworkStatus, Vtep,
+};
 pub use pattern::{IfNamePattern, IfNamePatterns};
 pub use raw_json::{RawJson, RawObject};
 pub use selector::LabelSelector;

@@ -22,6 +22,10 @@ pub const MAX_INTERFACE_NAME: usize = 63;
 pub const MAX_NETWORKS: usize = 512;
 /// The maximum length of the message about a network.
 pub const MAX_MESSAGE: usize = 1024;
+/// The maximum number of addresses of IPAMClaims that a node lists for one network.
+pub const MAX_CLAIM_ADDRESSES: usize = 1024;
+/// The maximum number of pods that a node lists for a network that is being deleted.
+pub const MAX_ADDRESS_USERS: usize = 10;
 
 /// Empty: a NodeNetwork has only a status.
 #[cfg(feature = "kube")]
@@ -63,6 +67,14 @@ pub struct NodeNetworkStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
     pub networks: Vec<NetworkOnNode>,
+    /// The bridge networks that are being deleted, sorted by UID, also those that do not select this node. The node allocates no more addresses of a listed network. The deletion continues when all nodes list the network with no address in use.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
+    pub closed_networks: Vec<ClosedNetwork>,
+    /// The addresses of IPAMClaims that interfaces on this node have, sorted by the UID of the network. Not set while the daemon does not know them, or if there are too many to list.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("networkUID", MAX_NETWORKS)))]
+    pub claim_addresses: Option<Vec<ClaimAddresses>>,
     /// Ready: the status is complete and current. VtepFound: this node can be part of overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes. StateWritable: the daemon can write to its state directory; while it cannot, pods can be deleted but get no new addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("type", 16)))]
@@ -175,6 +187,52 @@ pub struct NetworkOnNode {
     pub pods_with_old_mtu: i32,
 }
 
+/// A bridge network that is being deleted, on a node that allocates no more addresses of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ClosedNetwork {
+    /// The UID of the BridgeNetwork.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub uid: String,
+    /// The name of the BridgeNetwork.
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub name: String,
+    /// The number of interfaces on this node that have addresses of the network, those of IPAMClaims included.
+    #[serde(default)]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub interfaces: i32,
+    /// The first of their pods, as namespace/name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<PodName>", transform = list_schema::atomic(MAX_ADDRESS_USERS)))]
+    pub pods: Vec<String>,
+    /// The number of address blocks of this node of which the daemon does not know what is in use.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    #[cfg_attr(feature = "kube", schemars(range(min = 0)))]
+    pub unverified_blocks: i32,
+}
+
+impl ClosedNetwork {
+    /// Whether no interface on the node has an address of the network.
+    pub fn is_unused(&self) -> bool {
+        self.interfaces == 0 && self.unverified_blocks == 0
+    }
+}
+
+/// The addresses of IPAMClaims of one network that interfaces on a node have.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "kube", derive(schemars::JsonSchema))]
+#[serde(rename_all = "camelCase")]
+pub struct ClaimAddresses {
+    /// The UID of the BridgeNetwork.
+    #[serde(rename = "networkUID")]
+    #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 63)))]
+    pub network_uid: String,
+    /// The addresses, sorted.
+    #[cfg_attr(feature = "kube", schemars(with = "Vec<IpAddress>", transform = list_schema::atomic(MAX_CLAIM_ADDRESSES)))]
+    pub addresses: Vec<IpAddr>,
+}
+
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
 fn is_zero(number: &i32) -> bool {
     *number == 0
@@ -186,6 +244,20 @@ fn is_zero(number: &i32) -> bool {
 #[schemars(transparent)]
 #[expect(dead_code, reason = "only its schema is used")]
 struct PortName(#[schemars(length(min = 1, max = 63))] String);
+
+/// A pod, as namespace/name.
+#[cfg(feature = "kube")]
+#[derive(schemars::JsonSchema)]
+#[schemars(transparent)]
+#[expect(dead_code, reason = "only its schema is used")]
+struct PodName(#[schemars(length(max = 512))] String);
+
+/// An IP address.
+#[cfg(feature = "kube")]
+#[derive(schemars::JsonSchema)]
+#[schemars(transparent)]
+#[expect(dead_code, reason = "only its schema is used")]
+struct IpAddress(#[schemars(length(max = 39))] String);
 
 /// The operational state of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -243,6 +315,8 @@ mod tests {
                 default_route: true,
             }],
             networks: Vec::new(),
+            closed_networks: Vec::new(),
+            claim_addresses: None,
             conditions: vec![Condition {
                 r#type: "Ready".into(),
                 status: crate::ConditionStatus::True,

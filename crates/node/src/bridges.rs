@@ -51,6 +51,12 @@ struct LinkExecutor {
     records: LinkRecords,
 }
 
+/// A network that cannot be parsed.
+struct UnreadableNetwork {
+    name: String,
+    deleted: bool,
+}
+
 /// Reconciles the bridge networks of one node.
 pub struct BridgeController {
     boot: String,
@@ -60,7 +66,7 @@ pub struct BridgeController {
     /// None until the first list from the API server.
     networks: Option<BTreeMap<Uid, ParsedNetwork>>,
     /// The names of BridgeNetworks that cannot be parsed.
-    unreadable: BTreeMap<Uid, String>,
+    unreadable: BTreeMap<Uid, UnreadableNetwork>,
     /// The other nodes, sorted by name. None until the first list from the API server.
     peers: Option<Vec<Peer>>,
     backoffs: BTreeMap<Uid, NetworkBackoff>,
@@ -154,7 +160,7 @@ impl BridgeController {
     }
 
     pub fn apply_network(&mut self, network: WatchedNetwork) {
-        let WatchedNetwork { name, uid, parsed } = network;
+        let WatchedNetwork { name, uid, deleted, parsed } = network;
         let (Some(networks), Some(uid)) = (&mut self.networks, uid) else { return };
         if let Some(network) = parsed {
             self.unreadable.remove(&uid);
@@ -162,7 +168,7 @@ impl BridgeController {
         } else {
             warn!(network = name, "cannot parse BridgeNetwork; its links are not changed");
             networks.remove(&uid);
-            self.unreadable.insert(uid, name);
+            self.unreadable.insert(uid, UnreadableNetwork { name, deleted });
         }
     }
 
@@ -433,17 +439,18 @@ impl BridgeController {
                     if report.ready
                         || report.reason == reason::APPLYING && was_ready(network, bridge_index) =>
                 {
-                    NetworkState::Ready { bridge_index, mtu, removing: network.is_deleted() }
+                    NetworkState::Ready { bridge_index, mtu }
                 }
                 _ => {
                     NetworkState::NotReady { reason: report.reason.clone(), message: report.message.clone() }
                 }
             }
         };
-        let unreadable = self.unreadable.iter().map(|(uid, name)| {
+        let unreadable = self.unreadable.iter().map(|(uid, network)| {
             let (reason, message) = (UNREADABLE.to_owned(), UNREADABLE_MESSAGE.to_owned());
             let state = NetworkState::NotReady { reason, message };
-            (name.clone(), NetworkView { uid: uid.clone(), state, ipam: None, has_claims: false })
+            let (uid, closed) = (uid.clone(), network.deleted);
+            (network.name.clone(), NetworkView { uid, state, closed, ipam: None, has_claims: false })
         });
         let by_name = self
             .networks
@@ -451,8 +458,8 @@ impl BridgeController {
             .flat_map(BTreeMap::values)
             .map(|network| {
                 let (uid, ipam) = (network.uid().to_owned(), network.ipam());
-                let has_claims = network.has_claims();
-                let view = NetworkView { uid, state: state(network), ipam, has_claims };
+                let (closed, has_claims) = (network.is_deleted(), network.has_claims());
+                let view = NetworkView { uid, state: state(network), closed, ipam, has_claims };
                 (network.name().to_owned(), view)
             })
             .chain(unreadable)

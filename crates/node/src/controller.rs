@@ -12,6 +12,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client, api::ApiResource};
 use link::{LinkChanges, Monitor};
+use plan::ipam::LeaseReport;
 use plan::nodenetwork::{
     self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, RuntimeStatus, WriteParts,
 };
@@ -66,6 +67,7 @@ pub struct NodeController {
     metrics: Metrics,
     runtime: Receiver<RuntimeStatus>,
     state_problem: Receiver<Option<String>>,
+    leases: Receiver<Option<LeaseReport>>,
     health: Arc<Health>,
     state: ControllerState,
 }
@@ -80,6 +82,8 @@ pub struct NodeConfig {
     pub runtime: Receiver<RuntimeStatus>,
     /// Why the daemon cannot write its state to disk.
     pub state_problem: Receiver<Option<String>>,
+    /// The leases of the node.
+    pub leases: Receiver<Option<LeaseReport>>,
 }
 
 /// What the controller observed and wrote.
@@ -122,7 +126,7 @@ impl NodeController {
         bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem } = config;
+        let NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem, leases } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
@@ -136,6 +140,7 @@ impl NodeController {
             metrics,
             runtime,
             state_problem,
+            leases,
             health,
             // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
@@ -173,6 +178,7 @@ impl NodeController {
                 }
                 () = next_change(&mut self.runtime) => {}
                 () = next_change(&mut self.state_problem) => {}
+                () = next_change(&mut self.leases) => {}
                 () = sleep_until(wake) => {}
             }
         }
@@ -346,7 +352,7 @@ impl NodeController {
         // Until the networks have been read, keep the published ones: their links may exist.
         let before = server.as_ref().and_then(|server| server.state.status.as_ref());
         let before = before.map_or(&[][..], |status| &status.networks);
-        let state_problem = self.state_problem.borrow();
+        let (state_problem, leases) = (self.state_problem.borrow(), self.leases.borrow());
         let input = PublishInput {
             observed: observed.as_ref()?,
             node: node_info,
@@ -355,6 +361,7 @@ impl NodeController {
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
+            leases: leases.as_ref(),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
             runtime: &self.runtime.borrow(),
             state_problem: state_problem.as_deref(),
@@ -555,6 +562,7 @@ mod tests {
             metrics,
             runtime: tokio::sync::watch::channel(RuntimeStatus::Unknown).1,
             state_problem: tokio::sync::watch::channel(None).1,
+            leases: tokio::sync::watch::channel(None).1,
         };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
     }

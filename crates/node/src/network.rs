@@ -43,13 +43,16 @@ pub struct ParsedNetwork {
 pub struct WatchedNetwork {
     pub name: String,
     pub uid: Option<String>,
+    /// Whether it has a deletionTimestamp.
+    pub deleted: bool,
     /// None if it cannot be parsed.
     pub parsed: Option<ParsedNetwork>,
 }
 
 impl WatchedNetwork {
     pub fn read(object: &NetworkObject) -> Self {
-        Self { name: object.name_any(), uid: object.uid(), parsed: ParsedNetwork::read(object) }
+        let deleted = object.metadata.deletion_timestamp.is_some();
+        Self { name: object.name_any(), uid: object.uid(), deleted, parsed: ParsedNetwork::read(object) }
     }
 }
 
@@ -102,8 +105,8 @@ impl ParsedNetwork {
             Family::V4 => ipam_status.ipv4.as_ref().map(|family| family.block_length),
             Family::V6 => ipam_status.ipv6.as_ref().map(|family| family.block_length),
         };
-        let live = deletion != Deletion::Terminating;
-        let pool = spec.ipam.as_ref().map(|ipam| Arc::new(Pool::new(&network.name, ipam, length, live)));
+        let active = deletion == Deletion::NotDeleted;
+        let pool = spec.ipam.as_ref().map(|ipam| Arc::new(Pool::new(&network.name, ipam, length, active)));
         let has_claims = ipam_status.claims > 0;
         Some(Self { selector: spec.node_selector, deletion, network, ipam: pool, has_claims })
     }

@@ -32,6 +32,8 @@ pub struct Networks {
 pub struct NetworkView {
     pub uid: String,
     pub state: NetworkState,
+    /// Whether it is being deleted: the node allocates no more addresses of it.
+    pub closed: bool,
     /// Its address pool, if it has IPAM.
     pub ipam: Option<Arc<Pool>>,
     /// Whether IPAMClaims have addresses of it.
@@ -41,12 +43,11 @@ pub struct NetworkView {
 /// The state of a network on this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NetworkState {
-    /// The bridge exists. A network that is being deleted but still has users accepts more pods, so that a pod that was
-    /// created just before is not stranded.
+    /// The bridge exists. A network without IPAM that is being deleted and still has users accepts more pods, so that a pod
+    /// that was created just before is not stranded.
     Ready {
         bridge_index: u32,
         mtu: u32,
-        removing: bool,
     },
     NotReady {
         reason: String,
@@ -121,7 +122,7 @@ impl Networks {
                 later(format!("there is no BridgeNetwork {name:?}: create it, or correct the configuration"))
             }
             Some(NetworkView { uid, state, .. }) => match state {
-                NetworkState::Ready { bridge_index, mtu, removing: _ } => {
+                NetworkState::Ready { bridge_index, mtu } => {
                     Ok(ReadyNetwork { uid, bridge: *bridge_index, mtu: *mtu })
                 }
                 NetworkState::NotReady { reason, message } => later(format!(
@@ -142,6 +143,19 @@ impl Networks {
     /// Whether IPAMClaims have addresses of a network.
     pub fn has_claims(&self, name: &str) -> bool {
         self.by_name.get(name).is_some_and(|network| network.has_claims)
+    }
+
+    /// Fails unless the network still exists and is not being deleted: no address of any other is allocated.
+    pub fn require_open(&self, name: &str, uid: &str) -> Result<(), Error> {
+        match self.by_name.get(name) {
+            Some(view) if view.uid == uid && !view.closed => Ok(()),
+            _ => Err(Error::new(
+                Code::TryAgainLater,
+                format!(
+                    "network {name:?} is being deleted, so no address of it is allocated: remove it from the pod, or create it again"
+                ),
+            )),
+        }
     }
 
     /// The UID and the address pool of a network. Its bridge need not be on this node.
@@ -178,13 +192,13 @@ mod tests {
     use super::*;
 
     fn networks(state: NetworkState) -> Networks {
-        let view = NetworkView { uid: "u".to_owned(), state, ipam: None, has_claims: false };
+        let view = NetworkView { uid: "u".to_owned(), state, closed: false, ipam: None, has_claims: false };
         Networks { synced: true, node: None, by_name: [("blue".to_owned(), view)].into() }
     }
 
     #[test]
     fn a_pod_joins_a_ready_network_only_and_the_error_says_why() {
-        let ready = NetworkState::Ready { bridge_index: 7, mtu: 1400, removing: true };
+        let ready = NetworkState::Ready { bridge_index: 7, mtu: 1400 };
         let blue = networks(ready.clone());
         assert_eq!(blue.ready("blue").unwrap(), ReadyNetwork { uid: "u", bridge: 7, mtu: 1400 });
         let not_ready = NetworkState::NotReady { reason: "Conflict".to_owned(), message: "why".to_owned() };

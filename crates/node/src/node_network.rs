@@ -193,9 +193,12 @@ impl NodeNetworkClient {
     /// Replaces the whole status. After an apply this only removes fields, so it owns no field that a later apply could
     /// not remove.
     async fn replace_status(&self, desired: &NodeNetworkStatus) -> Result<ServerObject, Error> {
-        let NodeNetworkStatus { vtep, interfaces, networks, conditions } = desired;
-        let status =
-            json!({"vtep": vtep, "interfaces": interfaces, "networks": networks, "conditions": conditions});
+        let NodeNetworkStatus { vtep, interfaces, networks, closed_networks, claim_addresses, conditions } =
+            desired;
+        let status = json!({
+            "vtep": vtep, "interfaces": interfaces, "networks": networks, "closedNetworks": closed_networks,
+            "claimAddresses": claim_addresses, "conditions": conditions,
+        });
         let patch = Patch::Merge(json!({"status": status}));
         self.send(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
     }

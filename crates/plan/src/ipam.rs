@@ -11,6 +11,7 @@ pub mod blocks;
 mod borrow;
 mod claimed;
 mod grid;
+mod lease_report;
 mod ledger;
 mod lending;
 pub mod limits;
@@ -31,6 +32,7 @@ pub(crate) use borrow::is_spare;
 pub use borrow::{BorrowFailure, BorrowOutcome, Borrowing, WaitingRequest, lending_candidate};
 pub use claimed::LeaseClaim;
 pub use grid::{BlockGrid, Family};
+pub use lease_report::LeaseReport;
 pub use ledger::{
     AddressInfo, AttachmentKey, BlockKey, Grant, Holding, Lease, Ledger, LedgerRecord, PodRef, Stage,
 };

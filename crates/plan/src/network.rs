@@ -4,6 +4,7 @@
 //! that state: what any leader wrote before shows up in the next observation.
 
 mod addresses;
+mod closing;
 mod mtu;
 mod nads;
 mod selected_nodes;
@@ -13,11 +14,12 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     time::Duration,
 };
 
 use api::{
-    BridgeNetworkSpec, BridgeNetworkStatus, Condition, NetworkOnNode, Vtep,
+    BridgeNetworkSpec, BridgeNetworkStatus, ClosedNetwork, Condition, NetworkOnNode, Vtep,
     bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS, MAX_STATUS_ENTRIES, READY_LABEL_PREFIX},
     digest::digest,
     nad::{NadNetwork, origin_digest},
@@ -30,7 +32,7 @@ pub use self::{
     mtu::desired as desired_mtu,
     selected_nodes::{find_conflict, find_nad_conflict},
 };
-use self::{nads::NadIndex, selected_nodes::SelectedNodes};
+use self::{closing::NodeUsers, nads::NadIndex, selected_nodes::SelectedNodes};
 use crate::{
     shared_map::SharedMap,
     users::{UserLookup, UserSummary},
@@ -72,6 +74,11 @@ pub struct NodeReport {
     pub vtep: Option<Vtep>,
     /// By the UID of the network.
     pub networks: BTreeMap<String, NetworkOnNode>,
+    /// The networks that are being deleted and of which the node allocates no more addresses, by UID.
+    pub closed: BTreeMap<String, ClosedNetwork>,
+    /// The addresses of IPAMClaims that interfaces on the node have, by the UID of the network. None if the daemon does not
+    /// report them.
+    pub claim_addresses: Option<BTreeMap<String, Vec<IpAddr>>>,
 }
 
 /// A cached NetworkAttachmentDefinition (NAD).
@@ -347,7 +354,7 @@ pub fn plan(
     for network in state.networks.values() {
         let blocks = blocks.get(network.uid.as_str()).map_or(&[][..], Vec::as_slice);
         let references = nads.used_for(state, network);
-        let context = NetworkContext {
+        let mut context = NetworkContext {
             state,
             network,
             now,
@@ -359,10 +366,12 @@ pub fn plan(
             selected: selected.get(network.name.as_str()),
             blocks,
             claims: addresses::claims(blocks),
+            node_users: NodeUsers::default(),
         };
+        context.node_users = NodeUsers::of(&context);
         let network_plan = context.plan();
-        if network.deleting.is_some() && !grace_is_over(network, now) {
-            plan.requeue_after = Some(DELETION_GRACE);
+        if let Some(wait) = context.deletion_timer() {
+            plan.requeue_after = Some(plan.requeue_after.map_or(wait, |other| other.min(wait)));
         }
         if !network_plan.steps.is_empty() || network_plan.status.is_some() {
             plan.networks.push(network_plan);
@@ -404,6 +413,8 @@ struct NetworkContext<'a> {
     blocks: &'a [(&'a str, &'a BlockState)],
     /// The IPAMClaims that have addresses of the network, as namespace/name.
     claims: BTreeSet<&'a str>,
+    /// The nodes that the deletion of the network waits for.
+    node_users: NodeUsers<'a>,
 }
 
 impl<'a> NetworkContext<'a> {
@@ -436,9 +447,9 @@ impl<'a> NetworkContext<'a> {
     fn finalize(&self, mut plan: NetworkPlan) -> NetworkPlan {
         if self.has(FINALIZER_USERS) {
             let mtu = mtu::effective(self);
-            let used = self.used_by() > 0;
+            let used = self.used_by() > 0 || self.node_users.is_used();
             let mut nad_plan = if used { self.nads.plan(self, mtu.mtu) } else { nads::NadPlan::default() };
-            if !used && grace_is_over(self.network, self.now) {
+            if !used && self.node_users.is_empty() && grace_is_over(self.network, self.now) {
                 nad_plan.steps.extend(self.next_deletion_step());
                 nad_plan.rejected = self.rejected(&nad_plan.steps);
             }
@@ -461,6 +472,20 @@ impl<'a> NetworkContext<'a> {
         let nad_plan = nads::NadPlan { rejected, ..nads::NadPlan::default() };
         status::write(self, &mtu::effective(self), &nad_plan, &mut plan);
         plan
+    }
+
+    /// When to plan the deletion again without a change.
+    fn deletion_timer(&self) -> Option<Duration> {
+        let since = self.deleting_since()?;
+        if !grace_is_over(self.network, self.now) {
+            return Some(DELETION_GRACE);
+        }
+        (!self.node_users.is_empty() && !self.node_users.is_overdue(since)).then_some(closing::REPORT_TIME)
+    }
+
+    /// How long this replica has known of the deletion.
+    fn deleting_since(&self) -> Option<SignedDuration> {
+        Some(self.now.duration_since(self.network.deleting?))
     }
 
     /// How many objects use the network or have addresses of it.

@@ -16,7 +16,7 @@ use api::{
 use ipnet::IpNet;
 use jiff::Timestamp;
 
-use crate::condition::ConditionDraft;
+use crate::{condition::ConditionDraft, ipam::LeaseReport};
 
 /// The default of `--ignore-interfaces`: links of pods and virtual machines, and links that other network software creates
 /// for itself. It matches no bridges and bonds of administrators.
@@ -161,6 +161,8 @@ pub struct PublishInput<'a> {
     pub last_write: Option<Instant>,
     /// The bridge networks of the node, sorted by UID.
     pub networks: &'a [NetworkOnNode],
+    /// The leases of the node; none until they are known. The last report stays published until then.
+    pub leases: Option<&'a LeaseReport>,
     pub netfilter: Netfilter,
     pub runtime: &'a RuntimeStatus,
     /// Why the daemon cannot write its state to disk; none if it can.
@@ -197,6 +199,7 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
         written,
         last_write: _,
         networks,
+        leases,
         netfilter,
         runtime,
         state_problem,
@@ -223,7 +226,19 @@ pub fn status(input: &PublishInput<'_>, now: Timestamp) -> NodeNetworkStatus {
         // After a restart the last known state stays published until the runtime has been queried.
         conditions.extend(before.iter().find(|old| old.r#type == RUNTIME_FOUND).map(|old| (*old).clone()));
     }
-    NodeNetworkStatus { vtep, interfaces, networks: networks.to_vec(), conditions }
+    let (closed_networks, claim_addresses) = match (leases, theirs) {
+        (Some(LeaseReport { closed, claims }), _) => (closed.clone(), claims.clone()),
+        (None, Some(status)) => (status.closed_networks.clone(), status.claim_addresses.clone()),
+        (None, None) => (Vec::new(), None),
+    };
+    NodeNetworkStatus {
+        vtep,
+        interfaces,
+        networks: networks.to_vec(),
+        closed_networks,
+        claim_addresses,
+        conditions,
+    }
 }
 
 /// The VTEP of the node: the first InternalIP that is on a link.
@@ -580,7 +595,7 @@ pub struct WriteParts {
 
 /// Decides whether to write `desired`.
 pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Instant) -> PublishDecision {
-    let PublishInput { node, server, written, last_write, observed: _, ignored: _, networks, .. } = *input;
+    let PublishInput { node, server, written, last_write, observed: _, ignored: _, .. } = *input;
     let writes = match server {
         None => WriteParts { object: true, status: true },
         Some(record) => WriteParts {
@@ -599,9 +614,13 @@ pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Insta
     {
         return PublishDecision::Nothing;
     }
-    // The daemon waits for the listing before it creates links, and pods wait for the network to be ready.
-    let listed = server.and_then(|record| record.status.as_ref()).map(|status| status.networks.as_slice());
-    let interval = if listed == Some(networks) { MIN_WRITE_INTERVAL } else { MIN_NETWORK_WRITE_INTERVAL };
+    // The daemon waits for the listing before it creates links, pods wait for the network to be ready, and the deletion of
+    // a network waits for its addresses.
+    let urgent = |status: &NodeNetworkStatus| {
+        status.networks != desired.networks || status.closed_networks != desired.closed_networks
+    };
+    let stored = server.and_then(|record| record.status.as_ref());
+    let interval = if stored.is_none_or(urgent) { MIN_NETWORK_WRITE_INTERVAL } else { MIN_WRITE_INTERVAL };
     match last_write.map(|last| last + interval) {
         Some(next) if now < next => PublishDecision::At(next),
         _ => PublishDecision::Now(writes),

@@ -7,6 +7,7 @@ use e2e::{
         networks, node_report, start_network, start_pods_with_addresses, wait_deleted, wait_deleted_in_time,
         wait_for_event, wait_reachable, wait_ready,
     },
+    hotplug::create_nad,
     patchbay,
 };
 use kube::api::{DeleteParams, PostParams};
@@ -16,6 +17,8 @@ use lab::{
     wait,
 };
 use serde_json::json;
+
+use crate::addresses::{blocks, net1_addresses};
 
 pub async fn a_pod_waits_until_its_node_has_the_network(lab: Lab) -> Result<()> {
     with_namespace(&lab, "unselected", async |ns: &TestNamespace| {
@@ -111,6 +114,53 @@ pub async fn a_network_in_use_is_deleted_within_3_s_of_its_last_user(lab: Lab) -
         Ok(())
     })
     .await
+}
+
+/// Annotations are written by tenants: a pod keeps its interface when its networks annotation cannot be parsed.
+pub async fn an_address_holds_its_network_although_no_annotation_names_it(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "holds", async |ns: &TestNamespace| {
+        let client = &ns.client;
+        let spec = || json!({"ipam": {"subnets": ["10.61.0.0/30"]}});
+        start_network(client, "holds", spec()).await?;
+        let config = json!({
+            "cniVersion": "1.0.0", "name": "holds-lan", "type": "bridge", "bridge": "holds-lan",
+            "ipam": {"type": "patchbay-ipam", "network": "holds"},
+        });
+        create_nad(ns, "lan", &config).await?;
+        let holder = ns.start_pod(attached_pod("holder", "node-1", "lan")).await?;
+        let addresses = net1_addresses(&holder)?;
+        let broken = r#"k8s.v1.cni.cncf.io/networks=[{"name":"lan","#;
+        lab.kubectl(&["-n", &ns.namespace, "annotate", "pod", "holder", "--overwrite", broken])?;
+        delete_network(client, "holds").await?;
+        let message = wait::until(WAIT_TIMEOUT, "the condition InUse", || async {
+            let object = networks(client).get("holds").await?;
+            let (status, reason, message) = condition(&object, "InUse");
+            Ok((status == "True" && reason == "AddressesInUse").then_some(message))
+        })
+        .await?;
+        let pod = format!("node node-1: 1 ({}/holder)", ns.namespace);
+        ensure!(message.contains(&pod), "{message}");
+        // No block of the network is deleted, however long its deletion takes.
+        ensure!(!blocks(client, "holds").await?.is_empty(), "the block of a used address was deleted");
+        ns.exec("holder", &["ip", "addr", "show", "net1"])?;
+        lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "holder", "--now"])?;
+        wait_deleted(client, "holds").await?;
+        ensure!(blocks(client, "holds").await?.is_empty(), "blocks of a deleted network are left");
+
+        // The new network of the name allocates every address again, and each once.
+        start_network(client, "holds", spec()).await?;
+        let [first, second] = [
+            ns.start_pod(attached_pod("first", "node-1", "lan")).await?,
+            ns.start_pod(attached_pod("second", "node-2", "lan")).await?,
+        ];
+        let (first, second) = (net1_addresses(&first)?, net1_addresses(&second)?);
+        ensure!(first != second && (first == addresses || second == addresses), "{first:?} {second:?}");
+        Ok(())
+    })
+    .await?;
+    let client = lab.client().await?;
+    delete_network(&client, "holds").await?;
+    wait_deleted(&client, "holds").await.map(drop)
 }
 
 pub async fn a_deleted_node_does_not_block_deletion(lab: Lab) -> Result<()> {

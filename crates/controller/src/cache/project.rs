@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 
 use api::{
-    BridgeNetworkSpec, BridgeNetworkStatus, IPBlockSpec, IPBlockStatus, NetworkOnNode, Vtep,
+    BridgeNetworkSpec, BridgeNetworkStatus, ClaimAddresses, ClosedNetwork, IPBlockSpec, IPBlockStatus,
+    NetworkOnNode, Vtep,
     bridgenetwork::{NAD_NETWORK_LABEL, NAD_ORIGIN_ANNOTATION, NAD_UID_ANNOTATION},
     nad::{NadNetwork, NetworkAttachmentDefinitionSpec, network_of},
     selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION},
@@ -54,6 +55,9 @@ pub struct NodeNetworkReport {
     vtep: Option<Vtep>,
     #[serde(default)]
     networks: Vec<NetworkOnNode>,
+    #[serde(default)]
+    closed_networks: Vec<ClosedNetwork>,
+    claim_addresses: Option<Vec<ClaimAddresses>>,
 }
 
 /// The spec of any kind that creates pods.
@@ -190,7 +194,11 @@ pub fn node(object: NodeObject) -> Option<(String, NodeState)> {
 pub fn node_report(object: NodeNetworkObject) -> Option<(String, NodeReport)> {
     let status = object.status.map(Lenient::or_default).unwrap_or_default();
     let networks = status.networks.into_iter().map(|network| (network.uid.clone(), network)).collect();
-    Some((object.metadata.name?, NodeReport { vtep: status.vtep, networks }))
+    let closed = status.closed_networks.into_iter().map(|network| (network.uid.clone(), network)).collect();
+    let claims =
+        |all: Vec<ClaimAddresses>| all.into_iter().map(|it| (it.network_uid, it.addresses)).collect();
+    let claim_addresses = status.claim_addresses.map(claims);
+    Some((object.metadata.name?, NodeReport { vtep: status.vtep, networks, closed, claim_addresses }))
 }
 
 pub fn block(object: BlockObject) -> Option<(String, BlockState)> {

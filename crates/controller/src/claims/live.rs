@@ -18,7 +18,7 @@ use plan::{
         ClaimPod, ClaimState, ObjectKey, OwnerKind, OwnerRef, VmiFacts,
         machine::{GoneCheck, KindState, KindsKnown, UnchangedCheck},
     },
-    network::BlockState,
+    network::{BlockState, NodeReport},
     users::WorkloadKind,
 };
 use tokio::sync::Mutex;
@@ -26,7 +26,7 @@ use tokio::sync::Mutex;
 use crate::{
     cache::{
         claims::project::{self, ClaimObject, MachineObject},
-        project::{self as cache_project, BlockObject},
+        project::{self as cache_project, BlockObject, NodeNetworkObject},
         watches::LIVE_PODS,
     },
     leader::LeaderContext,
@@ -107,6 +107,23 @@ impl LiveClaims {
         let pods = Arc::new(pods);
         listed.insert(Arc::clone(namespace), Arc::clone(&pods));
         Ok(pods)
+    }
+
+    /// The node of a pod. None if it is gone or not scheduled.
+    pub async fn node_of(&self, pod: &ObjectKey, uid: &str) -> Result<Option<String>, request::Error> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
+        let params = ListParams::default().fields(&format!("metadata.name={}", pod.name));
+        let list = self.list.read(api.list(&params)).await?;
+        let found = list.items.into_iter().find(|it| it.metadata.uid.as_deref() == Some(uid));
+        Ok(found.and_then(|pod| pod.spec?.node_name))
+    }
+
+    /// What the daemon of a node reports. None without a NodeNetwork.
+    pub async fn node_report(&self, node: &str) -> Result<Option<NodeReport>, request::Error> {
+        let api: Api<NodeNetworkObject> = Api::all_with(self.client.clone(), &cache_project::node_networks());
+        let params = ListParams::default().fields(&format!("metadata.name={node}"));
+        let list = self.list.read(api.list(&params)).await?;
+        Ok(list.items.into_iter().next().and_then(cache_project::node_report).map(|(_, report)| report))
     }
 
     /// The IPBlocks of a network, by name.

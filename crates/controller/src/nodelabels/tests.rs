@@ -13,7 +13,7 @@ pub fn ready_on(network: &NetworkState) -> (NodeState, NodeReport) {
     });
     let entry: NetworkOnNode = serde_json::from_value(entry).unwrap();
     let node = NodeState { uid: "uid-n".to_owned(), labels: [].into(), not_ready_reason: None };
-    (node, NodeReport { vtep: None, networks: [(network.uid.clone(), entry)].into() })
+    (node, NodeReport { networks: [(network.uid.clone(), entry)].into(), ..NodeReport::default() })
 }
 
 #[tokio::test(start_paused = true)]

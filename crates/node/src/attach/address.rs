@@ -74,11 +74,14 @@ impl Attacher {
             addresses: Vec::new(),
             claim: request.claim.map(|served| served.claim.clone()),
         };
-        let caller_alive = request.caller_alive;
+        let wait = CallerWait {
+            deadline: Instant::now() + ADD_TIMEOUT,
+            caller_alive: request.caller_alive,
+            network_open: &|| self.networks().require_open(network, uid),
+        };
         let grant = if let Some(served) = request.claim {
-            self.ipam.serve(&pool.name, lease, served.infos.clone(), caller_alive)?
+            self.ipam.serve(&pool.name, lease, served.infos.clone(), &wait)?
         } else {
-            let wait = CallerWait { deadline: Instant::now() + ADD_TIMEOUT, caller_alive };
             self.ipam.allocate(pool, lease, requested, &wait)?
         };
         info!(

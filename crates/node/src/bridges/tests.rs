@@ -123,7 +123,7 @@ async fn a_change_in_place_keeps_a_network_ready_for_pods() {
     assert!(
         matches!(publish(&mut bridges, 1400), NetworkState::NotReady { reason, .. } if reason == reason::APPLYING)
     );
-    let ready = |mtu| NetworkState::Ready { bridge_index: 7, mtu, removing: false };
+    let ready = |mtu| NetworkState::Ready { bridge_index: 7, mtu };
     assert_eq!(publish(&mut bridges, 1500), ready(1500));
     assert_eq!(publish(&mut bridges, 1400), ready(1400));
 }

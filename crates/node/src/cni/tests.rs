@@ -80,13 +80,19 @@ struct TestPaths {
 
 impl TestHost {
     fn ready(&self) -> NetworkState {
-        NetworkState::Ready { bridge_index: self.bridge, mtu: MTU, removing: false }
+        NetworkState::Ready { bridge_index: self.bridge, mtu: MTU }
     }
 
     fn set(&self, name: &str, state: NetworkState) {
         self.networks.send_modify(|networks| {
             let networks = Arc::make_mut(networks);
-            let view = NetworkView { uid: format!("uid-{name}"), state, ipam: None, has_claims: false };
+            let view = NetworkView {
+                uid: format!("uid-{name}"),
+                state,
+                closed: false,
+                ipam: None,
+                has_claims: false,
+            };
             networks.by_name.insert(name.to_owned(), view);
         });
     }
@@ -244,7 +250,7 @@ fn add_fails_with_the_reason_until_the_network_is_ready() {
         assert!(code == 11 && msg.contains("has not yet read"), "{code} {msg}");
         assert_eq!((pod.links(), host.namespace.links()), (1, 2));
 
-        host.set("blue", NetworkState::Ready { bridge_index: host.bridge, mtu: MTU, removing: true });
+        host.set("blue", NetworkState::Ready { bridge_index: host.bridge, mtu: MTU });
         host.done("ADD", "c1", &pod, json!({})).await;
         assert_eq!((pod.links(), host.namespace.links()), (2, 3));
     });
@@ -264,8 +270,7 @@ fn add_without_the_bridge_is_retried() {
 fn a_new_link_is_deleted_if_its_network_was_removed_meanwhile() {
     on_server("meanwhile", async |host| {
         let pod = Namespace::new();
-        let changes =
-            [NetworkState::Removing, NetworkState::Ready { bridge_index: 7777, mtu: MTU, removing: false }];
+        let changes = [NetworkState::Removing, NetworkState::Ready { bridge_index: 7777, mtu: MTU }];
         for state in changes {
             host.set("blue", host.ready());
             host.done("ADD", "c1", &pod, json!({})).await;

@@ -12,7 +12,8 @@ use std::{
 use api::ErrorChain;
 use ipnet::IpNet;
 use plan::ipam::{
-    AddressInfo, AddressRequest, AttachmentKey, Contact, Grant, Lease, Ledger, LedgerRecord, Pool, Shortage,
+    AddressInfo, AddressRequest, AttachmentKey, Contact, Grant, Lease, LeaseReport, Ledger, LedgerRecord,
+    Pool, Shortage,
 };
 use tokio::{
     sync::{Notify, watch},
@@ -40,6 +41,9 @@ pub struct CallerWait<'a> {
     pub deadline: Instant,
     /// Fails once the caller has disconnected.
     pub caller_alive: &'a dyn Fn() -> Result<(), Error>,
+    /// Fails once the network is being deleted. It is called with the ledger locked, so an address is either refused or in
+    /// every report of [`Ipam::close`] that follows the deletion.
+    pub network_open: &'a dyn Fn() -> Result<(), Error>,
 }
 
 /// The addresses of a node.
@@ -51,6 +55,8 @@ pub struct Ipam {
     pub(super) wake: Notify,
     /// Why the journal cannot be written; None while it can.
     journal_problem: watch::Sender<Option<String>>,
+    /// What the NodeNetwork says about leases; None until they and the networks are known.
+    report: watch::Sender<Option<LeaseReport>>,
     boot: String,
     pub(super) metrics: Metrics,
 }
@@ -65,6 +71,8 @@ pub(super) struct IpamState {
     pub(super) contact: Contact,
     /// The UIDs of this node's IPBlocks that the API server is known to have, by name.
     pub(super) confirmed: BTreeMap<String, String>,
+    /// The names of the networks that are being deleted, by UID; None until the networks are known.
+    closed: Option<BTreeMap<String, String>>,
 }
 
 impl Ipam {
@@ -78,12 +86,14 @@ impl Ipam {
             waiters: Waiters::default(),
             contact: Contact::Never,
             confirmed: BTreeMap::new(),
+            closed: None,
         };
         let ipam = Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
             wake: Notify::new(),
             journal_problem: watch::Sender::new(None),
+            report: watch::Sender::new(None),
             boot: boot.to_owned(),
             metrics,
         };
@@ -148,7 +158,42 @@ impl Ipam {
     pub(super) fn append(&self, state: &mut IpamState, records: &[LedgerRecord]) -> Result<(), JournalError> {
         let appended = state.append(records);
         self.report_journal(appended.as_ref().err());
+        self.report_leases(state);
         appended
+    }
+
+    /// Sets the names of the networks that are being deleted, by UID, after the snapshot of the networks says so. Returns
+    /// whether a network is new among them.
+    pub fn close(&self, closed: BTreeMap<String, String>) -> bool {
+        let mut state = self.lock();
+        let known = state.closed.as_ref();
+        let new = closed.keys().any(|uid| known.is_none_or(|known| !known.contains_key(uid)));
+        state.closed = Some(closed);
+        self.report_leases(&state);
+        new
+    }
+
+    /// What the NodeNetwork says about leases, and every change of it.
+    pub fn lease_report(&self) -> watch::Receiver<Option<LeaseReport>> {
+        self.report.subscribe()
+    }
+
+    /// Whether an interface has an address of a network that is being deleted.
+    pub fn is_close_pending(&self) -> bool {
+        self.report.borrow().as_ref().is_some_and(LeaseReport::is_waiting)
+    }
+
+    /// Updates the report. The last one stays while the journal cannot be read.
+    fn report_leases(&self, state: &IpamState) {
+        let closed = state.closed.as_ref().filter(|_| state.journal.is_loaded());
+        let Some(report) = closed.and_then(|closed| state.ledger.report(closed)) else { return };
+        self.report.send_if_modified(|current| {
+            let changed = current.as_ref() != Some(&report);
+            if changed {
+                *current = Some(report);
+            }
+            changed
+        });
     }
 
     fn report_journal(&self, error: Option<&JournalError>) {
@@ -177,7 +222,7 @@ impl Ipam {
         deadline: Instant,
     ) -> Result<Lease, Error> {
         let requested: Vec<IpNet> = requested.iter().copied().map(IpNet::from).collect();
-        let wait = CallerWait { deadline, caller_alive: &|| Ok(()) };
+        let wait = CallerWait { deadline, caller_alive: &|| Ok(()), network_open: &|| Ok(()) };
         self.allocate(pool, lease, &requested, &wait).map(|grant| grant.lease)
     }
 
@@ -204,10 +249,19 @@ impl Ipam {
                 confirmed: &state.confirmed,
                 requested,
             };
-            let shortage = match state.ledger.offer(request) {
-                Ok(offer) if state.ledger.leases().get(&offer.lease.key) == Some(&offer.lease) => {
+            let offered = state.ledger.offer(request);
+            let is_repeated =
+                |offer: &Grant| state.ledger.leases().get(&offer.lease.key) == Some(&offer.lease);
+            let shortage = match offered {
+                Ok(offer) if is_repeated(&offer) => {
                     break self.keep_lease(&mut state, &offer.lease.key).map(|()| offer);
                 }
+                offered => match (wait.network_open)() {
+                    Ok(()) => offered,
+                    Err(error) => break Err(error),
+                },
+            };
+            let shortage = match shortage {
                 // A daemon that has just started is about to reach the API server.
                 Ok(_) if !state.contact.is_fresh(Instant::now()) => {
                     let remaining = deadline.checked_duration_since(Instant::now());
@@ -267,14 +321,15 @@ impl Ipam {
         network: &str,
         lease: Lease,
         infos: Vec<AddressInfo>,
-        caller_alive: &dyn Fn() -> Result<(), Error>,
+        wait: &CallerWait<'_>,
     ) -> Result<Grant, Error> {
         let mut state = self.lock();
-        caller_alive()?;
+        (wait.caller_alive)()?;
         let grant = state.ledger.serve(lease, infos).map_err(|error| rejection(network, &error))?;
         if state.ledger.leases().get(&grant.lease.key) == Some(&grant.lease) {
             return self.keep_lease(&mut state, &grant.lease.key).map(|()| grant);
         }
+        (wait.network_open)()?;
         let leased = self.append(&mut state, &[LedgerRecord::Leased(grant.clone())]);
         leased.map_err(|error| not_recorded(&error))?;
         self.update_metrics(&state);
@@ -376,6 +431,11 @@ impl Ipam {
         self.lock().confirmed.insert(api::ipblock::name("blue", block.range), range.to_owned());
         self.record(LedgerRecord::Acquiring { block: block.clone(), network: "blue".to_owned() }).unwrap();
         self.record(LedgerRecord::Acquired { block, object: range.to_owned() }).unwrap();
+    }
+
+    /// Records that the ledger knows all blocks of this node.
+    pub fn record_complete(&self) {
+        self.record(LedgerRecord::Complete).unwrap();
     }
 
     /// Pretends that contact with the API server was lost this long ago.

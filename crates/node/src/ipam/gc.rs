@@ -13,7 +13,8 @@ use wire::cni::Error;
 
 use super::{Ipam, replies::not_recorded};
 
-/// How soon garbage collection runs again after the container runtime did not answer.
+/// How soon garbage collection runs again after the container runtime did not answer, and while the deletion of a network
+/// waits for its leases.
 const GC_RETRY: Duration = Duration::from_secs(60);
 
 /// Lists the IDs of the container runtime's sandboxes.
@@ -50,6 +51,11 @@ impl GarbageCollector {
         self.next
     }
 
+    /// Makes the next collection due now.
+    pub fn expedite(&mut self, now: Instant) {
+        self.next = now;
+    }
+
     /// Releases the leases of sandboxes that no longer exist.
     pub async fn collect(&mut self, ipam: &Ipam, list: &ListSandboxes, timings: &Timings, now: Instant) {
         self.next = now + timings.gc_interval;
@@ -66,6 +72,10 @@ impl GarbageCollector {
         let min_age = i64::try_from(timings.min_lease_age.as_secs()).unwrap_or(i64::MAX);
         if let Err(error) = ipam.gc_sandboxes(&live, started.saturating_sub(min_age)) {
             warn!(%error, "cannot release leases of sandboxes that no longer exist; retrying");
+        }
+        // The deletion of a network waits for its leases.
+        if ipam.is_close_pending() {
+            self.next = now + GC_RETRY.min(timings.gc_interval);
         }
     }
 }

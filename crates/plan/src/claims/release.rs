@@ -1,6 +1,7 @@
 //! Which reservations nothing needs any more.
 //!
-//! An address is free when its claim is gone and no live pod holds it.
+//! An address is free when its claim is gone and no interface has it. The daemons report which addresses interfaces have.
+//! Annotations, which tenants write, count only for pods of nodes whose daemon does not report.
 
 use std::{
     borrow::Borrow,
@@ -12,7 +13,10 @@ use std::{
 use api::ipblock::ClaimedAddress;
 
 use super::{ClaimPod, ClaimState, ObjectKey};
-use crate::{bridge::Uid, network::BlockState};
+use crate::{
+    bridge::Uid,
+    network::{BlockState, ClusterState, NodeReport},
+};
 
 /// How long a reservation must be releasable before it is released. It covers the time between the end of a pod's
 /// containers and the CNI DEL of its sandbox, and an ADD that read the claim before it was gone.
@@ -30,15 +34,61 @@ pub struct Candidate {
     pub claim: ObjectKey,
 }
 
+/// What the daemons report about addresses of claims of a network.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ReportedAddresses {
+    /// Whether any daemon reports.
+    any: bool,
+    addresses: BTreeSet<IpAddr>,
+}
+
+impl ReportedAddresses {
+    /// The reports of the nodes that exist.
+    pub fn of(state: &ClusterState, network: &str) -> Self {
+        let mut all = Self::default();
+        for (_, report) in state.reports.iter().filter(|(node, _)| state.nodes.contains_key(*node)) {
+            all.extend(Some(report), network);
+        }
+        all
+    }
+
+    /// Adds the report of a node.
+    pub fn extend(&mut self, report: Option<&NodeReport>, network: &str) {
+        if let Some(networks) = report.and_then(|report| report.claim_addresses.as_ref()) {
+            self.any = true;
+            self.addresses.extend(networks.get(network).into_iter().flatten());
+        }
+    }
+}
+
+/// Whether annotations of a pod decide if it has an address: its daemon does not report. `node` is None for a pod that is not
+/// scheduled, `ready` says whether the Node is ready: the report of one that is not may be old.
+pub fn annotations_count(node: Option<Option<&NodeReport>>, ready: bool) -> bool {
+    match node {
+        None => false,
+        Some(None) => true,
+        Some(Some(report)) => report.claim_addresses.is_none() || !ready,
+    }
+}
+
+/// Whether annotations of a pod say that it has the address of a candidate, or can get it.
+pub fn is_named_by(candidate: &Candidate, pod: &ClaimPod) -> bool {
+    let shown = pod.key.namespace == candidate.claim.namespace && pod.shows(candidate.address);
+    shown || pod.references(&candidate.claim)
+}
+
 /// The reservations of a network that can be released. `claims` returns the claim of a UID, `named` that of a key; `pods`
-/// are the live pods of the namespaces of the claims.
+/// are the live pods of the namespaces of the claims. Their nodes are not known: once a daemon reports, [`confirms`] decides
+/// which of them count.
 pub fn due<C: Borrow<ClaimState>>(
     network: &str,
     blocks: &BTreeMap<String, BlockState>,
     claims: impl Fn(&str) -> Option<C>,
     named: impl Fn(&ObjectKey) -> Option<C>,
     pods: &[&ClaimPod],
+    reported: &ReportedAddresses,
 ) -> Vec<Candidate> {
+    let pods = if reported.any { &[][..] } else { pods };
     let own = || blocks.iter().filter(|(_, block)| is_own(network, block));
     let mut by_claim: BTreeMap<&Uid, BTreeSet<IpAddr>> = BTreeMap::new();
     for (_, block) in own() {
@@ -53,7 +103,8 @@ pub fn due<C: Borrow<ClaimState>>(
             let candidate =
                 Candidate { block: name.clone(), address: *address, uid: uid.clone(), claim: key };
             let current = claims(uid).or_else(|| named(&candidate.claim));
-            if is_free(&candidate, &by_claim[uid], current.as_ref().map(Borrow::borrow), pods) {
+            let is_free = is_free(&candidate, &by_claim[uid], current.as_ref().map(Borrow::borrow), pods);
+            if is_free && !reported.addresses.contains(address) {
                 candidates.push(candidate);
             }
         }
@@ -62,18 +113,21 @@ pub fn due<C: Borrow<ClaimState>>(
 }
 
 /// Whether live reads confirm that a reservation can be released: `claim` is the claim that has the name now, `pods` are
-/// the live pods of its namespace. `blocks` are those of the network that the release will be planned from.
+/// the live pods of its namespace whose annotations count. `blocks` are those of the network that the release will be planned
+/// from.
 pub fn confirms(
     candidate: &Candidate,
     network: &str,
     blocks: &BTreeMap<String, BlockState>,
     claim: Option<&ClaimState>,
     pods: &[&ClaimPod],
+    reported: &ReportedAddresses,
 ) -> bool {
     let own = blocks.values().filter(|block| is_own(network, block));
     let reserved = own.flat_map(|block| &block.object.status.claims).filter(|it| it.uid == candidate.uid);
     let reserved: BTreeSet<IpAddr> = reserved.map(|claimed| claimed.address).collect();
-    reserved.contains(&candidate.address) && is_free(candidate, &reserved, claim, pods)
+    let is_reported = reported.addresses.contains(&candidate.address);
+    reserved.contains(&candidate.address) && !is_reported && is_free(candidate, &reserved, claim, pods)
 }
 
 fn is_own(network: &str, block: &BlockState) -> bool {

@@ -56,6 +56,11 @@ impl ClaimedAddresses {
         self.0.get(network).and_then(|network| network.get(&address)).into_iter().flatten()
     }
 
+    /// The addresses of each network, by its UID.
+    pub fn by_network(&self) -> impl Iterator<Item = (&Uid, Vec<IpAddr>)> {
+        self.0.iter().map(|(network, addresses)| (network, addresses.keys().copied().collect()))
+    }
+
     /// The addresses in the range of a block.
     pub fn in_block(&self, block: &BlockKey) -> impl Iterator<Item = IpAddr> {
         let range = block.range.network()..=block.range.broadcast();

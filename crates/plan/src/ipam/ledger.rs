@@ -171,7 +171,8 @@ pub enum LedgerRecord {
     },
     Leased(Grant),
     Freed(AttachmentKey),
-    /// The node booted: no earlier sandbox exists any more, whether the ledger knows it or not.
+    /// The node booted: no earlier sandbox exists any more, whether the ledger knows it or not. An empty boot ID means that
+    /// earlier records are damaged: the boot and leases of claims may be among the lost ones.
     Booted(String),
     /// Earlier records may be missing: the journal was lost or is damaged. Holds across restarts until
     /// [`Self::Complete`].
@@ -194,6 +195,8 @@ pub struct Ledger {
     boot: String,
     /// Whether this node may hold blocks that the ledger does not know.
     incomplete: bool,
+    /// Whether attachments of this boot may have addresses of claims that the ledger does not know.
+    lacks_claims: bool,
     holdings: BTreeMap<BlockKey, Holding>,
     leases: BTreeMap<AttachmentKey, Lease>,
     /// What CNI results said about leased addresses, where recorded.
@@ -217,6 +220,15 @@ impl Ledger {
     /// Whether the ledger knows all blocks of this node: no pod has an address from any other block.
     pub fn is_complete(&self) -> bool {
         !self.incomplete
+    }
+
+    /// Whether attachments may have addresses of claims that the ledger does not know.
+    pub(super) fn may_lack_claims(&self) -> bool {
+        self.lacks_claims
+    }
+
+    pub(super) fn claimed(&self) -> &ClaimedAddresses {
+        &self.claimed
     }
 
     pub fn leases(&self) -> &BTreeMap<AttachmentKey, Lease> {
@@ -440,7 +452,9 @@ impl Ledger {
         if !same_boot(&self.boot, boot) {
             let unverified = self.holdings.values_mut().filter(|holding| holding.stage == Stage::Unverified);
             unverified.for_each(|holding| holding.stage = Stage::Acquiring);
+            self.lacks_claims = false;
         }
+        self.lacks_claims |= boot.is_empty();
         boot.clone_into(&mut self.boot);
     }
 
@@ -493,6 +507,7 @@ impl Ledger {
     /// The records that restore this ledger from an empty one.
     pub fn records(&self) -> impl Iterator<Item = LedgerRecord> {
         // Leases before holdings: applying a lease moves `Holding::next`, which the holding then sets.
+        let damaged = self.lacks_claims.then(|| LedgerRecord::Booted(String::new()));
         let boot = (!self.boot.is_empty()).then(|| LedgerRecord::Booted(self.boot.clone()));
         let leases = self.leases.keys().filter_map(|key| self.grant(key)).map(LedgerRecord::Leased);
         let holding = |(block, holding): (&BlockKey, &Holding)| LedgerRecord::Holding {
@@ -500,7 +515,12 @@ impl Ledger {
             holding: holding.clone(),
         };
         let incomplete = self.incomplete.then_some(LedgerRecord::Incomplete);
-        boot.into_iter().chain(incomplete).chain(leases).chain(self.holdings.iter().map(holding))
+        damaged
+            .into_iter()
+            .chain(boot)
+            .chain(incomplete)
+            .chain(leases)
+            .chain(self.holdings.iter().map(holding))
     }
 }
 

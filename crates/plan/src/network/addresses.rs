@@ -7,7 +7,7 @@ use std::{
 
 use api::ipam::{IpFamilyStatus, IpamStatus};
 
-use super::{ClusterState, NetworkContext, status::list};
+use super::{ClusterState, NetworkContext, NodeReport, status::list};
 use crate::{
     condition::ConditionDraft,
     ipam::{self, BlockGrid, Family, ObservedIpBlock},
@@ -90,12 +90,13 @@ fn abandoned_block(name: &str, block: &BlockState, node: Option<String>) -> Aban
     AbandonedBlock { name: name.to_owned(), uid, version, node, holder, network }
 }
 
-/// The blocks of deleted networks, of networks whose users finalizer is removed, and of gone nodes.
+/// The unused blocks of networks that no node has addresses of any more, and all blocks of gone nodes.
 ///
-/// A block of a holder that is not a Node is deleted only with its network: then no pod and no virtual machine uses the
-/// network any more, and the network waits until its blocks are gone.
+/// While the network exists without its users finalizer, every node has reported that it has no address. When it does not
+/// exist, its finalizers were removed by hand: a node that exists then deletes its blocks itself, because only the node knows
+/// its leases. A block that is kept keeps its name, so a new network of the same name does not get its addresses.
 pub fn abandoned(state: &ClusterState, missing: &MissingNodes) -> Vec<AbandonedBlock> {
-    let live: BTreeMap<&str, bool> = state
+    let networks: BTreeMap<&str, bool> = state
         .networks
         .values()
         .map(|network| {
@@ -104,24 +105,43 @@ pub fn abandoned(state: &ClusterState, missing: &MissingNodes) -> Vec<AbandonedB
             (network.uid.as_str(), releasing)
         })
         .collect();
+    let nodes: BTreeSet<&str> = state.nodes.values().map(|node| node.uid.as_str()).collect();
     let gone = |holder: &api::ipblock::HolderRef| missing.gone.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(state) {
-        if live.get(uid).is_none_or(|releasing| *releasing) {
-            all.extend(blocks.iter().map(|(name, block)| abandoned_block(name, block, None)));
-            continue;
-        }
         let objects: Vec<&ObservedIpBlock> = blocks.iter().map(|(_, block)| &block.object).collect();
-        let abandoned: BTreeSet<&str> =
+        let existing: BTreeSet<&str> = objects.iter().map(|object| object.uid.as_str()).collect();
+        let unused = |block: &BlockState| {
+            let ObservedIpBlock { spec, status, .. } = &block.object;
+            let is_used = if spec.holder.is_node() { status.used > 0 } else { !status.claims.is_empty() };
+            !is_used && !status.lent.iter().any(|lent| existing.contains(lent.block.as_str()))
+        };
+        let deletable = |block: &BlockState| {
+            let holder = &block.object.spec.holder;
+            match networks.get(uid) {
+                Some(releasing) => *releasing && unused(block),
+                None if holder.is_node() => unused(block) && !nodes.contains(holder.uid.as_str()),
+                None => !state.reports.values().any(|report| has_claims_of(report, uid)),
+            }
+        };
+        let of_gone_nodes: BTreeSet<&str> =
             ipam::abandoned(objects, gone).into_iter().map(|object| object.uid.as_str()).collect();
-        let left = blocks.iter().filter(|(_, block)| abandoned.contains(block.object.uid.as_str()));
-        all.extend(
-            left.map(|(name, block)| {
-                abandoned_block(name, block, Some(block.object.spec.holder.node.clone()))
-            }),
-        );
+        all.extend(blocks.iter().filter_map(|(name, block)| {
+            if deletable(block) {
+                return Some(abandoned_block(name, block, None));
+            }
+            let node = block.object.spec.holder.node.clone();
+            of_gone_nodes
+                .contains(block.object.uid.as_str())
+                .then(|| abandoned_block(name, block, Some(node)))
+        }));
     }
     all
+}
+
+/// Whether interfaces on the node may have addresses of IPAMClaims of a network.
+fn has_claims_of(report: &NodeReport, network: &str) -> bool {
+    report.claim_addresses.as_ref().is_none_or(|all| all.contains_key(network))
 }
 
 /// The IPAMClaims that have addresses in these blocks.

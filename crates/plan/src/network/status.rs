@@ -310,6 +310,11 @@ fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> Condit
         if context.used_by() > 0 {
             return no(DELETION_BLOCKED, format!("deletion waits for users to go: {}", users(context)));
         }
+        if !context.node_users.is_empty() {
+            let overdue = context.deleting_since().is_some_and(|since| context.node_users.is_overdue(since));
+            let reason = if overdue || context.node_users.is_used() { DELETION_BLOCKED } else { DELETING };
+            return no(reason, truncate(&format!("deletion waits: {}", context.node_users.describe())));
+        }
         let problem = rejected(nad_plan).or_else(|| live_read_failed(context));
         let problem = problem.map_or_else(String::new, |text| format!("; {text}"));
         return no(DELETING, format!("deletion in progress: no users left{problem}"));
@@ -326,12 +331,28 @@ fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> Condit
     if let Some(text) = live_read_failed(context).filter(|_| waits.is_empty()) {
         return no(DELETING, format!("deletion in progress: no node reports links; {text}"));
     }
+    if waits.is_empty() && !context.blocks.is_empty() {
+        let blocks: Vec<String> = context
+            .blocks
+            .iter()
+            .map(|(name, block)| format!("{name} of {}", block.object.spec.holder))
+            .collect();
+        let note = "the blocks of a deleted Node whose addresses were in use are deleted 10 minutes after it";
+        return no(
+            DELETING,
+            truncate(&format!("deletion waits for IPBlocks to go: {}; {note}", list(&blocks))),
+        );
+    }
     no(DELETING, truncate(&format!("deletion waits for nodes to remove their links: {}", list(&waits))))
 }
 
 fn in_use(context: &NetworkContext<'_>) -> ConditionDraft {
     if context.used_by() == 0 {
-        return ConditionDraft::new(IN_USE, false, "Unused", "no users");
+        if context.node_users.is_empty() {
+            return ConditionDraft::new(IN_USE, false, "Unused", "no users");
+        }
+        let reason = if context.node_users.is_used() { "AddressesInUse" } else { "NotReported" };
+        return ConditionDraft::new(IN_USE, true, reason, truncate(&context.node_users.describe()));
     }
     ConditionDraft::new(IN_USE, true, "Used", format!("used by {}", users(context)))
 }

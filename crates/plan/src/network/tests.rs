@@ -88,7 +88,7 @@ fn state(networks: impl IntoIterator<Item = NetworkState>) -> TestState {
         (name.to_owned(), NodeState { uid: format!("uid-{name}"), labels, not_ready_reason: None })
     };
     let node_report = |name: &str| {
-        (name.to_owned(), NodeReport { vtep: Some(vtep("10.0.0.1", 1500)), networks: BTreeMap::new() })
+        (name.to_owned(), NodeReport { vtep: Some(vtep("10.0.0.1", 1500)), ..NodeReport::default() })
     };
     let cluster = ClusterState {
         networks: networks.into_iter().map(|network| (network.name.clone(), network)).collect(),
@@ -121,6 +121,19 @@ fn entry(network: &NetworkState, ready: bool) -> NetworkOnNode {
 fn report(state: &mut TestState, node: &str, name: &str, ready: bool) {
     let entry = entry(&state.networks[name], ready);
     state.reports.get_mut(node).unwrap().networks.insert(entry.uid.clone(), entry);
+}
+
+/// The node reports that it closed the network, and how many interfaces have addresses of it.
+fn close(state: &mut TestState, node: &str, name: &str, interfaces: i32) {
+    let uid = state.networks[name].uid.clone();
+    let closed = ClosedNetwork {
+        uid: uid.clone(),
+        name: name.to_owned(),
+        interfaces,
+        pods: (0..interfaces).map(|number| format!("ns/pod-{number}")).collect(),
+        unverified_blocks: 0,
+    };
+    state.reports.get_mut(node).unwrap().closed.insert(uid, closed);
 }
 
 fn uses(state: &mut TestState, name: &str, networks: &str) {

@@ -6,7 +6,7 @@ use api::ErrorChain;
 use client::{fence::now, request};
 use plan::claims::{
     ClaimPod, ObjectKey,
-    release::{self, Candidate, RELEASE_DELAY},
+    release::{self, Candidate, RELEASE_DELAY, ReportedAddresses},
 };
 use tracing::{info, warn};
 
@@ -27,11 +27,12 @@ impl ClaimWorkers {
         input: &NetworkInput,
         record: &mut NetworkRecord,
     ) -> (BTreeSet<(String, IpAddr)>, Option<Duration>) {
+        let reported = ReportedAddresses::of(&self.cache.snapshot(), &input.uid);
         let candidates = self.cache.claims().read(|index| {
             let claims = |uid: &str| index.claim_of_uid(uid).cloned();
             let named = |key: &ObjectKey| index.claim(key).cloned();
             let pods: Vec<&ClaimPod> = index.pods().collect();
-            release::due(&input.uid, &input.blocks, claims, named, &pods)
+            release::due(&input.uid, &input.blocks, claims, named, &pods, &reported)
         });
         track(&mut record.releasable_since, now(), candidates);
         let mut confirmed = BTreeSet::new();
@@ -72,7 +73,23 @@ impl ClaimWorkers {
         let namespace: &Arc<str> = &candidate.claim.namespace;
         let claim = self.live.claim(&candidate.claim).await?;
         let pods = self.live.pods(namespace, listed).await?;
-        let pods: Vec<&ClaimPod> = pods.iter().collect();
-        Ok(release::confirms(candidate, &input.uid, &input.blocks, claim.as_ref(), &pods))
+        // One more look at the reports, then at the nodes of the pods that seem to have the address.
+        let state = self.cache.snapshot();
+        let mut reported = ReportedAddresses::of(&state, &input.uid);
+        let mut counted = Vec::new();
+        for pod in pods.iter().filter(|pod| release::is_named_by(candidate, pod)) {
+            let node = self.live.node_of(&pod.key, &pod.uid).await?;
+            let report = match &node {
+                Some(node) => self.live.node_report(node).await?,
+                None => None,
+            };
+            let known = node.as_ref().and_then(|node| state.nodes.get(node));
+            let ready = known.is_some_and(|node| node.not_ready_reason.is_none());
+            if release::annotations_count(node.as_ref().map(|_| report.as_ref()), ready) {
+                counted.push(pod);
+            }
+            reported.extend(report.as_ref(), &input.uid);
+        }
+        Ok(release::confirms(candidate, &input.uid, &input.blocks, claim.as_ref(), &counted, &reported))
     }
 }

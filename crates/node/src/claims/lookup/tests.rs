@@ -71,6 +71,7 @@ impl Scene {
         let view = NetworkView {
             uid: "uid-blue".to_owned(),
             state: NetworkState::NotSelected,
+            closed: false,
             ipam: Some(Arc::new(pool)),
             has_claims: false,
         };

@@ -89,6 +89,42 @@ fn a_pod_gets_addresses_and_routes_and_del_releases_them() {
     });
 }
 
+/// The report is made with the ledger locked, and an ADD asks with the ledger locked whether the network is open, so a report
+/// of zero that follows the deletion stays true.
+#[test]
+fn a_network_that_is_being_deleted_allocates_nothing_and_its_leases_are_reported_until_they_are_gone() {
+    on_server("closed", async |host| {
+        host.set_ipam(&spec(dual()));
+        host.ipam.hold("uid-blue", "10.1.0.0/28");
+        host.ipam.hold("uid-blue", "fd01::/120");
+        let pod = Namespace::new();
+        let result = host.done("ADD", "c1", &pod, ours()).await;
+        host.networks.send_modify(|networks| {
+            Arc::make_mut(networks).by_name.get_mut("blue").unwrap().closed = true;
+        });
+        for (code, error) in [
+            host.call(&delegated("ADD", "c2", json!({})), None).await,
+            host.call(&request("ADD", "c3", ours()), Some(&Namespace::new())).await,
+        ] {
+            assert_eq!(code, 1, "{error}");
+            assert!(error["code"] == 11 && error["msg"].to_string().contains("is being deleted"), "{error}");
+        }
+        // The same attachment gets the same addresses.
+        assert_eq!(host.done("ADD", "c1", &pod, ours()).await, result);
+
+        let closed = || BTreeMap::from([("uid-blue".to_owned(), "blue".to_owned())]);
+        host.ipam.record_complete();
+        assert!(host.ipam.close(closed()) && !host.ipam.close(closed()), "it is new once");
+        let report = host.ipam.lease_report();
+        let interfaces = || report.borrow().as_ref().map(|report| report.closed[0].interfaces);
+        assert_eq!(interfaces(), Some(1));
+        assert!(host.ipam.is_close_pending());
+        host.done("DEL", "c1", &pod, ours()).await;
+        assert_eq!(interfaces(), Some(0));
+        assert!(!host.ipam.is_close_pending());
+    });
+}
+
 #[test]
 fn a_direct_attach_journals_its_lease_and_detach_releases_it() {
     on_server("direct-addresses", async |host| {

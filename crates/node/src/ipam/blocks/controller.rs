@@ -183,6 +183,11 @@ impl BlockController {
             self.search.retain_networks(exists);
             self.lists.retain_networks(exists);
             self.exhausted_events.retain_networks(exists);
+            let closed = networks.by_name.iter().filter(|(_, view)| view.closed);
+            let closed = closed.map(|(name, view)| (view.uid.clone(), name.clone())).collect();
+            if self.ipam.close(closed) {
+                self.gc.expedite(now());
+            }
         }
         if networks.node.is_none() && self.objects.is_synced() {
             warn!(

@@ -61,9 +61,6 @@ impl BlockController {
             return Ok(true);
         }
         self.ipam.record(LedgerRecord::Lost { block: block.clone() })?;
-        if !self.pools.get(&block.network).is_some_and(|pool| pool.active) {
-            return Ok(true);
-        }
         warn!(block = name, "an IPBlock in use was deleted; creating it again");
         // A borrowed address needs a new grant: its lender may have allocated it since.
         let lender = match self.enclosing_block(&block, &holding.network) {

@@ -18,7 +18,7 @@ use crate::claims::{
     allocate::{self, BlockCreate, BlockDelete, BlockDeleteReason, BlockWrite},
     machine::{self, DeleteReason, GoneCheck, KindsKnown, UnchangedCheck},
     names, publish,
-    release::{self, Candidate, RELEASE_DELAY},
+    release::{self, Candidate, RELEASE_DELAY, ReportedAddresses},
     shown,
 };
 
@@ -324,7 +324,14 @@ impl NetworkMemory {
         let claims = &view.claims.claims;
         let pods: Vec<&ClaimPod> = view.pods.pods.values().collect();
         let by_uid = |uid: &str| claims.values().find(|claim| claim.uid == uid);
-        let due = release::due(uid, &view.blocks.blocks, by_uid, |key| claims.get(key), &pods);
+        let due = release::due(
+            uid,
+            &view.blocks.blocks,
+            by_uid,
+            |key| claims.get(key),
+            &pods,
+            &ReportedAddresses::default(),
+        );
         let since = due.into_iter().map(|one| {
             let since = *self.due_since.get(&one).unwrap_or(&clock);
             (one, since)
@@ -335,7 +342,7 @@ impl NetworkMemory {
         let pods: Vec<&ClaimPod> = world.live.pods.values().collect();
         let confirmed = ready.map(|(one, _)| one).filter(|one| {
             let claim = world.live.claims.get(&one.claim);
-            release::confirms(one, uid, &view.blocks.blocks, claim, &pods)
+            release::confirms(one, uid, &view.blocks.blocks, claim, &pods, &ReportedAddresses::default())
         });
         self.releasable = confirmed.map(|one| (one.uid.clone(), one.address)).collect();
     }

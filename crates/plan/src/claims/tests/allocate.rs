@@ -16,13 +16,13 @@ use ipnet::IpNet;
 use super::{
     super::{
         allocate::{self, BlockCreate, BlockDeleteReason},
-        release::{self, Candidate},
+        release::{self, Candidate, ReportedAddresses},
     },
     *,
 };
 use crate::{
     ipam::{Family, ObservedIpBlock, Pool},
-    network::BlockState,
+    network::{BlockState, ClusterState, NodeReport, NodeState},
 };
 
 fn net(text: &str) -> IpNet {
@@ -411,13 +411,15 @@ fn a_plan_does_not_compare_each_claim_with_all_others() {
 fn a_reservation_is_due_once_its_claim_is_gone_and_no_pod_holds_it() {
     let mut network = Network::new(&["10.0.0.0/29"]);
     network.hold("10.0.0.0/30", HolderRef::claims(), None).claims = vec![claimed("10.0.0.3", "vm1.blue")];
+    let none = ReportedAddresses::default();
     let due = |network: &Network, claims: &[ClaimState], pods: &[ClaimPod]| -> Vec<Candidate> {
         let by_uid = |uid: &str| claims.iter().find(|claim| claim.uid == uid).cloned();
         let named = |key: &ObjectKey| claims.iter().find(|claim| claim.key == *key).cloned();
         let pods: Vec<&ClaimPod> = pods.iter().collect();
-        let due = release::due("net", &network.blocks, by_uid, named, &pods);
+        let due = release::due("net", &network.blocks, by_uid, named, &pods, &none);
         for one in &due {
-            assert!(release::confirms(one, "net", &network.blocks, named(&one.claim).as_ref(), &pods));
+            let current = named(&one.claim);
+            assert!(release::confirms(one, "net", &network.blocks, current.as_ref(), &pods, &none));
         }
         due
     };
@@ -450,6 +452,50 @@ fn a_reservation_is_due_once_its_claim_is_gone_and_no_pod_holds_it() {
     assert_eq!(left, [ip("10.0.0.3")]);
     let pod = ClaimPod { elements: launcher("i1", &[("blue", Some("vm1.blue"))]).elements, ..shows };
     assert_eq!(due(&network, &[published], &[pod]), [], "a pod has it");
+}
+
+/// Tenants write annotations: any number of pods can claim to have any number of addresses.
+#[test]
+fn the_report_of_a_daemon_decides_whether_an_address_is_in_use_and_annotations_do_not() {
+    let mut network = Network::new(&["10.0.0.0/29"]);
+    network.hold("10.0.0.0/30", HolderRef::claims(), None).claims = vec![claimed("10.0.0.3", "vm1.blue")];
+    let forged = showing(launcher("i1", &[("blue", Some("vm1.blue"))]), "p", &["10.0.0.3"]);
+    let node = |addresses: Option<&[&str]>| {
+        let listed =
+            |all: &[&str]| BTreeMap::from([("net".to_owned(), all.iter().map(|text| ip(text)).collect())]);
+        let report = NodeReport { claim_addresses: addresses.map(listed), ..NodeReport::default() };
+        let node = NodeState { uid: "n".to_owned(), labels: BTreeMap::new(), not_ready_reason: None };
+        let state = ClusterState {
+            nodes: [("a".to_owned(), node)].into(),
+            reports: [("a".to_owned(), report.clone()), ("gone".to_owned(), report)].into(),
+            ..ClusterState::default()
+        };
+        ReportedAddresses::of(&state, "net")
+    };
+    let due = |reported: &ReportedAddresses, pods: &[&ClaimPod]| {
+        let none = |_: &str| None::<ClaimState>;
+        let due = release::due("net", &network.blocks, none, |_| None, pods, reported);
+        due.first().map(|one| {
+            assert!(release::is_named_by(one, &forged));
+            release::confirms(one, "net", &network.blocks, None, pods, reported)
+        })
+    };
+    // None: not due. Some: whether live reads confirm it.
+    assert_eq!(due(&node(None), &[&forged]), None, "the daemon does not report, so the annotation counts");
+    assert_eq!(due(&node(Some(&["10.0.0.3"])), &[]), None, "an interface has the address");
+    assert_eq!(due(&node(Some(&["10.0.0.4"])), &[]), Some(true));
+    assert_eq!(due(&node(Some(&[])), &[&forged]), Some(false), "the node of the pod is read before");
+
+    let reports = NodeReport { claim_addresses: Some(BTreeMap::new()), ..NodeReport::default() };
+    for (node, ready, counts) in [
+        (None, true, false),
+        (Some(None), true, true),
+        (Some(Some(&NodeReport::default())), true, true),
+        (Some(Some(&reports)), true, false),
+        (Some(Some(&reports)), false, true),
+    ] {
+        assert_eq!(release::annotations_count(node, ready), counts, "{node:?} {ready}");
+    }
 }
 
 /// An older CRD hides the reservations. A write would erase them.

@@ -134,6 +134,11 @@ fn blocks_are_deleted_before_their_network() {
     reconcile_until_stable(&mut state, at(3));
     assert_eq!(abandoned(&mut state, Instant::now()), [""; 0], "the network is in use");
     state.users.delete(WorkloadKind::Pod, "ns", "pod");
+    for node in ["a", "b"] {
+        reconcile_until_stable(&mut state, at(9));
+        assert_eq!(abandoned(&mut state, Instant::now()), [""; 0], "not all nodes have reported");
+        close(&mut state, node, "blue", 0);
+    }
     reconcile_until_stable(&mut state, at(9));
     assert!(state.networks.contains_key("blue"), "its blocks still exist");
     assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
@@ -142,7 +147,119 @@ fn blocks_are_deleted_before_their_network() {
     reconcile_until_stable(&mut state, at(10));
     assert!(!state.networks.contains_key("blue"));
     state.blocks = blocks;
-    assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"], "a block that was created late");
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0], "only its node knows whether it is in use");
+    state.nodes.remove("a");
+    assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
+}
+
+#[test]
+fn a_deletion_waits_until_no_node_has_an_address() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    reconcile_until_stable(&mut state, at(0));
+    hold(&mut state, "10.0.0.0/28", "a", used(1));
+    delete(&mut state, "blue", 1);
+    close(&mut state, "b", "blue", 0);
+    reconcile_until_stable(&mut state, at(3));
+    let ready = |state: &TestState| {
+        let (_, reason, message) = condition(state, "blue", "Ready");
+        (reason.to_owned(), message.to_owned())
+    };
+    let (reason, message) = ready(&state);
+    assert_eq!(reason, "Deleting", "nodes need a moment to report: {message}");
+    assert!(message.contains("have not reported") && message.contains("a (check"), "{message}");
+    assert_eq!(plan(&state, at(3)).requeue_after, Some(closing::REPORT_TIME));
+    reconcile_until_stable(&mut state, at(11));
+    assert_eq!(ready(&state).0, "DeletionBlocked");
+    assert_eq!(condition(&state, "blue", "InUse").1, "NotReported");
+    assert_eq!(plan(&state, at(11)).requeue_after, None);
+    close(&mut state, "a", "blue", 2);
+    reconcile_until_stable(&mut state, at(12));
+    let (_, message) = ready(&state);
+    assert!(message.contains("node a: 2 (ns/pod-0, ns/pod-1); unplug"), "{message}");
+    let (status, reason, message) = condition(&state, "blue", "InUse");
+    assert_eq!((status, reason), (ConditionStatus::True, "AddressesInUse"));
+    assert!(message.contains("node a: 2"), "{message}");
+    assert!(state.nads.as_ref().unwrap().contains_key(&NadRef::new("ns", "blue")), "the NAD stays");
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0]);
+    close(&mut state, "a", "blue", 0);
+    let done = reconcile_until_stable(&mut state, at(13));
+    assert!(done.contains(&"remove users finalizer".to_owned()), "{done:?}");
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0], "the block still counts a used address");
+    hold(&mut state, "10.0.0.0/28", "a", used(0));
+    assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
+}
+
+/// The count of an older network of the same name says nothing about this one, and neither does a report of a node that
+/// never closed it.
+#[test]
+fn a_report_about_another_network_of_the_name_does_not_count() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    reconcile_until_stable(&mut state, at(0));
+    for node in ["a", "b"] {
+        close(&mut state, node, "blue", 0);
+        let closed = &mut state.reports.get_mut(node).unwrap().closed;
+        let old = ClosedNetwork { uid: "uid-old".to_owned(), ..closed.remove("uid-blue").unwrap() };
+        closed.insert("uid-old".to_owned(), old);
+    }
+    delete(&mut state, "blue", 1);
+    reconcile_until_stable(&mut state, at(20));
+    assert_eq!(condition(&state, "blue", "Ready").1, "DeletionBlocked");
+}
+
+#[test]
+fn a_node_that_is_switched_off_blocks_the_deletion_until_its_node_is_deleted() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    reconcile_until_stable(&mut state, at(0));
+    hold(&mut state, "10.0.0.0/28", "a", used(1));
+    delete(&mut state, "blue", 1);
+    close(&mut state, "b", "blue", 0);
+    state.nodes.get_mut("a").unwrap().not_ready_reason = Some("NodeStatusUnknown".to_owned());
+    reconcile_until_stable(&mut state, at(20));
+    let (_, reason, message) = condition(&state, "blue", "InUse");
+    assert_eq!(reason, "NotReported");
+    assert!(message.contains("a (the Node is not ready") && message.contains("delete its Node"), "{message}");
+    let start = Instant::now();
+    state.nodes.remove("a");
+    state.reports.remove("a");
+    reconcile_until_stable(&mut state, at(21));
+    let message = condition(&state, "blue", "Ready").2;
+    assert!(message.contains("waits for IPBlocks to go: blue.10.0.0.0-28 of node a"), "{message}");
+    // The machine may still run, and its pods may use the addresses.
+    assert_eq!(abandoned(&mut state, start), [""; 0]);
+    assert_eq!(abandoned(&mut state, start + NODE_GONE_GRACE), ["blue.10.0.0.0-28"]);
+}
+
+#[test]
+fn a_node_that_never_ran_the_daemon_is_not_waited_for() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    reconcile_until_stable(&mut state, at(0));
+    delete(&mut state, "blue", 1);
+    close(&mut state, "b", "blue", 0);
+    state.reports.remove("a");
+    hold(&mut state, "10.0.0.0/28", "a", used(1));
+    reconcile_until_stable(&mut state, at(20));
+    let message = condition(&state, "blue", "InUse").2;
+    assert!(message.contains("a (it has address blocks and no NodeNetwork"), "{message}");
+    state.blocks.clear();
+    reconcile_until_stable(&mut state, at(21));
+    assert!(!state.networks.contains_key("blue"));
+}
+
+#[test]
+fn the_blocks_of_a_network_without_finalizers_stay_while_a_node_has_addresses_of_claims() {
+    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
+    hold(&mut state, "10.0.0.0/28", "ipamclaims/patchbay", used(1));
+    state.networks.clear();
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0], "the nodes do not report addresses of claims");
+    let address = "10.0.0.3".parse().unwrap();
+    for (node, addresses) in
+        [("a", BTreeMap::from([("uid-blue".to_owned(), vec![address])])), ("b", BTreeMap::new())]
+    {
+        state.reports.get_mut(node).unwrap().claim_addresses = Some(addresses);
+    }
+    assert_eq!(abandoned(&mut state, Instant::now()), [""; 0]);
+    state.reports.get_mut("a").unwrap().claim_addresses = Some(BTreeMap::new());
+    assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
 }
 
 #[test]
@@ -170,6 +287,9 @@ fn the_blocks_of_a_holder_that_is_not_a_node_stay_until_their_network_is_deleted
     reconcile_until_stable(&mut state, at(3));
     assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), [""; 0], "the network is in use");
     state.users.delete(WorkloadKind::Pod, "ns", "pod");
+    for node in ["a", "b"] {
+        close(&mut state, node, "blue", 0);
+    }
     reconcile_until_stable(&mut state, at(9));
     assert!(state.networks.contains_key("blue"), "its blocks still exist");
     assert_eq!(abandoned(&mut state, first + NODE_GONE_GRACE), ["blue.10.0.0.0-28"]);
@@ -199,6 +319,9 @@ fn a_network_with_claims_is_in_use_without_any_pod() {
     assert!(state.nads.as_ref().unwrap().contains_key(&NadRef::new("ns", "blue")));
     assert_eq!(abandoned(&mut state, Instant::now()), [""; 0]);
     hold(&mut state, "10.0.0.0/28", "a", used(0));
+    for node in ["a", "b"] {
+        close(&mut state, node, "blue", 0);
+    }
     reconcile_until_stable(&mut state, at(10));
     assert_eq!(abandoned(&mut state, Instant::now()), ["blue.10.0.0.0-28"]);
 }

@@ -20,6 +20,7 @@ pub(super) struct Publisher {
     written: Option<LastWrite>,
     last_write: Option<Instant>,
     networks: Vec<NetworkOnNode>,
+    leases: Option<LeaseReport>,
     netfilter: Netfilter,
     runtime: RuntimeStatus,
     state_problem: Option<String>,
@@ -35,6 +36,7 @@ impl Publisher {
             written: None,
             last_write: None,
             networks: Vec::new(),
+            leases: None,
             netfilter: Netfilter::Off,
             runtime: RuntimeStatus::Unknown,
             state_problem: None,
@@ -52,6 +54,7 @@ impl Publisher {
             written: self.written.as_ref(),
             last_write: self.last_write,
             networks: &self.networks,
+            leases: self.leases.as_ref(),
             netfilter: self.netfilter,
             runtime: &self.runtime,
             state_problem: self.state_problem.as_deref(),
@@ -97,6 +100,32 @@ fn a_new_nic_is_written_immediately_and_the_next_one_a_second_later() {
         PublishDecision::At(now + MIN_WRITE_INTERVAL)
     );
     assert_eq!(publisher.publish(now + MIN_WRITE_INTERVAL), STATUS);
+}
+
+#[test]
+fn a_closed_network_is_reported_at_once_and_the_last_report_stays_while_the_leases_are_not_known() {
+    let mut publisher = Publisher::new();
+    let now = Instant::now();
+    publisher.last_write = Some(now);
+    let closed = |interfaces| api::ClosedNetwork {
+        uid: "u".to_owned(),
+        name: "blue".to_owned(),
+        interfaces,
+        pods: Vec::new(),
+        unverified_blocks: 0,
+    };
+    let report =
+        |interfaces| Some(LeaseReport { closed: vec![closed(interfaces)], claims: Some(Vec::new()) });
+    publisher.leases = report(1);
+    assert_eq!(publisher.publish(now), PublishDecision::At(now + MIN_NETWORK_WRITE_INTERVAL));
+    publisher.write();
+    // The daemon restarted.
+    publisher.leases = None;
+    assert_eq!(publisher.publish(now), PublishDecision::Nothing);
+    assert_eq!(publisher.desired().closed_networks, [closed(1)]);
+    publisher.leases = report(0);
+    assert_eq!(publisher.desired().closed_networks, [closed(0)]);
+    assert_eq!(publisher.desired().claim_addresses, Some(Vec::new()));
 }
 
 fn network(ready: bool) -> NetworkOnNode {
