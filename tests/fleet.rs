@@ -92,6 +92,7 @@ impl Fleet {
         let view = NetworkView {
             uid: self.uid(),
             state: NetworkState::NotSelected,
+            closed: false,
             ipam: Some(Arc::clone(&self.pool)),
             has_claims: false,
         };
