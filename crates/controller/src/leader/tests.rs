@@ -256,7 +256,7 @@ fn busy_cluster() -> (LeaderContext, Arc<FakeApiServer>) {
         let (node, report): (NodeState, NodeReport) = ready_on(&ready);
         state.nodes.insert("n".to_owned(), node);
         state.reports.insert("n".to_owned(), report);
-        state.blocks.insert("lost".to_owned(), block("lost", "uid-gone", "n"));
+        state.blocks.insert("lost".to_owned(), block("lost", "uid-gone", "gone"));
         state.networks.insert("red".to_owned(), ready);
         state.networks.insert("blue".to_owned(), network)
     });

@@ -1,5 +1,6 @@
 //! Addresses through the socket: for `patchbay-bridge`, and for other plugins that delegate to `patchbay-ipam`.
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 
 use api::ipam::IpamSpec as Spec;
