@@ -51,6 +51,7 @@ struct KubeCondition {
 
 /// The status of a NodeNetwork without its links, which are most of the object and not needed here.
 #[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
 pub struct NodeNetworkReport {
     vtep: Option<Vtep>,
     #[serde(default)]

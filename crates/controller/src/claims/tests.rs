@@ -6,14 +6,17 @@ use api::{
 };
 use plan::{
     claims::{ClaimState, Failure, FailureReport, ObjectKey, machine::KindState, release::RELEASE_DELAY},
-    network::NetworkState,
+    network::{NetworkState, NodeState},
 };
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use super::*;
 use crate::{
-    blocks::tests::block, cache::claims::project, leader::tests::FakeApiServer, networks::tests::deleting,
+    blocks::tests::block,
+    cache::{claims::project, project as cache_project},
+    leader::tests::FakeApiServer,
+    networks::tests::deleting,
 };
 
 const BLOCK: &str = "/ipblocks/blue.10.0.0.0-28/status";
@@ -72,7 +75,7 @@ async fn a_pod_that_has_an_address_keeps_it_however_it_refers_to_the_claim() {
             "metadata": {
                 "namespace": "ns", "name": "p", "uid": "p-1", "annotations": {"k8s.v1.cni.cncf.io/networks": networks},
             },
-            "spec": {"nodeName": "n"},
+            "spec": {"nodeName": "n", "containers": []},
         });
         if let Some(status) = status {
             pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/network-status"] = json!(status);
@@ -80,7 +83,41 @@ async fn a_pod_that_has_an_address_keeps_it_however_it_refers_to_the_claim() {
         *server.lists.lock().unwrap() = vec![("/namespaces/ns/pods", json!([pod]))];
         assert_eq!(is_released(&workers, &server).await, !held, "{networks} {status:?}");
         let lists = server.paths("GET").iter().filter(|path| path.ends_with("/pods")).count();
-        assert!(!held || lists == 2, "{lists}: a pod that the cache does not have causes two lists per delay");
+        assert!(
+            !held || lists == 2,
+            "{lists}: a pod that the cache does not have causes two lists per delay"
+        );
+    }
+}
+
+/// Tenants write annotations. The daemon knows which addresses interfaces have.
+#[tokio::test(start_paused = true)]
+async fn a_forged_network_status_keeps_no_address_that_the_daemon_does_not_report() {
+    let status = json!([{"name": "ns/blue", "interface": "net1", "ips": ["10.0.0.3"]}]).to_string();
+    let pod = json!({
+        "metadata": {
+            "namespace": "ns", "name": "p", "uid": "p-1",
+            "annotations": {"k8s.v1.cni.cncf.io/networks": "blue", "k8s.v1.cni.cncf.io/network-status": status},
+        },
+        "spec": {"nodeName": "n", "containers": []},
+    });
+    for (addresses, held) in [(json!([]), false), (json!(["10.0.0.3"]), true)] {
+        let (workers, server) = workers(json!({"attachment": {"namespaces": ["ns"]}}));
+        let report = json!({
+            "metadata": {"name": "n"},
+            "status": {"claimAddresses": [{"networkUID": "uid-blue", "addresses": addresses}]},
+        });
+        let (_, cached) =
+            cache_project::node_report(serde_json::from_value(report.clone()).unwrap()).unwrap();
+        workers.cache.update(CacheSource::Nodes, |state| {
+            let node = NodeState { uid: "uid-n".to_owned(), labels: [].into(), not_ready_reason: None };
+            state.nodes.insert("n".to_owned(), node);
+            state.reports.insert("n".to_owned(), cached)
+        });
+        *server.lists.lock().unwrap() =
+            vec![("/namespaces/ns/pods", json!([pod])), ("/nodenetworks", json!([report]))];
+        let released = is_released(&workers, &server).await;
+        assert_eq!(released, !held, "{addresses} {:?}", server.paths("GET"));
     }
 }
 
