@@ -3,7 +3,8 @@
 use std::{
     env, fmt, io,
     os::{fd::BorrowedFd, unix::net::UnixStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -12,6 +13,10 @@ use wire::socket::{FrameReader, Message, Reply, receive, send};
 const DEFAULT_SOCKET: &str = "/run/patchbay/cni.sock";
 /// Longer than the daemon lets a call wait, shorter than the plugin timeout of runtimes.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an ADD waits for a daemon that restarts. The kubelet repeats a failed sandbox only ten seconds later or more.
+pub const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often a waiting ADD connects again.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The daemon did not reply.
 #[derive(Debug)]
@@ -33,16 +38,53 @@ impl fmt::Display for Error {
     }
 }
 
-/// Sends the frame with the descriptor and waits for the reply.
-pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<Reply, Error> {
-    let path =
-        env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);
-    let socket = UnixStream::connect(&path).map_err(|error| Error::Connect(path, error))?;
-    exchange(&socket, frame, descriptor).map_err(Error::Broken)
+impl Error {
+    /// Whether the daemon restarts: no daemon listens, or it stopped before it read the request.
+    fn is_restart(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound};
+        match self {
+            Self::Connect(_, error) => matches!(error.kind(), NotFound | ConnectionRefused),
+            // The kernel resets a connection that is closed with unread data. After the daemon has read the request, it is an
+            // end of file.
+            Self::Broken(error) => matches!(error.kind(), ConnectionReset | BrokenPipe),
+        }
+    }
 }
 
-fn exchange(socket: &UnixStream, frame: &[u8], descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-    let deadline = Instant::now() + CALL_TIMEOUT;
+/// Sends the frame with the descriptor and waits for the reply. Waits up to `restart` for a daemon that listens.
+pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>, restart: Duration) -> Result<Reply, Error> {
+    let path =
+        env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);
+    let started = Instant::now();
+    loop {
+        let error = match try_call(&path, frame, descriptor, started + CALL_TIMEOUT) {
+            Err(error) if error.is_restart() => error,
+            result => return result,
+        };
+        let left = restart.saturating_sub(started.elapsed());
+        if left.is_zero() {
+            return Err(error);
+        }
+        thread::sleep(left.min(CONNECT_INTERVAL));
+    }
+}
+
+fn try_call(
+    path: &Path,
+    frame: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+    deadline: Instant,
+) -> Result<Reply, Error> {
+    let socket = UnixStream::connect(path).map_err(|error| Error::Connect(path.to_owned(), error))?;
+    exchange(&socket, frame, descriptor, deadline).map_err(Error::Broken)
+}
+
+fn exchange(
+    socket: &UnixStream,
+    frame: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+    deadline: Instant,
+) -> io::Result<Reply> {
     socket.set_write_timeout(Some(CALL_TIMEOUT))?;
     send(socket, frame, descriptor)?;
     let (mut reader, mut buffer) = (FrameReader::default(), [0; 8 * 1024]);

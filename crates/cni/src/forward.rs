@@ -7,12 +7,13 @@ use std::{
     io::{self, Read as _},
     os::fd::AsFd as _,
     path::Path,
+    time::Duration,
 };
 
 use wire::socket::{MAX_FRAME, Request};
 
 use crate::{
-    daemon::{self, Error},
+    daemon::{self, Error, RESTART_TIMEOUT},
     output::{ErrorCode, PluginOutput},
     tombstone,
 };
@@ -56,14 +57,15 @@ pub fn run() -> PluginOutput {
     forward(&request, &frame)
 }
 
-/// Sends the call to the daemon. Without a daemon, DEL writes a tombstone and other commands fail.
+/// Sends the call to the daemon. Without a daemon, DEL writes a tombstone, ADD waits for it, and other commands fail.
 fn forward(request: &Request, frame: &[u8]) -> PluginOutput {
     let namespace = match open_namespace(request) {
         Ok(namespace) => namespace,
         Err(output) => return output,
     };
     let descriptor = namespace.as_ref().map(|file| file.as_fd());
-    match daemon::call(frame, descriptor) {
+    let restart = if request.command == "ADD" { RESTART_TIMEOUT } else { Duration::ZERO };
+    match daemon::call(frame, descriptor, restart) {
         Ok(reply) => PluginOutput { exit: reply.exit, stdout: reply.stdout },
         Err(error) => daemon_unavailable(request, frame, &error),
     }

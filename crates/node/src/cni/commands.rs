@@ -1,7 +1,11 @@
 //! The CNI commands ADD, DEL, CHECK, GC and STATUS of `patchbay-bridge`: translations of calls into calls of the
 //! [`Attacher`](crate::attach::Attacher), and of its results.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::{
+    os::fd::{AsFd as _, OwnedFd},
+    thread,
+    time::{Duration, Instant},
+};
 
 use api::{Mac, ipam::IPAM_PLUGIN};
 use ipnet::IpNet;
@@ -21,6 +25,11 @@ use crate::{
     attach::{AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope, CheckRequest},
     claims::{ClaimQuery, ServedClaim},
 };
+
+/// How long an ADD waits for a daemon that has just started to read the networks.
+const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often a waiting ADD checks whether the networks have been read, and that its client is still connected.
+const FIRST_READ_POLL: Duration = Duration::from_millis(50);
 
 /// A call with a valid configuration.
 pub(super) struct CniCall<'a> {
@@ -51,6 +60,9 @@ impl CniHandler {
         let config = Config::parse(&request.stdin)?;
         verb.allowed_in(config.version)?;
         let call = CniCall { request, config: &config, caller };
+        if verb == Verb::Add {
+            self.wait_for_networks(caller)?;
+        }
         if request.plugin == IPAM_PLUGIN {
             return self.serve_addresses(verb, &call);
         }
@@ -61,6 +73,20 @@ impl CniHandler {
             Verb::Status => self.status(&config).map(|()| Vec::new()),
             Verb::Del | Verb::Version => Ok(Vec::new()),
         }
+    }
+
+    /// Waits until the networks have been read from the API server, at most [`FIRST_READ_TIMEOUT`].
+    fn wait_for_networks(&self, caller: &Caller<'_>) -> Result<(), Error> {
+        let deadline = Instant::now() + FIRST_READ_TIMEOUT;
+        while !self.attacher.networks().synced {
+            caller.check_connected()?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            thread::sleep(left.min(FIRST_READ_POLL));
+        }
+        Ok(())
     }
 
     fn add(&self, call: &CniCall<'_>, namespace: Option<&OwnedFd>) -> Result<Success, Error> {

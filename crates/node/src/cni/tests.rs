@@ -250,9 +250,31 @@ fn add_fails_with_the_reason_until_the_network_is_ready() {
         assert!(code == 11 && msg.contains("has not yet read"), "{code} {msg}");
         assert_eq!((pod.links(), host.namespace.links()), (1, 2));
 
+        host.networks.send_modify(|networks| Arc::make_mut(networks).synced = true);
         host.set("blue", NetworkState::Ready { bridge_index: host.bridge, mtu: MTU });
         host.done("ADD", "c1", &pod, json!({})).await;
         assert_eq!((pod.links(), host.namespace.links()), (2, 3));
+    });
+}
+
+#[test]
+fn only_add_waits_for_the_first_read_of_the_networks() {
+    on_server("first-read", async |host| {
+        let pod = Namespace::new();
+        host.done("ADD", "c2", &pod, json!({})).await;
+        host.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
+        let first_read = async {
+            let started = Instant::now();
+            host.done("CHECK", "c2", &pod, json!({})).await;
+            host.done("DEL", "c2", &pod, json!({})).await;
+            let (code, msg) = host.refused("STATUS", "", &pod, json!({})).await;
+            assert!(code == 50 && msg.contains("has not yet read"), "{code} {msg}");
+            assert!(started.elapsed() < Duration::from_secs(5));
+            host.networks.send_modify(|networks| Arc::make_mut(networks).synced = true);
+        };
+        let other = Namespace::new();
+        tokio::join!(host.done("ADD", "c1", &other, json!({})), first_read);
+        assert_eq!((pod.links(), other.links()), (1, 2));
     });
 }
 
