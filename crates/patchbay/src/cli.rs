@@ -21,7 +21,7 @@ use crate::{
     install, lifecycle,
     log::{self, ServiceArgs},
     plug::{self, PlugArgs, UnplugArgs},
-    version,
+    terminal, version,
 };
 
 /// Tokio worker threads of a service. It mostly waits; one thread per core of a large host would be wasted.
@@ -169,10 +169,10 @@ fn write_files(dir: &Path, options: &install::InstallOptions) -> anyhow::Result<
     Ok(())
 }
 
-/// Prints to stdout. A closed pipe, as with `head`, is not an error.
+/// Prints to stdout, without control characters. A closed pipe, as with `head`, is not an error.
 pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(terminal::text(text).as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),
         _ => Ok(()),
     }

@@ -23,7 +23,7 @@ use draft::Draft;
 use input::InputObject;
 use serde_json::Value;
 
-use crate::{cli::print, install::yaml};
+use crate::{cli::print, install::yaml, terminal};
 
 /// The longest input. The output of `kubectl get` for 10,000 Services has a tenth of it.
 const MAX_INPUT: u64 = 256 * 1024 * 1024;
@@ -53,7 +53,7 @@ pub fn convert(args: ConvertArgs) -> anyhow::Result<()> {
     let conversion = Conversion::new(&read(&file)?, network_namespace.as_deref());
     print(&conversion.output())?;
     // If stderr is closed, the exit code still reports the result.
-    let _ = io::stderr().write_all(conversion.messages().as_bytes());
+    let _ = io::stderr().write_all(terminal::text(&conversion.messages()).as_bytes());
     match (conversion.failed, conversion.services.len()) {
         (0, 0) => bail!("found no NetService and no Service with annotation {}", multus_service::ANNOTATION),
         (0, _) => Ok(()),

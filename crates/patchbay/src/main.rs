@@ -8,6 +8,7 @@ mod install;
 mod lifecycle;
 mod log;
 mod plug;
+mod terminal;
 mod version;
 
 use std::{
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
         tracing::error!(%error, "patchbay failed");
     } else {
         // If stderr is closed, only the exit code reports the failure.
-        let _ = writeln!(io::stderr(), "patchbay: {error}");
+        let _ = writeln!(io::stderr(), "patchbay: {}", terminal::text(&error.to_string()));
     }
     ExitCode::FAILURE
 }

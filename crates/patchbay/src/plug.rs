@@ -25,7 +25,7 @@ use pod::PodView;
 use progress::{Goal, WaitState};
 use tokio::time::{Instant, timeout_at};
 
-use crate::cluster::ClusterArgs;
+use crate::{cluster::ClusterArgs, terminal};
 
 /// The longest `--timeout`.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -320,9 +320,9 @@ fn text(duration: Duration) -> String {
 
 /// Prints a line about the progress. If stderr is closed, the exit code still reports the result.
 fn progress(line: &str) {
-    let _ = writeln!(io::stderr(), "{line}");
+    let _ = writeln!(io::stderr(), "{}", terminal::line(line));
 }
 
 fn say(line: &str) -> anyhow::Result<()> {
-    crate::cli::print(&format!("{line}\n"))
+    crate::cli::print(&format!("{}\n", terminal::line(line)))
 }

@@ -5,6 +5,7 @@ use std::fmt::{self, Write as _};
 use api::attachments::{Attachment, AttachmentState};
 
 use super::pod::PodView;
+use crate::terminal;
 
 /// What to wait for. Networks are `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,8 +119,7 @@ impl fmt::Display for Goal {
     }
 }
 
-/// State, reason and message in one line. The message can contain text of a CNI plugin: nothing of it may control the
-/// terminal.
+/// State, reason and message in one line. The message can contain text of a CNI plugin.
 fn cause(report: &Attachment) -> String {
     let mut text = report.state.to_string();
     if !report.reason.is_empty() {
@@ -128,7 +128,7 @@ fn cause(report: &Attachment) -> String {
     if !report.message.is_empty() {
         let _ = write!(text, ": {}", report.message);
     }
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+    terminal::line(&text).into_owned()
 }
 
 #[cfg(test)]
@@ -189,7 +189,7 @@ mod tests {
     fn a_refusal_ends_the_wait_and_a_failure_does_not() {
         let state = |report| attached().state(&pod(false, Some(report)), None);
         let failed = report(AttachmentState::Failed, "PluginFailed", "no\u{1b}[2J\nlink");
-        assert_eq!(state(failed), waiting("Failed (PluginFailed): no [2J link"));
+        assert_eq!(state(failed), waiting("Failed (PluginFailed): no\\u{1b}[2J\\nlink"));
         let rejected = report(AttachmentState::Attached, "UpdateRejected", "unplug it first");
         let kept = attached().state(&pod(true, Some(rejected)), None);
         assert_eq!(kept, WaitState::Refused("Attached (UpdateRejected): unplug it first".to_owned()));
