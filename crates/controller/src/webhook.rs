@@ -5,3 +5,4 @@ pub mod certs;
 mod connection;
 pub mod pod_configuration;
 pub mod server;
+mod slots;

@@ -4,6 +4,7 @@
 //! path is one more variant of [`WebhookPath`] and its [`Handler`].
 
 use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -15,7 +16,7 @@ use api::{
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{DefaultBodyLimit, FromRequest, Request, State},
+    extract::{ConnectInfo, DefaultBodyLimit, FromRequest, Request, State},
     http::StatusCode,
     response::{IntoResponse, Response},
     routing::post,
@@ -30,7 +31,7 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::server::WebhookState;
+use super::{server::WebhookState, slots};
 use crate::{
     cache::{CacheSource, project},
     metrics::AdmissionOutcome,
@@ -49,7 +50,11 @@ const MAX_BODY_BYTES: usize = 3 * 1024 * 1024;
 /// How many bodies are read and validated at a time; further requests wait.
 pub const MAX_CONCURRENT_BODIES: usize = 16;
 
-/// How long a request waits for a permit before the API server is asked to retry.
+/// How long a client may take for its body while another source waits that reads fewer. The body of an API server follows
+/// its headers at once.
+pub const BODY_GRACE: Duration = Duration::from_millis(50);
+
+/// How long a request waits for a slot before the API server is asked to retry.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// API servers stop waiting after at most five seconds (`timeoutSeconds`).
@@ -279,10 +284,15 @@ async fn review(
     state: &WebhookState,
     request: Request,
 ) -> Result<(String, AdmissionAnswer), RequestError> {
-    let permit = timeout(QUEUE_TIMEOUT, state.bodies.acquire()).await;
-    let Ok(Ok(_permit)) = permit else { return Err(RequestError::Busy) };
-    let body = timeout(BODY_TIMEOUT, Bytes::from_request(request, &())).await;
-    let body = body.map_err(|_| RequestError::BodyTimeout)?;
+    let slot = timeout(QUEUE_TIMEOUT, state.bodies.take(source(&request))).await;
+    let slot = slot.map_err(|_| RequestError::Busy)?;
+    let body = timeout(BODY_TIMEOUT, Bytes::from_request(request, &()));
+    let Some(Ok(body)) = slot.lost().run_until_cancelled(body).await else {
+        return Err(RequestError::BodyTimeout);
+    };
+    if !slot.settle() {
+        return Err(RequestError::Busy);
+    }
     let body = body.map_err(|error| RequestError::BodyRejected(error.status(), error.body_text()))?;
     let request = parse(path, &body)?;
     if !state.readiness.is_synced() {
@@ -298,6 +308,12 @@ async fn review(
         );
     }
     Ok((request.uid, answer))
+}
+
+/// The source of a request. The listener knows it of every request.
+fn source(request: &Request) -> IpAddr {
+    let client = request.extensions().get::<ConnectInfo<SocketAddr>>();
+    client.map_or(Ipv4Addr::UNSPECIFIED.into(), |ConnectInfo(client)| slots::source(*client))
 }
 
 fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError> {

@@ -25,14 +25,20 @@ use hyper_util::rt::TokioTimer;
 use jiff::Timestamp;
 use kube::Client;
 use plan::claims::ClaimOptions;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::{admission, connection::LimitedAcceptor};
+use super::{admission, connection::LimitedAcceptor, slots::FairSlots};
 use crate::{cache::ClusterCache, metrics::Metrics};
 
 /// How long a client may take to send its headers.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Bounds what a connection can make the replica buffer. Its window has room for all its streams, so that the body of a
+/// request that waits holds up no other. API servers open more connections when they need more streams.
+const MAX_STREAMS: u32 = 32;
+const STREAM_WINDOW_BYTES: u32 = 16 * 1024;
+const HTTP1_BUFFER_BYTES: usize = 64 * 1024;
 
 /// Whether this replica is ready to serve requests.
 #[derive(Debug, Default)]
@@ -50,8 +56,8 @@ pub struct WebhookState {
     /// For what the cache does not have.
     pub client: Client,
     pub claims: ClaimOptions,
-    /// Permits to read and validate a body: bounds the memory that concurrent requests take.
-    pub bodies: Semaphore,
+    /// To read and validate a body: bounds the memory that concurrent requests take.
+    pub bodies: FairSlots,
 }
 
 impl WebhookState {
@@ -62,7 +68,7 @@ impl WebhookState {
         client: Client,
         claims: ClaimOptions,
     ) -> Self {
-        let bodies = Semaphore::new(admission::MAX_CONCURRENT_BODIES);
+        let bodies = FairSlots::new(admission::MAX_CONCURRENT_BODIES, admission::BODY_GRACE);
         Self { readiness, metrics, cluster, client, claims, bodies }
     }
 }
@@ -143,8 +149,8 @@ pub async fn serve_plain(
     handle: Handle<SocketAddr>,
 ) -> io::Result<()> {
     // HTTP/1 only: no timeout applies to an HTTP/2 connection that has not sent its preface.
-    let mut server = axum_server::from_tcp(listener)?.handle(handle).http1_only();
-    set_timeouts(&mut server);
+    let mut server = axum_server::from_tcp(listener)?.map(LimitedAcceptor::new).handle(handle).http1_only();
+    set_limits(&mut server);
     server.serve(router.into_make_service()).await
 }
 
@@ -159,8 +165,8 @@ pub async fn serve_tls(
         return Ok(());
     };
     let mut server = axum_server::from_tcp_rustls(listener, tls)?.map(LimitedAcceptor::new).handle(handle);
-    set_timeouts(&mut server);
-    server.serve(router.into_make_service()).await
+    set_limits(&mut server);
+    server.serve(router.into_make_service_with_connect_info::<SocketAddr>()).await
 }
 
 /// The first certificate, or `None` if the replica stops before one is loaded.
@@ -171,7 +177,17 @@ pub async fn first_certificate(
     close.run_until_cancelled(tls.wait_for(Option::is_some)).await?.ok()?.clone()
 }
 
-fn set_timeouts<A>(server: &mut Server<SocketAddr, A>) {
-    server.http_builder().http1().timer(TokioTimer::new()).header_read_timeout(HEADER_READ_TIMEOUT);
-    server.http_builder().http2().timer(TokioTimer::new());
+fn set_limits<A>(server: &mut Server<SocketAddr, A>) {
+    let builder = server.http_builder();
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_READ_TIMEOUT)
+        .max_buf_size(HTTP1_BUFFER_BYTES);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(MAX_STREAMS)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(MAX_STREAMS * STREAM_WINDOW_BYTES);
 }

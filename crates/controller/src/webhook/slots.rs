@@ -1,0 +1,243 @@
+//! Slots that the clients of a listener share fairly.
+//!
+//! Clients have no credentials, so each address is a source. One source may hold every slot while no other waits. A source
+//! that comes then takes a slot of the source that holds the most. Nothing is reserved, and no source has a quota.
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{HashMap, VecDeque},
+    net::{IpAddr, SocketAddr},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use tokio::{
+    sync::oneshot,
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+/// A slot that is held for longer than this without progress can be lost to a client of any source, also of its own.
+const SLOW_HOLDER: Duration = Duration::from_secs(1);
+/// How often a client that waits checks for slow ones.
+const SLOW_HOLDER_CHECK: Duration = Duration::from_millis(250);
+
+/// A fixed number of slots. Cheap to clone.
+#[derive(Clone)]
+pub struct FairSlots {
+    table: Arc<Mutex<SlotTable>>,
+    /// How long a slot without progress is safe from other sources.
+    grace: Duration,
+}
+
+/// A slot. Others can use it once it is dropped.
+pub struct Slot {
+    slots: FairSlots,
+    id: u64,
+    lost: CancellationToken,
+}
+
+struct SlotTable {
+    free: usize,
+    /// Numbers the grants.
+    grants: u64,
+    /// By the number of their grant.
+    held: HashMap<u64, HeldSlot>,
+    /// The sources that hold a slot or wait for one.
+    sources: HashMap<IpAddr, SourceAccount>,
+}
+
+struct HeldSlot {
+    /// Whose account it is on. None once it is settled: then it cannot be lost.
+    source: Option<IpAddr>,
+    progress: Instant,
+    lost: CancellationToken,
+}
+
+struct SourceAccount {
+    held: usize,
+    last_grant: u64,
+    waiting: VecDeque<oneshot::Sender<Slot>>,
+}
+
+/// The source of a client. A listener for IPv6 sees IPv4 addresses as mapped ones.
+pub fn source(client: SocketAddr) -> IpAddr {
+    client.ip().to_canonical()
+}
+
+impl FairSlots {
+    /// A client that makes progress within `grace` loses its slot to none of another source.
+    pub fn new(count: usize, grace: Duration) -> Self {
+        let table = SlotTable { free: count, grants: 0, held: HashMap::new(), sources: HashMap::new() };
+        Self { table: Arc::new(Mutex::new(table)), grace }
+    }
+
+    /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards.
+    pub fn try_take(&self, source: IpAddr) -> Option<Slot> {
+        self.take_now(&mut self.lock(), source)
+    }
+
+    /// The same, but waits for a slot. The source that holds the fewest slots is served first.
+    pub async fn take(&self, source: IpAddr) -> Slot {
+        let mut granted = {
+            let mut table = self.lock();
+            if let Some(slot) = self.take_now(&mut table, source) {
+                return slot;
+            }
+            let (grant, granted) = oneshot::channel();
+            table.account(source).waiting.push_back(grant);
+            granted
+        };
+        let mut check = self.grace;
+        loop {
+            match timeout(check, &mut granted).await {
+                Ok(granted) => {
+                    return granted.expect("the table drops a waiting client only once it no longer waits");
+                }
+                Err(_) => self.displace(source),
+            }
+            check = SLOW_HOLDER_CHECK;
+        }
+    }
+
+    /// The number of slots that are held.
+    #[cfg(test)]
+    pub fn held(&self) -> usize {
+        self.lock().held.len()
+    }
+
+    fn take_now(&self, table: &mut SlotTable, source: IpAddr) -> Option<Slot> {
+        if table.free == 0 {
+            let lost = table.excess(source, self.grace)?;
+            table.remove(lost);
+        }
+        Some(self.grant(table, source))
+    }
+
+    /// Takes the slot of a slow client, or of a source that holds more than this one, for a client that waits.
+    fn displace(&self, source: IpAddr) {
+        let _undelivered = {
+            let mut table = self.lock();
+            let lost = table.excess(source, self.grace).or_else(|| table.slowest(|_| true, SLOW_HOLDER));
+            let Some(lost) = lost else { return };
+            table.remove(lost);
+            self.hand_over(&mut table)
+        };
+    }
+
+    /// Gives a free slot to the next client that waits. Returns it if that no longer does: drop it after the lock, so that the
+    /// next one gets it.
+    fn hand_over(&self, table: &mut SlotTable) -> Option<Slot> {
+        for account in table.sources.values_mut() {
+            account.waiting.retain(|waiting| !waiting.is_closed());
+        }
+        table.sources.retain(|_, account| account.held > 0 || !account.waiting.is_empty());
+        let waiting = table.sources.iter_mut().filter(|(_, account)| !account.waiting.is_empty());
+        let (source, account) = waiting.min_by_key(|(_, account)| (account.held, account.last_grant))?;
+        let (source, client) = (*source, account.waiting.pop_front()?);
+        let slot = self.grant(table, source);
+        client.send(slot).err()
+    }
+
+    /// Grants a free slot.
+    fn grant(&self, table: &mut SlotTable, source: IpAddr) -> Slot {
+        table.free -= 1;
+        table.grants += 1;
+        let (id, lost) = (table.grants, CancellationToken::new());
+        let account = table.account(source);
+        account.held += 1;
+        account.last_grant = id;
+        let held = HeldSlot { source: Some(source), progress: Instant::now(), lost: lost.clone() };
+        table.held.insert(id, held);
+        Slot { slots: self.clone(), id, lost }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, SlotTable> {
+        // Nothing that holds the lock can panic in the middle of a change.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SlotTable {
+    /// The account of a source. A new one comes after those that already wait.
+    fn account(&mut self, source: IpAddr) -> &mut SourceAccount {
+        let last_grant = self.grants;
+        self.sources.entry(source).or_insert(SourceAccount { held: 0, last_grant, waiting: VecDeque::new() })
+    }
+
+    /// The slot that another source loses to this one: of the source that holds the most, if it still holds as many as this
+    /// one afterwards.
+    fn excess(&self, source: IpAddr, grace: Duration) -> Option<u64> {
+        let own = self.sources.get(&source).map_or(0, |account| account.held);
+        let (largest, account) = self.sources.iter().max_by_key(|(_, account)| account.held)?;
+        if account.held <= own + 1 {
+            return None;
+        }
+        self.slowest(|at| at == *largest, grace)
+    }
+
+    /// The slot of these sources whose last progress is the oldest, if that is at least so long ago.
+    fn slowest(&self, of: impl Fn(IpAddr) -> bool, age: Duration) -> Option<u64> {
+        let held = self.held.iter().filter(|(_, slot)| slot.source.is_some_and(&of));
+        let (id, slot) = held.min_by_key(|(id, slot)| (slot.progress, **id))?;
+        (slot.progress.elapsed() >= age).then_some(*id)
+    }
+
+    /// Frees a slot, which its holder loses. Returns whether it was held.
+    fn remove(&mut self, id: u64) -> bool {
+        let Some(slot) = self.held.remove(&id) else { return false };
+        slot.lost.cancel();
+        self.free += 1;
+        self.debit(slot.source);
+        true
+    }
+
+    /// Takes a slot from the account of a source.
+    fn debit(&mut self, source: Option<IpAddr>) {
+        let Some(source) = source else { return };
+        if let Some(account) = self.sources.get_mut(&source) {
+            account.held -= 1;
+            if account.held == 0 && account.waiting.is_empty() {
+                self.sources.remove(&source);
+            }
+        }
+    }
+}
+
+impl Slot {
+    /// Cancelled when another client took the slot.
+    pub fn lost(&self) -> &CancellationToken {
+        &self.lost
+    }
+
+    /// Its client made progress.
+    pub fn touch(&self) {
+        if let Some(slot) = self.slots.lock().held.get_mut(&self.id) {
+            slot.progress = Instant::now();
+        }
+    }
+
+    /// Its client has done its part: the slot leaves the account of its source, and cannot be lost any more. Returns whether
+    /// it was not lost before.
+    pub fn settle(&self) -> bool {
+        let mut table = self.slots.lock();
+        let Some(slot) = table.held.get_mut(&self.id) else { return false };
+        let source = slot.source.take();
+        table.debit(source);
+        true
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let _undelivered = {
+            let mut table = self.slots.lock();
+            if !table.remove(self.id) {
+                return;
+            }
+            self.slots.hand_over(&mut table)
+        };
+    }
+}
