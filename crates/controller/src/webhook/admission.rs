@@ -54,6 +54,9 @@ pub const MAX_CONCURRENT_BODIES: usize = 16;
 /// its headers at once.
 pub const BODY_GRACE: Duration = Duration::from_millis(50);
 
+/// How many of these may read from the API server at a time. The others are answered meanwhile.
+pub const MAX_LIVE_REVIEWS: usize = 8;
+
 /// How long a request waits for a slot before the API server is asked to retry.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -188,6 +191,8 @@ enum RequestError {
     WrongResource { expected: String, actual: String },
     #[error("too many concurrent requests; retry")]
     Busy,
+    #[error("too many concurrent requests need objects that the controller does not know yet; retry")]
+    BusyReading,
     #[error("the body did not arrive in time")]
     BodyTimeout,
     #[error("the body was rejected: {0}")]
@@ -478,14 +483,16 @@ impl RequestError {
             | Self::WrongResource { .. } => StatusCode::BAD_REQUEST,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::BodyRejected(status, _) => *status,
-            Self::Busy | Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::BusyReading | Self::NotSynced => StatusCode::SERVICE_UNAVAILABLE,
             Self::ReadFailed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 
     fn outcome(&self) -> AdmissionOutcome {
         match self {
-            Self::Busy | Self::NotSynced | Self::ReadFailed(_) => AdmissionOutcome::Unavailable,
+            Self::Busy | Self::BusyReading | Self::NotSynced | Self::ReadFailed(_) => {
+                AdmissionOutcome::Unavailable
+            }
             Self::InvalidBody(_)
             | Self::NoRequest
             | Self::UnsupportedVersion(_)

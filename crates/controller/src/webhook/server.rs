@@ -25,7 +25,7 @@ use hyper_util::rt::TokioTimer;
 use jiff::Timestamp;
 use kube::Client;
 use plan::claims::ClaimOptions;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::{admission, connection::LimitedAcceptor, slots::FairSlots};
@@ -58,6 +58,8 @@ pub struct WebhookState {
     pub claims: ClaimOptions,
     /// To read and validate a body: bounds the memory that concurrent requests take.
     pub bodies: FairSlots,
+    /// For requests that read what the cache does not have.
+    pub live_reads: Semaphore,
 }
 
 impl WebhookState {
@@ -69,7 +71,8 @@ impl WebhookState {
         claims: ClaimOptions,
     ) -> Self {
         let bodies = FairSlots::new(admission::MAX_CONCURRENT_BODIES, admission::BODY_GRACE);
-        Self { readiness, metrics, cluster, client, claims, bodies }
+        let live_reads = Semaphore::new(admission::MAX_LIVE_REVIEWS);
+        Self { readiness, metrics, cluster, client, claims, bodies, live_reads }
     }
 }
 

@@ -1,5 +1,7 @@
 //! The references to claims that the mutating webhook adds to launcher pods.
 
+use std::collections::HashMap;
+
 use api::{
     ipamclaim::CLAIM_KEY,
     nad::NadIpam,
@@ -46,12 +48,29 @@ pub fn references(input: &MutateInput<'_>) -> Result<Option<String>, selection::
     let networks = &input.vmi.networks;
     let names = names::assign(&key, input.vmi, input.launchers, input.claims);
     let mut changed = false;
+    // By NAD: how many elements without a hashed interface came before, and the elements of the stored pod without interface.
+    let mut positions: HashMap<NadRef, usize> = HashMap::new();
+    let mut unnamed: HashMap<NadRef, Vec<&NetworkSelectionElement>> = HashMap::new();
+    for element in old.iter().filter(|element| element.interface.is_none()) {
+        unnamed.entry(element.reference(input.namespace)).or_default().push(element);
+    }
     for (index, element) in elements.iter().enumerate() {
-        let Some(element) = element.as_ref().filter(|element| !has_claim(element)) else { continue };
-        let position = position(&elements[..index], element, input.namespace);
-        let claim = match stored(&old, element, position, input.namespace) {
+        let Some(element) = element else { continue };
+        let nad = element.reference(input.namespace);
+        let position = positions.get(&nad).copied().unwrap_or_default();
+        if !is_hashed(element) {
+            positions.insert(nad.clone(), position + 1);
+        }
+        if has_claim(element) {
+            continue;
+        }
+        let stored = match &element.interface {
+            Some(_) => old.iter().find(|one| one.interface == element.interface).copied(),
+            None => unnamed.get(&nad).and_then(|same| same.get(position).copied()),
+        };
+        let claim = match stored {
             Some(stored) => stored.ipam_claim.clone().filter(|claim| !claim.is_empty()),
-            None => network_of(networks, element, position, input.namespace)
+            None => network_of(networks, element, &nad, position)
                 .filter(|network| is_persistent(input, element) || started_with(input, network))
                 .filter(|network| !started_without(&input.vmi.uid, network, input.launchers))
                 .and_then(|network| names.get(&network.name))
@@ -77,45 +96,18 @@ fn is_hashed(element: &NetworkSelectionElement) -> bool {
     element.interface.as_ref().is_some_and(|name| name.as_str().starts_with("pod"))
 }
 
-/// How many elements of the same NAD without a hashed interface come before this one.
-fn position(
-    before: &[Option<NetworkSelectionElement>],
-    element: &NetworkSelectionElement,
-    namespace: &str,
-) -> usize {
-    let nad = element.reference(namespace);
-    let before = before.iter().flatten().filter(|one| !is_hashed(one) && one.reference(namespace) == nad);
-    before.count()
-}
-
-/// The element of the stored pod for the same interface.
-fn stored<'a>(
-    old: &[&'a NetworkSelectionElement],
-    element: &NetworkSelectionElement,
-    position: usize,
-    namespace: &str,
-) -> Option<&'a NetworkSelectionElement> {
-    if element.interface.is_some() {
-        return old.iter().find(|one| one.interface == element.interface).copied();
-    }
-    let nad = element.reference(namespace);
-    let same = old.iter().filter(|one| one.interface.is_none() && one.reference(namespace) == nad);
-    same.copied().nth(position)
-}
-
 /// The network of an element: by the hashed name of its interface, else by its NAD and the order.
 fn network_of<'a>(
     networks: &'a [MachineNetwork],
     element: &NetworkSelectionElement,
+    nad: &NadRef,
     position: usize,
-    namespace: &str,
 ) -> Option<&'a MachineNetwork> {
     if is_hashed(element) {
         let interface = element.interface.as_ref()?;
         return networks.iter().find(|network| *network.pod_interface == *interface.as_str());
     }
-    let nad = element.reference(namespace);
-    networks.iter().filter(|network| network.nad == nad && !network.absent).nth(position)
+    networks.iter().filter(|network| network.nad == *nad && !network.absent).nth(position)
 }
 
 /// Whether a live launcher of the instance references a claim for this network. All pods of one instance are alike, so

@@ -1,6 +1,11 @@
 //! Adds the references to IPAMClaims to launcher pods.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use api::{
     ErrorChain,
@@ -22,8 +27,9 @@ use plan::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use tokio::sync::{OnceCell, SemaphorePermit};
 
-use super::{MutationDecision, RequestError, ReviewedRequest, WebhookState};
+use super::{MutationDecision, RequestError, ReviewedRequest, WebhookState, truncate};
 use crate::{
     cache::{
         claims::project::{self, MachineObject},
@@ -38,6 +44,8 @@ use crate::{
 const DOMAIN_ANNOTATION: &str = "kubevirt.io/domain";
 /// How long one read of an object that the cache does not have may take. The API server waits five seconds for the answer.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// How many NADs that the cache does not have are read for one pod. Usually there is none: NADs are older than pods.
+const MAX_LIVE_NADS: usize = 16;
 
 /// The metadata of the object of a request, with its namespace.
 pub fn metadata(request: &ReviewedRequest) -> Option<ObjectMeta> {
@@ -92,36 +100,65 @@ async fn add_references(
     }
     let Some(pod) = project::claim_pod(&metadata) else { return unchanged };
     let key = ObjectKey::new(request.namespace.as_str(), domain);
-    let reader = Reader { state, call: state.metrics.api_call_within(READ_TIMEOUT, ApiCallKind::Machine) };
+    let call = state.metrics.api_call_within(READ_TIMEOUT, ApiCallKind::Machine);
+    let reader = Reader { state, call, permit: OnceCell::new() };
     let Some(mut vmi) = reader.vmi(&key, &pod).await? else { return unchanged };
     // While a NIC is plugged, the cache may have the instance from before.
     if pod.elements.iter().any(|element| element_is_unknown(element, &vmi)) {
         let Some(live) = reader.live_vmi(&key).await? else { return unchanged };
         vmi = live;
     }
-    let nads = reader.nads(pod.elements.iter().map(|element| &element.nad)).await?;
     let launchers = state.cluster.claims().read(|index| index.pods_of(&key, &[]));
     let launchers: Vec<&ClaimPod> = launchers.iter().map(Arc::as_ref).collect();
     let claim = |name: &str| {
         let key = ObjectKey { namespace: key.namespace.clone(), name: name.into() };
         state.cluster.claims().read(|index| index.claim(&key).map(|claim| ClaimState::clone(claim)))
     };
-    let input = MutateInput {
-        namespace: &request.namespace,
-        annotation: networks,
-        old_annotation,
-        vmi: &vmi,
-        vmi_name: domain,
-        launchers: &launchers,
-        nads: &|at: &NadRef| nads.get(at).cloned().unwrap_or(NadLookup::Absent),
-        claims: &claim,
-        options: state.claims,
+    let decide = |nads: &dyn Fn(&NadRef) -> NadLookup| {
+        references::references(&MutateInput {
+            namespace: &request.namespace,
+            annotation: networks,
+            old_annotation,
+            vmi: &vmi,
+            vmi_name: domain,
+            launchers: &launchers,
+            nads,
+            claims: &claim,
+            options: state.claims,
+        })
     };
-    match references::references(&input) {
+    let cluster = state.cluster.snapshot();
+    // The NADs that decide something and that the cache does not have: those of other elements are not read.
+    let absent = RefCell::new(BTreeSet::new());
+    let mut decided = decide(&|at| {
+        let found = nad_lookup(&cluster, at);
+        if found == NadLookup::Absent {
+            absent.borrow_mut().insert(at.clone());
+        }
+        found
+    });
+    let absent = absent.into_inner();
+    if absent.len() > MAX_LIVE_NADS {
+        return Ok(too_many_absent(&absent));
+    }
+    if !absent.is_empty() {
+        let live = reader.nads(absent).await?;
+        decided = decide(&|at| live.get(at).cloned().unwrap_or_else(|| nad_lookup(&cluster, at)));
+    }
+    match decided {
         Ok(None) => unchanged,
         Ok(Some(text)) => Ok(MutationDecision::Patch(replace_networks(&text)?)),
         Err(error) => Ok(invalid(&error)),
     }
+}
+
+fn too_many_absent(absent: &BTreeSet<NadRef>) -> MutationDecision {
+    let first = absent.first().map(|at| truncate(&at.to_string())).unwrap_or_default();
+    MutationDecision::Invalid(format!(
+        "the controller does not know {} NetworkAttachmentDefinitions of this pod, such as {first}, and looks up at most \
+         {MAX_LIVE_NADS}; create them before the virtual machine, or retry if you just did",
+        absent.len()
+    ))
 }
 
 /// Whether an element has an interface name of KubeVirt that no network of the instance has.
@@ -145,6 +182,8 @@ fn replace_networks(text: &str) -> Result<Patch, RequestError> {
 struct Reader<'a> {
     state: &'a WebhookState,
     call: ApiCall,
+    /// Acquired by the first read.
+    permit: OnceCell<SemaphorePermit<'a>>,
 }
 
 impl Reader<'_> {
@@ -164,23 +203,9 @@ impl Reader<'_> {
         Ok(object.as_ref().and_then(project::vmi).map(Arc::new))
     }
 
-    async fn nads(
-        &self,
-        named: impl Iterator<Item = &NadRef>,
-    ) -> Result<BTreeMap<NadRef, NadLookup>, RequestError> {
-        let cluster = self.state.cluster.snapshot();
-        let mut nads = BTreeMap::new();
-        for at in named {
-            if nads.contains_key(at) {
-                continue;
-            }
-            let mut found = nad_lookup(&cluster, at);
-            if found == NadLookup::Absent {
-                found = self.nad(at).await?;
-            }
-            nads.insert(at.clone(), found);
-        }
-        Ok(nads)
+    async fn nads(&self, absent: BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, NadLookup>, RequestError> {
+        let reads = absent.into_iter().map(async |at| Ok((at.clone(), self.nad(&at).await?)));
+        Ok(futures::future::try_join_all(reads).await?.into_iter().collect())
     }
 
     async fn nad(&self, at: &NadRef) -> Result<NadLookup, RequestError> {
@@ -205,6 +230,8 @@ impl Reader<'_> {
             + std::fmt::Debug
             + DeserializeOwned,
     {
+        let acquire = async || self.state.live_reads.try_acquire().map_err(|_| RequestError::BusyReading);
+        self.permit.get_or_try_init(acquire).await?;
         let api: Api<K> = Api::namespaced_with(self.state.client.clone(), namespace, resource);
         self.call.read(api.get_opt(name)).await.map_err(|error| {
             let kind = &resource.kind;

@@ -91,6 +91,13 @@ impl Webhook {
         Self { state: Arc::new(state), reads }
     }
 
+    fn with_client(self, client: Client) -> Self {
+        let cluster = self.state.cluster.clone();
+        let state = WebhookState::new(Arc::default(), Arc::default(), cluster, client, self.state.claims);
+        state.readiness.set_synced();
+        Self { state: Arc::new(state), ..self }
+    }
+
     fn reads(&self) -> Vec<String> {
         std::mem::take(&mut self.reads.lock().unwrap())
     }
@@ -289,6 +296,64 @@ async fn what_the_cache_does_not_have_is_read_from_the_api_server() {
 
     let gone = Webhook::new(None, &[]);
     assert_eq!(gone.mutate(&launcher("ns/blue"), None).await, None, "the instance does not exist");
+}
+
+/// The elements of a pod, of which an API server with this name prefix has none.
+fn absent_nads(count: usize) -> String {
+    (0..count).map(|number| format!("ns/absent-{number}")).collect::<Vec<_>>().join(",")
+}
+
+#[tokio::test]
+async fn nads_that_decide_nothing_are_not_read() {
+    let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
+    let pod = launcher(&format!("{},ns/blue", absent_nads(4095)));
+    let text = webhook.mutate(&pod, None).await.unwrap();
+    assert_eq!(references(&text).last(), Some(&json!("vm1.blue")));
+    assert_eq!(webhook.reads(), [""; 0], "the instance has none of them");
+}
+
+#[tokio::test]
+async fn a_pod_with_many_nads_that_the_cache_does_not_have_is_refused_with_the_reason() {
+    let names: Vec<String> = (0..17).map(|number| format!("absent-{number}")).collect();
+    let networks: Vec<&str> = names.iter().map(String::as_str).collect();
+    let webhook = Webhook::new(Some(vmi(&networks)), &[]);
+    let response = webhook.review(MUTATE_POD, &launcher(&absent_nads(17)), None).await;
+    assert_eq!(response["allowed"], false, "{response}");
+    let message = response["status"]["message"].as_str().unwrap();
+    assert!(
+        message.contains("17 NetworkAttachmentDefinitions") && message.contains("ns/absent-0"),
+        "{message}"
+    );
+    assert_eq!(webhook.reads(), [""; 0]);
+    assert_eq!(webhook.mutate(&launcher(&absent_nads(16)), None).await, None);
+    assert_eq!(webhook.reads().len(), 16);
+}
+
+/// With an API server that answers no read, the requests that need one leave room for all others.
+#[tokio::test(start_paused = true)]
+async fn reads_that_hang_do_not_hold_up_requests_that_need_none() {
+    let hanging = Webhook::new(Some(vmi(&["blue"])), &[]).with_client(unreachable_client());
+    let pod = launcher("ns/red");
+    let unknown = json!([{"name": "red", "namespace": "ns", "interface": interface("red")}]).to_string();
+    let reading = futures::future::join_all(
+        (0..32).map(async |_| hanging.post(MUTATE_POD, &launcher(&unknown), None).await),
+    );
+    let known = async {
+        tokio::task::yield_now().await;
+        let start = tokio::time::Instant::now();
+        for _ in 0..100 {
+            assert!(hanging.mutate(&launcher("ns/blue"), None).await.is_some());
+            assert_eq!(hanging.mutate(&pod, None).await, None);
+        }
+        start.elapsed()
+    };
+    let (reading, took) = futures::join!(reading, known);
+    assert!(took < Duration::from_millis(100), "{took:?}");
+    let busy = reading.iter().filter(|(code, _)| *code == StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(busy.clone().count(), 32 - MAX_LIVE_REVIEWS);
+    assert!(busy.clone().all(|(_, body)| body.contains("does not know yet")));
+    let failed = reading.iter().filter(|(code, _)| *code == StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(failed.count(), MAX_LIVE_REVIEWS);
 }
 
 #[tokio::test]
