@@ -8,11 +8,8 @@ use std::{
     net::TcpStream,
     path::{Path, PathBuf},
     process::{Child, ExitStatus, Stdio},
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        mpsc::{self, RecvTimeoutError},
-    },
-    thread::{self, JoinHandle},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
     time::Duration,
 };
 
@@ -58,20 +55,10 @@ pub fn set_webhook_endpoints(lab: &Lab, replicas: &[u8]) -> Result<()> {
 
 /// A controller process with the token of the installed ServiceAccount; killed on drop.
 pub struct Replica {
-    child: Arc<Mutex<Child>>,
+    child: Mutex<Child>,
     number: u8,
     lab: Lab,
-    /// Restarts the process; ends when this is dropped.
-    supervisor: Option<Supervisor>,
 }
-
-struct Supervisor {
-    stop: mpsc::Sender<()>,
-    thread: JoinHandle<()>,
-}
-
-/// How soon a supervised process is started again. A kubelet does that, too.
-const RESTART_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Replica {
     pub fn address(number: u8) -> String {
@@ -109,37 +96,8 @@ impl Replica {
     }
 
     fn launch(lab: &Lab, number: u8, program: &Path, extra_args: &[&str]) -> Result<Self> {
-        let child = Arc::new(Mutex::new(Self::spawn(lab, number, program, extra_args)?));
-        Ok(Self { child, number, lab: lab.clone(), supervisor: None })
-    }
-
-    /// Starts the process again whenever it exits by itself, as the kubelet does: a leader exits if it cannot renew its Lease
-    /// in time, for example on a busy machine. A process that a signal ended stays dead.
-    #[must_use]
-    pub fn supervised(mut self, extra_args: &'static [&'static str]) -> Self {
-        let (stop, stopped) = mpsc::channel();
-        let (child, number, lab) = (Arc::clone(&self.child), self.number, self.lab.clone());
-        let supervise = move || {
-            while stopped.recv_timeout(RESTART_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-                let mut child = child.lock().unwrap_or_else(PoisonError::into_inner);
-                let exited = child.try_wait().ok().flatten().is_some_and(|status| status.code().is_some());
-                let next = exited.then(|| Self::spawn(&lab, number, &program()?, extra_args));
-                if let Some(Ok(next)) = next {
-                    println!("restarted {}", Self::name(number));
-                    *child = next;
-                }
-            }
-        };
-        self.supervisor = Some(Supervisor { stop, thread: thread::spawn(supervise) });
-        self
-    }
-
-    /// From now on the process stays dead when it exits.
-    pub fn end_supervision(&mut self) {
-        if let Some(Supervisor { stop, thread }) = self.supervisor.take() {
-            drop(stop);
-            let _ = thread.join();
-        }
+        let child = Mutex::new(Self::spawn(lab, number, program, extra_args)?);
+        Ok(Self { child, number, lab: lab.clone() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Child> {
@@ -173,6 +131,15 @@ impl Replica {
     pub async fn wait_ready(&self) -> Result<()> {
         wait::until(Duration::from_secs(60), "the replica to be ready", || async {
             Ok((self.probe("readyz") == 200).then_some(()))
+        })
+        .await
+        .with_context(|| self.tail())
+    }
+
+    /// Waits until the replica knows that it does not lead.
+    pub async fn wait_until_it_does_not_lead(&self) -> Result<()> {
+        wait::until(Duration::from_secs(60), "the replica to stop leading", || async {
+            Ok((self.metric("patchbay_leader", "")? == 0).then_some(()))
         })
         .await
         .with_context(|| self.tail())
@@ -280,7 +247,6 @@ impl Replica {
 
 impl Drop for Replica {
     fn drop(&mut self) {
-        self.end_supervision();
         let mut child = self.lock();
         let _ = child.kill();
         let _ = child.wait();

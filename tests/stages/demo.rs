@@ -8,7 +8,8 @@ use std::{
     io::Write as _,
     os::unix::fs::symlink,
     path::PathBuf,
-    process::Command,
+    process::{Command, Output, Stdio},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -250,6 +251,15 @@ fn kubectl_plugins() -> Result<PathBuf> {
     Ok(dir)
 }
 
+/// How long a webhook may be unreachable.
+const WEBHOOK_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Whether kubectl failed because no controller listens at the address that the API server called.
+fn is_unreachable_webhook(stderr: &str) -> bool {
+    let unreachable = ["connection refused", "no endpoints available"];
+    stderr.contains("failed calling webhook") && unreachable.iter().any(|cause| stderr.contains(cause))
+}
+
 const NAMES: &str = "jsonpath={.status.interfaces[*].name}";
 
 fn chapter(title: &str) {
@@ -272,6 +282,26 @@ impl Tour {
         Ok(command)
     }
 
+    /// Runs kubectl with this input. Repeats the command while no controller answers a webhook, as a user would: the one that
+    /// the API server calls is just being replaced.
+    fn run(&self, arguments: &[&str], input: &str) -> Result<Output> {
+        let start = Instant::now();
+        loop {
+            let mut command = self.kubectl_command()?;
+            command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            let mut child = command.spawn().context("run kubectl")?;
+            // A command that does not read its input closes it.
+            let _ = child.stdin.take().context("kubectl has no stdin")?.write_all(input.as_bytes());
+            let output = child.wait_with_output().context("wait for kubectl")?;
+            let unreachable = is_unreachable_webhook(&String::from_utf8_lossy(&output.stderr));
+            if output.status.success() || !unreachable || start.elapsed() > WEBHOOK_TIMEOUT {
+                return Ok(output);
+            }
+            print_progress("the webhook is being replaced; trying again …");
+            thread::sleep(Duration::from_secs(1));
+        }
+    }
+
     /// Runs kubectl and prints the command and its output. A trailing `| (pretty)` indents JSON output.
     fn kubectl(&self, line: &str) -> Result<()> {
         let (line, pretty) = line.strip_suffix(" | (pretty)").map_or((line, false), |line| (line, true));
@@ -282,7 +312,7 @@ impl Tour {
             println!();
             return Ok(());
         }
-        let output = self.kubectl_command()?.args(line.split(' ')).output().context("run kubectl")?;
+        let output = self.run(&line.split(' ').collect::<Vec<_>>(), "")?;
         if !output.status.success() {
             bail!("kubectl {line}: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
@@ -298,15 +328,7 @@ impl Tour {
     /// Runs a kubectl command that Patchbay's admission webhook must reject, and prints the rejection.
     fn expect_rejected(&self, line: &str, input: &str) -> Result<()> {
         println!("$ echo '{input}' | kubectl {line}");
-        let mut child = self
-            .kubectl_command()?
-            .args(line.split(' '))
-            .stdin(std::process::Stdio::piped())
-            .stderr(std::process::Stdio::piped())
-            .spawn()
-            .context("run kubectl")?;
-        child.stdin.take().context("kubectl has no stdin")?.write_all(input.as_bytes())?;
-        let output = child.wait_with_output().context("wait for kubectl")?;
+        let output = self.run(&line.split(' ').collect::<Vec<_>>(), input)?;
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         if output.status.success() || !stderr.contains("the Patchbay daemon creates the NodeNetwork") {
             bail!("kubectl {line}: expected a rejection by the admission webhook, got: {stderr}");
@@ -317,15 +339,11 @@ impl Tour {
 
     /// Creates an object without printing it.
     fn create(&self, object: &str) -> Result<()> {
-        let mut child = self
-            .kubectl_command()?
-            .args(["create", "-f", "-"])
-            .stdin(std::process::Stdio::piped())
-            .spawn()?;
-        child.stdin.take().context("kubectl has no stdin")?.write_all(object.as_bytes())?;
-        if !child.wait().context("wait for kubectl")?.success() {
-            bail!("kubectl create failed");
+        let output = self.run(&["create", "-f", "-"], object)?;
+        if !output.status.success() {
+            bail!("kubectl create: {}", String::from_utf8_lossy(&output.stderr).trim());
         }
+        println!("{}", String::from_utf8_lossy(&output.stdout).trim_end());
         Ok(())
     }
 
@@ -373,5 +391,25 @@ impl Tour {
              make down                                   stop and delete the lab",
             self.lab.kubeconfig().display(),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_webhook_that_does_not_listen_is_called_again() {
+        let refused = "Internal error occurred: failed calling webhook \"bridgenetworks.patchbay.dev\": failed to call \
+            webhook: Post \"https://patchbay-webhook.patchbay-system.svc:443/…\": dial tcp 10.0.0.9:443: connect: \
+            connection refused";
+        assert!(is_unreachable_webhook(refused));
+        let none = "failed calling webhook \"x\": no endpoints available for service \"patchbay-webhook\"";
+        assert!(is_unreachable_webhook(none));
+        for text in
+            ["The connection to the server was refused: connection refused", "admission webhook \"x\" denied"]
+        {
+            assert!(!is_unreachable_webhook(text), "{text}");
+        }
     }
 }

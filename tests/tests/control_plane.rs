@@ -53,6 +53,7 @@ fn main() -> ExitCode {
             the_leader_releases_the_lease_on_sigterm_and_exits_within_10_s,
             another_replica_leads_within_15_s_after_kill_9,
             a_paused_leader_writes_nothing_after_another_leads,
+            replicas_outlive_an_api_server_that_is_silent_and_one_leads_again,
             a_rival_whose_clock_is_two_minutes_off_is_respected,
             certificates_rotate_under_load_without_a_failed_admission,
             damaged_certificates_and_bundles_are_repaired,
@@ -237,7 +238,7 @@ async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<
     delete_the_lease(&client).await?;
     let mut one = Replica::start_ready(&lab, 1, &[]).await?;
     wait_for_leader(&client, "replica-1").await?;
-    let mut two = Replica::start_ready(&lab, 2, &[]).await?;
+    let two = Replica::start_ready(&lab, 2, &[]).await?;
     wait_for_webhook(&client).await?;
     one.signal(Signal::SIGSTOP)?;
     wait_for_leader(&client, "replica-2").await?;
@@ -247,9 +248,8 @@ async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<
     lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
     let offset = lab.audit_offset()?;
     one.signal(Signal::SIGCONT)?;
-    // It resumes as if it still led, and must exit without a write.
-    let status = one.wait_for_exit(TIMEOUT).await?;
-    ensure!(!status.success(), "losing the lease must not exit with success: {status}");
+    // It resumes as if it still led, and must stop without a write.
+    one.wait_until_it_does_not_lead().await?;
     let ours = |a: &lab::audit::AuditedRequest| {
         a.is_write() && a.code < 300 && a.user.ends_with("patchbay-controller")
     };
@@ -260,20 +260,41 @@ async fn a_paused_leader_writes_nothing_after_another_leads(lab: Lab) -> Result<
         ca_bundle(&client).await?.is_empty(),
         "the bundle was repaired while both replicas must not write"
     );
-    // If it was stopped for less than its fence, it still leads and repairs the bundle. Else it exits.
+    ensure!(one.is_running()?, "the replica that lost the Lease exited");
     two.signal(Signal::SIGCONT)?;
-    let repaired = wait::until(TIMEOUT, "the bundle to be repaired", || {
-        let running = two.is_running();
-        let client = &client;
-        async move { Ok((!running? || !ca_bundle(client).await?.is_empty()).then_some(())) }
-    });
-    repaired.await?;
-    let _next = if two.is_running()? { two } else { Replica::start_ready(&lab, 2, &[]).await? };
     wait::until(TIMEOUT, "the bundle to be repaired", || async {
         Ok((!ca_bundle(&client).await?.is_empty()).then_some(()))
     })
     .await?;
     wait_for_webhook(&client).await
+}
+
+async fn replicas_outlive_an_api_server_that_is_silent_and_one_leads_again(lab: Lab) -> Result<()> {
+    let client = lab.client().await?;
+    delete_the_lease(&client).await?;
+    let mut one = Replica::start_ready(&lab, 1, &SHORT_LEASE).await?;
+    wait_for_leader(&client, "replica-1").await?;
+    let mut two = Replica::start_ready(&lab, 2, &SHORT_LEASE).await?;
+    wait_for_webhook(&client).await?;
+    lab.pause("apiserver")?;
+    let silent = one.wait_until_it_does_not_lead().await;
+    let running = one.is_running()? && two.is_running()? && one.probe("readyz") == 200;
+    lab.resume("apiserver")?;
+    silent?;
+    ensure!(running, "{}\n{}", one.tail(), two.tail());
+    wait_for_webhook(&client).await?;
+    wait::until(TIMEOUT, "a replica to lead", || async {
+        Ok((one.metric("patchbay_leader", "")? + two.metric("patchbay_leader", "")? == 1).then_some(()))
+    })
+    .await?;
+    ensure!(one.is_running()? && two.is_running()?, "a replica exited");
+    // The new term does what the former one did.
+    let broken = r#"[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]"#;
+    lab.kubectl(&["patch", "validatingwebhookconfiguration", "patchbay", "--type=json", "-p", broken])?;
+    wait::until(TIMEOUT, "the bundle to be repaired", || async {
+        Ok((!ca_bundle(&client).await?.is_empty()).then_some(()))
+    })
+    .await
 }
 
 /// The CA bundle of the first webhook.
@@ -347,11 +368,12 @@ async fn a_rival_is_respected(lab: &Lab, skew: SignedDuration) -> Result<bool> {
     delete_the_lease(&client).await?;
     let mut one = Replica::start_ready(lab, 1, &SHORT_LEASE).await?;
     wait_for_leader(&client, "replica-1").await?;
-    // The rival takes the Lease by force: the leader must exit, not lead at the same time.
-    let ended = async { one.wait_for_exit(TIMEOUT).await.context("the old leader still runs") };
-    if hold_lease_as_rival(&client, skew, ended).await?.is_none() {
+    // The rival takes the Lease by force: the leader must not lead at the same time.
+    if hold_lease_as_rival(&client, skew, one.wait_until_it_does_not_lead()).await?.is_none() {
         return Ok(false);
     }
+    ensure!(one.is_running()?, "the old leader exited");
+    drop(one);
     // A new replica waits while the rival renews, whatever the rival's clock says, and leads soon after it stops.
     let new_replica = async {
         let two = Replica::start_ready(lab, 2, &SHORT_LEASE).await?;

@@ -145,8 +145,10 @@ impl ClaimController {
             {
                 return;
             }
-            workers.cache.claims().queue().start();
-            workers.cache.claims().mark_all();
+            let claims = workers.cache.claims();
+            claims.forget_plans();
+            let _term = claims.queue().start_term();
+            claims.mark_all();
             run_workers(&workers, stop.clone()).await;
         };
         let keep = stop.run_until_cancelled(crd.run());

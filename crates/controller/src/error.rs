@@ -2,7 +2,7 @@
 
 use std::{io, net::SocketAddr};
 
-use crate::{args, lease::election};
+use crate::args;
 
 /// Why [`run`](crate::run) ended before it was cancelled.
 #[derive(Debug, thiserror::Error)]
@@ -21,8 +21,6 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    #[error("lost leadership")]
-    LostLease(#[source] election::Error),
     #[error("task {0} ended unexpectedly")]
     TaskEnded(&'static str),
     #[error("a task panicked")]

@@ -9,6 +9,7 @@ pub mod tests;
 
 use std::{future::Future, sync::Arc, time::Duration};
 
+use api::ErrorChain;
 use client::fence::LeaseFence;
 use futures::{FutureExt, future::BoxFuture};
 use kube::Client;
@@ -22,7 +23,7 @@ use crate::{
     blocks::BlockController,
     cache::{CacheSource, ClusterCache},
     claims::ClaimController,
-    lease::election::{Candidate, Leader},
+    lease::election::{self, Candidate, Leader},
     metrics::Metrics,
     networks::NetworkController,
     nodelabels::NodeLabelController,
@@ -43,6 +44,7 @@ const DEBOUNCE: Duration = Duration::from_millis(10);
 const LOOP_GRACE: Duration = Duration::from_secs(3);
 
 /// What the leader's loops need.
+#[derive(Clone)]
 pub struct LeaderConfig {
     pub client: Client,
     pub cache: ClusterCache,
@@ -119,45 +121,65 @@ async fn run<R: Reconciler>(mut reconciler: R, cache: ClusterCache, stop: Cancel
     }
 }
 
-/// Acquires the Lease, then runs the leader's loops until `resign` is cancelled. Losing the Lease is an error: a restart of
-/// the process is the simplest way to be sure that none of the leader's loops is left.
+/// Acquires the Lease and runs the leader's loops until `resign` is cancelled. A replica that loses the Lease ends its loops
+/// and stands for election again: it goes on serving the webhook, which an API server that was silent needs most afterwards.
 pub async fn lead(
-    candidate: Candidate,
+    mut candidate: Candidate,
     config: LeaderConfig,
     resign: CancellationToken,
 ) -> Result<(), Error> {
-    let Some(leader) = candidate.acquire(&resign).await else {
-        return Ok(());
-    };
-    if resign.is_cancelled() {
-        leader.release().await;
-        return Ok(());
+    loop {
+        let Some(leader) = candidate.acquire(&resign).await else {
+            return Ok(());
+        };
+        if resign.is_cancelled() {
+            leader.release().await;
+            return Ok(());
+        }
+        // Each term has its own fence, and loops that know nothing of an earlier term.
+        let stop = resign.child_token();
+        let loops = loops(config.clone(), leader.fence(), &stop);
+        match run_loops(leader, loops, stop).await? {
+            Some(next) => candidate = next,
+            None => return Ok(()),
+        }
     }
-    let loops = loops(config, leader.fence(), &resign);
-    run_loops(leader, loops, resign).await
 }
 
-/// Runs the loops, and releases the Lease after all of them have ended.
+/// How a term ended.
+enum TermEnd {
+    Resigned,
+    Lost(election::Error),
+    Failed(Error),
+}
+
+/// Runs the loops, and releases the Lease after all of them have ended. Returns the candidate of the next term if this replica
+/// lost the Lease.
 async fn run_loops(
     mut leader: Leader,
     loops: Vec<LeaderLoop>,
     resign: CancellationToken,
-) -> Result<(), Error> {
+) -> Result<Option<Candidate>, Error> {
     let mut tasks: JoinSet<TaskExit> = JoinSet::new();
     for LeaderLoop { name, task } in loops {
         tasks.spawn(named(name, task.map(Ok)));
     }
-    let result = tokio::select! {
+    let end = tokio::select! {
         biased;
-        () = resign.cancelled() => Ok(()),
-        lost = leader.run() => Err(Error::LostLease(lost)),
-        error = unexpected_exit(&mut tasks) => Err(error),
+        () = resign.cancelled() => TermEnd::Resigned,
+        lost = leader.run() => TermEnd::Lost(lost),
+        error = unexpected_exit(&mut tasks) => TermEnd::Failed(error),
     };
-    if let Err(Error::LostLease(_)) = result {
-        // Another replica may lead already: abort the loops at once. There is no Lease to release.
-        tasks.shutdown().await;
-        return result;
-    }
+    let result = match end {
+        TermEnd::Lost(lost) => {
+            // Another replica may lead already: abort the loops at once. There is no Lease to release.
+            warn!(error = %ErrorChain(&lost), "lost the lease; ending the leader's loops and standing for election again");
+            tasks.shutdown().await;
+            return Ok(Some(leader.step_down().await));
+        }
+        TermEnd::Resigned => Ok(None),
+        TermEnd::Failed(error) => Err(error),
+    };
     resign.cancel();
     if timeout(LOOP_GRACE, wait_for_all(&mut tasks)).await.is_err() {
         warn!("a leader's loop did not finish its step in time; aborting it");

@@ -215,6 +215,12 @@ impl Metrics {
 
     pub fn leads(&self, leads: bool) {
         self.leader.set(i64::from(leads));
+        if !leads {
+            // Only the leader counts these.
+            for gauge in [&self.networks, &self.users, &self.services] {
+                gauge.set(0);
+            }
+        }
     }
 
     pub fn certificate_expires(&self, at: SystemTime) {

@@ -15,7 +15,10 @@ use api::{ErrorChain, selection::NadRef};
 use client::fence::now;
 use futures::{StreamExt, stream};
 use jiff::Timestamp;
-use plan::network::{self, ClusterState, NetworkPlan, NetworkRecords, NetworksPlan};
+use plan::{
+    network::{self, ClusterState, NetworkPlan, NetworkRecords, NetworksPlan},
+    shared_map::SharedMap,
+};
 use tracing::{debug, warn};
 
 use self::{
@@ -46,6 +49,8 @@ pub struct NetworkController {
 
 impl NetworkController {
     pub fn new(context: &LeaderContext) -> Self {
+        // Those of an earlier term may be wrong: another leader may have created them again.
+        context.cache.publish_deleted_nads(SharedMap::default());
         Self {
             writer: NetworkWriter::new(context),
             cache: context.cache.clone(),

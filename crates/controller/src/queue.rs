@@ -37,7 +37,7 @@ pub enum Pause {
     Always(Duration),
 }
 
-/// The queue. Cheap to clone. It ignores changes until [`WorkQueue::start`].
+/// The queue. Cheap to clone. It ignores changes until [`WorkQueue::start_term`].
 pub struct WorkQueue<K: QueueKey>(Arc<QueueInner<K>>);
 
 struct QueueInner<K: QueueKey> {
@@ -54,6 +54,15 @@ impl<K: QueueKey> Clone for WorkQueue<K> {
 impl<K: QueueKey> Default for WorkQueue<K> {
     fn default() -> Self {
         Self(Arc::new(QueueInner { keys: Mutex::default(), changed: Notify::new() }))
+    }
+}
+
+/// The time in which a queue has workers. Nothing of it is left for the next one: a worker that was aborted finishes no key.
+pub struct QueueTerm<K: QueueKey>(WorkQueue<K>);
+
+impl<K: QueueKey> Drop for QueueTerm<K> {
+    fn drop(&mut self) {
+        *self.0.lock() = KeySets::default();
     }
 }
 
@@ -256,9 +265,17 @@ impl<K: QueueKey> KeySets<K> {
 }
 
 impl<K: QueueKey> WorkQueue<K> {
-    /// There are workers from now on. Mark all keys afterwards: earlier changes were ignored.
+    /// There are workers until the result is dropped. Mark all keys afterwards: earlier changes were ignored.
+    #[must_use]
+    pub fn start_term(&self) -> QueueTerm<K> {
+        *self.lock() = KeySets { started: true, ..KeySets::default() };
+        QueueTerm(self.clone())
+    }
+
+    /// There are workers for the rest of the test.
+    #[cfg(test)]
     pub fn start(&self) {
-        self.lock().started = true;
+        std::mem::forget(self.start_term());
     }
 
     /// The key has to be reconciled after `delay`, unless it is due earlier.
@@ -377,6 +394,24 @@ mod tests {
         keys.finish(&"a4", Pause::Burst, now);
         let ReadyKeys { keys: ready, groups, turns } = &keys.ready;
         assert!(ready.is_empty() && groups.is_empty() && turns.is_empty() && keys.running_in.is_empty());
+    }
+
+    #[test]
+    fn nothing_of_a_term_is_left_for_the_next_one() {
+        let queue = WorkQueue::default();
+        let term = queue.start_term();
+        for key in [1, 2, 3] {
+            queue.mark_after(&key, if key == 3 { SECOND } else { Duration::ZERO });
+        }
+        // Its worker is aborted.
+        assert_eq!(queue.take(), Some(1));
+        drop(term);
+        queue.mark_after(&4, Duration::ZERO);
+        assert!(queue.take().is_none() && queue.lock().next_due().is_none());
+        queue.start();
+        assert!(queue.take().is_none());
+        queue.mark_after(&1, Duration::ZERO);
+        assert_eq!(queue.take(), Some(1));
     }
 
     #[test]

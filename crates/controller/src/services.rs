@@ -159,8 +159,10 @@ impl ServiceController {
         if stop.run_until_cancelled(workers.cache.synced(&SOURCES)).await.is_none() {
             return;
         }
-        workers.cache.services().queue().start();
-        workers.cache.services().mark_all();
+        let services = workers.cache.services();
+        services.forget_own_writes();
+        let _term = services.queue().start_term();
+        services.mark_all();
         futures::join!(events.run(stop.clone()), run_workers(&workers, stop));
     }
 }

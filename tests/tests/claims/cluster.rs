@@ -290,7 +290,7 @@ impl TestCluster {
             Err(error) if !is_not_found(&error) => return Err(error).context("delete the Lease"),
             _ => {}
         }
-        let replica = Replica::start_ready(lab, 1, arguments).await?.supervised(arguments);
+        let replica = Replica::start_ready(lab, 1, arguments).await?;
         // The first leader creates it. A launcher pod that is created before has no reference.
         e2e::patchbay::wait_for_pod_webhook(lab).await?;
         Ok(replica)

@@ -342,7 +342,7 @@ impl TestCluster {
     /// Starts a controller and waits until it leads. The previous leader must be dead: its Lease is deleted, not awaited.
     pub async fn start_leader(&self, lab: &Lab) -> Result<Replica> {
         self.delete_lease().await?;
-        Ok(Replica::start_ready(lab, 1, &[]).await?.supervised(&[]))
+        Replica::start_ready(lab, 1, &[]).await
     }
 
     pub async fn delete_lease(&self) -> Result<()> {

@@ -96,7 +96,7 @@ const SHORT_LEASE: [&str; 6] =
 async fn fail_over(lab: &Lab, cluster: &TestCluster, watch_log: &WatchLog) -> Result<()> {
     cluster.delete_lease().await?;
     let mut first = Replica::start_ready(lab, 1, &SHORT_LEASE).await?;
-    let _second = Replica::start_ready(lab, 2, &SHORT_LEASE).await?.supervised(&SHORT_LEASE);
+    let _second = Replica::start_ready(lab, 2, &SHORT_LEASE).await?;
     replica::set_webhook_endpoints(lab, &[1, 2])?;
     let client = cluster.create_pod("client", "in-use").await?;
     cluster.wait_for_condition("in-use", "InUse", "True").await?;

@@ -157,7 +157,7 @@ pub async fn a_restarted_controller_writes_nothing(lab: Lab) -> Result<()> {
 /// The standby has no more than the Lease to wait for: its caches are filled.
 pub async fn a_standby_goes_on_when_the_leader_is_killed(lab: Lab) -> Result<()> {
     let (cluster, mut leader) = start_controller(&lab, "standby").await?;
-    let standby = Replica::start_ready(&lab, 2, &[]).await?.supervised(&[]);
+    let standby = Replica::start_ready(&lab, 2, &[]).await?;
     let outcome = async {
         cluster.create_service("db", TestCluster::service_spec("db")).await?;
         cluster.create_pod(&TestPod::new("db-0", "db", &["192.168.9.1"])).await?;

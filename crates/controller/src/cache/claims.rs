@@ -80,6 +80,11 @@ impl ClaimCache {
         self.lock().network(uid)
     }
 
+    /// Forgets what a leader planned. The next one plans everything again.
+    pub fn forget_plans(&self) {
+        self.lock().forget_plans();
+    }
+
     /// Marks everything: a new leader has reconciled nothing.
     pub fn mark_all(&self) {
         self.change(ClaimIndex::everything);

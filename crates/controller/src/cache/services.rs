@@ -56,6 +56,11 @@ impl ServiceCache {
         self.lock().len()
     }
 
+    /// Forgets what a leader wrote and did not see again. Another one may have led since.
+    pub fn forget_own_writes(&self) {
+        self.lock().forget_own_writes();
+    }
+
     /// Marks all services: a new leader has reconciled none.
     pub fn mark_all(&self) {
         let tracked: Vec<ServiceKey> = self.lock().tracked().collect();

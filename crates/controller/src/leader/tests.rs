@@ -95,9 +95,19 @@ impl FakeApiServer {
         http::Response::new(Body::from(response.to_string().into_bytes()))
     }
 
-    /// The Lease as it was last written, or 404.
+    /// The Lease as it was last written, or 404. A write over another version is a conflict, and changes nothing.
     fn respond_lease(&self, method: &str) -> http::Response<Body> {
-        let requests = self.requests.lock().unwrap();
+        let mut requests = self.requests.lock().unwrap();
+        let versions =
+            requests.iter().filter(|(how, path, _)| how != "GET" && path.contains("/leases")).count();
+        if method == "PUT" {
+            let version: Value =
+                requests.last().map(|(.., body)| serde_json::from_str(body).unwrap()).unwrap();
+            if version["metadata"]["resourceVersion"] != (versions - 1).to_string() {
+                requests.pop();
+                return failure("Conflict", 409);
+            }
+        }
         let writes: Vec<&String> = requests
             .iter()
             .filter(|(how, path, _)| how != "GET" && path.contains("/leases"))
@@ -131,8 +141,12 @@ impl FakeApiServer {
 }
 
 fn not_found() -> http::Response<Body> {
-    let status = serde_json::to_vec(&Status::failure("none", "NotFound").with_code(404)).unwrap();
-    http::Response::builder().status(404).body(Body::from(status)).unwrap()
+    failure("NotFound", 404)
+}
+
+fn failure(reason: &str, code: u16) -> http::Response<Body> {
+    let status = serde_json::to_vec(&Status::failure("none", reason).with_code(code)).unwrap();
+    http::Response::builder().status(code).body(Body::from(status)).unwrap()
 }
 
 fn config(context: &LeaderContext) -> LeaderConfig {
@@ -151,7 +165,7 @@ fn config(context: &LeaderContext) -> LeaderConfig {
     }
 }
 
-async fn leader(context: &LeaderContext) -> Leader {
+fn candidate(context: &LeaderContext) -> Candidate {
     let election = ElectionConfig {
         namespace: "ns".to_owned(),
         identity: "me".to_owned(),
@@ -159,8 +173,11 @@ async fn leader(context: &LeaderContext) -> Leader {
         renew_interval: Duration::from_secs(2),
         retry_period: Duration::from_secs(2),
     };
-    let candidate = Candidate::new(context.client.clone(), election, context.metrics.clone());
-    candidate.acquire(&CancellationToken::new()).await.unwrap()
+    Candidate::new(context.client.clone(), election, context.metrics.clone())
+}
+
+async fn leader(context: &LeaderContext) -> Leader {
+    candidate(context).acquire(&CancellationToken::new()).await.unwrap()
 }
 
 /// Whether a request releases the Lease.
@@ -286,4 +303,67 @@ async fn a_capability_whose_requests_hang_does_not_delay_another() {
         }
         tasks.shutdown().await;
     }
+}
+
+fn is_leader(context: &LeaderContext) -> bool {
+    context.metrics.text().unwrap().lines().any(|line| line == "patchbay_leader 1")
+}
+
+/// Waits until this replica leads, or no longer does. Returns how long it took.
+async fn wait_leader(context: &LeaderContext, leads: bool) -> Duration {
+    let start = tokio::time::Instant::now();
+    while is_leader(context) != leads {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    start.elapsed()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_that_loses_the_lease_stands_for_election_again() {
+    let (context, server) = busy_cluster();
+    let resign = CancellationToken::new();
+    let leading = tokio::spawn(lead(candidate(&context), config(&context), resign.clone()));
+    wait_leader(&context, true).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+
+    // The API server answers nothing. The fence ends two thirds of a lease duration after the last renewal.
+    server.hanging.lock().unwrap().extend(["GET", "PUT", "POST", "PATCH", "DELETE"].map(|how| (how, "/")));
+    let silent = wait_leader(&context, false).await;
+    assert!(silent <= Duration::from_secs(7), "{silent:?}");
+    let before = server.requests.lock().unwrap().len();
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    assert!(!leading.is_finished(), "the replica goes on");
+    let sent = server.requests.lock().unwrap().split_off(before);
+    assert!(sent.iter().all(|(how, path, _)| how == "GET" && path.contains("/leases/")), "{sent:?}");
+
+    // The next term plans everything again.
+    server.hanging.lock().unwrap().clear();
+    wait_leader(&context, true).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let sent = server.requests.lock().unwrap().split_off(before);
+    for (method, part) in [("PATCH", "/bridgenetworks/"), ("PATCH", "/nodes/")] {
+        assert!(sent.iter().any(|(how, path, _)| how == method && path.contains(part)), "{method} {part}");
+    }
+    server.requests.lock().unwrap().extend(sent);
+    resign.cancel();
+    leading.await.unwrap().unwrap();
+    assert!(is_release(server.requests.lock().unwrap().last().unwrap()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replica_whose_lease_another_one_took_waits_until_that_one_is_gone() {
+    let (context, server) = busy_cluster();
+    let resign = CancellationToken::new();
+    let leading = tokio::spawn(lead(candidate(&context), config(&context), resign.clone()));
+    wait_leader(&context, true).await;
+    let rival = json!({
+        "metadata": {"name": "patchbay-controller"},
+        "spec": {"holderIdentity": "rival", "leaseDurationSeconds": 10, "renewTime": "2026-01-01T00:00:00.000000Z"},
+    });
+    server.requests.lock().unwrap().push(("PUT".to_owned(), "/leases/rival".to_owned(), rival.to_string()));
+    wait_leader(&context, false).await;
+    let waited = wait_leader(&context, true).await;
+    assert!(waited >= Duration::from_secs(9), "a whole lease duration: {waited:?}");
+    resign.cancel();
+    leading.await.unwrap().unwrap();
 }

@@ -93,6 +93,7 @@ impl Candidate {
 
     /// Tries until this replica leads or `stop` is cancelled. Awaits a write that is in flight: the Lease must not be left
     /// naming a replica that has stopped.
+    /// A replica that led before has observed the Lease ever since, so the rules for the next term are the same.
     pub async fn acquire(mut self, stop: &CancellationToken) -> Option<Leader> {
         loop {
             let wait = match self.try_acquire(stop).await {
@@ -211,15 +212,13 @@ impl Leader {
 
     /// Renews the Lease until that fails; returns why this replica no longer leads.
     pub async fn run(&mut self) -> Error {
-        let lost = loop {
+        loop {
             let wait = self.remaining().min(self.candidate.config.renew_interval);
             tokio::time::sleep(wait).await;
             if let Err(lost) = self.renew().await {
-                break lost;
+                return lost;
             }
-        };
-        self.candidate.metrics.leads(false);
-        lost
+        }
     }
 
     fn remaining(&self) -> Duration {
@@ -264,6 +263,15 @@ impl Leader {
             let wait = (self.candidate.config.renew_interval / 4).min(self.remaining());
             tokio::time::sleep(wait).await;
         }
+    }
+
+    /// Closes the fence, and stands for election again once nothing of this term is left that could write. Call only after the
+    /// leader's loops were aborted.
+    pub async fn step_down(self) -> Candidate {
+        self.until.send_replace(now());
+        self.candidate.metrics.leads(false);
+        self.until.closed().await;
+        self.candidate
     }
 
     /// Releases the Lease. Call only after the leader's loops have ended.

@@ -405,6 +405,13 @@ impl ClaimIndex {
         changed
     }
 
+    pub fn forget_plans(&mut self) {
+        self.resolutions.clear();
+        self.resolved.clear();
+        self.on_network.clear();
+        self.waiting.clear();
+    }
+
     pub fn set_waiting(&mut self, network: &str, waiting: bool) {
         if waiting {
             self.waiting.insert(network.into());

@@ -151,6 +151,26 @@ fn a_change_marks_what_it_concerns_and_nothing_else() {
 }
 
 #[test]
+fn a_new_term_knows_no_plan_of_an_earlier_one() {
+    let cache = ClaimCache::default();
+    let at = key("vm1.blue");
+    cache.set_claim(&at, Some(claim("vm1.blue", "c", Some("vm1"))));
+    let resolution = Resolution::Allocate {
+        network: "uid-blue".to_owned(),
+        network_name: "blue".to_owned(),
+        nad: NadRef::new("ns", "blue"),
+        requested: Vec::new(),
+    };
+    cache.set_resolutions(&ClaimWork::Machine(key("vm1")), [(at, resolution)]);
+    assert_eq!(cache.network("uid-blue").wanted.len(), 1);
+    cache.forget_plans();
+    assert!(cache.network("uid-blue").wanted.is_empty());
+    cache.queue().start();
+    cache.mark_all();
+    assert_eq!(taken(&cache), [ClaimWork::Machine(key("vm1"))]);
+}
+
+#[test]
 fn a_list_of_pods_removes_those_that_are_gone() {
     let cache = ClaimCache::default();
     let (one, two) = (launcher("one", None, &[]), launcher("two", None, &[]));

@@ -456,6 +456,14 @@ impl ServiceIndex {
         unchanged
     }
 
+    pub fn forget_own_writes(&mut self) {
+        for entry in self.namespaces.values_mut().flat_map(|index| index.services.values_mut()) {
+            entry.expectations = SliceExpectations::default();
+            entry.awaits_slices = false;
+            entry.written_status = None;
+        }
+    }
+
     pub fn expect(&mut self, key: &ServiceKey, record: impl FnOnce(&mut SliceExpectations)) {
         self.change(key, |entry| record(&mut entry.expectations));
     }

@@ -296,6 +296,27 @@ async fn the_own_status_does_not_wake_the_service_and_another_one_does() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_new_term_expects_nothing_that_an_earlier_one_wrote() {
+    let services = cache();
+    let set = |version: &str, seen: Option<i64>| {
+        let (key, mut observed) = network_service("ns", "db", "db", None);
+        observed.resource_version = version.to_owned();
+        observed.status.observed_generation = seen;
+        services.set_network_service(&key, Some(observed));
+    };
+    set("1", None);
+    let status = NetworkServiceStatus { observed_generation: Some(1), ..NetworkServiceStatus::default() };
+    services.expect_status(&key("db"), status);
+    services.expect_slice(&key("db"), "db-1", "uid-db-1", 1, client::fence::now());
+    assert!(services.snapshot(&key("db")).unwrap().stale);
+    due(&services);
+    services.forget_own_writes();
+    assert!(!services.snapshot(&key("db")).unwrap().stale);
+    set("2", Some(1));
+    assert_eq!(due(&services), ["db"], "the status may be that of another leader");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_replica_that_does_not_lead_queues_nothing() {
     let services = ServiceCache::default();
     list_all(&services);
