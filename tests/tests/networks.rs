@@ -32,6 +32,7 @@ use std::{
 
 use admission::{
     a_terminating_network_accepts_no_new_users_of_any_kind, children_of_existing_users_are_admitted,
+    without_a_controller_one_command_ends_the_webhooks_and_apply_brings_them_back,
     without_a_controller_pods_are_admitted_and_networks_are_rejected,
 };
 use anyhow::{Context as _, Result, ensure};
@@ -55,7 +56,10 @@ use e2e::{
 use futures::{StreamExt as _, TryStreamExt as _};
 use kube::api::DeleteParams;
 use lab::{Lab, Topology, wait};
-use memory::memory_stays_small_with_many_nodes_of_100_networks;
+use memory::{
+    a_page_of_pods_with_large_annotations_fits_into_the_memory_limit,
+    memory_stays_small_with_many_nodes_of_100_networks,
+};
 use mtu::{
     an_overlay_keeps_its_mtu_when_a_node_with_a_small_mtu_leaves,
     the_mtu_of_a_status_of_an_older_version_does_not_rise,
@@ -101,6 +105,7 @@ fn main() -> ExitCode {
             every_kind_of_workload_blocks_deletion_until_it_is_deleted,
             a_terminating_network_accepts_no_new_users_of_any_kind,
             children_of_existing_users_are_admitted,
+            without_a_controller_one_command_ends_the_webhooks_and_apply_brings_them_back,
             without_a_controller_pods_are_admitted_and_networks_are_rejected,
             finished_pods_and_jobs_do_not_count_as_users,
             children_of_counted_workloads_are_not_counted_again,
@@ -125,6 +130,7 @@ fn main() -> ExitCode {
             no_pod_loses_its_nad_when_its_namespace_leaves_the_list,
             a_controller_with_thousands_of_users_stays_small_and_fast,
             memory_stays_small_with_many_nodes_of_100_networks,
+            a_page_of_pods_with_large_annotations_fits_into_the_memory_limit,
         ],
     }])
 }

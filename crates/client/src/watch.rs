@@ -35,8 +35,9 @@ pub const DETECTION_TIME: Duration =
     Duration::from_secs(WATCH_TIMEOUT.as_secs() + IDLE_MARGIN.as_secs() + RESPONSE_TIMEOUT.as_secs());
 /// A watch that ends sooner than this and delivers nothing is not renewed at once, and does not reset the backoff.
 const MIN_WATCH: Duration = Duration::from_secs(1);
-/// The objects of one page of a list, unless set otherwise.
-const PAGE_SIZE: u32 = 500;
+/// The objects of one page of a list, unless set otherwise. A page is held as text, for a moment twice, and an object can
+/// have 1.5 MiB: 150 MiB for the largest page.
+pub const PAGE_SIZE: u32 = 50;
 
 /// Why a watch failed. It goes on after a backoff.
 #[derive(Debug, thiserror::Error)]

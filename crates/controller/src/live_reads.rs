@@ -13,7 +13,10 @@ use api::{
     ipblock::{CLAIMS_HOLDER_UID, HOLDER_ROLE, NODE_ROLE_LABEL_PREFIX},
     selection::NadRef,
 };
-use client::request::{self, ApiCall};
+use client::{
+    request::{self, ApiCall},
+    watch::PAGE_SIZE,
+};
 use futures::FutureExt as _;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
@@ -35,10 +38,6 @@ use crate::{
     metrics::{ApiCallKind, Metrics},
 };
 
-/// Large enough that most lists are one page, small enough for the API server.
-const PAGE_SIZE: u32 = 2000;
-/// NodeNetworks are larger than other objects.
-const NODE_NETWORK_PAGE_SIZE: u32 = 50;
 /// The user or node of an object that was not in the query, so that nothing of it is removed.
 const NOT_QUERIED: &str = "unknown (not queried)";
 
@@ -207,7 +206,7 @@ impl LiveReader {
             let uids = report.networks.into_keys().filter(|uid| networks.contains(uid));
             listed.extend(uids.map(|uid| (uid, node.clone())));
         };
-        self.each(api, ListParams::default().limit(NODE_NETWORK_PAGE_SIZE), visit).await?;
+        self.each(api, ListParams::default().limit(PAGE_SIZE), visit).await?;
         Ok(listed)
     }
 

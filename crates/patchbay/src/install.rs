@@ -50,6 +50,10 @@ pub struct InstallOptions {
     #[arg(long, value_name = "COUNT", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..))]
     pub controller_replicas: u8,
 
+    /// The memory limit of a controller, in Mi or Gi. A cluster with very many pods or networks needs more
+    #[arg(long, value_name = "QUANTITY", default_value = "256Mi", value_parser = parse_memory)]
+    pub controller_memory: String,
+
     /// The log filter of the controller and the node daemon: a level, or a list such as `info,node=debug`.
     #[arg(long, value_name = "FILTER", default_value = "info", value_parser = crate::log::parse_filter)]
     pub log_level: String,
@@ -184,6 +188,22 @@ fn parse_directory(text: &str) -> Result<String, &'static str> {
 fn parse_socket(text: &str) -> Result<String, &'static str> {
     parse_directory(text.strip_prefix("unix://").unwrap_or(text))
         .map_err(|_| "must be an absolute path without '..', such as /run/containerd/containerd.sock")
+}
+
+/// Accepts a limit that is not below the request of the controller.
+fn parse_memory(text: &str) -> Result<String, String> {
+    let mebibytes = |unit: &str, size: u32| {
+        let digits =
+            text.strip_suffix(unit).filter(|digits| digits.bytes().all(|one| one.is_ascii_digit()))?;
+        digits.parse::<u32>().ok()?.checked_mul(size)
+    };
+    match mebibytes("Mi", 1).or_else(|| mebibytes("Gi", 1024)) {
+        Some(limit) if limit >= deployment::MEMORY_REQUEST_MIB => Ok(text.to_owned()),
+        Some(_) => {
+            Err(format!("must be at least {}Mi, which a controller requests", deployment::MEMORY_REQUEST_MIB))
+        }
+        None => Err("must be a whole number of Mi or Gi, such as 512Mi".to_owned()),
+    }
 }
 
 fn parse_dns_label(text: &str) -> Result<String, String> {

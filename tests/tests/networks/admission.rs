@@ -1,7 +1,7 @@
 //! Admission of every kind of workload while its network is being deleted.
 
 use anyhow::{Context as _, Result, ensure};
-use e2e::replica::Replica;
+use e2e::{patchbay, replica::Replica};
 use kube::ResourceExt as _;
 use lab::{Lab, wait};
 use serde_json::{Value, json};
@@ -158,4 +158,52 @@ pub async fn without_a_controller_pods_are_admitted_and_networks_are_rejected(la
         delete_all_users(&cluster).await
     };
     outcome.await.with_context(|| replica.tail())
+}
+
+/// The command of docs/install.md for a webhook that fails closed while no controller runs.
+const REMOVE_WEBHOOKS: &str =
+    "delete validatingwebhookconfigurations,mutatingwebhookconfigurations patchbay --ignore-not-found";
+
+pub async fn without_a_controller_one_command_ends_the_webhooks_and_apply_brings_them_back(
+    lab: Lab,
+) -> Result<()> {
+    let page = std::fs::read_to_string(e2e::repository().join("docs/install.md"))?;
+    ensure!(page.contains(&format!("kubectl {REMOVE_WEBHOOKS}\n")), "docs/install.md has another command");
+    let (cluster, mut replica) = start_controller(&lab, "stuck").await?;
+    patchbay::wait_for_pod_webhook(&lab).await?;
+    replica.signal(nix::sys::signal::Signal::SIGKILL)?;
+    replica.wait_for_exit(TIMEOUT).await?;
+    let pods = resource("", "v1", "Pod", "pods");
+    let create = async |networks: &str, name: &str| {
+        let metadata = json!({"name": name, "labels": {"kubevirt.io": "virt-launcher"},
+            "annotations": {"k8s.v1.cni.cncf.io/networks": networks}});
+        let pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata,
+            "spec": {"containers": [{"name": "c", "image": "localhost/lab:1"}]}});
+        cluster.create_object(&pods, Some("stuck"), &pod).await
+    };
+    let referring = r#"[{"name":"blue","ipam-claim-reference":"vm1.blue"}]"#;
+    let outcome = async {
+        for networks in ["blue", referring] {
+            let refused = create(networks, "refused").await.err().map(|error| error.to_string());
+            let refused = refused.with_context(|| format!("a pod with {networks} was admitted"))?;
+            ensure!(refused.contains("failed calling webhook"), "{refused}");
+        }
+        lab.kubectl(&REMOVE_WEBHOOKS.split(' ').collect::<Vec<_>>())?;
+        for (networks, name) in [("blue", "plain"), (referring, "referring")] {
+            // The API server notices a moment later.
+            wait::until(TIMEOUT, "the pod to be admitted", || async {
+                Ok(Some(create(networks, name).await?))
+            })
+            .await?;
+        }
+        cluster.create_network("stuck", network_spec(&cluster)).await
+    };
+    let outcome = outcome.await;
+    lab.kubectl(&["apply", "-f", patchbay::manifests_dir().to_str().context("the path is not UTF-8")?])?;
+    outcome?;
+    let replica = cluster.start_leader(&lab).await?;
+    patchbay::wait_for_pod_webhook(&lab).await.with_context(|| replica.tail())?;
+    cluster.wait_for_webhook().await.with_context(|| replica.tail())?;
+    cluster.delete_network("stuck").await?;
+    delete_all_users(&cluster).await.with_context(|| replica.tail())
 }

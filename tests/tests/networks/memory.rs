@@ -220,3 +220,45 @@ pub async fn memory_stays_small_with_many_nodes_of_100_networks(lab: Lab) -> Res
     ensure!(daemon_peak < max_daemon, "daemon: {daemon_peak} MiB");
     Ok(())
 }
+
+/// How many pods, and the size of their annotations: an object can have 256 KiB of them.
+const LARGE_PODS: usize = 400;
+const ANNOTATION_KIB: usize = 255;
+
+/// The memory limit of the controller in the manifests, in MiB.
+fn controller_limit() -> Result<u64> {
+    let text = fs::read_to_string(e2e::patchbay::manifests_dir().join("10-patchbay.yaml"))?;
+    let deployment = text.split("---\n").find(|document| document.contains("kind: Deployment"));
+    let limits = deployment.and_then(|it| it.split_once("limits:")).context("no limits in the Deployment")?.1;
+    let memory =
+        limits.lines().find_map(|line| line.trim().strip_prefix("memory:")).context("no memory limit")?;
+    let digits = memory.trim().trim_matches('"').strip_suffix("Mi").context("the limit is not in Mi")?;
+    digits.parse().context("parse the memory limit")
+}
+
+pub async fn a_page_of_pods_with_large_annotations_fits_into_the_memory_limit(lab: Lab) -> Result<()> {
+    let cluster = TestCluster::new(&lab, "large-pods").await?;
+    let pods = cluster::resource("", "v1", "Pod", "pods");
+    let large = "x".repeat(ANNOTATION_KIB * 1024);
+    create_many(LARGE_PODS, async |number| {
+        let annotations = json!({"example.dev/large": large, "k8s.v1.cni.cncf.io/networks": "blue"});
+        let pod = json!({"apiVersion": "v1", "kind": "Pod",
+            "metadata": {"name": format!("large-{number}"), "annotations": annotations},
+            "spec": {"containers": [{"name": "c", "image": "localhost/lab:1"}]}});
+        cluster.create_object(&pods, Some(&cluster.namespace), &pod).await?;
+        Ok(())
+    })
+    .await?;
+    let replica = cluster.start_leader(&lab).await?;
+    wait::until(LIST_TIMEOUT, "all pods to be listed", || async {
+        Ok((replica.metric("patchbay_network_users", "")? >= LARGE_PODS as u64).then_some(()))
+    })
+    .await
+    .with_context(|| replica.tail())?;
+    let (peak, limit) = (peak_mib(u32::try_from(replica.pid()?.as_raw())?)?, controller_limit()?);
+    println!("peak of the controller with {LARGE_PODS} large pods: {peak} MiB, limit {limit} MiB");
+    let now = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+    cluster.api(&pods, Some(&cluster.namespace)).delete_collection(&now, &ListParams::default()).await?;
+    ensure!(peak < limit, "controller: {peak} MiB, more than its limit of {limit} MiB");
+    Ok(())
+}

@@ -36,9 +36,6 @@ use crate::{
 /// Selects pods that have not finished. A pod that finishes leaves the watch as if it were deleted.
 pub const LIVE_PODS: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
-/// NodeNetworks are larger than other objects.
-const NODE_NETWORK_PAGE_SIZE: u32 = 50;
-
 /// Fills a cache from watches.
 #[derive(Clone)]
 pub struct CacheFiller {
@@ -139,8 +136,7 @@ impl CacheFiller {
     }
 
     async fn node_networks(&self) {
-        let config = WatchConfig::all().page_size(NODE_NETWORK_PAGE_SIZE);
-        let stream = self.selected(&project::node_networks(), config, ApiCallKind::WatchNodeNetworks);
+        let stream = self.all(&project::node_networks(), ApiCallKind::WatchNodeNetworks);
         self.mirror(
             CacheSource::NodeNetworks,
             stream,

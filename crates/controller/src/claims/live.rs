@@ -6,6 +6,7 @@ use api::ipblock::NETWORK_LABEL;
 use client::{
     decode::MetadataObject,
     request::{self, ApiCall},
+    watch::PAGE_SIZE,
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
@@ -32,9 +33,6 @@ use crate::{
     leader::LeaderContext,
     metrics::ApiCallKind,
 };
-
-/// Large enough that most namespaces are one page, small enough for the API server.
-const PAGE_SIZE: u32 = 500;
 
 /// Reads claims, virtual machines and pods, past the cache.
 pub struct LiveClaims {

@@ -66,6 +66,9 @@ fn pod(options: &InstallOptions) -> Value {
     })
 }
 
+/// What a controller of a small cluster uses.
+pub const MEMORY_REQUEST_MIB: u32 = 64;
+
 fn container(options: &InstallOptions) -> Value {
     json!({
         "name": "controller",
@@ -84,7 +87,10 @@ fn container(options: &InstallOptions) -> Value {
         "livenessProbe": probe("/healthz", 10, 3),
         "readinessProbe": probe("/readyz", 5, 2),
         // No CPU limit: throttling the webhook would delay every write that it reviews.
-        "resources": {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "resources": {
+            "requests": {"cpu": "20m", "memory": format!("{MEMORY_REQUEST_MIB}Mi")},
+            "limits": {"memory": options.controller_memory},
+        },
         "securityContext": {
             "allowPrivilegeEscalation": false,
             "readOnlyRootFilesystem": true,

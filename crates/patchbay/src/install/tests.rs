@@ -261,13 +261,40 @@ fn old_and_new_node_daemon_can_overlap_because_it_declares_no_port() {
 
 #[test]
 fn every_container_has_requests_probes_and_a_memory_limit() {
-    for kind in ["Deployment", "DaemonSet"] {
-        for container in list(&only_object(kind)["spec"]["template"]["spec"]["containers"]) {
-            let resources = &container["resources"];
-            assert!(resources["requests"]["cpu"].is_string() && resources["requests"]["memory"].is_string());
-            assert!(resources["limits"]["memory"].is_string() && resources["limits"].get("cpu").is_none());
-            assert!(container["livenessProbe"].is_object() && container["readinessProbe"].is_object());
-        }
+    let resources = |cpu: &str, request: &str, limit: &str| json!({"requests": {"cpu": cpu, "memory": request}, "limits": {"memory": limit}});
+    for (kind, expected) in
+        [("Deployment", resources("20m", "64Mi", "256Mi")), ("DaemonSet", resources("100m", "32Mi", "512Mi"))]
+    {
+        let containers = only_object(kind)["spec"]["template"]["spec"]["containers"].clone();
+        let [container] = list(&containers) else { panic!("one container: {containers}") };
+        assert_eq!(container["resources"], expected, "{kind}");
+        assert!(container["livenessProbe"].is_object() && container["readinessProbe"].is_object());
+    }
+}
+
+#[test]
+fn the_memory_limit_of_the_controller_is_a_setting_and_not_below_its_request() {
+    for text in ["64Mi", "512Mi", "2Gi"] {
+        let deployment = deployment::deployment(&options(&["--controller-memory", text]));
+        let container = &deployment["spec"]["template"]["spec"]["containers"][0];
+        assert_eq!(container["resources"]["limits"]["memory"], text);
+    }
+    for text in [
+        "",
+        "Mi",
+        "512",
+        "512M",
+        "-1Mi",
+        "+1Gi",
+        "1.5Gi",
+        "63Mi",
+        "0Gi",
+        "512 Mi",
+        "9999999Gi",
+        "99999999999Mi",
+    ] {
+        let parsed = TestFlags::try_parse_from(["install", &format!("--controller-memory={text}")]);
+        assert!(parsed.is_err(), "{text:?}");
     }
 }
 

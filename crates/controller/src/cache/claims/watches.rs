@@ -17,16 +17,13 @@ use crate::{
     metrics::ApiCallKind,
 };
 
-/// Virtual machines are large, and only little of each is kept.
-const PAGE_SIZE: u32 = 100;
-
 impl CacheFiller {
     /// Watches IPAMClaims, for as long as their kind exists. Never returns.
     pub(in crate::cache) async fn claims(&self) {
         let claims = self.cache.claims();
         let watch = || async {
             loop {
-                let config = WatchConfig::all().page_size(PAGE_SIZE);
+                let config = WatchConfig::all();
                 self.mirror_claims(self.selected(&project::claims(), config, ApiCallKind::WatchClaims)).await;
                 info!("the kind IPAMClaim is no longer served, listing it again");
             }
@@ -95,7 +92,7 @@ impl CacheFiller {
 
     /// Feeds the index of users and that of claims. Returns when a kind that was listed is no longer served.
     fn mirror_machines(&self, kind: WorkloadKind) -> impl Future<Output = ()> + Send + '_ {
-        let config = WatchConfig::all().page_size(PAGE_SIZE);
+        let config = WatchConfig::all();
         let resource = cache_project::workloads(kind);
         let stream = self.selected::<MachineObject>(&resource, config, ApiCallKind::WatchUsers);
         let mut listing: Option<HashSet<ObjectKey>> = None;
