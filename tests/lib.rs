@@ -20,6 +20,7 @@ pub mod bridge;
 pub mod command_line;
 pub mod dns;
 pub mod fleet;
+pub mod flood;
 pub mod hotplug;
 pub mod machine;
 pub mod network_service;

@@ -9,9 +9,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use e2e::{bridge::start_network, machine::TestVm, patchbay};
+use e2e::{bridge::start_network, flood::Flood, machine::TestVm, patchbay};
 use k8s_openapi::api::core::v1::Pod;
-use kube::{ResourceExt as _, api::PostParams};
+use kube::{
+    Api, Client, ResourceExt as _,
+    api::{ListParams, PostParams},
+};
 use lab::{
     Lab,
     kubevirt::VirtHandler,
@@ -42,6 +45,16 @@ fn launcher_like(launcher: &Pod) -> Result<Pod> {
     Ok(serde_json::from_value(json!({"metadata": metadata, "spec": spec}))?)
 }
 
+/// Directs the flood at all controllers that run.
+async fn flood_controllers(flood: &Flood, client: &Client) -> Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), patchbay::NAMESPACE);
+    let selector = ListParams::default().labels("app.kubernetes.io/component=controller");
+    let addresses = pods.list(&selector).await?.items.into_iter().filter_map(|pod| pod.status?.pod_ip);
+    flood.set_targets(addresses.filter_map(|address| address.parse().ok()).collect());
+    Ok(())
+}
+
+/// A pod without credentials uses all places of every controller meanwhile.
 pub async fn no_launcher_is_rejected_during_a_rolling_update(lab: Lab) -> Result<()> {
     with_namespace(&lab, "machine-rollout", async |ns: &TestNamespace| {
         let _handler = VirtHandler::start(&lab, Some(&ns.namespace)).await?;
@@ -70,6 +83,20 @@ pub async fn no_launcher_is_rejected_during_a_rolling_update(lab: Lab) -> Result
                 failed
             });
         }
+        let flood = Arc::new(Flood::start(&lab, "node-1", &ns.client).await?);
+        let (flooding, client, stopped) = (Arc::clone(&flood), ns.client.clone(), Arc::clone(&stop));
+        let flooding = tokio::spawn(async move {
+            while !stopped.load(Ordering::Relaxed) {
+                // A controller that has just started is flooded soon.
+                let _ = flood_controllers(&flooding, &client).await;
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        });
+        let filled = wait::until(TIMEOUT, "all places to be used", || async {
+            Ok((flood.displaced() > 0).then_some(()))
+        });
+        let filled = filled.await;
+        let before = flood.displaced();
         let (lab, rollout) = (lab.clone(), ["deployment/patchbay-controller", "-n", patchbay::NAMESPACE]);
         let replaced = tokio::task::spawn_blocking(move || {
             lab.kubectl(&[&["rollout", "restart"], &rollout[..]].concat())?;
@@ -83,10 +110,18 @@ pub async fn no_launcher_is_rejected_during_a_rolling_update(lab: Lab) -> Result
         let enough = enough.await;
         stop.store(true, Ordering::Relaxed);
         let failed: Vec<String> = load.join_all().await.into_iter().flatten().collect();
+        flooding.await?;
+        filled?;
         replaced??;
         enough?;
+        let displaced = flood.displaced() - before;
+        drop(flood);
         let created = created.load(Ordering::Relaxed);
-        println!("{created} launchers admitted during a rolling update, {} rejected", failed.len());
+        println!(
+            "{created} launchers admitted during a rolling update, {} rejected, {displaced} bodies displaced",
+            failed.len()
+        );
+        ensure!(displaced > 0, "the controllers had free places all the time");
         ensure!(
             failed.is_empty(),
             "{} rejected, {created} admitted, first: {:?}",
