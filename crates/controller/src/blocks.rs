@@ -127,7 +127,8 @@ impl BlockController {
 
 impl Reconciler for BlockController {
     const NAME: &'static str = "blocks";
-    const SOURCES: &'static [CacheSource] = &[CacheSource::Blocks, CacheSource::Networks, CacheSource::Nodes];
+    const SOURCES: &'static [CacheSource] =
+        &[CacheSource::Blocks, CacheSource::Networks, CacheSource::Nodes, CacheSource::NodeNetworks];
 
     async fn reconcile(&mut self) -> Duration {
         let (due, mut requeue_after) = self.plan();

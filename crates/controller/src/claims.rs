@@ -53,8 +53,10 @@ const PANIC_RETRY: Duration = Duration::from_secs(30);
 /// The least time between two reconciles of a network, so that claims that are created together are written together.
 const WRITE_INTERVAL: Duration = Duration::from_millis(20);
 /// What a reconcile reads.
-const SOURCES: [CacheSource; 7] = [
+const SOURCES: [CacheSource; 9] = [
     CacheSource::Networks,
+    CacheSource::Nodes,
+    CacheSource::NodeNetworks,
     CacheSource::Nads,
     CacheSource::Blocks,
     CacheSource::Claims,

@@ -27,6 +27,7 @@ use crate::{
     Error,
     bridges::{BridgeController, NodeContext},
     health::{Component, Health, HealthChange},
+    ipam::Ipam,
     metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
     network::{Labels, NetworkObject, SharedUids, WatchedNetwork},
     node_network::{self, NodeNetworkClient, ServerObject, WatchedNodeNetwork},
@@ -67,6 +68,7 @@ pub struct NodeController {
     metrics: Metrics,
     runtime: Receiver<RuntimeStatus>,
     state_problem: Receiver<Option<String>>,
+    ipam: Arc<Ipam>,
     leases: Receiver<Option<LeaseReport>>,
     health: Arc<Health>,
     state: ControllerState,
@@ -82,8 +84,7 @@ pub struct NodeConfig {
     pub runtime: Receiver<RuntimeStatus>,
     /// Why the daemon cannot write its state to disk.
     pub state_problem: Receiver<Option<String>>,
-    /// The leases of the node.
-    pub leases: Receiver<Option<LeaseReport>>,
+    pub ipam: Arc<Ipam>,
 }
 
 /// What the controller observed and wrote.
@@ -126,7 +127,7 @@ impl NodeController {
         bridges: BridgeController,
         health: Arc<Health>,
     ) -> Self {
-        let NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem, leases } = config;
+        let NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem, ipam } = config;
         let networks = ApiResource::erase::<BridgeNetwork>(&());
         Self {
             object: NodeNetworkClient::new(client.clone(), name.clone(), metrics.clone()),
@@ -140,7 +141,8 @@ impl NodeController {
             metrics,
             runtime,
             state_problem,
-            leases,
+            leases: ipam.lease_report(),
+            ipam,
             health,
             // The first pass observes the kernel.
             state: ControllerState { pending_event: Some(Instant::now()), ..ControllerState::default() },
@@ -474,7 +476,7 @@ impl NodeController {
         match seen {
             ObjectEvent::Synced(all) => {
                 self.node_networks_recovered();
-                self.state.synced = true;
+                let is_first = !std::mem::replace(&mut self.state.synced, true);
                 let server = self.state.server.take();
                 let (mut own, mut peers) = (None, Vec::with_capacity(all.len()));
                 for one in all {
@@ -482,6 +484,10 @@ impl NodeController {
                         WatchedNodeNetwork::Own(object) => own = Some(object),
                         WatchedNodeNetwork::Peer(peer) => peers.push(peer),
                     }
+                }
+                let status = own.as_ref().and_then(|object| object.state.status.as_ref());
+                if is_first && status.is_some_and(|status| status.claim_addresses.is_some()) {
+                    self.ipam.expect_former_claims();
                 }
                 self.state.server = own.map(|object| ServerObject::latest(server, object));
                 self.bridges.replace_peers(peers);
@@ -534,13 +540,28 @@ async fn next_change<T>(receiver: &mut Receiver<T>) {
 
 #[cfg(test)]
 mod tests {
-    use std::{convert::Infallible, future::pending};
+    use std::{
+        collections::BTreeMap,
+        convert::Infallible,
+        future::pending,
+        sync::atomic::{AtomicU64, Ordering},
+    };
 
     use http::{Request, Response};
     use kube::client::Body;
     use serde_json::json;
 
     use super::*;
+
+    /// Addresses of a first run. The directory is not needed after the journal is open.
+    fn ipam() -> Arc<Ipam> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("patchbay-controller-{}-{number}", std::process::id()));
+        let ipam = Ipam::open(&dir, "boot", crate::ipam::Metrics::default()).unwrap();
+        fs::remove_dir_all(&dir).unwrap();
+        Arc::new(ipam)
+    }
 
     /// A controller whose API server holds no objects and sends no events.
     fn controller() -> NodeController {
@@ -562,9 +583,28 @@ mod tests {
             metrics,
             runtime: tokio::sync::watch::channel(RuntimeStatus::Unknown).1,
             state_problem: tokio::sync::watch::channel(None).1,
-            leases: tokio::sync::watch::channel(None).1,
+            ipam: ipam(),
         };
         NodeController::new(client, config, monitor, bridges, Arc::new(Health::new()))
+    }
+
+    /// The state directory was lost, and pods keep addresses of claims. Annotations of pods decide until a reboot.
+    #[tokio::test]
+    async fn a_lost_address_journal_reports_no_addresses_of_claims() {
+        for (listed, expected) in [(false, true), (true, false)] {
+            let mut controller = controller();
+            let mut status = json!({"vtep": null, "interfaces": []});
+            if listed {
+                status["claimAddresses"] = json!([{"networkUID": "u", "addresses": ["10.0.0.3"]}]);
+            }
+            let own =
+                json!({"metadata": {"name": "a", "uid": "u", "resourceVersion": "1"}, "status": status});
+            controller.apply_node_networks(ObjectEvent::Synced(vec![watched(own)]));
+            controller.ipam.close(BTreeMap::new());
+            controller.ipam.record_complete();
+            let report = controller.ipam.lease_report().borrow().clone();
+            assert_eq!(report.unwrap().claims.is_some(), expected);
+        }
     }
 
     fn watched(object: serde_json::Value) -> WatchedNodeNetwork {

@@ -188,7 +188,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
             ..Timings::default()
         },
     );
-    let (state_problem, leases) = (ipam.journal_problem(), ipam.lease_report());
+    let (state_problem, addresses) = (ipam.journal_problem(), Arc::clone(&ipam));
     let (journal, journal_problem) = (Arc::clone(&ipam), ipam.journal_problem());
     let mount_namespace = host.proc.join("1/ns/mnt");
     let (pods, pod_watch) = pods::own_pods(client.clone(), &node_name, Arc::clone(&health));
@@ -214,7 +214,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     let attacher = Arc::new(Attacher::new(networks, ipam, &state_dir, host.proc, announcer));
     let cni = cni::CniServer::bind(&run_dir, attacher, lookup, cni_metrics)?;
     let (name, ignored, sysctls) = (node_name.clone(), ignore_interfaces, host.sysctls);
-    let config = NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem, leases };
+    let config = NodeConfig { name, ignored, sysctls, metrics, runtime, state_problem, ipam: addresses };
     let monitor = Monitor::open().map_err(Error::Kernel)?;
     let controller = NodeController::new(
         client.clone(),

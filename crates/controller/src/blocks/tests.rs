@@ -19,16 +19,23 @@ pub fn block(name: &str, network: &str, node: &str) -> BlockState {
     BlockState { version: "7".to_owned(), object }
 }
 
+/// A block of the holder of claims: no Node is waited for.
+fn claims_block(name: &str, network: &str) -> BlockState {
+    let mut state = block(name, network, "any");
+    state.object.spec.holder = HolderRef::claims();
+    state
+}
+
 #[tokio::test(start_paused = true)]
 async fn one_list_of_networks_serves_a_round_of_deletions() {
     let (context, server) = FakeApiServer::start();
     context.cache.update(CacheSource::Blocks, |state| {
         for number in 0..20 {
             let name = format!("gone-{number}");
-            state.blocks.insert(name.clone(), block(&name, &format!("uid-n{number}"), "n"));
+            state.blocks.insert(name.clone(), claims_block(&name, &format!("uid-n{number}")));
         }
         // The cache misses a network that exists.
-        state.blocks.insert("kept".to_owned(), block("kept", "uid-new", "n"))
+        state.blocks.insert("kept".to_owned(), claims_block("kept", "uid-new"))
     });
     let existing =
         json!({"metadata": {"name": "new", "uid": "uid-new", "finalizers": ["patchbay.dev/users"]}});
@@ -61,7 +68,7 @@ async fn blocks_of_a_network_that_is_being_released_are_deleted_after_a_live_rea
     let (context, server) = FakeApiServer::start();
     context.cache.update(CacheSource::Blocks, |state| {
         state.networks.insert("blue".to_owned(), deleting("blue", &[FINALIZER_NODES]));
-        state.blocks.insert("b".to_owned(), block("b", "uid-blue", "n"))
+        state.blocks.insert("b".to_owned(), claims_block("b", "uid-blue"))
     });
     let live = |finalizer: &str| {
         json!([{"metadata": {

@@ -42,9 +42,15 @@ pub struct LiveClaims {
     list: ApiCall,
 }
 
-/// The pods of the namespaces that one reconcile asked for. Each is listed once.
+/// What one reconcile read about pods. Each namespace, pod and node is read once.
 #[derive(Default)]
-pub struct LivePods(Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>);
+pub struct LivePods {
+    by_namespace: Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
+    scheduled: Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
+    /// By the UID of the pod.
+    nodes: Mutex<BTreeMap<Arc<str>, Option<Arc<str>>>>,
+    reports: Mutex<BTreeMap<Arc<str>, Option<Arc<NodeReport>>>>,
+}
 
 /// A virtual machine, or its instance.
 enum LiveMachine {
@@ -86,13 +92,31 @@ impl LiveClaims {
         namespace: &Arc<str>,
         listed: &LivePods,
     ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
-        let mut listed = listed.0.lock().await;
+        self.list_pods(namespace, LIVE_PODS, &listed.by_namespace).await
+    }
+
+    /// Those that have a node: no other has an interface.
+    pub async fn scheduled_pods(
+        &self,
+        namespace: &Arc<str>,
+        listed: &LivePods,
+    ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
+        self.list_pods(namespace, &format!("{LIVE_PODS},spec.nodeName!="), &listed.scheduled).await
+    }
+
+    async fn list_pods(
+        &self,
+        namespace: &Arc<str>,
+        fields: &str,
+        listed: &Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
+    ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
+        let mut listed = listed.lock().await;
         if let Some(pods) = listed.get(namespace) {
             return Ok(Arc::clone(pods));
         }
         let resource = ApiResource::erase::<Pod>(&());
         let api: Api<MetadataObject> = Api::namespaced_with(self.client.clone(), namespace, &resource);
-        let mut params = ListParams::default().limit(PAGE_SIZE).fields(LIVE_PODS);
+        let mut params = ListParams::default().limit(PAGE_SIZE).fields(fields);
         let mut pods = Vec::new();
         loop {
             let list = self.list.read(api.list_metadata(&params)).await?;
@@ -108,20 +132,41 @@ impl LiveClaims {
     }
 
     /// The node of a pod. None if it is gone or not scheduled.
-    pub async fn node_of(&self, pod: &ObjectKey, uid: &str) -> Result<Option<String>, request::Error> {
-        let api: Api<Pod> = Api::namespaced(self.client.clone(), &pod.namespace);
-        let params = ListParams::default().fields(&format!("metadata.name={}", pod.name));
+    pub async fn node_of(
+        &self,
+        pod: &ClaimPod,
+        listed: &LivePods,
+    ) -> Result<Option<Arc<str>>, request::Error> {
+        let mut nodes = listed.nodes.lock().await;
+        if let Some(node) = nodes.get(&*pod.uid) {
+            return Ok(node.clone());
+        }
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), &pod.key.namespace);
+        let params = ListParams::default().fields(&format!("metadata.name={}", pod.key.name));
         let list = self.list.read(api.list(&params)).await?;
-        let found = list.items.into_iter().find(|it| it.metadata.uid.as_deref() == Some(uid));
-        Ok(found.and_then(|pod| pod.spec?.node_name))
+        let found = list.items.into_iter().find(|it| it.metadata.uid.as_deref() == Some(&*pod.uid));
+        let node: Option<Arc<str>> = found.and_then(|pod| pod.spec?.node_name).map(Into::into);
+        nodes.insert(pod.uid.as_str().into(), node.clone());
+        Ok(node)
     }
 
     /// What the daemon of a node reports. None without a NodeNetwork.
-    pub async fn node_report(&self, node: &str) -> Result<Option<NodeReport>, request::Error> {
+    pub async fn node_report(
+        &self,
+        node: &Arc<str>,
+        listed: &LivePods,
+    ) -> Result<Option<Arc<NodeReport>>, request::Error> {
+        let mut reports = listed.reports.lock().await;
+        if let Some(report) = reports.get(node) {
+            return Ok(report.clone());
+        }
         let api: Api<NodeNetworkObject> = Api::all_with(self.client.clone(), &cache_project::node_networks());
         let params = ListParams::default().fields(&format!("metadata.name={node}"));
         let list = self.list.read(api.list(&params)).await?;
-        Ok(list.items.into_iter().next().and_then(cache_project::node_report).map(|(_, report)| report))
+        let found = list.items.into_iter().next().and_then(cache_project::node_report);
+        let report = found.map(|(_, report)| Arc::new(report));
+        reports.insert(Arc::clone(node), report.clone());
+        Ok(report)
     }
 
     /// The IPBlocks of a network, by name.

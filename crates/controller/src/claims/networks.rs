@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{ErrorChain, bridgenetwork::FINALIZER_USERS, ipamclaim::AllocationReason, ipblock};
+use api::{ErrorChain, ipamclaim::AllocationReason, ipblock};
 use client::{fence::now, request};
 use jiff::Timestamp;
 use plan::{
@@ -60,8 +60,7 @@ fn pool(network: &NetworkState) -> Option<Pool> {
         Family::V4 => status.ipv4.as_ref().map(|family| family.block_length),
         Family::V6 => status.ipv6.as_ref().map(|family| family.block_length),
     };
-    let held = network.finalizers.iter().any(|one| one == FINALIZER_USERS);
-    let pool = Pool::new(&network.name, &ipam, length, network.deleting.is_none() || held);
+    let pool = Pool::new(&network.name, &ipam, length, network.deleting.is_none());
     // A claim gets an address of every family, or none.
     let has = |v6: bool| ipam.subnets.iter().any(|subnet| subnet.addr().is_ipv6() == v6);
     let known = |family: Family, v6: bool| !has(v6) || pool.grid(family).is_some();

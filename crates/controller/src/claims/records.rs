@@ -122,6 +122,8 @@ pub struct NetworkRecord {
     pub idle_since: BTreeMap<String, Instant>,
     /// Since when each reservation has been releasable.
     pub releasable_since: BTreeMap<Candidate, Instant>,
+    /// The same, also after a live read did not confirm it.
+    pub unused_since: BTreeMap<Candidate, Instant>,
     /// Since when each borrowed address has waited for its lender.
     pub asked_since: BTreeMap<String, Instant>,
     /// Until when each lender is not asked, and how long it was last.
@@ -144,6 +146,7 @@ impl Default for NetworkRecord {
             retry: retry(),
             idle_since: BTreeMap::new(),
             releasable_since: BTreeMap::new(),
+            unused_since: BTreeMap::new(),
             asked_since: BTreeMap::new(),
             silent: BTreeMap::new(),
             tried: BTreeMap::new(),

@@ -3,7 +3,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use api::bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS};
+use api::{
+    bridgenetwork::{FINALIZER_NODES, FINALIZER_USERS},
+    ipblock::HolderRef,
+};
 use axum::http;
 use kube::{client::Body, core::Status};
 use plan::network::{NetworkState, NodeReport, NodeState};
@@ -271,9 +274,12 @@ fn busy_cluster() -> (LeaderContext, Arc<FakeApiServer>) {
     let ready = NetworkState { deleting: None, ..deleting("red", &[]) };
     context.cache.update(CacheSource::Networks, |state| {
         let (node, report): (NodeState, NodeReport) = ready_on(&ready);
+        let report = NodeReport { claim_addresses: Some([].into()), ..report };
         state.nodes.insert("n".to_owned(), node);
         state.reports.insert("n".to_owned(), report);
-        state.blocks.insert("lost".to_owned(), block("lost", "uid-gone", "gone"));
+        let mut lost = block("lost", "uid-gone", "gone");
+        lost.object.spec.holder = HolderRef::claims();
+        state.blocks.insert("lost".to_owned(), lost);
         state.networks.insert("red".to_owned(), ready);
         state.networks.insert("blue".to_owned(), network)
     });

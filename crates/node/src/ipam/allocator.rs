@@ -64,6 +64,8 @@ pub struct Ipam {
 pub(super) struct IpamState {
     pub(super) ledger: Ledger,
     journal: Journal,
+    /// Whether this is the first run with this journal.
+    is_first_run: bool,
     /// Attachments whose release is not on disk yet. They keep their lease until it is: a crash may lose the release, and
     /// the address must not have another owner then.
     unsaved_releases: BTreeSet<AttachmentKey>,
@@ -80,6 +82,7 @@ impl Ipam {
     pub fn open(state_dir: &Path, boot: &str, metrics: Metrics) -> Result<Self, JournalError> {
         let (journal, ledger) = Journal::open(state_dir)?;
         let state = IpamState {
+            is_first_run: ledger.boot().is_empty(),
             ledger,
             journal,
             unsaved_releases: BTreeSet::new(),
@@ -110,7 +113,10 @@ impl Ipam {
         if !state.journal.is_loaded() {
             let loaded = state.journal.load();
             match loaded {
-                Ok(ledger) => state.ledger = ledger,
+                Ok(ledger) => {
+                    state.is_first_run = ledger.boot().is_empty();
+                    state.ledger = ledger;
+                }
                 Err(error) => {
                     self.report_journal(Some(&error));
                     return Err(error);
@@ -124,6 +130,24 @@ impl Ipam {
         self.changed.notify_all();
         self.wake.notify_one();
         Ok(())
+    }
+
+    /// The NodeNetwork lists addresses of claims, so this node had a journal before. If this one is new, that one was lost, and
+    /// attachments may have addresses of claims that the ledger does not know.
+    pub fn expect_former_claims(&self) {
+        let mut state = self.lock();
+        if !std::mem::take(&mut state.is_first_run) {
+            return;
+        }
+        warn!(
+            "the address journal was lost; which addresses of claims interfaces on this node have is unknown until it reboots"
+        );
+        // In memory even if the write fails: the next one replaces the journal.
+        let records = [LedgerRecord::Booted(String::new()), LedgerRecord::Booted(self.boot.clone())];
+        records.iter().for_each(|record| state.ledger.apply(record));
+        if let Err(error) = self.append(&mut state, &records) {
+            warn!(error = %ErrorChain(&error), "cannot record the loss of the address journal, retrying");
+        }
     }
 
     /// Calls [`Self::save_pending`] every [`JOURNAL_RETRY`] while the journal cannot be written, until `stop`.
@@ -186,7 +210,7 @@ impl Ipam {
     /// Updates the report. The last one stays while the journal cannot be read.
     fn report_leases(&self, state: &IpamState) {
         let closed = state.closed.as_ref().filter(|_| state.journal.is_loaded());
-        let Some(report) = closed.and_then(|closed| state.ledger.report(closed)) else { return };
+        let Some(report) = closed.map(|closed| state.ledger.report(closed)) else { return };
         self.report.send_if_modified(|current| {
             let changed = current.as_ref() != Some(&report);
             if changed {

@@ -21,6 +21,8 @@ use crate::{
 /// How long a reservation must be releasable before it is released. It covers the time between the end of a pod's
 /// containers and the CNI DEL of its sandbox, and an ADD that read the claim before it was gone.
 pub const RELEASE_DELAY: Duration = Duration::from_secs(10);
+/// How long an ADD that read a claim may take, and after it the report of its addresses.
+const MAX_REPORT_DELAY: Duration = Duration::from_secs(60);
 
 /// A reservation that the caches show to be releasable. After [`RELEASE_DELAY`] the caller confirms it with live reads:
 /// [`confirms`] decides from them.
@@ -52,6 +54,11 @@ impl ReportedAddresses {
         all
     }
 
+    /// Whether an interface has the address.
+    pub fn contains(&self, address: IpAddr) -> bool {
+        self.addresses.contains(&address)
+    }
+
     /// Adds the report of a node.
     pub fn extend(&mut self, report: Option<&NodeReport>, network: &str) {
         if let Some(networks) = report.and_then(|report| report.claim_addresses.as_ref()) {
@@ -61,14 +68,18 @@ impl ReportedAddresses {
     }
 }
 
-/// Whether annotations of a pod decide if it has an address: its daemon does not report. `node` is None for a pod that is not
-/// scheduled, `ready` says whether the Node is ready: the report of one that is not may be old.
-pub fn annotations_count(node: Option<Option<&NodeReport>>, ready: bool) -> bool {
-    match node {
-        None => false,
-        Some(None) => true,
-        Some(Some(report)) => report.claim_addresses.is_none() || !ready,
-    }
+/// Whether annotations of a pod on a node decide if it has the address of a candidate: the daemon of the node does not report,
+/// or may not have reported an ADD that began before the claim was gone. `ready` says whether the Node is ready: the report of
+/// one that is not may be old. `unused` is for how long nothing has needed the reservation.
+pub fn annotations_count(
+    candidate: &Candidate,
+    pod: &ClaimPod,
+    report: Option<&NodeReport>,
+    ready: bool,
+    unused: Duration,
+) -> bool {
+    let is_reported = ready && report.is_some_and(|report| report.claim_addresses.is_some());
+    !is_reported || unused < MAX_REPORT_DELAY && pod.references(&candidate.claim)
 }
 
 /// Whether annotations of a pod say that it has the address of a candidate, or can get it.

@@ -21,7 +21,7 @@ const MAX_POD_NAME: usize = 63 + 1 + 253;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LeaseReport {
     pub closed: Vec<ClosedNetwork>,
-    /// None if the ledger may not know all of them, or if there are too many to list.
+    /// None if the ledger may not know all of them, or if there are too many to list. Annotations of pods count then.
     pub claims: Option<Vec<ClaimAddresses>>,
 }
 
@@ -34,10 +34,10 @@ impl LeaseReport {
 
 impl Ledger {
     /// The report about all leases. `closed` are the names of the networks of which the node allocates no more addresses, by
-    /// UID. None while the node may hold blocks that the ledger does not know.
-    pub fn report(&self, closed: &BTreeMap<Uid, String>) -> Option<LeaseReport> {
+    /// UID. It is empty while the node may hold blocks that the ledger does not know.
+    pub fn report(&self, closed: &BTreeMap<Uid, String>) -> LeaseReport {
         if !self.is_complete() {
-            return None;
+            return LeaseReport::default();
         }
         let mut users: BTreeMap<&str, Vec<&Lease>> = BTreeMap::new();
         if !closed.is_empty() {
@@ -63,7 +63,7 @@ impl Ledger {
         all.sort_by_cached_key(|one| (one.is_unused(), one.uid.clone()));
         all.truncate(MAX_NETWORKS);
         all.sort_by(|one, other| one.uid.cmp(&other.uid));
-        Some(LeaseReport { closed: all, claims: self.claim_addresses() })
+        LeaseReport { closed: all, claims: self.claim_addresses() }
     }
 
     fn claim_addresses(&self) -> Option<Vec<ClaimAddresses>> {
@@ -129,7 +129,7 @@ mod tests {
         for record in [leased("a", "10.0.0.1", None), leased("b", "10.0.0.2", Some("vm"))] {
             ledger.apply(&record);
         }
-        let report = ledger.report(&closed()).unwrap();
+        let report = ledger.report(&closed());
         let expected = ClosedNetwork {
             uid: "net".to_owned(),
             name: "blue".to_owned(),
@@ -142,9 +142,9 @@ mod tests {
         for container in ["a", "b"] {
             ledger.apply(&LedgerRecord::Freed(key(container)));
         }
-        let report = ledger.report(&closed()).unwrap();
+        let report = ledger.report(&closed());
         assert!(report.closed[0].is_unused() && !report.is_waiting());
-        assert_eq!(ledger.report(&BTreeMap::new()).unwrap().closed, []);
+        assert_eq!(ledger.report(&BTreeMap::new()).closed, []);
     }
 
     #[test]
@@ -156,22 +156,22 @@ mod tests {
             object: "object".to_owned(),
         };
         ledger.apply(&unverified("10.0.0.0/28"));
-        let report = ledger.report(&closed()).unwrap();
+        let report = ledger.report(&closed());
         assert_eq!((report.closed[0].interfaces, report.closed[0].unverified_blocks), (0, 1));
         assert!(report.is_waiting());
         let block = BlockKey { network: "other".to_owned(), ..block("10.0.0.16/28") };
         ledger.apply(&LedgerRecord::Dropped { block: self::block("10.0.0.0/28") });
         ledger.apply(&LedgerRecord::Unverified { block, network: "b".to_owned(), object: "o".to_owned() });
-        assert!(!ledger.report(&closed()).unwrap().is_waiting(), "it is of another network");
+        assert!(!ledger.report(&closed()).is_waiting(), "it is of another network");
     }
 
     #[test]
     fn nothing_is_reported_while_the_node_may_hold_unknown_blocks() {
         let mut ledger = Ledger::default();
         ledger.apply(&LedgerRecord::Incomplete);
-        assert_eq!(ledger.report(&closed()), None);
+        assert_eq!(ledger.report(&closed()), LeaseReport::default());
         ledger.apply(&LedgerRecord::Complete);
-        assert!(ledger.report(&closed()).is_some());
+        assert!(ledger.report(&closed()).claims.is_some());
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
             ledger.apply(&leased(container, "10.0.0.2", Some("vm")));
         }
         ledger.apply(&leased("pod", "10.0.0.1", None));
-        let claims = |ledger: &Ledger| ledger.report(&BTreeMap::new()).unwrap().claims.unwrap();
+        let claims = |ledger: &Ledger| ledger.report(&BTreeMap::new()).claims.unwrap();
         let expected = ClaimAddresses { network_uid: "net".to_owned(), addresses: vec![ip("10.0.0.2")] };
         assert_eq!(claims(&ledger), std::slice::from_ref(&expected));
         ledger.apply(&LedgerRecord::Freed(key("source")));
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn a_damaged_journal_reports_no_claims_until_the_machine_boots() {
         let mut ledger = Ledger::default();
-        let claims = |ledger: &Ledger| ledger.report(&BTreeMap::new()).unwrap().claims;
+        let claims = |ledger: &Ledger| ledger.report(&BTreeMap::new()).claims;
         ledger.apply(&LedgerRecord::Booted("one".to_owned()));
         assert!(claims(&ledger).is_some());
         ledger.apply(&LedgerRecord::Booted(String::new()));
@@ -214,6 +214,6 @@ mod tests {
             let address = format!("10.0.{}.{}", number / 256, number % 256);
             ledger.apply(&leased(&number.to_string(), &address, Some("vm")));
         }
-        assert_eq!(ledger.report(&BTreeMap::new()).unwrap().claims, None);
+        assert_eq!(ledger.report(&BTreeMap::new()).claims, None);
     }
 }

@@ -5,7 +5,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::ipam::{IpFamilyStatus, IpamStatus};
+use api::{
+    ClosedNetwork,
+    ipam::{IpFamilyStatus, IpamStatus},
+    ipblock::HolderRef,
+};
 
 use super::{ClusterState, NetworkContext, NodeReport, status::list};
 use crate::{
@@ -106,21 +110,32 @@ pub fn abandoned(state: &ClusterState, missing: &MissingNodes) -> Vec<AbandonedB
         })
         .collect();
     let nodes: BTreeSet<&str> = state.nodes.values().map(|node| node.uid.as_str()).collect();
-    let gone = |holder: &api::ipblock::HolderRef| missing.gone.contains(&holder.uid);
+    let gone = |holder: &HolderRef| missing.gone.contains(&holder.uid);
     let mut all = Vec::new();
     for (uid, blocks) in by_network(state) {
         let objects: Vec<&ObservedIpBlock> = blocks.iter().map(|(_, block)| &block.object).collect();
         let existing: BTreeSet<&str> = objects.iter().map(|object| object.uid.as_str()).collect();
+        // The report of a node is newer than the status of its blocks.
+        let reported_unused = |holder: &HolderRef| {
+            let report = state.reports.get(&holder.node).filter(|_| nodes.contains(holder.uid.as_str()));
+            report.and_then(|report| report.closed.get(uid)).is_some_and(ClosedNetwork::is_unused)
+        };
         let unused = |block: &BlockState| {
             let ObservedIpBlock { spec, status, .. } = &block.object;
-            let is_used = if spec.holder.is_node() { status.used > 0 } else { !status.claims.is_empty() };
+            let is_used = if spec.holder.is_node() {
+                status.used > 0 && !reported_unused(&spec.holder)
+            } else {
+                !status.claims.is_empty()
+            };
             !is_used && !status.lent.iter().any(|lent| existing.contains(lent.block.as_str()))
         };
         let deletable = |block: &BlockState| {
             let holder = &block.object.spec.holder;
+            // A machine whose Node is missing can still allocate from a block that it reported as unused.
+            let is_known = !holder.is_node() || nodes.contains(holder.uid.as_str()) || gone(holder);
             match networks.get(uid) {
-                Some(releasing) => *releasing && unused(block),
-                None if holder.is_node() => unused(block) && !nodes.contains(holder.uid.as_str()),
+                Some(releasing) => *releasing && is_known && unused(block),
+                None if holder.is_node() => unused(block) && gone(holder),
                 None => !state.reports.values().any(|report| has_claims_of(report, uid)),
             }
         };

@@ -41,15 +41,17 @@ impl<'a> NodeUsers<'a> {
         }
         let has_ipam = network.spec.as_ref().is_ok_and(|spec| spec.ipam.is_some());
         let had_addresses = has_ipam || network.status.ipam.is_some() || !context.blocks.is_empty();
-        let holds = |node: &NodeState| {
-            context.blocks.iter().any(|(_, block)| block.object.spec.holder.uid == node.uid)
+        // A Node that was created again has blocks of its former UID until its daemon adopts them.
+        let holds = |name: &str, node: &NodeState| {
+            let holders = context.blocks.iter().map(|(_, block)| &block.object.spec.holder);
+            holders.filter(|it| it.is_node()).any(|holder| holder.uid == node.uid || holder.node == name)
         };
         for (name, node) in context.state.nodes.iter() {
             let report = context.state.reports.get(name);
             match report.and_then(|report| report.closed.get(&network.uid)) {
                 Some(entry) if entry.is_unused() => {}
                 Some(entry) => users.using.push((name, entry)),
-                None if had_addresses && (report.is_some() || holds(node)) => {
+                None if had_addresses && (report.is_some() || holds(name, node)) => {
                     users.silent.push(SilentNode { name, node, has_report: report.is_some() });
                 }
                 None => {}
@@ -79,7 +81,8 @@ impl<'a> NodeUsers<'a> {
         if !self.using.is_empty() {
             let using: Vec<String> = self.using.iter().map(|(name, entry)| usage(name, entry)).collect();
             parts.push(format!(
-                "interfaces have addresses of the network: {}; unplug these interfaces, or delete the pods",
+                "interfaces have addresses of the network: {}; unplug these interfaces, or delete the pods; if a pod is \
+                gone, see the conditions of the NodeNetwork",
                 list(&using)
             ));
         }
@@ -104,7 +107,9 @@ impl SilentNode<'_> {
                 )
             }
             None if *has_report => {
-                format!("{name} (check that its Patchbay daemon runs, in the version of the controller)")
+                format!(
+                    "{name} (check that its Patchbay daemon and the CustomResourceDefinitions are of the version of the controller)"
+                )
             }
             None => format!(
                 "{name} (it has address blocks and no NodeNetwork; check that its Patchbay daemon runs)"

@@ -337,7 +337,8 @@ fn deletion_progress(context: &NetworkContext<'_>, nad_plan: &NadPlan) -> Condit
             .iter()
             .map(|(name, block)| format!("{name} of {}", block.object.spec.holder))
             .collect();
-        let note = "the blocks of a deleted Node whose addresses were in use are deleted 10 minutes after it";
+        let note = "the blocks of a deleted Node are deleted 10 minutes after it; for other blocks, check the daemon of the \
+            node, and the IPAMClaims in the status of the block";
         return no(
             DELETING,
             truncate(&format!("deletion waits for IPBlocks to go: {}; {note}", list(&blocks))),

@@ -1,6 +1,6 @@
 //! Confirms with live reads which reservations nothing needs any more.
 
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, net::IpAddr, time::Duration};
 
 use api::ErrorChain;
 use client::{fence::now, request};
@@ -28,12 +28,13 @@ impl ClaimWorkers {
         record: &mut NetworkRecord,
     ) -> (BTreeSet<(String, IpAddr)>, Option<Duration>) {
         let reported = ReportedAddresses::of(&self.cache.snapshot(), &input.uid);
-        let candidates = self.cache.claims().read(|index| {
+        let candidates: Vec<Candidate> = self.cache.claims().read(|index| {
             let claims = |uid: &str| index.claim_of_uid(uid).cloned();
             let named = |key: &ObjectKey| index.claim(key).cloned();
             let pods: Vec<&ClaimPod> = index.pods().collect();
             release::due(&input.uid, &input.blocks, claims, named, &pods, &reported)
         });
+        track(&mut record.unused_since, now(), candidates.iter().cloned());
         track(&mut record.releasable_since, now(), candidates);
         let mut confirmed = BTreeSet::new();
         let mut next: Option<Duration> = None;
@@ -45,7 +46,9 @@ impl ClaimWorkers {
                 again(rest);
                 continue;
             }
-            match self.confirm_release(input, candidate, &listed).await {
+            let unused = record.unused_since.get(candidate);
+            let unused = unused.map_or(Duration::ZERO, |since| now().saturating_duration_since(*since));
+            match self.confirm_release(input, candidate, unused, &listed).await {
                 Ok(true) => {
                     info!(claim = %candidate.claim, address = %candidate.address, "released an address of an IPAMClaim");
                     confirmed.insert((candidate.uid.clone(), candidate.address));
@@ -64,31 +67,34 @@ impl ClaimWorkers {
         (confirmed, next)
     }
 
+    /// `unused` is for how long the cache has had nothing that needs the reservation.
     async fn confirm_release(
         &self,
         input: &NetworkInput,
         candidate: &Candidate,
+        unused: Duration,
         listed: &LivePods,
     ) -> Result<bool, request::Error> {
-        let namespace: &Arc<str> = &candidate.claim.namespace;
-        let claim = self.live.claim(&candidate.claim).await?;
-        let pods = self.live.pods(namespace, listed).await?;
-        // One more look at the reports, then at the nodes of the pods that seem to have the address.
+        // The daemons may have reported the address since.
         let state = self.cache.snapshot();
         let mut reported = ReportedAddresses::of(&state, &input.uid);
+        if reported.contains(candidate.address) {
+            return Ok(false);
+        }
+        let claim = self.live.claim(&candidate.claim).await?;
+        let pods = self.live.scheduled_pods(&candidate.claim.namespace, listed).await?;
         let mut counted = Vec::new();
         for pod in pods.iter().filter(|pod| release::is_named_by(candidate, pod)) {
-            let node = self.live.node_of(&pod.key, &pod.uid).await?;
-            let report = match &node {
-                Some(node) => self.live.node_report(node).await?,
-                None => None,
-            };
-            let known = node.as_ref().and_then(|node| state.nodes.get(node));
-            let ready = known.is_some_and(|node| node.not_ready_reason.is_none());
-            if release::annotations_count(node.as_ref().map(|_| report.as_ref()), ready) {
+            let Some(node) = self.live.node_of(pod, listed).await? else { continue };
+            let report = self.live.node_report(&node, listed).await?;
+            let ready = state.nodes.get(&*node).is_some_and(|node| node.not_ready_reason.is_none());
+            if release::annotations_count(candidate, pod, report.as_deref(), ready, unused) {
                 counted.push(pod);
             }
-            reported.extend(report.as_ref(), &input.uid);
+            reported.extend(report.as_deref(), &input.uid);
+            if !release::confirms(candidate, &input.uid, &input.blocks, claim.as_ref(), &counted, &reported) {
+                return Ok(false);
+            }
         }
         Ok(release::confirms(candidate, &input.uid, &input.blocks, claim.as_ref(), &counted, &reported))
     }

@@ -487,14 +487,23 @@ fn the_report_of_a_daemon_decides_whether_an_address_is_in_use_and_annotations_d
     assert_eq!(due(&node(Some(&[])), &[&forged]), Some(false), "the node of the pod is read before");
 
     let reports = NodeReport { claim_addresses: Some(BTreeMap::new()), ..NodeReport::default() };
-    for (node, ready, counts) in [
-        (None, true, false),
-        (Some(None), true, true),
-        (Some(Some(&NodeReport::default())), true, true),
-        (Some(Some(&reports)), true, false),
-        (Some(Some(&reports)), false, true),
+    let none = |_: &str| None::<ClaimState>;
+    let [candidate] =
+        release::due("net", &network.blocks, none, |_| None, &[], &node(Some(&[]))).try_into().unwrap();
+    let referencing = forged.clone();
+    let forged = ClaimPod { elements: [].into(), ..forged };
+    let (short, long) = (Duration::from_secs(59), Duration::from_secs(60));
+    for (pod, report, ready, unused, counts) in [
+        (&forged, None, true, long, true),
+        (&forged, Some(&NodeReport::default()), true, long, true),
+        (&forged, Some(&reports), true, short, false),
+        (&forged, Some(&reports), false, long, true),
+        // Its ADD may have begun before the claim was gone.
+        (&referencing, Some(&reports), true, short, true),
+        (&referencing, Some(&reports), true, long, false),
     ] {
-        assert_eq!(release::annotations_count(node, ready), counts, "{node:?} {ready}");
+        let decide = release::annotations_count(&candidate, pod, report, ready, unused);
+        assert_eq!(decide, counts, "{pod:?} {report:?} {ready} {unused:?}");
     }
 }
 
