@@ -17,6 +17,7 @@ mod failures;
 mod identify;
 mod links;
 mod matching;
+mod multus;
 mod names;
 mod pod;
 mod records;
@@ -37,6 +38,10 @@ pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
 pub use failures::{FailedAttempt, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
 pub use identify::identify_links;
+pub use multus::{
+    IsolationSettings, MultusConfig, MultusFacts, MultusState, NamespaceAccess, decide_multus,
+    mounts_cni_config,
+};
 pub use pod::{
     DesiredPod, HostLink, NadState, ObservedLink, ObservedPod, PlanInput, PlugMode, PodLifecycle, SandboxRef,
     SandboxState,

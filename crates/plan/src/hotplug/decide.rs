@@ -261,7 +261,7 @@ impl<'a> Planner<'a> {
         match wanted.matched {
             Some(Match::StatusOnly(_)) => {}
             Some(Match::Record(record)) if !removals.iter().any(|(other, _)| other.key == record.key) => {
-                self.handle_attached(wanted, record);
+                self.handle_attached(wanted, record, &nads(&wanted.nad));
             }
             Some(Match::Record(_)) | None => {
                 let Some(name) = names.assign(wanted) else { return };
@@ -271,7 +271,12 @@ impl<'a> Planner<'a> {
     }
 
     /// An element whose attachment stays.
-    fn handle_attached(&mut self, wanted: &DesiredElement<'_>, record: &AttachmentRecord) {
+    fn handle_attached(
+        &mut self,
+        wanted: &DesiredElement<'_>,
+        record: &AttachmentRecord,
+        nad_state: &NadState,
+    ) {
         let Some(attached) = record.attached() else { return };
         let (nad, interface) = (&record.nad, record.key.interface.as_str());
         if self.links.is_lost(attached) {
@@ -293,6 +298,13 @@ impl<'a> Planner<'a> {
                 StateReason::LinkLost,
                 message,
             ));
+            return;
+        }
+        if let NadState::Forbidden { message } = nad_state {
+            let (state, event) =
+                states::forbidden_attachment(&self.input.desired.pod, nad, interface, message);
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
             return;
         }
         let changed = record.requested.as_ref().filter(|requested| **requested != wanted.requested);
@@ -328,6 +340,11 @@ impl<'a> Planner<'a> {
     ) {
         let pod = &self.input.desired.pod;
         let interface = name.as_str();
+        if let NadState::IsolationUnknown { message } = nad {
+            let (state, reason) = (AttachmentState::Pending, StateReason::IsolationUnknown);
+            self.states.push(states::with_reason(&wanted.nad, interface, state, reason, message));
+            return;
+        }
         let refused = |reason: StateReason, event: EventReason, message: String| {
             let event = events::about(pod, event, &format!("network {}: {message}", wanted.nad));
             (states::with_reason(&wanted.nad, interface, AttachmentState::Refused, reason, message), event)

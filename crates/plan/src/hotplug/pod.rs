@@ -98,7 +98,7 @@ pub struct HostLink {
 /// The NAD that an element refers to, for a pod of this namespace.
 ///
 /// The watcher of NADs resolves it: it reads `spec.config` or the file of that name on the node, and applies namespace
-/// isolation. Checks run in this order: `Forbidden`, `Missing`, `DeviceRequired`, `Invalid`.
+/// isolation. Checks run in this order: `IsolationUnknown`, `Forbidden`, `Missing`, `DeviceRequired`, `Invalid`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NadState {
     /// It does not exist.
@@ -116,6 +116,11 @@ pub enum NadState {
     /// Namespace isolation forbids it to the pod.
     Forbidden {
         /// Which setting forbids it and what to do.
+        message: String,
+    },
+    /// It is not known whether namespace isolation forbids it to the pod.
+    IsolationUnknown {
+        /// Why, and what to do.
         message: String,
     },
     /// It cannot be found out now. The other elements of the pod do not wait for it.

@@ -34,6 +34,8 @@ pub enum StateReason {
     NetworkInvalid,
     /// Namespace isolation forbids the NAD.
     NamespaceForbidden,
+    /// It is not known whether namespace isolation forbids the NAD.
+    IsolationUnknown,
     /// The NAD needs a device.
     DeviceRequired,
     /// Another interface has the name.
@@ -55,6 +57,7 @@ impl StateReason {
             Self::NetworkNotFound => "NetworkNotFound",
             Self::NetworkInvalid => "NetworkInvalid",
             Self::NamespaceForbidden => "NamespaceForbidden",
+            Self::IsolationUnknown => "IsolationUnknown",
             Self::DeviceRequired => "DeviceRequired",
             Self::InterfaceNameTaken => "InterfaceNameTaken",
             Self::InvalidNetworks => "InvalidNetworks",
@@ -131,6 +134,8 @@ pub(super) fn unusable_nad(
             ))
         }
         NadState::Ready { .. } => None,
+        // The element waits.
+        NadState::IsolationUnknown { .. } => None,
         NadState::Unknown { message } => Some(failed(StateReason::AddFailed, message.clone())),
         NadState::Missing => Some(failed(
             StateReason::NetworkNotFound,
@@ -152,6 +157,24 @@ pub(super) fn unusable_nad(
             format!("NAD {name} is not allowed in namespace {}: {message}", pod.namespace),
         )),
     }
+}
+
+/// The state and the event of an attachment whose NAD is forbidden to the pod by now.
+pub(super) fn forbidden_attachment(
+    pod: &PodIdentity,
+    nad: &NadRef,
+    interface: &str,
+    message: &str,
+) -> (Attachment, PodEvent) {
+    let message =
+        format!("{message}; interface {interface} stays attached until you remove it from the annotation");
+    let reason = StateReason::NamespaceForbidden;
+    let event = events::about(
+        pod,
+        EventReason::NamespaceForbidden,
+        &format!("interface {interface} of network {nad}: {message}"),
+    );
+    (with_reason(nad, interface, AttachmentState::Attached, reason, message), event)
 }
 
 /// The state and the event of an invalid element.

@@ -263,11 +263,37 @@ fn a_nad_that_cannot_be_attached_is_reported_with_what_to_do() {
 }
 
 #[test]
-fn a_forbidden_nad_does_not_detach_what_was_attached() {
+fn a_forbidden_nad_does_not_detach_what_was_attached_and_is_reported() {
     let mut node = SimNode::with("a@net1");
     node.settle();
     node.nads.insert(nad("a"), NadState::Forbidden { message: "no".to_owned() });
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Attached/NamespaceForbidden"]);
+    assert_eq!(node.reasons(), ["AddedInterface", "NamespaceForbidden"]);
+    let note = &node.events[1].note;
+    assert!(note.contains("no; interface net1 stays attached until you remove it"), "{note}");
+    assert!(node.link_names().contains(&"net1"));
+    node.restart();
     assert_idle(&node);
+}
+
+#[test]
+fn an_element_waits_until_it_is_known_whether_isolation_forbids_it() {
+    let mut node = SimNode::with("a@net1,b@net2");
+    node.nads.insert(nad("a"), NadState::IsolationUnknown { message: "wait for multus".to_owned() });
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Pending/IsolationUnknown", "default/b@net2 Attached"]);
+    assert_eq!(node.reasons(), ["AddedInterface"]);
+    node.restart();
+    assert_idle(&node);
+    // What was attached earlier stays, and is no news.
+    node.nads.insert(nad("b"), NadState::IsolationUnknown { message: "wait for multus".to_owned() });
+    assert_idle(&node);
+    for name in ["a", "b"] {
+        node.nads.insert(nad(name), ready(name));
+    }
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Attached", "default/b@net2 Attached"]);
 }
 
 #[test]
