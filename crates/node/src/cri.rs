@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
@@ -9,7 +10,11 @@ use std::{
 
 use api::ErrorChain;
 use http::uri::PathAndQuery;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::UnixStream,
+    time::{Instant, timeout, timeout_at},
+};
 use tonic::{
     Code, Request, Status,
     client::Grpc,
@@ -17,8 +22,9 @@ use tonic::{
 };
 use tonic_prost::ProstCodec;
 use wire::cri::{
-    self, ListPodSandboxRequest, ListPodSandboxResponse, Message, NamespaceMode, PodSandbox, PodSandboxState,
-    PodSandboxStatusRequest, PodSandboxStatusResponse, SandboxInfo,
+    self, CniDirs, ListPodSandboxRequest, ListPodSandboxResponse, Message, NamespaceMode, PodSandbox,
+    PodSandboxState, PodSandboxStatusRequest, PodSandboxStatusResponse, SandboxInfo, StatusRequest,
+    StatusResponse,
 };
 
 /// Default sockets of containerd, CRI-O, K3s and RKE2, k0s, MicroK8s, and cri-dockerd.
@@ -33,6 +39,12 @@ pub const DEFAULT_SOCKETS: [&str; 6] = [
 
 /// Timeout for connecting to one runtime and listing its sandboxes.
 const CRI_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Timeout for reading the configuration of CRI-O.
+const CONFIG_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Bounds the configuration of CRI-O.
+const MAX_CONFIG: u64 = 1024 * 1024;
 
 /// The largest accepted response: a sandbox with long annotations takes tens of kilobytes.
 const MAX_RESPONSE: usize = 64 * 1024 * 1024;
@@ -61,6 +73,8 @@ pub enum Error {
     Status { path: PathBuf, id: String, source: Box<Status> },
     #[error("read the status of sandbox {id} at {}", path.display())]
     Info { path: PathBuf, id: String, source: cri::InfoError },
+    #[error("read the status of the runtime at {}", path.display())]
+    RuntimeStatus { path: PathBuf, source: Box<Status> },
     #[error("{} did not respond within {} s", path.display(), limit.as_secs())]
     Timeout { path: PathBuf, limit: Duration },
     #[error("{} does not run this pod", path.display())]
@@ -150,14 +164,7 @@ impl ContainerRuntime {
     /// What the runtime says about a sandbox; None if it does not exist. Asks the runtime that listed the daemon's pod
     /// last.
     pub async fn sandbox_info(&self, id: &str) -> Result<Option<SandboxInfo>, Error> {
-        let connected = self.0.cache().channel.clone();
-        let (path, channel) = if let Some(connected) = connected {
-            connected
-        } else {
-            // Listing finds the runtime and connects to it.
-            let Listing { path, channel, .. } = self.0.list().await?;
-            (path, channel)
-        };
+        let (path, channel) = self.0.connected().await?;
         let request = PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
         let status = timeout(CRI_TIMEOUT, unary(&channel, cri::POD_SANDBOX_STATUS, request)).await;
         let status: PodSandboxStatusResponse = match status {
@@ -170,6 +177,27 @@ impl ContainerRuntime {
         };
         let info = SandboxInfo::parse(&status.info);
         info.map(Some).map_err(|source| Error::Info { path, id: id.to_owned(), source })
+    }
+
+    /// The directories of CNI that the runtime uses. A runtime need not name them.
+    pub async fn cni_dirs(&self) -> Result<CniDirs, Error> {
+        let (path, channel) = self.0.connected().await?;
+        let status =
+            timeout(CRI_TIMEOUT, unary(&channel, cri::STATUS, StatusRequest { verbose: true })).await;
+        let status: StatusResponse = match status {
+            Err(_) => return Err(Error::Timeout { path, limit: CRI_TIMEOUT }),
+            Ok(Err(status)) if status.code() == Code::Unimplemented => StatusResponse::default(),
+            Ok(Err(status)) => return Err(Error::RuntimeStatus { path, source: Box::new(status) }),
+            Ok(Ok(status)) => status,
+        };
+        let dirs = CniDirs::parse(&status.info);
+        if dirs.config.is_some() {
+            return Ok(dirs);
+        }
+        // CRI-O. Any other runtime closes the connection, or says nothing.
+        let config = timeout(CONFIG_TIMEOUT, read_crio_config(&self.0.mounted(&path))).await;
+        let config = config.ok().and_then(Result::ok).unwrap_or_default();
+        Ok(CniDirs::parse_crio(&String::from_utf8_lossy(&config)))
     }
 
     /// The IDs of all sandboxes, also of those that have stopped and are not yet removed.
@@ -211,6 +239,17 @@ impl ContainerRuntime {
 impl RuntimeState {
     fn cache(&self) -> MutexGuard<'_, RuntimeCache> {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection to the runtime that listed the daemon's pod last.
+    async fn connected(&self) -> Result<(PathBuf, Channel), Error> {
+        let connected = self.cache().channel.clone();
+        if let Some(connected) = connected {
+            return Ok(connected);
+        }
+        // Listing finds the runtime and connects to it.
+        let Listing { path, channel, .. } = self.list().await?;
+        Ok((path, channel))
     }
 
     /// Lists the sandboxes of the first candidate that lists the daemon's own pod, the last successful one first.
@@ -263,6 +302,15 @@ impl RuntimeState {
         let relative = run.unwrap_or_else(|_| path.strip_prefix("/").unwrap_or(path).to_owned());
         self.host_root.join(relative)
     }
+}
+
+/// The configuration that CRI-O serves at its socket, with HTTP headers.
+async fn read_crio_config(socket: &Path) -> io::Result<Vec<u8>> {
+    let mut stream = UnixStream::connect(socket).await?;
+    stream.write_all(b"GET /config HTTP/1.0\r\nHost: crio\r\n\r\n").await?;
+    let mut config = Vec::new();
+    stream.take(MAX_CONFIG).read_to_end(&mut config).await?;
+    Ok(config)
 }
 
 async fn list_over(path: &Path, channel: Channel) -> Result<Listing, Error> {

@@ -10,6 +10,7 @@ mod events;
 mod journal;
 mod metrics;
 mod multus_cache;
+mod multus_watch;
 pub mod nads;
 mod namespaces;
 mod observe;
@@ -31,7 +32,7 @@ use api::ErrorChain;
 use client::request::{ApiCall, DEFAULT_TIMEOUT};
 use kube::Client;
 use link::NamespaceLinkMonitor;
-use plan::hotplug::PlugMode;
+use plan::hotplug::{MultusConfig, PlugMode};
 use tokio::{
     sync::watch,
     task::JoinSet,
@@ -40,8 +41,13 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+pub use self::{
+    config::{ConfigError, HotplugArgs, HotplugMode, HotplugSettings, parse_plugin_timeout},
+    journal::{AttachmentJournal, Error as JournalError},
+    metrics::Metrics,
+};
 use self::{
-    config::MultusConfigReader,
+    config::{MultusConfigReader, NodeSources},
     controller::Controller,
     events::PodEvents,
     multus_cache::MultusCacheReader,
@@ -50,11 +56,6 @@ use self::{
     pod_namespace::PodNamespaces,
     pod_status::PodStatusWriter,
     sandboxes::{LocateError, NamespaceEvent, NamespaceWatch, SandboxLocator},
-};
-pub use self::{
-    config::{ConfigError, HotplugArgs, HotplugMode, HotplugSettings, parse_plugin_timeout},
-    journal::{AttachmentJournal, Error as JournalError},
-    metrics::Metrics,
 };
 use crate::{
     Error,
@@ -108,6 +109,7 @@ enum Problem {
     Journal,
     Runtime,
     NamespaceWatch,
+    Multus,
 }
 
 impl Deps {
@@ -273,14 +275,10 @@ pub async fn start(
     let HotplugConfig { client, node, pods, settings, runtime, journal, boot, health, metrics, .. } = config;
     let host = HostMounts::open(config.mount_namespace).map_err(StartError::HostMounts)?;
     let monitor = Arc::new(NamespaceLinkMonitor::open().map_err(StartError::Links)?);
-    let multus = MultusConfigReader::new(host.clone(), journal.dir());
-    let plugin_dirs = match multus.read().await {
-        Ok(multus) => settings.plugin_dirs(&multus),
-        Err(error) => {
-            warn!(error = %ErrorChain(&error), "cannot read the configuration of multus on this node");
-            settings.plugin_dirs(&config::MultusConfig::default())
-        }
-    };
+    let sources = NodeSources { runtime: runtime.clone(), pods: pods.clone(), dir: journal.dir().to_owned() };
+    let multus = MultusConfigReader::new(host.clone(), sources);
+    // Each call of a plugin sets them anew.
+    let plugin_dirs = settings.plugin_dirs(&MultusConfig::default());
     let executor_config = ExecutorConfig { plugin_dirs, timeout: settings.plugin_timeout, ..config.executor };
     let executor = Executor::new(host.clone(), executor_config, config.executor_metrics);
     let (nads, nad_watch) =
@@ -323,7 +321,11 @@ pub async fn start(
     };
     deps.open_namespace_watch();
     tasks.spawn(sender.run(stop.clone()));
-    tasks.spawn(Controller::new(Arc::new(deps), peers, mode).run(stop.clone()));
+    let deps = Arc::new(deps);
+    if deps.settings.mode == HotplugMode::On {
+        tasks.spawn(multus_watch::run(Arc::clone(&deps), node.to_owned(), stop.clone()));
+    }
+    tasks.spawn(Controller::new(deps, peers, mode).run(stop.clone()));
     Ok(())
 }
 

@@ -71,6 +71,8 @@ pub struct OwnPod {
     pub controller: Option<OwnerRef>,
     /// Whether it uses the host's network.
     pub host_network: bool,
+    /// The paths of the host that its volumes mount, if one of its containers names multus.
+    pub multus_host_paths: Vec<String>,
     /// Those about networks, those of Patchbay, and the one of static pods.
     annotations: BTreeMap<String, String>,
     /// The [`KEPT_LABELS`].
@@ -339,6 +341,49 @@ struct PodObject {
 struct PodSpecPart {
     #[serde(default)]
     host_network: bool,
+    #[serde(default, deserialize_with = "names_multus")]
+    containers: bool,
+    #[serde(default, deserialize_with = "names_multus")]
+    init_containers: bool,
+    #[serde(default, deserialize_with = "host_paths")]
+    volumes: Vec<String>,
+}
+
+/// Whether one of these containers has the word multus in its name, image or command.
+fn names_multus<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    #[derive(Deserialize)]
+    struct Container {
+        #[serde(default)]
+        name: String,
+        #[serde(default)]
+        image: String,
+        #[serde(default)]
+        command: Vec<String>,
+        #[serde(default)]
+        args: Vec<String>,
+    }
+    let containers = Option::<Vec<Container>>::deserialize(deserializer)?.unwrap_or_default();
+    let names = |Container { name, image, command, args }: &Container| {
+        let mut texts = [name, image].into_iter().chain(command).chain(args);
+        texts.any(|text| text.to_ascii_lowercase().contains("multus"))
+    };
+    Ok(containers.iter().any(names))
+}
+
+/// The paths of the host among these volumes.
+fn host_paths<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Volume {
+        host_path: Option<HostPath>,
+    }
+    #[derive(Deserialize)]
+    struct HostPath {
+        #[serde(default)]
+        path: String,
+    }
+    let volumes = Option::<Vec<Volume>>::deserialize(deserializer)?.unwrap_or_default();
+    Ok(volumes.into_iter().filter_map(|volume| Some(volume.host_path?.path)).collect())
 }
 
 #[derive(Debug, Clone, Default, Deserialize)]
@@ -390,6 +435,11 @@ impl PodObject {
             deleted: meta.deletion_timestamp.map(|at| at.0),
             controller: controller(meta.owner_references.unwrap_or_default()),
             host_network: self.spec.host_network,
+            multus_host_paths: if self.spec.containers || self.spec.init_containers {
+                self.spec.volumes
+            } else {
+                Vec::new()
+            },
             annotations: meta.annotations.unwrap_or_default(),
             labels: meta.labels.unwrap_or_default(),
         })

@@ -1,9 +1,11 @@
 //! The part of the Container Runtime Interface (CRI) v1 that Patchbay uses. Decoding skips all other fields.
 
+mod cni_dirs;
 mod sandbox_info;
 
 use std::collections::BTreeMap;
 
+pub use cni_dirs::CniDirs;
 pub use prost::Message;
 pub use sandbox_info::{InfoError, SandboxInfo, SandboxNetwork};
 
@@ -113,6 +115,23 @@ pub enum NamespaceMode {
     /// The namespace of the node.
     Node = 2,
     Target = 3,
+}
+
+/// The method that returns the status of the runtime.
+pub const STATUS: &str = "/runtime.v1.RuntimeService/Status";
+
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct StatusRequest {
+    /// Whether the response has `info`.
+    #[prost(bool, tag = "1")]
+    pub verbose: bool,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct StatusResponse {
+    /// What the runtime says in its own format: see [`CniDirs`].
+    #[prost(btree_map = "string, string", tag = "2")]
+    pub info: BTreeMap<String, String>,
 }
 
 #[cfg(test)]

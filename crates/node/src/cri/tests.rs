@@ -125,6 +125,8 @@ pub struct FakeState {
     items: Mutex<Vec<PodSandbox>>,
     /// The verbose information, by sandbox ID.
     infos: Mutex<BTreeMap<String, String>>,
+    /// The configuration in the verbose status of the runtime.
+    config: Mutex<String>,
     /// Each list takes one permit.
     pub gate: Semaphore,
     pub lists: AtomicUsize,
@@ -138,6 +140,7 @@ impl FakeRuntime {
         let state = FakeState {
             items: Mutex::new(vec![own()]),
             infos: Mutex::default(),
+            config: Mutex::default(),
             gate: Semaphore::new(Semaphore::MAX_PERMITS),
             lists: AtomicUsize::new(0),
             statuses: AtomicUsize::new(0),
@@ -158,6 +161,11 @@ impl FakeRuntime {
         self.state.items.lock().unwrap().push(sandbox);
     }
 
+    /// Sets the configuration that the runtime reports in its status.
+    pub fn set_status(&self, config: &str) {
+        config.clone_into(&mut self.state.config.lock().unwrap());
+    }
+
     pub fn remove(&self, id: &str) {
         self.state.infos.lock().unwrap().remove(id);
         self.state.items.lock().unwrap().retain(|sandbox| sandbox.id != id);
@@ -165,6 +173,12 @@ impl FakeRuntime {
 
     pub fn start(&mut self) {
         let (list, status) = (Arc::clone(&self.state), Arc::clone(&self.state));
+        let runtime = Arc::clone(&self.state);
+        let runtime_status = move |request: Bytes| async move {
+            assert_eq!(Message::decode(&request[5..]), Ok(StatusRequest { verbose: true }));
+            let info = BTreeMap::from([("config".to_owned(), runtime.config.lock().unwrap().clone())]);
+            response(&StatusResponse { info }.encode_to_vec(), "0")
+        };
         let list = move || async move {
             list.lists.fetch_add(1, Ordering::Relaxed);
             list.gate.acquire().await.unwrap().forget();
@@ -183,7 +197,8 @@ impl FakeRuntime {
         };
         let router = Router::new()
             .route(cri::LIST_POD_SANDBOX, post(list))
-            .route(cri::POD_SANDBOX_STATUS, post(status));
+            .route(cri::POD_SANDBOX_STATUS, post(status))
+            .route(cri::STATUS, post(runtime_status));
         let (stop, mut tasks, state) = (CancellationToken::new(), JoinSet::new(), Arc::clone(&self.state));
         let listener = self.host.listen(CONTAINERD).tap_io(move |_| {
             state.connections.fetch_add(1, Ordering::Relaxed);
@@ -399,4 +414,30 @@ async fn a_sandbox_that_does_not_exist_has_no_information() {
     assert_eq!(fake.runtime().sandbox_info("gone").await.unwrap(), None);
     let error = fake.runtime().sandbox_info("odd").await.unwrap_err();
     assert!(matches!(error, Error::Info { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn the_directories_of_cni_are_those_of_the_runtime() {
+    let fake = FakeRuntime::new("dirs");
+    fake.set_status(r#"{"cni":{"confDir":"/c","binDirs":["/b"]}}"#);
+    let dirs = |config: &str, plugins: &str| CniDirs {
+        config: Some(PathBuf::from(config)),
+        plugins: vec![PathBuf::from(plugins)],
+    };
+    assert_eq!(fake.runtime().cni_dirs().await.unwrap(), dirs("/c", "/b"));
+    fake.set_status("{}");
+    assert_eq!(fake.runtime().cni_dirs().await.unwrap(), CniDirs::default());
+    // CRI-O serves HTTP at the same socket.
+    let host = HostRoot::new("dirs-crio");
+    let status = async || response(&StatusResponse::default().encode_to_vec(), "0");
+    let config = async || "[crio.network]\n  network_dir = \"/c/\"\n  plugin_dirs = [\"/b\"]\n";
+    let router = listing(ListPodSandboxResponse { items: vec![own()] }.encode_to_vec(), "0")
+        .route(cri::STATUS, post(status))
+        .route("/config", axum::routing::get(config));
+    let _serving = host.serve(CRIO, router);
+    assert_eq!(host.runtime().cni_dirs().await.unwrap(), dirs("/c", "/b"));
+    // A runtime without this method names none.
+    let host = HostRoot::new("dirs-none");
+    let _serving = host.serve_sandboxes(CONTAINERD, vec![own()]);
+    assert_eq!(host.runtime().cni_dirs().await.unwrap(), CniDirs::default());
 }

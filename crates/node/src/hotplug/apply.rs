@@ -305,9 +305,8 @@ impl Deps {
 
     /// Uses the plugin directories that the configuration of Multus names now.
     async fn refresh_plugin_dirs(&self) {
-        if let Ok(multus) = self.multus.read().await {
-            self.executor.set_plugin_dirs(self.settings.plugin_dirs(&multus));
-        }
+        let multus = self.multus.read().await;
+        self.executor.set_plugin_dirs(self.settings.plugin_dirs(&multus.config));
     }
 
     /// Brings back the default routes that an attachment replaced. Without a namespace there is nothing to restore.

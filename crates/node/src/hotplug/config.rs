@@ -11,7 +11,8 @@ use std::{
 };
 
 use api::duration;
-pub use multus::{MultusConfig, MultusConfigError, MultusConfigReader, under};
+pub use multus::{MultusConfigReader, NodeSources, under};
+use plan::hotplug::{IsolationSettings, MultusConfig};
 use serde::Deserialize;
 
 /// The directory of CNI plugins on most nodes.
@@ -93,13 +94,6 @@ pub struct HotplugSettings {
     pub plugin_dirs: Vec<PathBuf>,
     pub isolation: IsolationSettings,
     pub peer_namespaces: Vec<String>,
-}
-
-/// What the flags say about namespace isolation. What is None is as multus is configured on the node.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct IsolationSettings {
-    pub enabled: Option<bool>,
-    pub global_namespaces: Option<Vec<String>>,
 }
 
 /// Why the settings cannot be used.

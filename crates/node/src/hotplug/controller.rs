@@ -122,6 +122,8 @@ impl Controller {
                 () = stop.cancelled() => break,
                 uid = next_change(&mut self.changes) => self.pod_changed(&uid, &stop),
                 nad = deps.nads.changed() => self.nad_changed(&nad),
+                // Isolation and default networks may have changed.
+                () = deps.multus.changed() => self.workers.values().for_each(|wake| wake.wake()),
                 event = deps.next_namespace_event() => self.namespace_changed(event, &stop),
                 read = deps.monitor.wait(|events| deps.watched.apply(events)) => if let Err(error) = read {
                     warn!(error = %ErrorChain(&error), "cannot read link events of pods, retrying");

@@ -26,14 +26,14 @@ use api::{
 };
 use nix::fcntl::OFlag;
 use plan::hotplug::{
-    AttachedRecord, AttachmentKey, AttachmentRecord, LinkIdentity, Origin, PodIdentity, RecordPhase,
-    RequestedAddresses,
+    AttachedRecord, AttachmentKey, AttachmentRecord, LinkIdentity, MultusConfig, Origin, PodIdentity,
+    RecordPhase, RequestedAddresses,
 };
 use tracing::debug;
 
 use self::parse::{CachedResult, Delegate, is_container_id, parse_delegates, parse_result};
 use super::{
-    config::{MultusConfig, MultusConfigError, MultusConfigReader, under},
+    config::{MultusConfigReader, under},
     sandboxes::open_namespace,
 };
 use crate::{executor::attachment_result, host_mounts::HostMounts};
@@ -63,8 +63,6 @@ pub struct MultusCacheReader {
 /// The records of multus could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum MultusCacheError {
-    #[error(transparent)]
-    Config(#[from] MultusConfigError),
     #[error("read the attachments that multus recorded in {}", path.display())]
     Read { path: PathBuf, source: io::Error },
     #[error("delete the result of {key:?} in {}", path.display())]
@@ -103,14 +101,14 @@ impl MultusCacheReader {
         if !is_container_id(container) {
             return Ok(Vec::new());
         }
-        let config = self.multus.read().await?;
+        let config = &self.multus.read().await.config;
         let (dir, id) = (under(&self.root, &config.cni_dir), container.to_owned());
         let path = dir.clone();
         let files = self.host.run(move || read_sandbox(&dir, &id)).await.and_then(|read| read);
         let files = files.map_err(|source| MultusCacheError::Read { path, source })?;
         let status = NetworkStatusList::parse(network_status).unwrap_or_default();
         let sandbox = RecordedSandbox { container, pod, boot: &self.boot, status: &status };
-        Ok(sandbox.attachments(&files, &config))
+        Ok(sandbox.attachments(&files, config))
     }
 
     /// The attachments of multus-dynamic-networks-controller in sandboxes that have ended: they are not among `running`, and
@@ -120,7 +118,7 @@ impl MultusCacheReader {
         running: BTreeSet<String>,
         known: BTreeSet<AttachmentKey>,
     ) -> Result<EndedAttachments, MultusCacheError> {
-        let config = self.multus.read().await?;
+        let config = &self.multus.read().await.config;
         let (dir, boot) = (under(&self.root, &config.cni_dir), self.boot.clone());
         let path = dir.clone();
         let read = self.host.run(move || read_ended(&dir, &boot, &running, &known)).await;
@@ -135,7 +133,7 @@ impl MultusCacheReader {
         if interface.contains('/') {
             return Ok(());
         }
-        let config = self.multus.read().await?;
+        let config = &self.multus.read().await.config;
         let dir = under(&self.root, &config.cni_dir).join("results");
         let path = dir.join(format!("{name}-{container}-{interface}"));
         let file = path.clone();
@@ -179,7 +177,7 @@ impl RecordedSandbox<'_> {
                 delegate.network == result.network_name && delegate.interface(*index) == result.if_name
             });
             let (nad, origin) = match delegate {
-                Some((index, delegate)) => match delegate.nad(index, config) {
+                Some((index, delegate)) => match delegate.nad(index, config, &self.pod.namespace) {
                     Some(nad) => ((nad, false), Origin::PodStart),
                     None => continue,
                 },

@@ -27,7 +27,7 @@ use futures::StreamExt as _;
 use k8s_openapi::{NamespaceResourceScope, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 use kube::{Api, Client, Resource};
 use nix::fcntl::OFlag;
-use plan::hotplug::NadState;
+use plan::hotplug::{IsolationSettings, MultusConfig, NadState, NamespaceAccess};
 use serde::{Deserialize, Deserializer};
 use tokio::{
     select,
@@ -37,7 +37,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::config::{IsolationSettings, MultusConfig, MultusConfigError, MultusConfigReader, under};
+use super::config::{MultusConfigReader, under};
 use crate::{Error, host_mounts::HostMounts, watch::backoff};
 
 /// The annotation of a NAD that needs a device of this resource.
@@ -146,13 +146,6 @@ pub struct NadWatch {
 pub enum NadError {
     #[error("the NetworkAttachmentDefinitions have not been listed yet")]
     NotListed,
-    #[error(
-        "multus is installed but has no configuration on this node yet, so that it is not known whether pods may use \
-         networks of other namespaces; start multus, or set --namespace-isolation"
-    )]
-    IsolationUnknown,
-    #[error(transparent)]
-    Config(#[from] MultusConfigError),
     #[error("read the configurations in {}", path.display())]
     Files { path: PathBuf, source: io::Error },
 }
@@ -196,9 +189,10 @@ impl Nads {
     /// What a NAD is for the pods of a namespace.
     pub async fn resolve(&self, nad: &NadRef, pod_namespace: &str) -> Result<NadState, NadError> {
         if nad.namespace != pod_namespace {
-            let config = self.0.multus.read().await?;
-            if let Some(message) = forbidden(&self.0.isolation, &config, nad, pod_namespace)? {
-                return Ok(NadState::Forbidden { message });
+            match self.0.isolation.access(&*self.0.multus.read().await, nad, pod_namespace) {
+                NamespaceAccess::Allowed => {}
+                NamespaceAccess::Forbidden { message } => return Ok(NadState::Forbidden { message }),
+                NamespaceAccess::Unknown { message } => return Ok(NadState::IsolationUnknown { message }),
             }
         }
         let found = {
@@ -220,7 +214,7 @@ impl Nads {
                 ),
             }),
             Some(NadText::Kept(text)) => Ok(ready(NadConfig::parse(Some(&text), &nad.name))),
-            None => self.resolve_file(nad, &*self.0.multus.read().await?).await,
+            None => self.resolve_file(nad, &self.0.multus.read().await.config).await,
         }
     }
 
@@ -252,29 +246,6 @@ fn ready(parsed: Result<NadConfig, api::nad_config::Error>) -> NadState {
         Ok(config) => NadState::Ready { config: Box::new(config) },
         Err(error) => NadState::Invalid { message: error.to_string() },
     }
-}
-
-/// Why pods of a namespace may not use a NAD.
-fn forbidden(
-    settings: &IsolationSettings,
-    multus: &MultusConfig,
-    nad: &NadRef,
-    pod_namespace: &str,
-) -> Result<Option<String>, NadError> {
-    let isolated = settings.enabled.or(multus.namespace_isolation).ok_or(NadError::IsolationUnknown)?;
-    let globals = settings.global_namespaces.as_ref().unwrap_or(&multus.global_namespaces);
-    if !isolated || globals.contains(&nad.namespace) {
-        return Ok(None);
-    }
-    let source = match settings.enabled {
-        Some(_) => "--namespace-isolation",
-        None => "namespaceIsolation in the configuration of multus on this node",
-    };
-    Ok(Some(format!(
-        "{source} forbids pods of namespace {pod_namespace} to use networks of namespace {}; use a network of \
-         namespace {pod_namespace}, or add {} to the global namespaces",
-        nad.namespace, nad.namespace
-    )))
 }
 
 /// The first configuration whose network has this name. Files that cannot be used are left out.

@@ -1,6 +1,9 @@
 //! Observes one pod: its sandbox, the links of its namespace, the records of its attachments, and its annotations.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use api::{
     ErrorChain,
@@ -8,9 +11,9 @@ use api::{
     selection::{NadRef, NetworkSelection},
 };
 use plan::hotplug::{
-    AttachedRecord, AttachmentKey, AttachmentRecord, DesiredPod, HostLink, LinkIdentity, NadState,
-    ObservedLink, ObservedPod, Origin, PlugMode, PodIdentity, PodLifecycle, RecordPhase, SandboxRef,
-    SandboxState, identify_links, track_moved_links,
+    AttachedRecord, AttachmentKey, AttachmentRecord, DesiredPod, HostLink, LinkIdentity, MultusState,
+    NadState, ObservedLink, ObservedPod, Origin, PlugMode, PodIdentity, PodLifecycle, RecordPhase,
+    SandboxRef, SandboxState, identify_links, track_moved_links,
 };
 use tracing::{debug, warn};
 
@@ -33,6 +36,8 @@ pub struct ObservedCache {
     sandbox: Option<SandboxRef>,
     /// What others recorded about a sandbox. That changes only by steps of the worker.
     recorded: Option<(String, Vec<AttachmentRecord>)>,
+    /// With which configuration of multus that was read.
+    multus: Option<Arc<MultusState>>,
     /// The CNI results of others whose links were identified, and these links. A link that is renamed or moved later is found
     /// again by them.
     identified: BTreeMap<AttachmentKey, (String, Vec<LinkIdentity>)>,
@@ -329,9 +334,12 @@ impl Deps {
         annotations: &PodAnnotations,
         cache: &mut ObservedCache,
     ) -> Result<(), String> {
-        if cache.recorded.as_ref().is_some_and(|(container, _)| *container == sandbox.id) {
+        let multus = self.multus.read().await;
+        let same_config = cache.multus.as_ref().is_some_and(|before| Arc::ptr_eq(before, &multus));
+        if same_config && cache.recorded.as_ref().is_some_and(|(container, _)| *container == sandbox.id) {
             return Ok(());
         }
+        cache.multus = Some(multus);
         let status = annotations.network_status.as_deref();
         let read = self.recorded.attachments(&sandbox.id, &desired.pod, status).await;
         let records = read.map_err(|error| ErrorChain(&error).to_string())?;

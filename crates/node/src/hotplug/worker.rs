@@ -263,7 +263,9 @@ impl PodWorker {
             }
             let waits_for_nads = nads.is_none();
             let nads = nads.unwrap_or_default();
-            incomplete |= nads.values().any(|nad| matches!(nad, NadState::Unknown { .. }));
+            let unknown =
+                |nad: &NadState| matches!(nad, NadState::Unknown { .. } | NadState::IsolationUnknown { .. });
+            incomplete |= nads.values().any(unknown);
             let planned = self.plan(&desired, &observed, &nads, mode, None);
             self.failures.retain(&planned.failing);
             self.backoffs.retain(|attempt, _| planned.failing.contains(attempt));

@@ -112,6 +112,7 @@ fn only_what_is_used_of_a_pod_is_decoded() {
             uid: "uid-VirtualMachineInstance".to_owned(),
         }),
         host_network: false,
+        multus_host_paths: Vec::new(),
         annotations: annotations.map(|(name, value)| (name.to_owned(), value.to_owned())).into(),
         labels: BTreeMap::from([("app".to_owned(), "x".to_owned())]),
     };
@@ -144,6 +145,30 @@ fn unusual_pods_are_decoded() {
     assert!(machine.is_virt_launcher());
     let without_uid = serde_json::from_value::<PodObject>(json!({"metadata": {"name": "p"}})).unwrap();
     assert_eq!(without_uid.into_pod(), None);
+}
+
+#[test]
+fn the_mounts_of_a_pod_are_kept_only_if_a_container_names_multus() {
+    let volumes = json!([
+        {"name": "cni", "hostPath": {"path": "/etc/cni/net.d", "type": ""}}, {"name": "config", "configMap": {"name": "c"}},
+    ]);
+    let paths = |containers: Value, init_containers: Value| {
+        let changes = json!({
+            "/spec/containers": containers, "/spec/initContainers": init_containers, "/spec/volumes": volumes,
+        });
+        decoded(pod("a", "1", &changes)).multus_host_paths
+    };
+    let plain = || json!([{"name": "c", "image": "example/app:1"}]);
+    for named in [
+        json!([{"name": "kube-multus", "image": "i"}]),
+        json!([{"name": "c", "image": "ghcr.io/k8snetworkplumbingwg/multus-cni:v4"}]),
+        json!([{"name": "c", "image": "i", "command": ["/usr/src/Multus-CNI/bin/daemon"]}]),
+        json!([{"name": "c", "image": "i", "args": ["-t", "multus"]}]),
+    ] {
+        assert_eq!(paths(named.clone(), Value::Null), ["/etc/cni/net.d"], "{named}");
+        assert_eq!(paths(plain(), named), ["/etc/cni/net.d"]);
+    }
+    assert!(paths(plain(), plain()).is_empty());
 }
 
 #[tokio::test(start_paused = true)]

@@ -217,6 +217,32 @@ fn other_plugins_get_addresses_in_the_result_format_of_their_version() {
     });
 }
 
+/// multus 4.2 and 4.3 lose the keys of plugins in the DEL of a list that is in a file.
+#[test]
+fn del_releases_by_container_and_interface_whatever_the_configuration_has_lost() {
+    on_server("lost-config", async |host| {
+        host.set_ipam(&spec(json!({"subnets": ["10.1.0.0/24"]})));
+        host.ipam.hold("uid-blue", "10.1.0.0/24");
+        let configs = [
+            json!({"cniVersion": "1.0.0", "name": "theirs", "type": "macvlan", "ipam": {"type": "patchbay-ipam"}}).to_string(),
+            json!({"cniVersion": "1.0.0", "name": "theirs", "type": "macvlan"}).to_string(),
+            json!({"name": "renamed", "ipam": {"type": "patchbay-ipam", "network": "other"}}).to_string(),
+            "{}".to_owned(),
+            "no json".to_owned(),
+            String::new(),
+        ];
+        for config in configs {
+            for id in ["c1", "c2"] {
+                assert_eq!(host.call(&delegated("ADD", id, json!({})), None).await.0, 0);
+            }
+            let del = Request { stdin: config.clone().into_bytes(), ..delegated("DEL", "c1", json!({})) };
+            assert_eq!(host.call(&del, None).await.0, 0, "{config:?}");
+            let held = ["c1", "c2"].map(|id| host.ipam.grant(&key(id)).is_some());
+            assert_eq!(held, [false, true], "{config:?}");
+        }
+    });
+}
+
 #[test]
 fn a_requested_address_is_allocated_or_refused_with_a_reason() {
     on_server("requested", async |host| {

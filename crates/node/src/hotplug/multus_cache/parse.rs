@@ -2,12 +2,10 @@
 
 use api::{nad_config::NadConfig, selection::NadRef};
 use k8s_openapi::ByteString;
-use plan::hotplug::PodIdentity;
+use plan::hotplug::{MultusConfig, PodIdentity};
 use serde::Deserialize;
 use serde_json::{Map, Value, value::RawValue};
 use wire::cni::{Success, Version};
-
-use super::super::config::MultusConfig;
 
 /// The kind of libcni's files.
 const RESULT_KIND: &str = "cniCacheV1";
@@ -59,16 +57,10 @@ impl Delegate {
 
     /// The NAD; None if it is not one that the pod requested: the cluster's default network, another network that multus
     /// attaches to every pod, or a configuration without a NAD.
-    pub fn nad(&self, index: usize, config: &MultusConfig) -> Option<NadRef> {
+    pub fn nad(&self, index: usize, config: &MultusConfig, pod_namespace: &str) -> Option<NadRef> {
         let (namespace, name) = self.name.split_once('/')?;
-        // After the first delegate come the default networks, in the order of the configuration.
-        let default = index.checked_sub(1).map(|index| config.default_networks.get(index));
-        let is_default = match default {
-            None => true,
-            Some(None) => false,
-            Some(Some(default)) => default == name && namespace == config.multus_namespace,
-        };
-        (!is_default).then(|| NadRef::new(namespace, name))
+        let nad = NadRef::new(namespace, name);
+        (!config.attaches_by_default(index, &nad, pod_namespace)).then_some(nad)
     }
 }
 

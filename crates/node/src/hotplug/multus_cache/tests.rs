@@ -371,7 +371,7 @@ proptest! {
                 changed[key] = value.clone();
                 let list = parse_delegates(json!([changed]).to_string().as_bytes()).unwrap_or_default();
                 for (index, delegate) in list.iter().enumerate() {
-                    _ = (delegate.interface(index), delegate.nad(index, &MultusConfig::default()));
+                    _ = (delegate.interface(index), delegate.nad(index, &MultusConfig::default(), "shop"));
                 }
             }
         }
