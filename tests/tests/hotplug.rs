@@ -13,6 +13,8 @@ mod elements;
 mod links;
 #[path = "hotplug/multus_attachments.rs"]
 mod multus_attachments;
+#[path = "hotplug/multus_config.rs"]
+mod multus_config;
 #[path = "hotplug/node_kinds.rs"]
 mod node_kinds;
 #[path = "hotplug/plug.rs"]
@@ -56,6 +58,10 @@ use links::{
 use multus_attachments::{
     attachments_of_pod_start_are_unplugged, attachments_of_the_original_are_unplugged_and_released,
     nothing_is_plugged_while_the_original_runs_on_the_node,
+};
+use multus_config::{
+    default_networks_of_multus_in_other_namespaces_are_not_detached,
+    the_configuration_of_the_running_multus_daemon_is_followed,
 };
 use node_kinds::nodes_with_crio_thin_multus_or_no_multus_are_served;
 use plug::{
@@ -163,6 +169,8 @@ fn main() -> ExitCode {
                 nothing_is_plugged_while_the_original_runs_on_the_node,
                 with_hotplug_off_only_own_attachments_are_torn_down,
                 namespace_isolation_is_honoured,
+                the_configuration_of_the_running_multus_daemon_is_followed,
+                default_networks_of_multus_in_other_namespaces_are_not_detached,
                 hot_plug_needs_each_of_its_capabilities,
                 an_api_server_that_hangs_for_20_s_loses_nothing,
                 a_rebooted_node_leaks_no_address,

@@ -21,6 +21,37 @@ use crate::{
 };
 
 const SERVICE_ACCOUNT_DIR: &str = "/run/secrets/kubernetes.io/serviceaccount";
+/// The configuration of the primary network, in the directory of the runtime. It is no list: multus 4.2 and 4.3 run the DEL of
+/// a list in a file without the keys of its plugins, so that host-local would not release the address.
+const PRIMARY_NETWORK_FILE: &str = "10-lab.conf";
+/// Starts the daemon of multus in a container of its own, with the mounts of the stock DaemonSet.
+const MULTUS_CONTAINER: &str = "/opt/lab/multus-container";
+/// The files of the ConfigMap that only the container of multus mounts.
+const MULTUS_CONFIG_MAP: &str = "/opt/lab/multus-daemon-config";
+/// Its own root, as of an image. A process of the node finds it only through `/proc/PID/root`.
+const MULTUS_CONTAINER_SCRIPT: &str = r#"#!/bin/sh -e
+root=/run/lab/multus
+mkdir -p $root /run/netns /run/k8s.cni.cncf.io /var/lib/cni/multus /etc/cni/multus/net.d
+mount -t tmpfs -o mode=0755 tmpfs $root
+cd $root
+bind() {
+    mkdir -p "./$2"
+    mount --rbind "$1" "./$2"
+}
+bind / hostroot
+bind /run host/run
+bind /etc/cni/net.d host/etc/cni/net.d
+for dir in dev etc/cni/multus/net.d opt/cni/bin proc run/k8s.cni.cncf.io run/netns run/secrets sys var/lib/cni/multus var/lib/kubelet; do
+    bind /$dir $dir
+done
+bind CONFIG_MAP etc/cni/net.d/multus.d
+ln -s /run var/run
+echo root:x:0:0:root:/root:/bin/sh >etc/passwd
+mkdir -p tmp usr/src/multus-cni/bin
+touch usr/src/multus-cni/bin/multus-daemon
+mount --bind "$(readlink -f "$(command -v multus-daemon)")" usr/src/multus-cni/bin/multus-daemon
+exec chroot . /usr/src/multus-cni/bin/multus-daemon
+"#;
 
 /// Writes certificates, kubeconfigs, configuration and CNI plugins to the node's disk.
 pub fn configure(machine: &Machine, record: &NodeRecord, pki: &Pki, programs: &Programs) -> Result<()> {
@@ -53,8 +84,8 @@ pub fn configure(machine: &Machine, record: &NodeRecord, pki: &Pki, programs: &P
         write_secret(&kubernetes.join(to), &text)?;
     }
     record.options.runtime.configure(&disk)?;
-    write_secret(&etc.join("cni/net.d/10-lab.conflist"), &to_text(&primary_network(node))?)?;
-    configure_multus(record, &etc, pki)?;
+    write_secret(&etc.join("cni/net.d").join(PRIMARY_NETWORK_FILE), &to_text(&primary_network(node))?)?;
+    configure_multus(record, &disk, pki)?;
     for plugin in CNI_PLUGINS.iter().chain(multus_plugins(record.options.multus)) {
         install(&programs.path(plugin)?, &disk.join("opt/cni/bin").join(plugin))?;
     }
@@ -70,17 +101,20 @@ fn multus_plugins(multus: Multus) -> &'static [&'static str] {
     }
 }
 
-fn configure_multus(record: &NodeRecord, etc: &Path, pki: &Pki) -> Result<()> {
-    let net_d = etc.join("cni/net.d");
-    if record.options.multus != Multus::None {
-        fs::create_dir_all(net_d.join("multus.d")).context("create multus' directory")?;
-    }
+fn configure_multus(record: &NodeRecord, disk: &Path, pki: &Pki) -> Result<()> {
+    let net_d = disk.join("etc/cni/net.d");
     match record.options.multus {
         Multus::Thick => {
-            write_secret(&etc.join("kubernetes/multus.token"), &multus_token(pki)?)?;
-            write_secret(&net_d.join("multus.d/daemon-config.json"), &to_text(&multus_config())?)
+            write_secret(&disk.join("etc/kubernetes/multus.token"), &multus_token(pki)?)?;
+            let config_map = disk.join(&MULTUS_CONFIG_MAP[1..]);
+            fs::create_dir_all(&config_map).context("create the directory of multus' ConfigMap")?;
+            write_secret(&config_map.join("daemon-config.json"), &to_text(&multus_config())?)?;
+            let container = disk.join(&MULTUS_CONTAINER[1..]);
+            write_secret(&container, &MULTUS_CONTAINER_SCRIPT.replace("CONFIG_MAP", MULTUS_CONFIG_MAP))?;
+            fs::set_permissions(&container, fs::Permissions::from_mode(0o755)).context("make it executable")
         }
         Multus::Thin => {
+            fs::create_dir_all(net_d.join("multus.d")).context("create multus' directory")?;
             let kubeconfig = pki.token_kubeconfig("multus", &multus_token(pki)?, &api_server_url())?;
             write_secret(&net_d.join("multus.d/multus.kubeconfig"), &kubeconfig)?;
             write_secret(&net_d.join(THIN_MULTUS_FILE), &to_text(&thin_multus_config(record.addresses()))?)
@@ -169,7 +203,7 @@ fn kube_proxy(machine: &Machine) -> Component {
 fn multus(machine: &Machine) -> Component {
     let mut multus = component(
         "multus",
-        ["multus-daemon".to_owned(), "-config=/etc/cni/net.d/multus.d/daemon-config.json".to_owned()],
+        ["unshare", "--mount", "--propagation=slave", MULTUS_CONTAINER].map(str::to_owned),
     );
     multus.environment = [
         ("KUBERNETES_SERVICE_HOST".to_owned(), CONTROL_PLANE.0.to_string()),
@@ -216,16 +250,14 @@ fn primary_network(node: NodeAddresses) -> Value {
     json!({
         "cniVersion": "1.0.0",
         "name": "lab",
-        "plugins": [{
-            "type": "ptp",
-            "mtu": 1500,
-            "ipam": {
-                "type": "host-local",
-                "dataDir": "/var/lib/cni/networks",
-                "ranges": [[{"subnet": node.pods_v4()}], [{"subnet": node.pods_v6()}]],
-                "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
-            },
-        }],
+        "type": "ptp",
+        "mtu": 1500,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": "/var/lib/cni/networks",
+            "ranges": [[{"subnet": node.pods_v4()}], [{"subnet": node.pods_v6()}]],
+            "routes": [{"dst": "0.0.0.0/0"}, {"dst": "::/0"}],
+        },
     })
 }
 
@@ -245,17 +277,17 @@ fn thin_multus_config(node: NodeAddresses) -> Value {
     })
 }
 
+/// As in the stock DaemonSet, but for the version of CNI.
 fn multus_config() -> Value {
     json!({
+        "chrootDir": "/hostroot",
         "cniVersion": "1.0.0",
         "logLevel": "verbose",
         "logToStderr": true,
-        "confDir": "/etc/cni/net.d",
-        "cniConfigDir": "/etc/cni/net.d",
-        "multusAutoconfigDir": "/etc/cni/net.d",
+        "cniConfigDir": "/host/etc/cni/net.d",
+        "multusAutoconfigDir": "/host/etc/cni/net.d",
         "multusConfigFile": "auto",
-        "socketDir": "/run/multus/",
-        "binDir": "/opt/cni/bin",
+        "socketDir": "/host/run/multus/",
     })
 }
 

@@ -234,8 +234,9 @@ pub async fn an_unplug_uses_the_config_of_the_plug(lab: Lab) -> Result<()> {
 
 pub async fn a_nad_without_config_means_a_file_of_the_node(lab: Lab) -> Result<()> {
     with_namespace(&lab, "file", async |ns: &TestNamespace| {
-        // The confDir of multus on the lab.
-        let dir = lab.node("node-1").disk().join("etc/cni/net.d");
+        // The default of multus' confDir.
+        let dir = lab.node("node-1").disk().join("etc/cni/multus/net.d");
+        std::fs::create_dir_all(&dir)?;
         let mut config = bridge_config(ns, "disk", "10.145.0.0/24");
         config["name"] = json!("on-disk");
         std::fs::write(dir.join("on-disk.conf"), config.to_string())?;

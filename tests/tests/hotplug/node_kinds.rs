@@ -14,6 +14,8 @@ use lab::{
 };
 use serde_json::json;
 
+use crate::multus_config::check_first_contact;
+
 /// The kinds of the nodes beyond the first two.
 const KINDS: [(&str, NodeOptions); 3] = [
     ("node-3", NodeOptions { runtime: Runtime::CriO, multus: Multus::Thick }),
@@ -30,7 +32,8 @@ pub async fn nodes_with_crio_thin_multus_or_no_multus_are_served(lab: Lab) -> Re
         create_nad(ns, "blue", &bridge_config(ns, "blue", "10.195.0.0/24")).await?;
         create_nad(ns, "red", &bridge_config(ns, "red", "10.195.1.0/24")).await?;
         let checks = KINDS.map(|(node, options)| check_node(ns, node, options.multus));
-        futures::future::try_join_all(checks).await.map(drop)
+        futures::future::try_join_all(checks).await?;
+        check_first_contact(ns, "node-5").await
     })
     .await;
     for (name, _) in KINDS {

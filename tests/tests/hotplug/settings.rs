@@ -18,7 +18,7 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::{NODES, rbac::with_daemon_variable};
+use crate::{NODES, crashes::daemon_pid, rbac::with_daemon_variable};
 
 /// The file of multus-dynamic-networks-controller on the nodes. The daemon sees it below `/host`.
 const CONFIG_FILE: &str = "etc/dynamic-networks-config.json";
@@ -158,7 +158,6 @@ fn files(lab: &Lab, node: &str, dir: &str) -> Result<Vec<String>> {
 pub async fn plugins_write_where_multus_writes_although_mounts_are_private(lab: Lab) -> Result<()> {
     const NODE: &str = "node-1";
     let (client, node) = (lab.client().await?, lab.node(NODE));
-    node.output(&["mount", "--make-rprivate", "/"])?;
     let outcome = with_namespace(&lab, "private", async |ns: &TestNamespace| {
         create_record_nad(ns, "blue", "10.186.0.0/24", &json!({})).await?;
         let network = network_name(ns, "blue");
@@ -168,9 +167,12 @@ pub async fn plugins_write_where_multus_writes_although_mounts_are_private(lab: 
             files.retain(|name| name.starts_with("10.186."));
             Ok(files)
         };
-        // The container of the daemon does not see mounts that are created after its start: neither this one nor the
-        // network namespaces of the pods.
-        patchbay::restart_daemon(&lab, &client, NODE).await?;
+        // The container of the daemon does not see mounts that are created from now on: neither this one nor the network
+        // namespaces of the pods.
+        let daemon = daemon_pid(&lab, NODE)?;
+        // Its image has no programs; this one needs no libraries.
+        let mount = ["/host/usr/bin/busybox", "mount", "--make-rprivate", "/"];
+        node.output(&[&["nsenter", "--mount", "--target", &daemon], &mount[..]].concat())?;
         node.output(&["mkdir", "-p", &dir])?;
         node.output(&["mount", "-t", "tmpfs", "tmpfs", &dir])?;
         let outcome = async {
@@ -215,6 +217,6 @@ pub async fn plugins_write_where_multus_writes_although_mounts_are_private(lab: 
         outcome
     })
     .await;
-    node.output(&["mount", "--make-rshared", "/"])?;
+    patchbay::restart_daemon(&lab, &client, NODE).await?;
     outcome
 }

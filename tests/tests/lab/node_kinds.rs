@@ -3,6 +3,7 @@
 use std::{io::Write as _, process::Stdio, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
+use kube::api::DeleteParams;
 use lab::{
     Lab,
     test_namespace::{TestNamespace, pod},
@@ -42,7 +43,7 @@ pub async fn attach_on_each_kind(ns: &TestNamespace) -> Result<()> {
         let calls = lab.plugin_calls(node)?;
         let Some(caller) = caller else {
             ensure!(calls.is_empty(), "no multus runs on {node}: {calls:?}");
-            ensure!(lab.node(node).output(&["ls", "/etc/cni/net.d"])?.trim() == "10-lab.conflist", "{node}");
+            ensure!(lab.node(node).output(&["ls", "/etc/cni/net.d"])?.trim() == "10-lab.conf", "{node}");
             continue;
         };
         ensure!(calls.len() == 2, "{calls:?}");
@@ -50,7 +51,8 @@ pub async fn attach_on_each_kind(ns: &TestNamespace) -> Result<()> {
             ensure!(call.command == "ADD" && call.interface() == "net1" && call.caller == caller, "{call:?}");
             ensure!(call.exit_code == Some(0) && call.ended > Some(call.started), "{call:?}");
             let mounts = lab.node(node).output(&["readlink", "/proc/1/ns/mnt"])?;
-            ensure!(call.mount_namespace == mounts.trim(), "{call:?}");
+            // The daemon runs in a container.
+            ensure!((call.mount_namespace == mounts.trim()) == (caller == "multus"), "{call:?}");
         }
         let last = calls[1].stdin_json()?;
         ensure!(last["runtimeConfig"]["bandwidth"]["ingressRate"] == limits["ingressRate"], "{last}");
@@ -61,8 +63,30 @@ pub async fn attach_on_each_kind(ns: &TestNamespace) -> Result<()> {
     for (pod, address) in ["node-1", "node-2", "node-3"].iter().zip(addresses.iter().cycle().skip(1)) {
         ns.exec(pod, &["ping", "-c", "1", "-W", "2", address])?;
     }
+    release_primary_addresses(ns, &["node-1", "node-2", "node-3"]).await?;
     lab.clear_plugin_calls("node-1")?;
     ensure!(lab.plugin_calls("node-1")?.is_empty(), "the calls were deleted");
+    Ok(())
+}
+
+/// Deletes these pods. Each has the name of its node, which releases the address of the primary network.
+async fn release_primary_addresses(ns: &TestNamespace, pods: &[&str]) -> Result<()> {
+    for name in pods {
+        let status = ns.pods().get(name).await?.status.context("the pod has no status")?;
+        let ips: Vec<String> = status.pod_ips.into_iter().flatten().map(|ip| ip.ip).collect();
+        ensure!(ips.len() == 2, "{name}: {ips:?}");
+        let dir = ns.lab.node(name).disk().join("var/lib/cni/networks/lab");
+        // host-local writes the colons of an address as hyphens on some systems.
+        let held = || {
+            ips.iter().filter(|ip| dir.join(ip).exists() || dir.join(ip.replace(':', "-")).exists()).count()
+        };
+        ensure!(held() == 2, "host-local on {name} does not hold {ips:?}");
+        ns.pods().delete(name, &DeleteParams::default().grace_period(0)).await?;
+        wait::until(Duration::from_secs(60), &format!("the addresses of {name} to be released"), || async {
+            Ok((held() == 0).then_some(()))
+        })
+        .await?;
+    }
     Ok(())
 }
 
