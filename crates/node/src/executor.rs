@@ -208,6 +208,22 @@ impl Executor {
         Ok(CniAddResult { result, success, device_info })
     }
 
+    /// The result of an ADD that the result cache has, for a daemon that did not record it.
+    pub async fn recorded_result(&self, request: &CniRequest) -> Option<CniAddResult> {
+        input::check(request).ok()?;
+        let version = ConfigVersion::of(&request.config).ok()?;
+        let text = self.0.cached_result(request).await?;
+        let PluginResult { json, success } = PluginResult::from_stored(&text, &version)?;
+        Some(CniAddResult { result: json.to_string(), success, device_info: None })
+    }
+
+    /// Removes the result of an earlier attachment from the result cache.
+    pub async fn forget_result(&self, request: &CniRequest) {
+        if input::check(request).is_ok() {
+            self.0.remove(vec![cache::result_path(&self.0.config.cache_dir, request)]).await;
+        }
+    }
+
     /// Runs DEL of all plugins in reverse order, also if one of them fails. Returns the first error.
     ///
     /// The plugins get the result of ADD; if the caller does not have it, that of the result cache.

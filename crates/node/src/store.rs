@@ -9,3 +9,5 @@
 pub mod atomic;
 pub mod journal;
 pub mod records;
+#[cfg(test)]
+pub mod small_disk;

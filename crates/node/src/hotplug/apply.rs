@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use super::{
     Deps,
     metrics::FailureReason,
-    pod_namespace::{NamespaceError, created_links},
+    pod_namespace::{NamespaceError, ObservedNamespace, created_links},
     sandboxes::PodNetwork,
 };
 use crate::executor::{CniRequest, ExecError, attachment_result};
@@ -77,6 +77,10 @@ impl Deps {
         let applied = match step {
             Step::Add(step) => self.add(&step).await,
             Step::Remove(step) => self.remove(&step).await,
+            Step::Finish(record) => {
+                self.finish(*record).await;
+                Ok(StepOutcome::Done)
+            }
             Step::Forget(key) => {
                 self.forget(key).await;
                 Ok(StepOutcome::Done)
@@ -89,6 +93,43 @@ impl Deps {
         if let Err(error) = self.journal.remove(key).await {
             warn!(error = %error, "the end of an attachment cannot be recorded yet");
         }
+    }
+
+    /// Records an attachment whose ADD succeeded before the daemon could record that.
+    async fn finish(&self, record: AttachmentRecord) {
+        info!(
+            pod = %format_args!("{}/{}", record.pod.namespace, record.pod.name),
+            network = %record.nad,
+            interface = record.key.interface,
+            "completed the record of an attached interface"
+        );
+        if let Err(error) = self.journal.update(record).await {
+            warn!(error = %error, "an attachment cannot be recorded yet");
+        }
+    }
+
+    /// What the ADD of an unfinished attachment returned and created, if the result cache of the node says so. `links` are those
+    /// of its namespace.
+    pub async fn cached_attachment(
+        &self,
+        record: &AttachmentRecord,
+        namespace: &ObservedNamespace,
+    ) -> Option<AttachedRecord> {
+        let RecordPhase::Intent { links_before } = &record.phase else { return None };
+        // The routes of the pod were about to change.
+        if !self.journal.saved_routes(&record.key).is_empty() {
+            return None;
+        }
+        let request = del_request(record, DelMode::WithNamespace).ok()?;
+        let added = self.executor.recorded_result(&request).await?;
+        let statuses = attachment_result(&added.success).statuses(
+            &record.nad,
+            &record.key.interface.parse().ok()?,
+            added.device_info.as_ref(),
+        );
+        let created = created_links(links_before, &namespace.links, &namespace.host_links);
+        let links = attachment_links(&record.key.interface, &statuses, created);
+        Some(AttachedRecord { result: added.result, statuses, links, replaced_routes: Vec::new() })
     }
 
     /// Whether a path is of the namespace of this sandbox, if it still exists. A path with the number of a process is so only
@@ -131,7 +172,10 @@ impl Deps {
         if before.iter().any(|link| link.name == step.interface.as_str()) {
             return Ok(StepOutcome::Skipped);
         }
-        let intent = step.intent(before.iter().map(|link| link.index).collect());
+        // A result that is found beside the intent later is of this ADD.
+        self.executor.forget_result(&request).await;
+        let before: Vec<u32> = before.iter().map(|link| link.index).collect();
+        let intent = step.intent(before.clone());
         let key = intent.key.clone();
         let announced = self.journal.announce(intent.clone()).await;
         announced.map_err(|error| AttachmentStepError {
@@ -155,7 +199,8 @@ impl Deps {
         let (after, host_links) = self.namespaces.links_with_peers(netns).await?;
         let result = attachment_result(&added.success);
         let statuses = result.statuses(&step.nad, &step.interface, added.device_info.as_ref());
-        let links = attachment_links(step, &statuses, created_links(&before, &after, &host_links));
+        let links =
+            attachment_links(step.interface.as_str(), &statuses, created_links(&before, &after, &host_links));
         if links.is_empty() && !added.success.interfaces.iter().any(|interface| interface.sandbox.is_some()) {
             let text = "the plugin reported success but created no interface in the pod".to_owned();
             return Err(AttachmentStepError { reason: FailureReason::InvalidOutput, text });
@@ -369,12 +414,12 @@ impl Deps {
 /// The links of an attachment: those that ADD created, and that have the requested name or one of the result. If none has, a
 /// program in the pod has renamed them: then those with a MAC address of the result.
 fn attachment_links(
-    step: &AddStep,
+    interface: &str,
     statuses: &[NetworkStatus],
     created: Vec<LinkIdentity>,
 ) -> Vec<LinkIdentity> {
     let is_named = |link: &LinkIdentity| {
-        link.name == step.interface.as_str() || statuses.iter().any(|status| status.interface == link.name)
+        link.name == interface || statuses.iter().any(|status| status.interface == link.name)
     };
     let has_mac = |link: &LinkIdentity| {
         let mac = link.mac.as_deref().unwrap_or_default();

@@ -3,7 +3,8 @@
 //! One thread writes it. Records that workers append at the same time share one fsync. The records are also in memory,
 //! so that readers never wait for the disk.
 //!
-//! A journal that cannot be written accepts no intent, so nothing is attached. What has happened already (an attachment
+//! A journal that cannot be written accepts no intent, so nothing is attached. With an intent, the file system reserves room
+//! for the result, so that a disk that becomes full meanwhile does not lose it. What has happened already (an attachment
 //! was made or removed) counts in memory, and the next successful write replaces the file with what is in memory.
 
 use std::{
@@ -38,6 +39,8 @@ const DIRECTORY: &str = "hotplug";
 const NAME: &str = "hot-plug journal";
 /// How often a journal that cannot be written is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// The room that is reserved for the result of an ADD, besides the record of its intent. A result has some hundred bytes.
+const RESULT_ROOM: u64 = 32 * 1024;
 /// Bounds the records that share an fsync.
 const MAX_BATCH: usize = 256;
 
@@ -93,6 +96,43 @@ impl Records {
                 self.routes.insert(key, routes);
             }
         }
+    }
+
+    /// The room that the results of running ADDs need, once these entries are written.
+    fn room(&self, entries: &[JournalEntry]) -> u64 {
+        let room = |record: &Arc<AttachmentRecord>| {
+            let intent = matches!(record.phase, RecordPhase::Intent { .. });
+            intent.then(|| {
+                let entry = JournalEntry::Attachment(Arc::clone(record));
+                journal::line::<AttachmentCodec>(&entry).len() as u64 + RESULT_ROOM
+            })
+        };
+        let known = self.attachments.iter().filter_map(|(key, record)| Some((key, room(record)?)));
+        let mut rooms: BTreeMap<&AttachmentKey, u64> = known.collect();
+        for entry in entries {
+            match entry {
+                JournalEntry::Attachment(record) => match room(record) {
+                    Some(room) => _ = rooms.insert(&record.key, room),
+                    None => _ = rooms.remove(&record.key),
+                },
+                JournalEntry::Removed(key) => _ = rooms.remove(key),
+                JournalEntry::Routes(..) => {}
+            }
+        }
+        rooms.values().sum()
+    }
+
+    /// Whether room is reserved for an entry: it ends an ADD that was announced.
+    fn has_room(&self, entry: &JournalEntry) -> bool {
+        let key = match entry {
+            JournalEntry::Attachment(record) if !matches!(record.phase, RecordPhase::Intent { .. }) => {
+                &record.key
+            }
+            JournalEntry::Removed(key) => key,
+            JournalEntry::Attachment(_) | JournalEntry::Routes(..) => return false,
+        };
+        let known = self.attachments.get(key);
+        known.is_some_and(|known| matches!(known.phase, RecordPhase::Intent { .. }))
     }
 
     fn entries(&self) -> Vec<JournalEntry> {
@@ -321,25 +361,36 @@ impl Writer {
 
     fn write(&mut self, batch: Vec<PendingWrite>) {
         let entries: Vec<JournalEntry> = batch.iter().map(|write| write.entry.clone()).collect();
-        let saved = self.save(&entries).map_err(|error| NotRecorded(ErrorChain(&error).to_string()));
+        let not_recorded = |error: Error| NotRecorded(ErrorChain(&error).to_string());
+        let saved = self.save(&entries).map_err(not_recorded);
+        let has_room: Vec<bool> = entries.iter().map(|entry| lock(&self.records).has_room(entry)).collect();
+        let results = entries.iter().zip(&has_room).filter(|(_, has_room)| **has_room);
+        let results: Vec<JournalEntry> = results.map(|(entry, _)| entry.clone()).collect();
+        // Results have room that the other entries do not have.
+        let separately = saved.is_err() && (1..batch.len()).contains(&results.len());
+        let kept = if separately { self.save(&results).map_err(not_recorded) } else { saved.clone() };
         let mut records = lock(&self.records);
         let mut replies = Vec::new();
-        for PendingWrite { entry, effect, done } in batch {
+        for (PendingWrite { entry, effect, done }, has_room) in batch.into_iter().zip(has_room) {
             if saved.is_ok() || effect == Effect::Happened {
                 records.apply(entry);
             }
-            replies.push(done);
+            replies.push((done, if has_room { kept.clone() } else { saved.clone() }));
         }
         drop(records);
-        for done in replies {
+        for (done, saved) in replies {
             // A worker that was aborted does not wait.
-            let _ = done.send(saved.clone());
+            let _ = done.send(saved);
         }
     }
 
     fn save(&mut self, entries: &[JournalEntry]) -> Result<(), Error> {
-        let saved = self.journal.append(entries, || lock(&self.records).entries());
-        self.report(saved.as_ref().err());
+        let room = lock(&self.records).room(entries);
+        let saved = self.journal.append_with_room(entries, room, || lock(&self.records).entries());
+        // A journal that only has reserved room left cannot be written otherwise.
+        if saved.is_err() || !self.journal.is_outdated() {
+            self.report(saved.as_ref().err());
+        }
         saved
     }
 

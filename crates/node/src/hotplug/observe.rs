@@ -221,7 +221,7 @@ impl Deps {
             let known: BTreeSet<_> = records.iter().map(|record| record.key.clone()).collect();
             records.extend(recorded.iter().filter(|record| !known.contains(&record.key)).cloned());
         }
-        let (mut links, mut host_links) = (None, BTreeMap::new());
+        let (mut links, mut host_links, mut results) = (None, BTreeMap::new(), BTreeMap::new());
         match read {
             Ok(Some(mut namespace)) => {
                 // A link that left after it was read and before it was watched causes no event.
@@ -233,6 +233,7 @@ impl Deps {
                 let journalled: BTreeSet<_> = own.iter().map(|record| record.key.clone()).collect();
                 let present = namespace.links(desired.virt_launcher);
                 self.note_moved_links(uid, &mut records, &journalled, &present, mode).await;
+                results = self.unrecorded_results(&sandbox, &own, &namespace).await;
                 (links, host_links) = (Some(present), namespace.host_links);
             }
             Ok(None) => {}
@@ -267,6 +268,7 @@ impl Deps {
             host_links,
             boot: self.boot.clone(),
             records,
+            results,
             namespaces,
             network_status: annotations.network_status.clone(),
             attachments: annotations.attachments.clone(),
@@ -310,6 +312,24 @@ impl Deps {
                 SandboxState::Unknown
             }
         }
+    }
+
+    /// What ADDs without a recorded end returned and created, as far as the node knows it.
+    async fn unrecorded_results(
+        &self,
+        sandbox: &SandboxState,
+        own: &[Arc<AttachmentRecord>],
+        namespace: &ObservedNamespace,
+    ) -> BTreeMap<AttachmentKey, AttachedRecord> {
+        let mut results = BTreeMap::new();
+        let SandboxState::Ready(sandbox) = sandbox else { return results };
+        for record in
+            own.iter().filter(|record| record.boot == self.boot && record.key.container == sandbox.id)
+        {
+            let attached = self.cached_attachment(record, namespace).await;
+            results.extend(attached.map(|attached| (record.key.clone(), attached)));
+        }
+        results
     }
 
     async fn read_namespace(

@@ -198,13 +198,13 @@ fn host_links(indexes: BTreeSet<u32>) -> Result<BTreeMap<u32, HostLink>, link::E
     Ok(link::existing_links(indexes)?.into_iter().map(|(index, link)| (index, host(link))).collect())
 }
 
-/// The links that an ADD created: those of `after` that were not there before.
+/// The links that an ADD created: those of `after` whose indexes are not among those of before.
 pub fn created_links(
-    before: &[PodLink],
+    before: &[u32],
     after: &[PodLink],
     host_links: &BTreeMap<u32, HostLink>,
 ) -> Vec<LinkIdentity> {
-    let known: HashSet<u32> = before.iter().map(|link| link.index).collect();
+    let known: HashSet<u32> = before.iter().copied().collect();
     let created = after.iter().filter(|link| !known.contains(&link.index));
     let identity = |link: &PodLink| {
         let host = link.host_peer().and_then(|peer| host_links.get(&peer));

@@ -14,7 +14,7 @@ use plan::hotplug::{AttachmentRecord, RecordPhase};
 use serde_json::json;
 
 use super::AttachmentJournal;
-use crate::executor::LimitsConfig;
+use crate::{executor::LimitsConfig, store::small_disk::SmallDisk};
 
 fn attached(node: &TestNode, pod: &str, interfaces: &[&str]) -> bool {
     let links: Vec<String> = node.links(pod).into_keys().collect();
@@ -95,6 +95,60 @@ fn an_attachment_without_a_result_is_undone_and_repeated() {
         assert_ne!(node.links("a")["net1"], before);
         assert_eq!(node.addresses(), 1);
         daemon.stop().await;
+    });
+}
+
+#[test]
+fn a_disk_that_is_full_when_the_plugin_ends_and_a_restart_take_no_interface() {
+    on_node("full-result", async |node| {
+        node.run_pod("a");
+        let disk = SmallDisk::mount(node.root.join("state"));
+        let daemon = node.start().await;
+        node.set_fault("hang", true);
+        node.api.request("a", &json!([blue("net1")]));
+        until("the plugin runs", || node.calls() == ["ADD net1"]).await;
+        disk.fill();
+        node.set_fault("hang", false);
+        settled(node, "a", &["net1"]).await;
+        let before = node.links("a");
+        daemon.kill().await;
+        // Only the journal knows the result.
+        fs::remove_dir_all(node.root.join("results")).unwrap();
+        let daemon = node.start().await;
+        until("the alarm", || daemon.health.warnings().concat().contains("journal")).await;
+        disk.empty();
+        // The daemon has handled everything else when it has handled the last pod.
+        node.run_pod("b");
+        node.api.request("b", &json!([blue("net1")]));
+        settled(node, "b", &["net1"]).await;
+        daemon.stop().await;
+        assert_eq!((node.calls(), node.links("a")), (vec!["ADD net1".to_owned(); 2], before));
+    });
+}
+
+#[test]
+fn an_attachment_whose_result_is_in_the_result_cache_only_is_kept() {
+    on_node("unrecorded", async |node| {
+        node.run_pod("a");
+        let daemon = node.start().await;
+        node.api.request("a", &json!([blue("net1")]));
+        settled(node, "a", &["net1"]).await;
+        let before = node.links("a");
+        daemon.stop().await;
+        // As if the daemon was killed before it could write the result.
+        let journal = AttachmentJournal::open(&node.root.join("state")).unwrap();
+        let record = journal.records_of("uid-a").pop().unwrap();
+        let phase = RecordPhase::Intent { links_before: vec![1] };
+        journal.update(AttachmentRecord { phase, ..(*record).clone() }).await.unwrap();
+        drop(journal);
+        let daemon = node.start().await;
+        node.run_pod("b");
+        node.api.request("b", &json!([blue("net1")]));
+        settled(node, "b", &["net1"]).await;
+        daemon.stop().await;
+        assert_eq!((node.calls(), node.links("a")), (vec!["ADD net1".to_owned(); 2], before));
+        let journal = AttachmentJournal::open(&node.root.join("state")).unwrap();
+        assert_eq!(journal.records_of("uid-a"), [record]);
     });
 }
 

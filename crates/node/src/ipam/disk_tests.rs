@@ -2,16 +2,10 @@
 
 use std::{
     fs,
-    path::{Path, PathBuf},
-    thread,
     time::{Duration, Instant},
 };
 
 use api::ipam::IpamSpec;
-use nix::{
-    mount::{MntFlags, MsFlags, mount, umount2},
-    sched::{CloneFlags, unshare},
-};
 use plan::ipam::{AttachmentKey, Lease, PodRef, Pool};
 use wire::{
     cni::{Code, Error},
@@ -19,63 +13,10 @@ use wire::{
 };
 
 use super::{Ipam, JournalError, Metrics};
-use crate::cni::tombstone;
-
-/// Runs a test with a directory on a file system of 256 KiB that only this thread sees.
-fn with_small_disk(name: &str, test: impl FnOnce(&SmallDisk) + Send + 'static) {
-    let dir = std::env::temp_dir().join(format!("patchbay-disk-{}-{name}", std::process::id()));
-    fs::create_dir_all(&dir).unwrap();
-    let disk = SmallDisk(dir.clone());
-    let thread = thread::spawn(move || {
-        unshare(CloneFlags::CLONE_NEWNS).expect("make a mount namespace: run this as root");
-        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>).unwrap();
-        mount(Some("tmpfs"), &disk.0, Some("tmpfs"), MsFlags::empty(), Some("size=256k")).unwrap();
-        test(&disk);
-        disk.unmount();
-    });
-    let ended = thread.join();
-    fs::remove_dir_all(dir).unwrap();
-    ended.unwrap();
-}
-
-struct SmallDisk(PathBuf);
-
-impl SmallDisk {
-    fn path(&self) -> &Path {
-        &self.0
-    }
-
-    fn ballast(&self) -> PathBuf {
-        self.0.join("ballast")
-    }
-
-    /// Leaves no byte free.
-    fn fill(&self) {
-        let _ = fs::write(self.ballast(), vec![0; 512 * 1024]);
-    }
-
-    fn empty(&self) {
-        fs::remove_file(self.ballast()).unwrap();
-    }
-
-    /// Covers the directory with a read-only mount of itself, or uncovers it.
-    ///
-    /// A remount of the file system would fail with EBUSY while a process that another test of this program
-    /// is starting has a copy of a descriptor of this one, until it executes its program.
-    fn set_read_only(&self, read_only: bool) {
-        if !read_only {
-            return self.unmount();
-        }
-        mount(Some(&self.0), &self.0, None::<&str>, MsFlags::MS_BIND, None::<&str>).unwrap();
-        let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
-        mount(None::<&str>, &self.0, None::<&str>, flags, None::<&str>).unwrap();
-    }
-
-    /// Detaches the topmost mount; copies of descriptors, as above, do not delay it.
-    fn unmount(&self) {
-        umount2(&self.0, MntFlags::MNT_DETACH).unwrap();
-    }
-}
+use crate::{
+    cni::tombstone,
+    store::small_disk::{SmallDisk, with_small_disk},
+};
 
 fn open(disk: &SmallDisk, boot: &str) -> Result<Ipam, JournalError> {
     let ipam = Ipam::open(disk.path(), boot, Metrics::default())?;

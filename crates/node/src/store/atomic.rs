@@ -7,6 +7,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use nix::{
+    errno::Errno,
+    fcntl::{FallocateFlags, fallocate},
+};
+
 /// A synced file that does not have its name yet.
 #[derive(Debug)]
 pub struct StagedFile {
@@ -15,13 +20,16 @@ pub struct StagedFile {
 }
 
 impl StagedFile {
-    /// Writes the content under a temporary name in the directory of the target. A file that a crash left there is
-    /// replaced.
-    pub fn write(temporary: PathBuf, content: &[u8]) -> io::Result<Self> {
+    /// Writes the content under a temporary name in the directory of the target, and reserves `room` bytes behind it. A file
+    /// that a crash left there is replaced.
+    pub fn write(temporary: PathBuf, content: &[u8], room: u64) -> io::Result<Self> {
         let write = || {
             let mut file =
                 File::options().create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
             file.write_all(content)?;
+            if room > 0 {
+                reserve(&file, content.len() as u64, room)?;
+            }
             file.sync_all()?;
             Ok(file)
         };
@@ -46,7 +54,22 @@ impl StagedFile {
 
 /// Replaces the content of a file, or creates it.
 pub fn replace(target: &Path, temporary: PathBuf, content: &[u8]) -> io::Result<()> {
-    StagedFile::write(temporary, content)?.install(target).map(drop)
+    StagedFile::write(temporary, content, 0)?.install(target).map(drop)
+}
+
+/// Reserves blocks of the file system for this part of a file, without a change of the file's length. Succeeds on file systems
+/// that cannot do that.
+pub fn reserve(file: &File, offset: u64, length: u64) -> io::Result<()> {
+    let (Ok(start), Ok(bytes)) = (i64::try_from(offset), i64::try_from(length)) else {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    };
+    loop {
+        match fallocate(file, FallocateFlags::FALLOC_FL_KEEP_SIZE, start, bytes) {
+            Err(Errno::EINTR) => {}
+            Ok(()) | Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// Removes a file, and returns whether it existed. Succeeds on a read-only disk if the file does not exist.
@@ -102,7 +125,7 @@ mod tests {
         let dir = scratch("staged");
         let target = dir.join("a");
         fs::write(&target, "old").unwrap();
-        let staged = StagedFile::write(dir.join("a.tmp"), b"new").unwrap();
+        let staged = StagedFile::write(dir.join("a.tmp"), b"new", 0).unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "old");
         let mut file = staged.install(&target).unwrap();
         file.write_all(b"er").unwrap();

@@ -122,6 +122,10 @@ pub struct Journal<C> {
     compact_above: usize,
     compact_above_length: u64,
     length: u64,
+    /// The file system has room for the file up to this length, also if the disk is full.
+    reserved: u64,
+    /// A write failed, so the owner may have records that the file lacks. The next write replaces it.
+    outdated: bool,
     /// The lines of ignorable records that this version does not know.
     kept: KeptLines,
     /// The content of the format file; None if there is none.
@@ -151,6 +155,8 @@ impl<C: Codec> Journal<C> {
             compact_above: 0,
             compact_above_length: 0,
             length: 0,
+            reserved: 0,
+            outdated: false,
             kept: KeptLines::default(),
             format: None,
             unavailable: Some("it has not been read yet".to_owned()),
@@ -212,28 +218,74 @@ impl<C: Codec> Journal<C> {
     where
         I: IntoIterator<Item = C::Record>,
     {
+        self.append_with_room(records, 0, before)
+    }
+
+    /// As [`Self::append`]. When this succeeds, later records of `room` bytes can be written also on a full disk, as far as
+    /// the file system can reserve blocks. What fits into that room is written although the file cannot be replaced.
+    pub fn append_with_room<I>(
+        &mut self,
+        records: &[C::Record],
+        room: u64,
+        before: impl FnOnce() -> I,
+    ) -> Result<(), Error>
+    where
+        I: IntoIterator<Item = C::Record>,
+    {
         if let Some(reason) = &self.unavailable {
             return Err(Error::Unavailable { journal: self.name, reason: reason.clone() });
         }
-        if self.file.is_none() {
-            self.replace(before())?;
-        } else if self.lines > self.compact_above || self.length > self.compact_above_length {
-            self.compact(before())?;
-        }
         let text: Vec<u8> = records.iter().flat_map(line::<C>).collect();
-        let Some(file) = self.file.as_mut().filter(|_| !text.is_empty()) else { return Ok(()) };
+        let needed = text.len() as u64 + room;
+        let has_room = |journal: &Self| {
+            journal.file.is_some() && !records.is_empty() && journal.length + needed <= journal.reserved
+        };
+        if self.file.is_none() {
+            self.replace_with_room(before(), needed)?;
+        } else if self.outdated {
+            let replaced = self.replace_with_room(before(), needed);
+            replaced.or_else(|error| if has_room(self) { Ok(()) } else { Err(error) })?;
+        } else if self.lines > self.compact_above || self.length > self.compact_above_length {
+            self.compact(before(), needed)?;
+        }
+        let path = self.path();
+        let Some(file) = self.file.as_mut() else { return Ok(()) };
+        if room > 0 && self.length + needed > self.reserved {
+            // Before the first byte is written, so that the file keeps what it has reserved for others.
+            if let Err(source) = atomic::reserve(file, self.length, needed) {
+                self.outdated = true;
+                return Err(failed("reserve room in", &path)(source));
+            }
+            self.reserved = self.length + needed;
+        }
+        if text.is_empty() {
+            return Ok(());
+        }
         if let Err(source) = file.write_all(&text).and_then(|()| file.sync_data()) {
             let _ = file.set_len(self.length);
             self.file = None;
-            return Err(failed("write", &self.path())(source));
+            return Err(failed("write", &path)(source));
         }
         self.length += text.len() as u64;
         self.lines += records.len();
         Ok(())
     }
 
+    /// Whether the file lacks records of its owner, because a write failed and the file could not be replaced since then.
+    pub fn is_outdated(&self) -> bool {
+        self.outdated
+    }
+
     /// Replaces the file with one that holds these records and the kept lines and nothing else.
     pub fn replace(&mut self, records: impl IntoIterator<Item = C::Record>) -> Result<(), Error> {
+        self.replace_with_room(records, 0)
+    }
+
+    fn replace_with_room(
+        &mut self,
+        records: impl IntoIterator<Item = C::Record>,
+        room: u64,
+    ) -> Result<(), Error> {
         if let Some(reason) = &self.unavailable {
             return Err(Error::Unavailable { journal: self.name, reason: reason.clone() });
         }
@@ -246,13 +298,13 @@ impl<C: Codec> Journal<C> {
                 .map_err(failed("write", &path))?;
             self.format = Some(C::FORMAT);
         }
-        let snapshot = self.stage(records)?;
+        let snapshot = self.stage(records, room)?;
         self.install(snapshot)
     }
 
     /// Replaces a file that has grown. A disk with room for a record but not for a second file is no reason to fail.
-    fn compact(&mut self, records: impl IntoIterator<Item = C::Record>) -> Result<(), Error> {
-        match self.stage(records) {
+    fn compact(&mut self, records: impl IntoIterator<Item = C::Record>, room: u64) -> Result<(), Error> {
+        match self.stage(records, room) {
             Ok(snapshot) => self.install(snapshot),
             Err(error) => {
                 warn!(journal = self.name, error = %ErrorChain(&error), "cannot compact a journal, trying again later");
@@ -263,7 +315,7 @@ impl<C: Codec> Journal<C> {
         }
     }
 
-    fn stage(&self, records: impl IntoIterator<Item = C::Record>) -> Result<Snapshot, Error> {
+    fn stage(&self, records: impl IntoIterator<Item = C::Record>, room: u64) -> Result<Snapshot, Error> {
         let path = self.dir.join(SNAPSHOT);
         let (mut text, mut lines) = (Vec::new(), self.kept.lines);
         for record in records {
@@ -271,12 +323,13 @@ impl<C: Codec> Journal<C> {
             lines += 1;
         }
         text.extend(&self.kept.text);
-        let staged = StagedFile::write(path.clone(), &text).map_err(failed("write", &path))?;
-        Ok(Snapshot { staged, length: text.len() as u64, lines })
+        let staged = StagedFile::write(path.clone(), &text, room).map_err(failed("write", &path))?;
+        let length = text.len() as u64;
+        Ok(Snapshot { staged, length, reserved: length + room, lines })
     }
 
     fn install(&mut self, snapshot: Snapshot) -> Result<(), Error> {
-        let Snapshot { staged, length, lines } = snapshot;
+        let Snapshot { staged, length, reserved, lines } = snapshot;
         let path = self.path();
         // From here on the old file may have lost its name.
         self.file = None;
@@ -284,6 +337,7 @@ impl<C: Codec> Journal<C> {
         self.compact_above = COMPACT_AFTER + 2 * lines;
         self.compact_above_length = COMPACT_AFTER_LENGTH + 2 * length;
         (self.file, self.length, self.lines) = (Some(file), length, lines);
+        (self.reserved, self.outdated) = (reserved, false);
         Ok(())
     }
 }
@@ -292,6 +346,7 @@ impl<C: Codec> Journal<C> {
 struct Snapshot {
     staged: StagedFile,
     length: u64,
+    reserved: u64,
     lines: usize,
 }
 

@@ -222,6 +222,14 @@ impl<'a> Planner<'a> {
         for (record, purpose) in &removals {
             self.propose_remove(record, *purpose);
         }
+        for wanted in &matching.wanted {
+            if let Some(Match::Record(record)) = wanted.matched
+                && let Some(attached) = self.finished(record)
+            {
+                let phase = RecordPhase::Attached(attached.clone());
+                self.propose(Step::Finish(Box::new(AttachmentRecord { phase, ..record.clone() })));
+            }
+        }
         for invalid in &matching.invalid {
             let (state, event) = states::invalid(&desired.pod, invalid);
             self.events.push((event, Some(state.clone())));

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::nad_config::NadConfig;
 
-use super::{AttachmentRecord, AttemptKey, Failures, PodIdentity};
+use super::{AttachedRecord, AttachmentKey, AttachmentRecord, AttemptKey, Failures, PodIdentity};
 
 /// What the API server says about a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +45,9 @@ pub struct ObservedPod {
     /// All records of the pod, of all of its sandboxes: first those of the journal, then those of Multus' caches, also if they
     /// have the same key. The plan decides which of the two counts.
     pub records: Vec<AttachmentRecord>,
+    /// What the ADDs of unfinished attachments of the READY sandbox returned and created, as far as the result cache of the
+    /// node and the namespace say so. The daemon was killed, or could not write, before it recorded that.
+    pub results: BTreeMap<AttachmentKey, AttachedRecord>,
     /// The paths of network namespaces that exist, of those that `records` and `sandbox` name.
     pub namespaces: BTreeSet<String>,
     /// The network-status annotation. At least as new as the last write of the daemon: not from a cache that does not show

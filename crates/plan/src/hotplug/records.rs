@@ -89,7 +89,8 @@ pub struct RequestedAddresses {
 /// How far an attachment got.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RecordPhase {
-    /// Written and synced before the plugin's ADD. Without a later phase it is unknown what the plugin did.
+    /// Written and synced before the plugin's ADD. Without a later phase it is unknown what the plugin did, unless the result
+    /// cache of the node has its result.
     Intent {
         /// The indexes of all links of the pod's namespace before the ADD. None of them may be removed by a DEL.
         links_before: Vec<u32>,

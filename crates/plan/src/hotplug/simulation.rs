@@ -47,11 +47,13 @@ pub enum Fault {
     PluginFailsWithLink,
     /// The daemon crashes while the plugin runs; the plugin finishes.
     CrashBeforeResult,
+    /// The daemon crashes after the result is in the result cache, and before the journal has it.
+    CrashAfterResult,
     /// The daemon crashes after everything is written.
     CrashLast,
 }
 
-pub const FAULTS: [Fault; 8] = [
+pub const FAULTS: [Fault; 9] = [
     Fault::CrashFirst,
     Fault::JournalFails,
     Fault::CrashAfterIntent,
@@ -59,6 +61,7 @@ pub const FAULTS: [Fault; 8] = [
     Fault::PluginFailsWithAddress,
     Fault::PluginFailsWithLink,
     Fault::CrashBeforeResult,
+    Fault::CrashAfterResult,
     Fault::CrashLast,
 ];
 
@@ -90,6 +93,8 @@ pub struct SimNode {
     /// The NADs whose plugin fails.
     pub broken: BTreeSet<NadRef>,
     pub journal: BTreeMap<AttachmentKey, AttachmentRecord>,
+    /// The result cache of the node.
+    pub results: BTreeMap<AttachmentKey, AttachedRecord>,
     /// The attachments in Multus' caches.
     pub multus: BTreeMap<AttachmentKey, AttachmentRecord>,
     pub server: Annotations,
@@ -152,6 +157,7 @@ impl SimNode {
             nads: ["a", "b", "c"].into_iter().map(|name| (nad(name), ready(name))).collect(),
             broken: BTreeSet::new(),
             journal: BTreeMap::new(),
+            results: BTreeMap::new(),
             multus: BTreeMap::new(),
             server: Annotations::default(),
             cache: Annotations::default(),
@@ -351,6 +357,7 @@ impl SimNode {
             host_links: BTreeMap::new(),
             boot: self.boot.clone(),
             records: records.collect(),
+            results: self.results.clone(),
             namespaces: self.namespaces.keys().cloned().collect(),
             network_status: self.cache.network_status.clone(),
             attachments: self.cache.attachments.clone(),
@@ -397,6 +404,10 @@ impl SimNode {
                 Some(Fault::CrashFirst) => self.restart(),
                 _ => _ = self.journal.remove(&key).expect("only records of the journal are forgotten"),
             },
+            Some(Step::Finish(record)) => match fault {
+                Some(Fault::CrashFirst) => self.restart(),
+                _ => _ = self.journal.insert(record.key.clone(), *record),
+            },
             None => {
                 let Some(update) = plan.annotations else { return false };
                 if fault == Some(Fault::PluginFails) {
@@ -433,6 +444,8 @@ impl SimNode {
             Some(Fault::JournalFails) => return self.fail_add(step, "the journal cannot be written"),
             _ => {}
         }
+        // The result of an earlier attachment must not be taken for that of this one.
+        self.results.remove(&key);
         self.journal.insert(key.clone(), intent.clone());
         if fault == Some(Fault::CrashAfterIntent) {
             return self.restart();
@@ -448,10 +461,15 @@ impl SimNode {
             return self.fail_add(step, "cannot create the link");
         }
         let (_, attached) = self.make_link(&key, &step.nad);
-        match fault {
-            Some(Fault::PluginFailsWithLink) => return self.fail_add(step, "timeout"),
-            Some(Fault::CrashBeforeResult) => return self.restart(),
-            _ => {}
+        if fault == Some(Fault::PluginFailsWithLink) {
+            return self.fail_add(step, "timeout");
+        }
+        if fault == Some(Fault::CrashBeforeResult) {
+            return self.restart();
+        }
+        self.results.insert(key.clone(), attached.clone());
+        if fault == Some(Fault::CrashAfterResult) {
+            return self.restart();
         }
         self.journal.insert(key, AttachmentRecord { phase: RecordPhase::Attached(attached), ..intent });
         self.failures.clear(&step.attempt);
@@ -508,10 +526,11 @@ impl SimNode {
                 assert_eq!(owner.map(|(owner, _)| owner).as_ref(), Some(key), "deletes a link by index");
             }
         }
-        if fault == Some(Fault::CrashBeforeResult) {
+        if matches!(fault, Some(Fault::CrashBeforeResult | Fault::CrashAfterResult)) {
             return self.restart();
         }
         self.multus.remove(key);
+        self.results.remove(key);
         self.journal.insert(key.clone(), step.removed_record());
         self.failures.clear(&step.attempt);
         self.events.extend(step.removed());

@@ -5,6 +5,7 @@ use plan::hotplug::{AttachedRecord, Origin, PodIdentity};
 use serde_json::json;
 
 use super::*;
+use crate::store::small_disk::with_small_disk;
 
 struct StateDir(PathBuf);
 
@@ -148,6 +149,46 @@ async fn without_a_disk_nothing_is_announced_and_what_happened_counts() {
     let journal = AttachmentJournal::open(&dir.0).unwrap();
     assert_eq!(journal.pods(), ["uid-b", "uid-d"].map(str::to_owned).into());
     assert_eq!(phases(&journal, "b"), [attached()]);
+}
+
+/// An attachment with a result of a usual length.
+fn with_result() -> RecordPhase {
+    let result = format!(r#"{{"cniVersion":"1.0.0","dns":{{"search":["{}"]}}}}"#, "x".repeat(4000));
+    RecordPhase::Attached(AttachedRecord { result, ..AttachedRecord::default() })
+}
+
+#[test]
+fn the_result_of_an_announced_attachment_is_recorded_on_a_full_disk() {
+    with_small_disk("hotplug-result", |disk| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            for pod in ["a", "b"] {
+                journal.announce(record(pod, "net1", intent())).await.unwrap();
+            }
+            journal.update(record("c", "net1", attached())).await.unwrap();
+            disk.fill();
+            // An ADD that is announced now has no room for its result.
+            journal.announce(record("d", "net1", intent())).await.unwrap_err();
+            // Nor has the end of another attachment, which counts all the same.
+            let (_, refused, result) = futures::join!(
+                journal.update(record("c", "net1", RecordPhase::Removed)),
+                journal.announce(record("e", "net1", intent())),
+                journal.update(record("a", "net1", with_result())),
+            );
+            assert!(refused.is_err() && result.is_ok(), "{refused:?} {result:?}");
+            assert_eq!(phases(&journal, "c"), [RecordPhase::Removed]);
+            journal.update(record("b", "net1", with_result())).await.unwrap();
+            assert!(journal.problem().borrow().as_ref().unwrap().contains("cannot be written"));
+            drop(journal);
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            assert_eq!([phases(&journal, "a"), phases(&journal, "b")], [[with_result()], [with_result()]]);
+            assert_eq!((phases(&journal, "d"), phases(&journal, "e")), (vec![], vec![]));
+            disk.empty();
+            journal.announce(record("d", "net1", intent())).await.unwrap();
+            assert_eq!(*journal.problem().borrow(), None);
+        });
+    });
 }
 
 #[test]

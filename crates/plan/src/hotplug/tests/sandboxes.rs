@@ -206,3 +206,46 @@ fn a_restart_of_the_daemon_keeps_links_and_plugs_what_is_missing() {
             .all(|(index, _)| node.links().contains_key(index))
     );
 }
+
+#[test]
+fn an_attachment_with_a_living_link_and_a_known_result_is_finished_after_a_crash() {
+    let mut node = SimNode::with("a@net1");
+    node.work(Some(Fault::CrashAfterResult));
+    let (links, key) = (node.links().clone(), node.journal.keys().next().unwrap().clone());
+    assert!(matches!(node.journal[&key].phase, RecordPhase::Intent { .. }));
+    let Some(Step::Finish(_)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    node.settle();
+    assert_eq!((node.calls.as_slice(), node.links()), (&["ADD a net1".to_owned()][..], &links));
+    assert_eq!(node.states(), ["default/a@net1 Attached"]);
+    node.check();
+    node.edit("[]");
+    node.settle();
+    assert_eq!((node.link_names(), node.addresses.len()), (Vec::new(), 0));
+}
+
+#[test]
+fn an_unfinished_attachment_is_undone_unless_all_of_it_is_certain() {
+    type Change = fn(&mut SimNode);
+    let changes: [(&str, Change); 5] = [
+        ("no result", |node| node.results.clear()),
+        ("the link is gone", |node| node.delete_link("net1")),
+        ("a result without a link", |node| node.results.values_mut().for_each(|result| result.links.clear())),
+        ("not requested any more", |node| node.edit("b@net2")),
+        ("a link from before", |node| {
+            for record in node.journal.values_mut() {
+                record.phase = RecordPhase::Intent { links_before: (0..10).collect() };
+            }
+        }),
+    ];
+    for (name, change) in changes {
+        let mut node = SimNode::with("a@net1");
+        node.work(Some(Fault::CrashAfterResult));
+        change(&mut node);
+        let Some(Step::Remove(step)) = node.plan().step else { panic!("{name}: {:?}", node.plan()) };
+        assert_eq!(step.purpose, RemovePurpose::Undo, "{name}");
+    }
+    // Routes may be half changed.
+    let mut node = SimNode::with(r#"[{"name":"a","interface":"net1","default-route":["10.0.0.1"]}]"#);
+    node.work(Some(Fault::CrashAfterResult));
+    assert!(matches!(node.plan().step, Some(Step::Remove(_))), "{:?}", node.plan());
+}
