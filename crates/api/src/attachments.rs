@@ -44,6 +44,8 @@ pub enum AttachmentState {
     Refused,
     /// The daemon is detaching it. Reported only if that takes more than two seconds.
     Removing,
+    /// Another program attached it, and the daemon never saw a request for it. It stays.
+    Kept,
 }
 
 impl fmt::Display for AttachmentState {

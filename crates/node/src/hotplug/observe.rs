@@ -262,6 +262,7 @@ impl Deps {
             host_links,
             boot: self.boot.clone(),
             records,
+            requested: self.journal.requested(uid),
             namespaces,
             network_status: annotations.network_status.clone(),
             attachments: annotations.attachments.clone(),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::nad_config::NadConfig;
 
-use super::{AttachmentRecord, AttemptKey, Failures, PodIdentity};
+use super::{AttachmentKey, AttachmentRecord, AttemptKey, Failures, PodIdentity};
 
 /// What the API server says about a pod.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +45,9 @@ pub struct ObservedPod {
     /// All records of the pod, of all of its sandboxes: first those of the journal, then those of Multus' caches, also if they
     /// have the same key. The plan decides which of the two counts.
     pub records: Vec<AttachmentRecord>,
+    /// The attachments of other programs that an element was seen to request while hot-plug was on
+    /// ([`PodPlan::requested`](super::PodPlan::requested)).
+    pub requested: BTreeSet<AttachmentKey>,
     /// The paths of network namespaces that exist, of those that `records` and `sandbox` name.
     pub namespaces: BTreeSet<String>,
     /// The network-status annotation. At least as new as the last write of the daemon: not from a cache that does not show

@@ -98,6 +98,8 @@ pub struct SimNode {
     pub confirmed: bool,
     pub failures: Failures,
     pub reported: Reported,
+    /// The attachments of Multus that an element was seen to request.
+    pub requested: BTreeSet<AttachmentKey>,
     pub events: Vec<PodEvent>,
     /// The number of writes to the API server.
     pub writes: usize,
@@ -158,6 +160,7 @@ impl SimNode {
             confirmed: false,
             failures: Failures::default(),
             reported: Reported::default(),
+            requested: BTreeSet::new(),
             events: Vec::new(),
             writes: 0,
             calls: Vec::new(),
@@ -170,8 +173,17 @@ impl SimNode {
         node
     }
 
-    /// A pod that Multus started with this annotation.
+    /// A pod that Multus started with this annotation, and that the daemon has seen.
     pub fn started(networks: &str) -> Self {
+        let mut node = Self::started_unseen(networks);
+        if let Some(requested) = node.plan().requested {
+            node.requested = requested;
+        }
+        node
+    }
+
+    /// A pod that Multus started with this annotation while no daemon ran.
+    pub fn started_unseen(networks: &str) -> Self {
         let mut node = Self::new();
         node.server.networks = Some(networks.to_owned());
         node.multus_add();
@@ -351,6 +363,7 @@ impl SimNode {
             host_links: BTreeMap::new(),
             boot: self.boot.clone(),
             records: records.collect(),
+            requested: self.requested.clone(),
             namespaces: self.namespaces.keys().cloned().collect(),
             network_status: self.cache.network_status.clone(),
             attachments: self.cache.attachments.clone(),
@@ -390,6 +403,9 @@ impl SimNode {
         self.reported = reported;
         self.failures.retain(&plan.failing);
         self.events.extend(plan.events);
+        if let Some(requested) = plan.requested {
+            self.requested = requested;
+        }
         match plan.step {
             Some(Step::Add(step)) => self.add(&step, fault),
             Some(Step::Remove(step)) => self.remove(&step, fault),
