@@ -70,7 +70,10 @@ impl Reported {
     /// Remembers what a pod requests while hot-plug is on. A pod that does not run yet needs nothing else.
     pub fn note_request(&mut self, desired: &DesiredPod) {
         let networks = desired.networks.as_deref().unwrap_or_default();
-        if networks.is_empty() || networks.len() > MAX_REQUEST || self.requests.iter().any(|it| it == networks) {
+        if networks.is_empty()
+            || networks.len() > MAX_REQUEST
+            || self.requests.iter().any(|it| it == networks)
+        {
             return;
         }
         if self.requests.len() == MAX_REQUESTS {

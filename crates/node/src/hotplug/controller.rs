@@ -11,7 +11,10 @@ use std::{
 };
 
 use api::{
-    ErrorChain, attachments::ATTACHMENTS_ANNOTATION, digest::digest, network_status::NetworkStatusList,
+    ErrorChain,
+    attachments::{ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION},
+    digest::digest,
+    network_status::NetworkStatusList,
     selection::NadRef,
 };
 use futures::FutureExt as _;
@@ -376,7 +379,8 @@ fn is_relevant(pod: &OwnPod) -> bool {
     if !matches!(pod.phase, PodPhase::Running) {
         return networks && matches!(pod.phase, PodPhase::Pending);
     }
-    networks || pod.annotation(ATTACHMENTS_ANNOTATION).is_some() || has_secondary_network(pod)
+    let reports = [ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION];
+    networks || reports.iter().any(|name| pod.annotation(name).is_some()) || has_secondary_network(pod)
 }
 
 /// Whether network-status lists more than the cluster's default network.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use api::{
     ErrorChain,
-    attachments::ATTACHMENTS_ANNOTATION,
+    attachments::{ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION},
     selection::{NadRef, NetworkSelection},
 };
 use plan::hotplug::{
@@ -123,6 +123,7 @@ pub fn desired_pod(pod: &OwnPod) -> DesiredPod {
             runtime_uid: pod.runtime_uid().to_owned(),
         },
         networks: pod.networks().map(str::to_owned),
+        confirm_networks: pod.annotation(CONFIRM_ANNOTATION) == Some("true"),
         lifecycle,
         host_network: pod.host_network,
         virt_launcher: pod.is_virt_launcher(),
@@ -134,6 +135,7 @@ pub fn ended_pod(pod: PodIdentity) -> DesiredPod {
     DesiredPod {
         pod,
         networks: None,
+        confirm_networks: false,
         lifecycle: PodLifecycle::Ended,
         host_network: false,
         virt_launcher: false,

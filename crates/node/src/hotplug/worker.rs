@@ -255,7 +255,9 @@ impl PodWorker {
             let Some(desired) = self.desired(pod.as_deref()) else { return Next::Ended };
             let annotations = self.annotations(pod.as_deref());
             let mode = self.mode();
-            if desired.lifecycle == PodLifecycle::Pending && self.deps.journal.records_of(&self.uid).is_empty() {
+            if desired.lifecycle == PodLifecycle::Pending
+                && self.deps.journal.records_of(&self.uid).is_empty()
+            {
                 if mode == PlugMode::On {
                     self.reported.note_request(&desired);
                 }

@@ -12,9 +12,9 @@ use api::{
 };
 
 use super::{
-    AddStep, AnnotationUpdate, AttachmentKey, AttachmentRecord, AttemptKey, EventReason, FilteredRoutes, Fingerprint,
-    NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase, RemovePurpose,
-    Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
+    AddStep, AnnotationUpdate, AttachmentKey, AttachmentRecord, AttemptKey, EventReason, FilteredRoutes,
+    Fingerprint, NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase,
+    RemovePurpose, Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
     annotations::{MAX_ANNOTATIONS, attachments_text, bounded, is_reported},
     effective_records::EffectiveRecords,
     events,
@@ -525,7 +525,11 @@ impl<'a> Planner<'a> {
             AnnotationUpdate {
                 network_status,
                 attachments: if handled {
-                    attachments_text(observed.attachments.as_deref(), &self.states, rest)
+                    let desired = self.input.desired;
+                    let digest = desired
+                        .confirm_networks
+                        .then(|| attachments::networks_digest(desired.networks.as_deref()));
+                    attachments_text(observed.attachments.as_deref(), &self.states, digest.as_deref(), rest)
                 } else {
                     observed.attachments.clone()
                 },

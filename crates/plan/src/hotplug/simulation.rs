@@ -78,6 +78,7 @@ pub struct SimNode {
     pub lifecycle: PodLifecycle,
     pub host_network: bool,
     pub virt_launcher: bool,
+    pub confirm_networks: bool,
     pub has_multus: bool,
     pub mode: PlugMode,
     pub boot: String,
@@ -145,6 +146,7 @@ impl SimNode {
             lifecycle: PodLifecycle::Running,
             host_network: false,
             virt_launcher: false,
+            confirm_networks: false,
             has_multus: true,
             mode: PlugMode::On,
             boot: "boot-1".to_owned(),
@@ -340,6 +342,7 @@ impl SimNode {
         DesiredPod {
             pod: self.pod.clone(),
             networks: self.cache.networks.clone(),
+            confirm_networks: self.confirm_networks,
             lifecycle: self.lifecycle,
             host_network: self.host_network,
             virt_launcher: self.virt_launcher,

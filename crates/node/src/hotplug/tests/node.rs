@@ -375,7 +375,8 @@ impl TestNode {
                 "Bytes": ByteString(config(network).to_string().into_bytes()),
             })
         };
-        let list = json!([delegate("cbr0", "cbr0", ""), delegate(&format!("ns/{network}"), network, interface)]);
+        let list =
+            json!([delegate("cbr0", "cbr0", ""), delegate(&format!("ns/{network}"), network, interface)]);
         let netns = self.netns(pod);
         let result = json!({
             "kind": "cniCacheV1", "containerId": id, "ifName": interface, "networkName": network, "netns": netns,

@@ -9,7 +9,8 @@ use super::{
 
 fn states(node: &TestNode, pod: &str, expected: &[(&str, &str)]) -> bool {
     let states = node.api.states(pod);
-    let states: Vec<_> = states.iter().map(|(interface, state)| (interface.as_str(), state.as_str())).collect();
+    let states: Vec<_> =
+        states.iter().map(|(interface, state)| (interface.as_str(), state.as_str())).collect();
     states == expected
 }
 
@@ -38,7 +39,10 @@ fn an_interface_of_pod_start_is_detached_only_after_its_request_was_seen() {
         node.run_pod("b");
         node.api.request("b", &json!([blue("net1")]));
         until("net1 of b", || states(node, "b", &[("net1", "Attached")])).await;
-        assert_eq!((node.links(&pod)["net1"], node.calls()), (link, vec!["ADD net2".to_owned(), "ADD net1".to_owned()]));
+        assert_eq!(
+            (node.links(&pod)["net1"], node.calls()),
+            (link, vec!["ADD net2".to_owned(), "ADD net1".to_owned()])
+        );
 
         node.api.request(&pod, &json!([blue("net2"), blue("net1")]));
         until("the request is seen", || states(node, &pod, &[("net2", "Attached")])).await;

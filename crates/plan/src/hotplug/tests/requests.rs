@@ -266,7 +266,10 @@ fn an_interface_stays_whose_element_was_removed_before_the_daemon_saw_it() {
         node.restart();
         node.settle();
         assert_eq!(node.calls, ["ADD c net3", "DEL a net1"]);
-        assert_eq!((node.link_names(), node.states()), (vec!["net2", "net3"], vec!["default/c@net3 Attached".to_owned()]));
+        assert_eq!(
+            (node.link_names(), node.states()),
+            (vec!["net2", "net3"], vec!["default/c@net3 Attached".to_owned()])
+        );
         node.check();
     }
 }
@@ -305,7 +308,10 @@ fn what_a_pod_requests_while_hotplug_is_off_does_not_count() {
         node.settle();
         node.mode = PlugMode::On;
         node.settle();
-        assert_eq!((node.calls.len(), node.states()), (0, vec!["default/a@net1 Kept/RemovalNotSeen".to_owned()]));
+        assert_eq!(
+            (node.calls.len(), node.states()),
+            (0, vec!["default/a@net1 Kept/RemovalNotSeen".to_owned()])
+        );
     }
 }
 
