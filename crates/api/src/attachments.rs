@@ -7,8 +7,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::digest::digest;
+
 /// The annotation that reports the attachments of a pod that Patchbay handles.
 pub const ATTACHMENTS_ANNOTATION: &str = "patchbay.dev/attachments";
+/// With the value `true`, it asks the daemon to report in [`ATTACHMENTS_ANNOTATION`] which networks annotation the rest of the
+/// report is about. `patchbay plug` and `patchbay unplug` set it.
+pub const CONFIRM_ANNOTATION: &str = "patchbay.dev/confirm-networks";
 /// The maximum length of the annotation in bytes. All annotations of an object share 256 KiB.
 pub const MAX_LENGTH: usize = 48 * 1024;
 
@@ -44,6 +49,8 @@ pub enum AttachmentState {
     Refused,
     /// The daemon is detaching it. Reported only if that takes more than two seconds.
     Removing,
+    /// Another program attached it, and the daemon never saw a request for it. It stays.
+    Kept,
 }
 
 impl fmt::Display for AttachmentState {
@@ -62,22 +69,50 @@ pub fn parse(text: Option<&str>) -> serde_json::Result<Vec<Attachment>> {
     Ok(objects.filter_map(|entry| serde_json::from_value(entry).ok()).collect())
 }
 
-/// The value of the annotation, of at most [`MAX_LENGTH`] bytes. An empty list is an absent annotation.
-pub fn render(attachments: &[Attachment]) -> Option<String> {
-    render_within(attachments, MAX_LENGTH)
+/// The last entry of the annotation, if the pod asks for it. It is no attachment: readers that do not know it leave it out.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Confirmation {
+    /// The [`networks_digest`] of the annotation that the report is about.
+    networks_digest: String,
 }
 
-/// The value of the annotation, of at most `max` and [`MAX_LENGTH`] bytes.
+/// A text that stands for the value of a networks annotation.
+pub fn networks_digest(networks: Option<&str>) -> String {
+    format!("{:016x}", digest([networks.unwrap_or_default()]))
+}
+
+/// The [`networks_digest`] of the networks annotation that a report is about, if it has one.
+pub fn confirmed_networks(text: Option<&str>) -> Option<String> {
+    let entries: Vec<serde_json::Value> = serde_json::from_str(text?).ok()?;
+    let last = entries.into_iter().next_back().filter(serde_json::Value::is_object)?;
+    serde_json::from_value::<Confirmation>(last).ok().map(|confirmation| confirmation.networks_digest)
+}
+
+/// The value of the annotation, of at most [`MAX_LENGTH`] bytes. An empty list is an absent annotation.
+pub fn render(attachments: &[Attachment]) -> Option<String> {
+    render_within(attachments, None, MAX_LENGTH)
+}
+
+/// The value of the annotation, of at most `max` and [`MAX_LENGTH`] bytes. `networks_digest` is the one that the pod asks for.
 ///
 /// If it does not fit, messages are cut, then left out, and then the last attachments.
-pub fn render_within(attachments: &[Attachment], max: usize) -> Option<String> {
-    if attachments.is_empty() {
-        return None;
-    }
+pub fn render_within(
+    attachments: &[Attachment],
+    networks_digest: Option<&str>,
+    max: usize,
+) -> Option<String> {
+    let confirmation = networks_digest.map(|digest| Confirmation { networks_digest: digest.to_owned() });
     let render = |attachments: &[Attachment]| {
         // Strings and enums can always be serialized.
-        serde_json::to_string(attachments).ok().filter(|text| text.len() <= max.min(MAX_LENGTH))
+        let value = |entry: &Attachment| serde_json::to_string(entry).ok();
+        let mut entries: Vec<String> = attachments.iter().filter_map(value).collect();
+        entries.extend(confirmation.as_ref().and_then(|last| serde_json::to_string(last).ok()));
+        Some(format!("[{}]", entries.join(","))).filter(|text| text.len() <= max.min(MAX_LENGTH))
     };
+    if attachments.is_empty() {
+        return confirmation.as_ref().and_then(|_| render(attachments));
+    }
     let mut short: Vec<Attachment> = attachments.to_vec();
     for length in [usize::MAX, 256, 64, 0] {
         for attachment in &mut short {
@@ -137,6 +172,27 @@ mod tests {
     }
 
     #[test]
+    fn a_confirmation_is_the_last_entry_and_no_attachment() {
+        let digest = networks_digest(Some("blue"));
+        assert_eq!(networks_digest(None), networks_digest(Some("")));
+        for list in [&[][..], &[attachment("net1")]] {
+            let text = render_within(list, Some(&digest), MAX_LENGTH);
+            assert_eq!(confirmed_networks(text.as_deref()).as_deref(), Some(digest.as_str()));
+            assert_eq!(parse(text.as_deref()).unwrap(), list);
+        }
+        for text in [
+            None,
+            Some("[]"),
+            Some("[{}]"),
+            Some("7"),
+            Some(r#"[["a"]]"#),
+            render(&[attachment("net1")]).as_deref(),
+        ] {
+            assert_eq!(confirmed_networks(text), None);
+        }
+    }
+
+    #[test]
     fn unknown_keys_and_entries_do_not_hide_the_others() {
         let text = r#"[7,["default/blue"],{"network":"default/blue","interface":"net1","state":"Attached","new":1},{"state":"Later"}]"#;
         assert_eq!(parse(Some(text)).unwrap(), [attachment("net1")]);
@@ -163,9 +219,12 @@ mod tests {
         let list = vec![Attachment { message: "\u{e9}".repeat(100), ..attachment("net1") }; 3];
         let whole = render(&list).unwrap().len();
         for max in 0..=whole {
-            assert!(render_within(&list, max).is_none_or(|text| text.len() <= max));
+            assert!(render_within(&list, None, max).is_none_or(|text| text.len() <= max));
         }
-        assert_eq!((render_within(&list, 20), render_within(&list, whole)), (None, render(&list)));
+        assert_eq!(
+            (render_within(&list, None, 20), render_within(&list, None, whole)),
+            (None, render(&list))
+        );
     }
 
     proptest! {

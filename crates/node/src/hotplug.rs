@@ -139,6 +139,11 @@ impl Deps {
         self.pods.is_listed() && self.journal.is_loaded()
     }
 
+    /// Whether a pod that is not known does not exist any more. Without a watch of pods, what ended is seen on the node.
+    fn knows_ends(&self) -> bool {
+        self.settings.mode != HotplugMode::On || self.pods_are_known()
+    }
+
     /// Notes that the annotation of a pod names this UID of the runtime.
     fn note_pod(&self, runtime_uid: &str, uid: &str) {
         if runtime_uid != uid {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use api::{ErrorChain, IfName, Mac, attachments::Attachment, duration, selection::NadRef};
+use api::{ErrorChain, IfName, Mac, duration, selection::NadRef};
 use client::{
     json_patch::patch_request,
     watch::{self, StreamEvent, WatchConfig},
@@ -147,10 +147,10 @@ pub async fn plug(args: PlugArgs) -> anyhow::Result<()> {
     let (edited, planned) = session.edit(|pod| edit::plug(pod, &request)).await?;
     let goal = Goal::Attached { network: planned.network, interface: planned.interface };
     let subject = goal.subject();
-    if !planned.changed && goal.state(&edited, None).is_done() {
-        return say(&format!("pod/{pod}: {subject} is already {goal}{}", edited.addresses(&goal)));
+    if !planned.changed && goal.state(&edited.pod).is_done() {
+        return say(&format!("pod/{pod}: {subject} is already {goal}{}", edited.pod.addresses(&goal)));
     }
-    let done = session.wait(edited, &goal, planned.changed).await?;
+    let done = session.wait(edited, &goal).await?;
     say(&format!("pod/{pod}: {subject} {goal}{}", done.addresses(&goal)))
 }
 
@@ -163,10 +163,29 @@ pub async fn unplug(args: UnplugArgs) -> anyhow::Result<()> {
         (None, None) => bail!("set --interface or --network"),
     };
     let session = Session::connect(cluster, &pod, wait.timeout).await?;
-    let (edited, planned) = session.edit(|pod| edit::unplug(pod, &target)).await?;
-    let goal = Goal::Removed { network: planned.network, interface: planned.interface };
-    session.wait(edited, &goal, planned.changed).await?;
+    let (mut edited, planned) = session.edit(|pod| edit::unplug(pod, &target)).await?;
+    let (network, interface) = (planned.network, planned.interface);
+    if !planned.changed {
+        edited = session.request_kept(edited, &network, &interface).await?;
+    }
+    let goal = Goal::Removed { network, interface };
+    session.wait(edited, &goal).await?;
     say(&format!("pod/{pod}: {} {goal}", goal.subject()))
+}
+
+/// A pod after an edit.
+struct EditedPod {
+    pod: PodView,
+    /// The networks annotation before the edit, if the edit changed it.
+    before: Option<Option<String>>,
+}
+
+impl EditedPod {
+    /// Forgets a report that is not about the edit.
+    fn check(&self, pod: PodView) -> PodView {
+        let is_old = self.before.as_ref() == Some(&pod.networks);
+        PodView { confirmed: pod.confirmed && !is_old, ..pod }
+    }
 }
 
 /// One edit of one pod.
@@ -208,7 +227,7 @@ impl Session {
     async fn edit(
         &self,
         plan: impl Fn(&PodView) -> anyhow::Result<edit::PlannedEdit>,
-    ) -> anyhow::Result<(PodView, edit::PlannedEdit)> {
+    ) -> anyhow::Result<(EditedPod, edit::PlannedEdit)> {
         let mut refused: Option<(PodView, kube::Error)> = None;
         loop {
             let pod = self.read().await?;
@@ -222,15 +241,18 @@ impl Session {
             }
             pod.check_runs()?;
             let planned = plan(&pod)?;
-            if !planned.changed {
-                return Ok((pod, planned));
+            if !planned.changed && pod.asks {
+                return Ok((EditedPod { pod, before: None }, planned));
             }
             let operations = serde_json::to_value(pod.patch(planned.annotation.as_deref()))?;
             let path = format!("{}/{}", self.pods.resource_url(), self.pod);
             let request = patch_request(&path, &operations)?;
             let client = self.pods.clone().into_client();
             match self.bounded(client.request::<Pod>(request)).await? {
-                Ok(patched) => return Ok((PodView::read(&patched)?, planned)),
+                Ok(patched) => {
+                    let before = planned.changed.then_some(pod.networks);
+                    return Ok((EditedPod { pod: PodView::read(&patched)?, before }, planned));
+                }
                 Err(error) if has_code(&error, 409) => refused = None,
                 Err(error) if has_code(&error, 422) => refused = Some((pod, error)),
                 Err(error) => {
@@ -240,15 +262,35 @@ impl Session {
         }
     }
 
-    /// Waits until the node daemon reports the goal. What it reported before the annotation was changed does not count.
-    async fn wait(&self, edited: PodView, goal: &Goal, changed: bool) -> anyhow::Result<PodView> {
-        let stale = edited.attachment(goal).filter(|_| changed).cloned();
+    /// Detaches an interface that no element requests. The daemon may keep it, because it never saw a request for it. So the
+    /// pod requests it, and when the daemon has seen that, no longer.
+    async fn request_kept(
+        &self,
+        edited: EditedPod,
+        network: &str,
+        interface: &str,
+    ) -> anyhow::Result<EditedPod> {
+        let reported = Goal::Reported { network: network.to_owned(), interface: interface.to_owned() };
+        let pod = self.wait(edited, &reported).await?;
+        if !reported.is_kept(&pod) {
+            return Ok(EditedPod { pod, before: None });
+        }
+        let (edited, _) = self.edit(|pod| edit::request(pod, network, interface)).await?;
+        let requested = Goal::Requested { network: network.to_owned(), interface: interface.to_owned() };
+        self.wait(edited, &requested).await?;
+        let target = UnplugTarget::Interface(interface.parse()?);
+        let (edited, _) = self.edit(|pod| edit::unplug(pod, &target)).await?;
+        Ok(edited)
+    }
+
+    /// Waits until the node daemon reports the goal. What it reports about another annotation does not count.
+    async fn wait(&self, edited: EditedPod, goal: &Goal) -> anyhow::Result<PodView> {
         progress(&format!("pod {}: waiting for {} to be {goal}", self.name(), goal.subject()));
         let mut events = pin!(watch::stream(self.pods.clone(), WatchConfig::one(&self.pod)));
-        let (mut pod, uid) = (edited.clone(), edited.uid);
+        let (mut pod, uid) = (edited.check(edited.pod.clone()), edited.pod.uid.clone());
         let (mut reported, mut exists) = (None, false);
         loop {
-            match goal.state(&pod, stale.as_ref()) {
+            match goal.state(&pod) {
                 WaitState::Done => return Ok(pod),
                 WaitState::Refused(cause) => {
                     bail!("{}: {cause}{}", self.not_done(goal), goal.advice(&pod))
@@ -262,12 +304,12 @@ impl Session {
             }
             pod = loop {
                 let Ok(event) = timeout_at(self.deadline, events.next()).await else {
-                    bail!(self.timed_out(goal, &pod, stale.as_ref()))
+                    bail!(self.timed_out(goal, &pod))
                 };
                 match event {
                     Some(StreamEvent::Applied(new)) => {
                         exists = true;
-                        break PodView::read(&new)?;
+                        break edited.check(PodView::read(&new)?);
                     }
                     Some(StreamEvent::ListStarted) => exists = false,
                     Some(StreamEvent::ListDone) if exists => {}
@@ -287,12 +329,12 @@ impl Session {
         }
     }
 
-    fn timed_out(&self, goal: &Goal, pod: &PodView, stale: Option<&Attachment>) -> String {
-        let cause = match goal.state(pod, stale) {
+    fn timed_out(&self, goal: &Goal, pod: &PodView) -> String {
+        let cause = match goal.state(pod) {
             WaitState::Waiting(Some(cause)) => cause,
             WaitState::Waiting(None) | WaitState::Done | WaitState::Refused(_) => format!(
-                "the node daemon reported nothing; check that the patchbay-node pod on node {} is ready and that \
-                hot-plug is on",
+                "the node daemon reported nothing about this request; check that the patchbay-node pod on node {} is \
+                ready and not older than this program, and that hot-plug is on",
                 pod.node
             ),
         };

@@ -62,6 +62,28 @@ pub use step::{
 pub struct Reported {
     /// The problems that an event reported and that no annotation records.
     problems: BTreeSet<String>,
-    /// The attachments of the pod's start that an element requested.
-    requested: BTreeSet<AttachmentKey>,
+    /// The values of the networks annotation since the attachments were compared with it last, the newest last.
+    requests: Vec<String>,
+}
+
+/// The maximum number of values of the networks annotation that are remembered until they can be compared.
+const MAX_REQUESTS: usize = 8;
+/// The maximum length of such a value.
+const MAX_REQUEST: usize = 64 * 1024;
+
+impl Reported {
+    /// Remembers what a pod requests while hot-plug is on. A pod that does not run yet needs nothing else.
+    pub fn note_request(&mut self, desired: &DesiredPod) {
+        let networks = desired.networks.as_deref().unwrap_or_default();
+        if networks.is_empty()
+            || networks.len() > MAX_REQUEST
+            || self.requests.iter().any(|it| it == networks)
+        {
+            return;
+        }
+        if self.requests.len() == MAX_REQUESTS {
+            self.requests.remove(0);
+        }
+        self.requests.push(networks.to_owned());
+    }
 }

@@ -11,7 +11,10 @@ use std::{
 };
 
 use api::{
-    ErrorChain, attachments::ATTACHMENTS_ANNOTATION, digest::digest, network_status::NetworkStatusList,
+    ErrorChain,
+    attachments::{ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION},
+    digest::digest,
+    network_status::NetworkStatusList,
     selection::NadRef,
 };
 use futures::FutureExt as _;
@@ -112,6 +115,7 @@ impl Controller {
     /// Runs until `stop`. Then it starts nothing new, and waits for the running plugins.
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), Error> {
         self.set_mode(&stop);
+        self.forget_requests().await;
         self.wake_recorded(&stop);
         let deps = Arc::clone(&self.deps);
         let mut journal = deps.journal.problem();
@@ -135,6 +139,7 @@ impl Controller {
                 () = next_peer_state(&mut self.peers) => self.set_mode(&stop),
                 Ok(()) = journal.changed() => {
                     self.workers.values().for_each(|wake| wake.wake());
+                    self.forget_requests().await;
                     self.wake_recorded(&stop);
                 }
                 () = sleep_until_due(ended_scan) => self.start_ended_scan(),
@@ -150,6 +155,19 @@ impl Controller {
             );
         }
         Ok(())
+    }
+
+    /// While hot-plug is off, an edit has no effect. So it must have none when hot-plug is switched on again.
+    async fn forget_requests(&self) {
+        if self.peers.is_some() {
+            return;
+        }
+        for pod in self.deps.journal.pods() {
+            if let Err(error) = self.deps.journal.set_requested(&pod, BTreeSet::new()).await {
+                warn!(error = %error, "cannot record yet that hot-plug is off");
+                return;
+            }
+        }
     }
 
     fn pod_changed(&mut self, uid: &str, stop: &CancellationToken) {
@@ -359,11 +377,12 @@ async fn supervise(deps: Arc<Deps>, uid: String, wake: Arc<Wake>, stop: Cancella
 
 /// Whether hot-plug may have to do something for a pod. A pod without networks costs nothing.
 fn is_relevant(pod: &OwnPod) -> bool {
-    if !matches!(pod.phase, PodPhase::Running) {
-        return false;
-    }
     let networks = pod.networks().is_some_and(|networks| !networks.trim().is_empty());
-    networks || pod.annotation(ATTACHMENTS_ANNOTATION).is_some() || has_secondary_network(pod)
+    if !matches!(pod.phase, PodPhase::Running) {
+        return networks && matches!(pod.phase, PodPhase::Pending);
+    }
+    let reports = [ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION];
+    networks || reports.iter().any(|name| pod.annotation(name).is_some()) || has_secondary_network(pod)
 }
 
 /// Whether network-status lists more than the cluster's default network.

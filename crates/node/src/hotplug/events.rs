@@ -59,7 +59,9 @@ impl PodEvents {
     pub fn record(&self, pod: &PodIdentity, event: PodEvent) {
         let PodEvent { reason, note } = event;
         let action = match reason {
-            EventReason::RemovedInterface | EventReason::FailedRemovingInterface => "RemoveInterface",
+            EventReason::RemovedInterface
+            | EventReason::FailedRemovingInterface
+            | EventReason::InterfaceKept => "RemoveInterface",
             EventReason::AddedInterface
             | EventReason::FailedAddingInterface
             | EventReason::InterfaceAddRejected

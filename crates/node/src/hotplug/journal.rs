@@ -54,6 +54,9 @@ enum JournalEntry {
     Removed(AttachmentKey),
     /// The default routes of the pod before an attachment with `default-route` replaced them.
     Routes(AttachmentKey, Vec<Value>),
+    /// The attachments of other programs that a pod was seen to request, by the UID that the container runtime uses. Replaces
+    /// those of the pod. Versions that do not know it detach by the annotation alone.
+    Requested(String, BTreeSet<AttachmentKey>),
 }
 
 struct AttachmentCodec;
@@ -70,12 +73,17 @@ impl Codec for AttachmentCodec {
     fn decode(text: &str) -> Option<JournalEntry> {
         serde_json::from_str(text).ok()
     }
+
+    fn is_ignorable(record: &JournalEntry) -> bool {
+        matches!(record, JournalEntry::Requested(..))
+    }
 }
 
 #[derive(Debug, Default)]
 struct Records {
     attachments: BTreeMap<AttachmentKey, Arc<AttachmentRecord>>,
     routes: BTreeMap<AttachmentKey, Vec<Value>>,
+    requested: BTreeMap<String, BTreeSet<AttachmentKey>>,
 }
 
 impl Records {
@@ -95,6 +103,8 @@ impl Records {
             JournalEntry::Routes(key, routes) => {
                 self.routes.insert(key, routes);
             }
+            JournalEntry::Requested(pod, keys) if keys.is_empty() => _ = self.requested.remove(&pod),
+            JournalEntry::Requested(pod, keys) => _ = self.requested.insert(pod, keys),
         }
     }
 
@@ -139,7 +149,9 @@ impl Records {
         let attachments = self.attachments.values().cloned().map(JournalEntry::Attachment);
         let routes =
             self.routes.iter().map(|(key, routes)| JournalEntry::Routes(key.clone(), routes.clone()));
-        attachments.chain(routes).collect()
+        let requested =
+            self.requested.iter().map(|(pod, keys)| JournalEntry::Requested(pod.clone(), keys.clone()));
+        attachments.chain(routes).chain(requested).collect()
     }
 }
 
@@ -229,9 +241,11 @@ impl AttachmentJournal {
         lock(&self.records).attachments.keys().cloned().collect()
     }
 
-    /// The pods with records, by the UID that the container runtime uses.
+    /// The pods with records or requested attachments, by the UID that the container runtime uses.
     pub fn pods(&self) -> BTreeSet<String> {
-        lock(&self.records).attachments.values().map(|record| record.pod.runtime_uid.clone()).collect()
+        let records = lock(&self.records);
+        let attached = records.attachments.values().map(|record| &record.pod.runtime_uid);
+        attached.chain(records.requested.keys()).cloned().collect()
     }
 
     /// The pods with a record of one of these network namespaces.
@@ -259,6 +273,24 @@ impl AttachmentJournal {
     /// The routes of [`Self::save_routes`].
     pub fn saved_routes(&self, key: &AttachmentKey) -> Vec<Value> {
         lock(&self.records).routes.get(key).cloned().unwrap_or_default()
+    }
+
+    /// The attachments of [`Self::set_requested`].
+    pub fn requested(&self, runtime_uid: &str) -> BTreeSet<AttachmentKey> {
+        lock(&self.records).requested.get(runtime_uid).cloned().unwrap_or_default()
+    }
+
+    /// Records which attachments of other programs a pod was seen to request. It counts, and survives a crash only if this
+    /// succeeds.
+    pub async fn set_requested(
+        &self,
+        runtime_uid: &str,
+        keys: BTreeSet<AttachmentKey>,
+    ) -> Result<(), NotRecorded> {
+        if self.requested(runtime_uid) == keys {
+            return Ok(());
+        }
+        self.write(JournalEntry::Requested(runtime_uid.to_owned(), keys), Effect::Happened).await
     }
 
     /// Records that an attachment is gone. It counts, and survives a crash only if this succeeds.
@@ -331,6 +363,7 @@ impl Writer {
         let mut records = lock(&self.records);
         read.attachments.append(&mut records.attachments);
         read.routes.append(&mut records.routes);
+        read.requested.append(&mut records.requested);
         *records = read;
         drop(records);
         self.loaded.store(true, Ordering::Release);

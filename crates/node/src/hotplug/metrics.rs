@@ -35,6 +35,7 @@ enum StateLabel {
     Failed,
     Refused,
     Removing,
+    Kept,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -95,14 +96,15 @@ pub enum WriteResult {
 
 /// The attachments of one pod, by state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct StateCounts([i64; 5]);
+pub struct StateCounts([i64; 6]);
 
-const STATES: [StateLabel; 5] = [
+const STATES: [StateLabel; 6] = [
     StateLabel::Attached,
     StateLabel::Pending,
     StateLabel::Failed,
     StateLabel::Refused,
     StateLabel::Removing,
+    StateLabel::Kept,
 ];
 
 impl StateCounts {
@@ -115,6 +117,7 @@ impl StateCounts {
                 AttachmentState::Failed => 2,
                 AttachmentState::Refused => 3,
                 AttachmentState::Removing => 4,
+                AttachmentState::Kept => 5,
             };
             counts.0[place] += 1;
         }

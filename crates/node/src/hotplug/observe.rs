@@ -7,7 +7,7 @@ use std::{
 
 use api::{
     ErrorChain,
-    attachments::ATTACHMENTS_ANNOTATION,
+    attachments::{ATTACHMENTS_ANNOTATION, CONFIRM_ANNOTATION},
     selection::{NadRef, NetworkSelection},
 };
 use plan::hotplug::{
@@ -128,6 +128,7 @@ pub fn desired_pod(pod: &OwnPod) -> DesiredPod {
             runtime_uid: pod.runtime_uid().to_owned(),
         },
         networks: pod.networks().map(str::to_owned),
+        confirm_networks: pod.annotation(CONFIRM_ANNOTATION) == Some("true"),
         lifecycle,
         host_network: pod.host_network,
         virt_launcher: pod.is_virt_launcher(),
@@ -139,6 +140,7 @@ pub fn ended_pod(pod: PodIdentity) -> DesiredPod {
     DesiredPod {
         pod,
         networks: None,
+        confirm_networks: false,
         lifecycle: PodLifecycle::Ended,
         host_network: false,
         virt_launcher: false,
@@ -269,6 +271,7 @@ impl Deps {
             boot: self.boot.clone(),
             records,
             results,
+            requested: self.journal.requested(uid),
             namespaces,
             network_status: annotations.network_status.clone(),
             attachments: annotations.attachments.clone(),

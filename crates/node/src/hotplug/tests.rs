@@ -1,6 +1,7 @@
 //! Tests of hot-plug on a node with real network namespaces and processes.
 
 mod node;
+mod requests;
 
 use std::{
     fs,

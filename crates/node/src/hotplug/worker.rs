@@ -197,7 +197,10 @@ impl PodWorker {
         while !stop.is_cancelled() {
             // A wake-up from before counts for this pass. One that is left at the end starts another worker.
             let _ = wake.is_woken();
-            let next = self.reconcile().await;
+            let mut next = self.reconcile().await;
+            if next == Next::Ended && !self.deps.knows_ends() {
+                next = Next::RetryAt(Instant::now() + ENDING_POLL);
+            }
             self.event_delay = None;
             self.count_retry(&next);
             let timer = async {
@@ -224,8 +227,12 @@ impl PodWorker {
         self.uid
     }
 
-    /// Forgets attachments of Multus whose DEL was started and not finished: Multus runs it at the end of the pod.
+    /// Forgets attachments of Multus whose DEL was started and not finished: Multus runs it at the end of the pod. And which
+    /// of them were requested.
     async fn forget_records(&self) {
+        if let Err(error) = self.deps.journal.set_requested(&self.uid, BTreeSet::new()).await {
+            debug!(error = %error, "the end of a pod cannot be recorded yet");
+        }
         let records = self.deps.journal.records_of(&self.uid);
         for record in records.iter().filter(|record| record.origin == Origin::PodStart) {
             if let Err(error) = self.deps.journal.remove(record.key.clone()).await {
@@ -248,6 +255,14 @@ impl PodWorker {
             let Some(desired) = self.desired(pod.as_deref()) else { return Next::Ended };
             let annotations = self.annotations(pod.as_deref());
             let mode = self.mode();
+            if desired.lifecycle == PodLifecycle::Pending
+                && self.deps.journal.records_of(&self.uid).is_empty()
+            {
+                if mode == PlugMode::On {
+                    self.reported.note_request(&desired);
+                }
+                return Next::Idle;
+            }
             let Observation { mut observed, mut mode, mut incomplete } =
                 self.deps.observe(&desired, &annotations, &mut self.cache, mode).await;
             // The runtime may have said that another pod is meant.
@@ -271,11 +286,16 @@ impl PodWorker {
             self.backoffs.retain(|attempt, _| planned.failing.contains(attempt));
             self.logged.retain(|attempt, _| planned.failing.contains(attempt));
             self.want_nads(&planned, waits_for_nads.then_some(&desired));
-            let PodPlan { step, states, annotations: update, events, .. } = planned;
+            let PodPlan { step, states, requested, annotations: update, events, .. } = planned;
             self.count_states(states.iter().map(|state| state.state));
             for event in events {
                 warn!(pod = %name(&desired.pod), reason = event.reason.as_str(), "{}", event.note);
                 self.deps.events.record(&desired.pod, event);
+            }
+            if let Some(requested) = requested
+                && let Err(error) = self.deps.journal.set_requested(&self.uid, requested).await
+            {
+                debug!(error = %error, "the requested attachments of a pod cannot be recorded yet");
             }
             if let Some(step) = step {
                 self.run_step(step, &desired, &observed, &nads, mode).await;
@@ -516,7 +536,8 @@ impl PodWorker {
     }
 
     fn want_nads(&self, planned: &PodPlan, unresolved: Option<&DesiredPod>) {
-        let unattached = planned.states.iter().filter(|state| state.state != AttachmentState::Attached);
+        let rests = [AttachmentState::Attached, AttachmentState::Kept];
+        let unattached = planned.states.iter().filter(|state| !rests.contains(&state.state));
         let nads = unattached.filter_map(|state| {
             let (namespace, name) = state.network.split_once('/')?;
             Some(NadRef::new(namespace, name))

@@ -187,6 +187,14 @@ fn free_name(pod: &PodView, requested: &[Requested]) -> anyhow::Result<IfName> {
     name.parse().context("find a free interface name; set --interface")
 }
 
+/// Adds an element for an interface that exists and that no element requests.
+pub fn request(pod: &PodView, network: &str, interface: &str) -> anyhow::Result<PlannedEdit> {
+    let (namespace, name) = network.split_once('/').context("the network has no namespace")?;
+    let namespace = Some(namespace.to_owned()).filter(|namespace| *namespace != pod.namespace);
+    let network = NetworkName { namespace, name: name.to_owned() };
+    plug(pod, &PlugRequest { network, interface: Some(interface.parse()?), ips: Vec::new(), mac: None })
+}
+
 /// Removes an element.
 ///
 /// Elements of the same network without a requested name get the name of their interface. Otherwise the daemon could not

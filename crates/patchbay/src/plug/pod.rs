@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
 use api::{
-    attachments::{self, ATTACHMENTS_ANNOTATION, Attachment},
+    attachments::{self, ATTACHMENTS_ANNOTATION, Attachment, CONFIRM_ANNOTATION},
     network_status::{NETWORK_STATUS_ANNOTATION, NetworkStatus, NetworkStatusList},
     selection::NETWORKS_ANNOTATION,
 };
@@ -30,6 +30,10 @@ pub struct PodView {
     pub statuses: Vec<NetworkStatus>,
     /// The entries of patchbay.dev/attachments.
     pub attachments: Vec<Attachment>,
+    /// Whether the pod asks the daemon to confirm its networks annotation.
+    pub asks: bool,
+    /// Whether the annotations report about the networks annotation that the pod has.
+    pub confirmed: bool,
     /// Why its interfaces cannot be changed now.
     pub ended: Option<String>,
 }
@@ -43,11 +47,15 @@ impl PodView {
         // A pod whose status another program damaged can still be edited: the daemon reports the damage.
         let statuses = NetworkStatusList::parse(annotation(NETWORK_STATUS_ANNOTATION)).unwrap_or_default();
         let statuses = statuses.entries().iter().filter_map(|entry| entry.status().cloned()).collect();
+        let networks = annotation(NETWORKS_ANNOTATION);
+        let confirmed = attachments::confirmed_networks(annotation(ATTACHMENTS_ANNOTATION));
         Ok(Self {
+            asks: annotation(CONFIRM_ANNOTATION) == Some("true"),
+            confirmed: confirmed == Some(attachments::networks_digest(networks)),
             uid: metadata.uid.clone().with_context(|| format!("pod {namespace}/{name} has no UID"))?,
             node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
             annotated: metadata.annotations.as_ref().is_some_and(|all| !all.is_empty()),
-            networks: annotation(NETWORKS_ANNOTATION).map(str::to_owned),
+            networks: networks.map(str::to_owned),
             statuses,
             attachments: attachments::parse(annotation(ATTACHMENTS_ANNOTATION)).unwrap_or_default(),
             ended: why_not_running(pod),
@@ -90,10 +98,12 @@ impl PodView {
         text
     }
 
-    /// Sets the networks annotation of this pod, if it still has the value that was read. `None` removes it.
+    /// Sets the networks annotation of this pod, if it still has the value that was read, and asks the daemon to confirm it.
+    /// `None` removes it.
     pub fn patch(&self, new: Option<&str>) -> Patch {
         let annotations = || PointerBuf::from_tokens(["metadata", "annotations"]);
-        let key = || PointerBuf::from_tokens(["metadata", "annotations", NETWORKS_ANNOTATION]);
+        let annotation = |name| PointerBuf::from_tokens(["metadata", "annotations", name]);
+        let key = || annotation(NETWORKS_ANNOTATION);
         let test = |path, value| PatchOperation::Test(TestOperation { path, value });
         let add = |path, value| PatchOperation::Add(AddOperation { path, value });
         let mut operations =
@@ -103,10 +113,16 @@ impl PodView {
             (None, false) => operations.push(test(annotations(), Value::Null)),
             (old, _) => operations.push(test(key(), json!(old))),
         }
+        if !self.annotated {
+            operations.push(add(annotations(), json!({})));
+        }
         match new {
-            Some(text) if self.annotated => operations.push(add(key(), Value::from(text))),
-            Some(text) => operations.push(add(annotations(), json!({NETWORKS_ANNOTATION: text}))),
+            Some(text) => operations.push(add(key(), Value::from(text))),
+            None if self.networks.is_none() => {}
             None => operations.push(PatchOperation::Remove(RemoveOperation { path: key() })),
+        }
+        if !self.asks {
+            operations.push(add(annotation(CONFIRM_ANNOTATION), Value::from("true")));
         }
         Patch(operations)
     }
@@ -150,12 +166,14 @@ mod tests {
         let patch = |pod: &PodView, new: Option<&str>| json!(pod.patch(new));
         let key = "/metadata/annotations/k8s.v1.cni.cncf.io~1networks";
         let uid = json!({"op": "test", "path": "/metadata/uid", "value": "u"});
+        let ask = json!({"op": "add", "path": "/metadata/annotations/patchbay.dev~1confirm-networks", "value": "true"});
         assert_eq!(
             patch(&running(json!({"k8s.v1.cni.cncf.io/networks": "blue"})), Some("blue,red")),
             json!([
                 uid,
                 {"op": "test", "path": key, "value": "blue"},
                 {"op": "add", "path": key, "value": "blue,red"},
+                ask,
             ])
         );
         assert_eq!(
@@ -164,6 +182,7 @@ mod tests {
                 uid,
                 {"op": "test", "path": key, "value": null},
                 {"op": "add", "path": key, "value": "blue"},
+                ask,
             ])
         );
         assert_eq!(
@@ -171,9 +190,35 @@ mod tests {
             json!([
                 uid,
                 {"op": "test", "path": "/metadata/annotations", "value": null},
-                {"op": "add", "path": "/metadata/annotations", "value": {"k8s.v1.cni.cncf.io/networks": "blue"}},
+                {"op": "add", "path": "/metadata/annotations", "value": {}},
+                {"op": "add", "path": key, "value": "blue"},
+                ask,
             ])
         );
+        assert_eq!(
+            patch(&running(json!({"patchbay.dev/confirm-networks": "true"})), None),
+            json!([uid, {"op": "test", "path": key, "value": null}])
+        );
+    }
+
+    #[test]
+    fn a_report_is_confirmed_if_it_is_about_the_annotation_that_the_pod_has() {
+        let pod = |networks: &str, report: Value| {
+            running(
+                json!({"k8s.v1.cni.cncf.io/networks": networks, "patchbay.dev/attachments": report.to_string()}),
+            )
+        };
+        let digest = attachments::networks_digest(Some("blue"));
+        let entry = json!({"network": "default/blue", "interface": "net1", "state": "Attached"});
+        for (networks, report, confirmed) in [
+            ("blue", json!([entry, {"networksDigest": digest}]), true),
+            ("blue", json!([{"networksDigest": digest}]), true),
+            ("blue,red", json!([entry, {"networksDigest": digest}]), false),
+            ("blue", json!([entry]), false),
+            ("blue", json!("nonsense"), false),
+        ] {
+            assert_eq!(pod(networks, report).confirmed, confirmed, "{networks}");
+        }
     }
 
     #[test]

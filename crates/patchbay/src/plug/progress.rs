@@ -19,6 +19,16 @@ pub enum Goal {
         network: String,
         interface: String,
     },
+    /// The daemon reports about the networks annotation that the pod has.
+    Reported {
+        network: String,
+        interface: String,
+    },
+    /// The daemon has seen a request for an interface that it keeps otherwise.
+    Requested {
+        network: String,
+        interface: String,
+    },
 }
 
 /// How far the daemon is.
@@ -44,23 +54,30 @@ impl Goal {
     /// The network and the interface.
     pub fn names(&self) -> (&str, &str) {
         match self {
-            Self::Attached { network, interface } | Self::Removed { network, interface } => {
-                (network, interface)
-            }
+            Self::Attached { network, interface }
+            | Self::Removed { network, interface }
+            | Self::Reported { network, interface }
+            | Self::Requested { network, interface } => (network, interface),
         }
     }
 
-    /// How far the daemon is. A report that equals `stale`, the one before the edit, says nothing about the edit.
+    /// How far the daemon is. A report about another networks annotation than the pod has says nothing.
     ///
     /// The daemon writes both annotations at once. An interface that was attached when the pod started is only in
     /// network-status.
-    pub fn state(&self, pod: &PodView, stale: Option<&Attachment>) -> WaitState {
+    pub fn state(&self, pod: &PodView) -> WaitState {
+        if !pod.confirmed {
+            return WaitState::Waiting(None);
+        }
         let listed = pod.status(self).is_some();
-        let report = match pod.attachment(self) {
-            Some(report) if Some(report) == stale => return WaitState::Waiting(None),
-            report => report,
-        };
-        match (self, report) {
+        match (self, pod.attachment(self)) {
+            (Self::Requested { .. }, Some(report)) if report.state == AttachmentState::Kept => {
+                WaitState::Waiting(Some(cause(report)))
+            }
+            (Self::Requested { .. }, Some(report)) if report.state == AttachmentState::Refused => {
+                WaitState::Refused(cause(report))
+            }
+            (Self::Reported { .. } | Self::Requested { .. }, _) => WaitState::Done,
             (Self::Attached { .. }, None) if listed => WaitState::Done,
             (Self::Removed { .. }, None) if !listed => WaitState::Done,
             (_, None) => WaitState::Waiting(None),
@@ -74,16 +91,24 @@ impl Goal {
                 AttachmentState::Attached
                 | AttachmentState::Pending
                 | AttachmentState::Failed
-                | AttachmentState::Removing => WaitState::Waiting(Some(cause(report))),
+                | AttachmentState::Removing
+                | AttachmentState::Kept => WaitState::Waiting(Some(cause(report))),
             },
             (Self::Removed { .. }, Some(report)) => match report.state {
                 AttachmentState::Attached => WaitState::Waiting(None),
                 AttachmentState::Pending
                 | AttachmentState::Failed
                 | AttachmentState::Refused
-                | AttachmentState::Removing => WaitState::Waiting(Some(cause(report))),
+                | AttachmentState::Removing
+                | AttachmentState::Kept => WaitState::Waiting(Some(cause(report))),
             },
         }
+    }
+
+    /// Whether the daemon keeps the interface although nothing requests it: then it is detached only after a request.
+    pub fn is_kept(&self, pod: &PodView) -> bool {
+        let kept = pod.attachment(self).is_none_or(|report| report.state == AttachmentState::Kept);
+        pod.confirmed && kept && pod.status(self).is_some()
     }
 
     /// The interface, as the subject of a sentence.
@@ -102,7 +127,10 @@ impl Goal {
                 {interface}",
                 pod.namespace, pod.name
             ),
-            Self::Removed { .. } => {
+            Self::Requested { network, interface } => format!(
+                "\nThe pod may request interface {interface} on network {network} now. Run the same command again to detach it."
+            ),
+            Self::Removed { .. } | Self::Reported { .. } => {
                 "\nThe pod does not request the interface any more; the node daemon keeps trying to detach it.".to_owned()
             }
         }
@@ -115,6 +143,10 @@ impl fmt::Display for Goal {
         match self {
             Self::Attached { network, .. } => write!(f, "attached to network {network}"),
             Self::Removed { network, .. } => write!(f, "detached from network {network}"),
+            Self::Reported { network, .. } => write!(f, "reported on network {network}"),
+            Self::Requested { network, .. } => {
+                write!(f, "requested on network {network}, so that it can be detached")
+            }
         }
     }
 }
@@ -160,7 +192,7 @@ mod tests {
         if listed {
             statuses.push(status("default/blue", "net2"));
         }
-        PodView { statuses, attachments: report.into_iter().collect(), ..PodView::default() }
+        PodView { statuses, attachments: report.into_iter().collect(), confirmed: true, ..PodView::default() }
     }
 
     fn attached() -> Goal {
@@ -171,13 +203,17 @@ mod tests {
         Goal::Removed { network: "default/blue".to_owned(), interface: "net2".to_owned() }
     }
 
+    fn requested() -> Goal {
+        Goal::Requested { network: "default/blue".to_owned(), interface: "net2".to_owned() }
+    }
+
     fn waiting(cause: &str) -> WaitState {
         WaitState::Waiting(Some(cause.to_owned()))
     }
 
     #[test]
     fn an_interface_is_attached_once_network_status_lists_it_and_the_report_agrees() {
-        let state = |listed, report| attached().state(&pod(listed, report), None);
+        let state = |listed, report| attached().state(&pod(listed, report));
         assert_eq!(state(false, None), WaitState::Waiting(None));
         assert_eq!(state(true, Some(report(AttachmentState::Attached, "", ""))), WaitState::Done);
         assert_eq!(state(true, None), WaitState::Done, "attached when the pod started");
@@ -187,11 +223,11 @@ mod tests {
 
     #[test]
     fn a_refusal_ends_the_wait_and_a_failure_does_not() {
-        let state = |report| attached().state(&pod(false, Some(report)), None);
+        let state = |report| attached().state(&pod(false, Some(report)));
         let failed = report(AttachmentState::Failed, "PluginFailed", "no\u{1b}[2J\nlink");
         assert_eq!(state(failed), waiting("Failed (PluginFailed): no\\u{1b}[2J\\nlink"));
         let rejected = report(AttachmentState::Attached, "UpdateRejected", "unplug it first");
-        let kept = attached().state(&pod(true, Some(rejected)), None);
+        let kept = attached().state(&pod(true, Some(rejected)));
         assert_eq!(kept, WaitState::Refused("Attached (UpdateRejected): unplug it first".to_owned()));
         let refused = report(AttachmentState::Refused, "NamespaceForbidden", "not allowed");
         assert_eq!(
@@ -203,14 +239,32 @@ mod tests {
     #[test]
     fn a_report_from_before_the_edit_does_not_count() {
         let old = report(AttachmentState::Refused, "InterfaceNameTaken", "");
-        let pod = pod(false, Some(old.clone()));
-        assert_eq!(attached().state(&pod, Some(&old)), WaitState::Waiting(None));
-        assert!(matches!(attached().state(&pod, None), WaitState::Refused(_)));
+        for pod in [pod(false, None), pod(true, None), pod(false, Some(old))] {
+            let unconfirmed = PodView { confirmed: false, ..pod };
+            for goal in [attached(), removed(), requested()] {
+                assert_eq!(goal.state(&unconfirmed), WaitState::Waiting(None));
+            }
+        }
+    }
+
+    #[test]
+    fn a_kept_interface_is_requested_once_the_daemon_does_not_keep_it() {
+        let kept = report(AttachmentState::Kept, "RemovalNotSeen", "");
+        let pods = [pod(true, Some(kept.clone())), pod(true, None), pod(false, Some(kept)), pod(false, None)];
+        assert_eq!(pods.each_ref().map(|pod| requested().is_kept(pod)), [true, true, false, false]);
+        let removing = pod(true, Some(report(AttachmentState::Removing, "", "")));
+        assert!(
+            !requested().is_kept(&removing)
+                && !requested().is_kept(&PodView { confirmed: false, ..pod(true, None) })
+        );
+        assert_eq!(requested().state(&pods[0]), waiting("Kept (RemovalNotSeen)"));
+        assert_eq!(requested().state(&pods[1]), WaitState::Done);
+        assert_eq!(removed().state(&pods[0]), waiting("Kept (RemovalNotSeen)"));
     }
 
     #[test]
     fn an_interface_is_removed_once_neither_annotation_lists_it() {
-        let state = |listed, report| removed().state(&pod(listed, report), None);
+        let state = |listed, report| removed().state(&pod(listed, report));
         assert_eq!(state(false, None), WaitState::Done);
         assert_eq!(state(true, None), WaitState::Waiting(None));
         assert_eq!(state(true, Some(report(AttachmentState::Attached, "", ""))), WaitState::Waiting(None));
@@ -223,7 +277,7 @@ mod tests {
     fn entries_of_other_networks_and_interfaces_do_not_count() {
         let mut pod = pod(true, None);
         pod.statuses[2].name = "default/red".to_owned();
-        assert_eq!(attached().state(&pod, None), WaitState::Waiting(None));
-        assert_eq!(removed().state(&pod, None), WaitState::Done);
+        assert_eq!(attached().state(&pod), WaitState::Waiting(None));
+        assert_eq!(removed().state(&pod), WaitState::Done);
     }
 }

@@ -19,13 +19,20 @@ pub(super) fn bounded(observed: Option<&String>, new: Option<String>) -> Option<
     if too_long && length(new.as_ref()) > length(observed) { observed.cloned() } else { new }
 }
 
-/// The value of the annotation. It keeps its text if it says the same.
-pub(super) fn attachments_text(observed: Option<&str>, states: &[Attachment], max: usize) -> Option<String> {
-    let new = attachments::render_within(states, max);
+/// The value of the annotation. It keeps its text if it says the same. `networks_digest` is the one that the pod asks for.
+pub(super) fn attachments_text(
+    observed: Option<&str>,
+    states: &[Attachment],
+    networks_digest: Option<&str>,
+    max: usize,
+) -> Option<String> {
+    let new = attachments::render_within(states, networks_digest, max);
     let same = match (observed, &new) {
         (Some(observed), Some(new)) => {
             let parse = |text| attachments::parse(Some(text)).ok();
-            parse(observed).is_some() && parse(observed) == parse(new.as_str())
+            let confirmed = |text| attachments::confirmed_networks(Some(text));
+            parse(observed).is_some()
+                && (parse(observed), confirmed(observed)) == (parse(new.as_str()), confirmed(new.as_str()))
         }
         (None, None) => true,
         _ => false,

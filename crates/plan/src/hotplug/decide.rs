@@ -12,9 +12,9 @@ use api::{
 };
 
 use super::{
-    AddStep, AnnotationUpdate, AttachmentRecord, AttemptKey, EventReason, FilteredRoutes, Fingerprint,
-    NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase, RemovePurpose,
-    Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
+    AddStep, AnnotationUpdate, AttachmentKey, AttachmentRecord, AttemptKey, EventReason, FilteredRoutes,
+    Fingerprint, NadState, Origin, PlanInput, PlugMode, PodEvent, PodLifecycle, PodPlan, RecordPhase,
+    RemovePurpose, Reported, RequestedAddresses, SandboxRef, SandboxState, StateReason, Step,
     annotations::{MAX_ANNOTATIONS, attachments_text, bounded, is_reported},
     effective_records::EffectiveRecords,
     events,
@@ -37,6 +37,9 @@ const MAX_EVENTS: usize = 8;
 /// it: a step that hangs or fails each time delays each of the others at most once.
 pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> PodPlan {
     let observed = input.observed;
+    if input.mode == PlugMode::On {
+        reported.note_request(input.desired);
+    }
     let sandbox = match &observed.sandbox {
         SandboxState::Ready(sandbox) => Some(sandbox),
         SandboxState::Absent => None,
@@ -80,6 +83,7 @@ pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: 
         next: None,
         failing: Vec::new(),
         states: Vec::new(),
+        requested: None,
         events: Vec::new(),
         event_keys: BTreeSet::new(),
     };
@@ -118,6 +122,7 @@ struct Planner<'a> {
     next: Option<(LastFailure, Step)>,
     failing: Vec<AttemptKey>,
     states: Vec<Attachment>,
+    requested: Option<BTreeSet<AttachmentKey>>,
     /// Events, each with the state that reports the same in the annotation.
     events: Vec<(PodEvent, Option<Attachment>)>,
     /// What was reported by the events that no state repeats.
@@ -179,8 +184,7 @@ impl<'a> Planner<'a> {
     /// Compares the annotation with the attachments of the READY sandbox. Returns whether it could.
     fn handle_current(&mut self, nads: &impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> bool {
         let desired = self.input.desired;
-        let runs = matches!(desired.lifecycle, PodLifecycle::Running | PodLifecycle::Terminating);
-        if self.sandbox.is_none() || !runs {
+        if self.sandbox.is_none() || !self.runs() {
             return false;
         }
         let view = self.status_view();
@@ -207,10 +211,10 @@ impl<'a> Planner<'a> {
             }
             return false;
         }
-        let (selection, status) = (self.selection, self.status);
-        let mut matching =
-            Matching::new(selection, &desired.pod.namespace, &self.current, status, self.links);
-        matching.protect_default_networks(&mut reported.requested);
+        let mut matching = self.matching(self.selection);
+        self.note_requested(&matching, reported);
+        matching.keep_unrequested(&self.input.observed.requested);
+        let status = self.status;
         let removals = self.removals(&matching);
         let mut names = Names::new(
             &matching,
@@ -239,6 +243,7 @@ impl<'a> Planner<'a> {
             self.handle_element(wanted, &matching, &removals, &mut names, nads);
         }
         self.report_removals(&matching, &removals);
+        self.report_kept(&matching);
         // Those of attached elements too: which element an attachment belongs to may change.
         let requested: BTreeSet<&AttemptKey> = matching.wanted.iter().map(|wanted| &wanted.attempt).collect();
         let failures = self.input.failures.attempts();
@@ -251,6 +256,25 @@ impl<'a> Planner<'a> {
         };
         self.current.sort_by_cached_key(order);
         true
+    }
+
+    fn matching<'s>(&self, selection: &'s NetworkSelection) -> Matching<'s>
+    where
+        'a: 's,
+    {
+        let namespace = &self.input.desired.pod.namespace;
+        Matching::new(selection, namespace, &self.current, self.status, self.links)
+    }
+
+    /// Remembers which attachments of other programs the annotation requests, or did when nothing could be compared.
+    fn note_requested(&mut self, matching: &Matching<'a>, reported: &mut Reported) {
+        let former = &self.input.observed.requested;
+        let mut requested = matching.requested(former, &self.current);
+        for networks in std::mem::take(&mut reported.requests) {
+            let selection = NetworkSelection::parse(Some(&networks));
+            requested.extend(self.matching(&selection).requested(former, &self.current));
+        }
+        self.requested = Some(requested).filter(|new| new != former);
     }
 
     /// Whether networks are attached and attached again.
@@ -526,7 +550,11 @@ impl<'a> Planner<'a> {
             AnnotationUpdate {
                 network_status,
                 attachments: if handled {
-                    attachments_text(observed.attachments.as_deref(), &self.states, rest)
+                    let desired = self.input.desired;
+                    let digest = desired
+                        .confirm_networks
+                        .then(|| attachments::networks_digest(desired.networks.as_deref()));
+                    attachments_text(observed.attachments.as_deref(), &self.states, digest.as_deref(), rest)
                 } else {
                     observed.attachments.clone()
                 },
@@ -541,6 +569,7 @@ impl<'a> Planner<'a> {
         PodPlan {
             step: self.forget.or(self.next.map(|(_, step)| step)),
             states: self.states,
+            requested: self.requested,
             annotations,
             events,
             failing: self.failing,

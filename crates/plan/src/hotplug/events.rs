@@ -32,6 +32,7 @@ pub enum EventReason {
     InvalidNetworks,
     InterfaceNameTaken,
     DeviceRequired,
+    InterfaceKept,
 }
 
 impl EventReason {
@@ -48,12 +49,13 @@ impl EventReason {
             Self::InvalidNetworks => "InvalidNetworks",
             Self::InterfaceNameTaken => "InterfaceNameTaken",
             Self::DeviceRequired => "DeviceRequired",
+            Self::InterfaceKept => "InterfaceKept",
         }
     }
 
     /// Whether it is a Warning.
     pub fn is_warning(self) -> bool {
-        !matches!(self, Self::AddedInterface | Self::RemovedInterface)
+        !matches!(self, Self::AddedInterface | Self::RemovedInterface | Self::InterfaceKept)
     }
 }
 

@@ -9,7 +9,7 @@ use api::{
 };
 
 use super::{
-    AttachmentKey, AttachmentRecord, AttemptKey, RecordPhase, RequestedAddresses, links::PodLinks,
+    AttachmentKey, AttachmentRecord, AttemptKey, Origin, RecordPhase, RequestedAddresses, links::PodLinks,
     status::reports,
 };
 
@@ -53,9 +53,10 @@ pub(super) struct Matching<'a> {
     pub invalid: Vec<Invalid>,
     /// The attachments that no element requests, and those whose removal has begun.
     pub unwanted: Vec<&'a AttachmentRecord>,
-    /// The attachments that an invalid element may request, those from an unknown NAD, and those that may be default
-    /// networks of Multus. They stay as they are.
+    /// The attachments that an invalid element may request, and those from an unknown NAD. They stay as they are.
     pub protected: Vec<&'a AttachmentRecord>,
+    /// The attachments of other programs that no element requests, and that none was seen to request. They stay too.
+    pub kept: Vec<&'a AttachmentRecord>,
 }
 
 impl<'a> Matching<'a> {
@@ -127,27 +128,32 @@ impl<'a> Matching<'a> {
             invalid.push(Invalid { nad: Some(nad), message });
         }
         unwanted.extend(removing);
-        Self { wanted, invalid, unwanted, protected }
+        Self { wanted, invalid, unwanted, protected, kept: Vec::new() }
     }
 
-    /// Keeps the attachments that Multus may have made because of its own setting `defaultNetworks`. No element requests
-    /// those.
-    ///
-    /// `requested` are the attachments that an element was seen to request; the matched ones are added.
-    pub fn protect_default_networks(&mut self, requested: &mut BTreeSet<AttachmentKey>) {
-        for wanted in &self.wanted {
-            if let Some(Match::Record(record)) = wanted.matched
-                && record.may_be_default_network()
-            {
-                requested.insert(record.key.clone());
-            }
-        }
+    /// Keeps the attachments of other programs unless they are `requested`: the pod may have lost the element while nothing
+    /// acted on its annotation, and no element ever requests the `defaultNetworks` of Multus.
+    pub fn keep_unrequested(&mut self, requested: &BTreeSet<AttachmentKey>) {
         let unwanted = std::mem::take(&mut self.unwanted);
-        let (kept, unwanted) = unwanted.into_iter().partition(|record| {
-            !record.removing && record.may_be_default_network() && !requested.contains(&record.key)
+        (self.kept, self.unwanted) = unwanted.into_iter().partition(|record| {
+            record.origin != Origin::Hotplug && !record.removing && !requested.contains(&record.key)
         });
-        self.unwanted = unwanted;
-        self.protected.extend::<Vec<_>>(kept);
+    }
+
+    /// The attachments of other programs that an element was seen to request: the former ones that exist, and those of now.
+    pub fn requested(
+        &self,
+        former: &BTreeSet<AttachmentKey>,
+        records: &[&AttachmentRecord],
+    ) -> BTreeSet<AttachmentKey> {
+        let foreign =
+            |record: &&AttachmentRecord| record.origin != Origin::Hotplug && record.attached().is_some();
+        let now = self.wanted.iter().filter_map(|wanted| match wanted.matched {
+            Some(Match::Record(record)) => Some(record),
+            Some(Match::StatusOnly(_)) | None => None,
+        });
+        let existing = records.iter().copied().filter(|record| former.contains(&record.key));
+        now.chain(existing).filter(foreign).map(|record| record.key.clone()).collect()
     }
 }
 

@@ -12,6 +12,8 @@ pub struct DesiredPod {
     pub pod: PodIdentity,
     /// The networks annotation, if the pod has it.
     pub networks: Option<String>,
+    /// The pod asks for a report that says which networks annotation it is about.
+    pub confirm_networks: bool,
     pub lifecycle: PodLifecycle,
     pub host_network: bool,
     /// The pod runs a virtual machine of KubeVirt (label `kubevirt.io: virt-launcher`), which renames and replaces links.
@@ -48,6 +50,9 @@ pub struct ObservedPod {
     /// What the ADDs of unfinished attachments of the READY sandbox returned and created, as far as the result cache of the
     /// node and the namespace say so. The daemon was killed, or could not write, before it recorded that.
     pub results: BTreeMap<AttachmentKey, AttachedRecord>,
+    /// The attachments of other programs that an element was seen to request while hot-plug was on
+    /// ([`PodPlan::requested`](super::PodPlan::requested)).
+    pub requested: BTreeSet<AttachmentKey>,
     /// The paths of network namespaces that exist, of those that `records` and `sandbox` name.
     pub namespaces: BTreeSet<String>,
     /// The network-status annotation. At least as new as the last write of the daemon: not from a cache that does not show

@@ -81,6 +81,7 @@ pub struct SimNode {
     pub lifecycle: PodLifecycle,
     pub host_network: bool,
     pub virt_launcher: bool,
+    pub confirm_networks: bool,
     pub has_multus: bool,
     pub mode: PlugMode,
     pub boot: String,
@@ -103,6 +104,8 @@ pub struct SimNode {
     pub confirmed: bool,
     pub failures: Failures,
     pub reported: Reported,
+    /// The attachments of Multus that an element was seen to request.
+    pub requested: BTreeSet<AttachmentKey>,
     pub events: Vec<PodEvent>,
     /// The number of writes to the API server.
     pub writes: usize,
@@ -148,6 +151,7 @@ impl SimNode {
             lifecycle: PodLifecycle::Running,
             host_network: false,
             virt_launcher: false,
+            confirm_networks: false,
             has_multus: true,
             mode: PlugMode::On,
             boot: "boot-1".to_owned(),
@@ -164,6 +168,7 @@ impl SimNode {
             confirmed: false,
             failures: Failures::default(),
             reported: Reported::default(),
+            requested: BTreeSet::new(),
             events: Vec::new(),
             writes: 0,
             calls: Vec::new(),
@@ -176,8 +181,17 @@ impl SimNode {
         node
     }
 
-    /// A pod that Multus started with this annotation.
+    /// A pod that Multus started with this annotation, and that the daemon has seen.
     pub fn started(networks: &str) -> Self {
+        let mut node = Self::started_unseen(networks);
+        if let Some(requested) = node.plan().requested {
+            node.requested = requested;
+        }
+        node
+    }
+
+    /// A pod that Multus started with this annotation while no daemon ran.
+    pub fn started_unseen(networks: &str) -> Self {
         let mut node = Self::new();
         node.server.networks = Some(networks.to_owned());
         node.multus_add();
@@ -334,6 +348,7 @@ impl SimNode {
         DesiredPod {
             pod: self.pod.clone(),
             networks: self.cache.networks.clone(),
+            confirm_networks: self.confirm_networks,
             lifecycle: self.lifecycle,
             host_network: self.host_network,
             virt_launcher: self.virt_launcher,
@@ -358,6 +373,7 @@ impl SimNode {
             boot: self.boot.clone(),
             records: records.collect(),
             results: self.results.clone(),
+            requested: self.requested.clone(),
             namespaces: self.namespaces.keys().cloned().collect(),
             network_status: self.cache.network_status.clone(),
             attachments: self.cache.attachments.clone(),
@@ -397,6 +413,9 @@ impl SimNode {
         self.reported = reported;
         self.failures.retain(&plan.failing);
         self.events.extend(plan.events);
+        if let Some(requested) = plan.requested {
+            self.requested = requested;
+        }
         match plan.step {
             Some(Step::Add(step)) => self.add(&step, fault),
             Some(Step::Remove(step)) => self.remove(&step, fault),

@@ -46,6 +46,8 @@ pub enum StateReason {
     UpdateRejected,
     /// The link was deleted in the pod.
     LinkLost,
+    /// The element of an attachment of another program was removed while hot-plug did not act.
+    RemovalNotSeen,
 }
 
 impl StateReason {
@@ -63,6 +65,7 @@ impl StateReason {
             Self::InvalidNetworks => "InvalidNetworks",
             Self::UpdateRejected => "UpdateRejected",
             Self::LinkLost => "LinkLost",
+            Self::RemovalNotSeen => "RemovalNotSeen",
         }
     }
 }
@@ -189,6 +192,18 @@ pub(super) fn invalid(pod: &PodIdentity, invalid: &Invalid) -> (Attachment, PodE
         message,
     };
     (state, event)
+}
+
+/// The state and the event of an attachment of another program that no element was seen to request.
+pub(super) fn kept(pod: &PodIdentity, record: &AttachmentRecord) -> (Attachment, PodEvent) {
+    let (nad, interface) = (&record.nad, record.key.interface.as_str());
+    let message = format!(
+        "the annotation does not request interface {interface} of network {nad}, and did not since hot-plug is on for this \
+         pod, so it stays; to detach it, run: patchbay unplug -n {} {} --interface {interface}",
+        pod.namespace, pod.name
+    );
+    let event = events::about(pod, EventReason::InterfaceKept, &message);
+    (with_reason(nad, interface, AttachmentState::Kept, StateReason::RemovalNotSeen, message), event)
 }
 
 /// Why an element is too long to be passed to plugins and recorded.

@@ -1,6 +1,6 @@
 //! The next thing to do for a pod.
 
-use std::net::IpAddr;
+use std::{collections::BTreeSet, net::IpAddr};
 
 use api::{
     IfName,
@@ -23,6 +23,9 @@ pub struct PodPlan {
     pub step: Option<Step>,
     /// The content of `patchbay.dev/attachments`.
     pub states: Vec<Attachment>,
+    /// The new value of [`ObservedPod::requested`](super::ObservedPod::requested), if it changes. The caller records it before
+    /// it applies the step, and keeps it over restarts.
+    pub requested: Option<BTreeSet<AttachmentKey>>,
     /// The values that the two annotations should have. `None` if they have them, or must not be written now.
     ///
     /// The values may equal the observed ones: then the write, guarded by the old values, confirms them, which the record of a

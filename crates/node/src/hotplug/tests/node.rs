@@ -21,6 +21,7 @@ use axum::{
 use clap::Parser as _;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response};
 use http_body_util::{BodyExt as _, Full};
+use k8s_openapi::ByteString;
 use kube::Client;
 use link::namespace;
 use nix::{
@@ -245,6 +246,8 @@ pub struct TestNode {
     prefix: String,
     sandboxes: Arc<Mutex<Vec<(PodSandbox, String)>>>,
     runtime: JoinSet<()>,
+    /// Files outside of `root`.
+    recorded: Mutex<Vec<PathBuf>>,
 }
 
 /// A running daemon.
@@ -295,7 +298,8 @@ impl TestNode {
         let own = sandbox("daemon", OWN_POD, "daemon");
         sandboxes.lock().unwrap().push((own, String::new()));
         let api = Arc::<FakeApi>::default();
-        let node = Self { api, root, prefix, sandboxes, runtime: JoinSet::new() };
+        let recorded = Mutex::default();
+        let node = Self { api, root, prefix, sandboxes, runtime: JoinSet::new(), recorded };
         node.api.set_nad("blue", Some(config("blue")));
         node
     }
@@ -354,6 +358,47 @@ impl TestNode {
         format!("/run/netns/{}-{pod}", self.prefix)
     }
 
+    /// The name of a pod that no other test has: what multus records is in one directory of the machine.
+    pub fn unique(&self, pod: &str) -> String {
+        format!("{}{pod}", self.prefix)
+    }
+
+    /// Attaches an interface as multus does when a pod starts, and records it as multus and libcni do.
+    pub fn attach_at_start(&self, pod: &str, network: &str, interface: &str) {
+        assert!(pod.starts_with(&self.prefix), "the name of the pod must be unique");
+        self.ip_in(pod, &format!("link add {interface} type veth peer name {interface}-peer"));
+        let id = container(pod);
+        let multus = Path::new("/var/lib/cni/multus");
+        let delegate = |name: &str, network: &str, interface: &str| {
+            json!({
+                "Conf": {"name": network}, "Name": name, "ifnameRequest": interface,
+                "Bytes": ByteString(config(network).to_string().into_bytes()),
+            })
+        };
+        let list =
+            json!([delegate("cbr0", "cbr0", ""), delegate(&format!("ns/{network}"), network, interface)]);
+        let netns = self.netns(pod);
+        let result = json!({
+            "kind": "cniCacheV1", "containerId": id, "ifName": interface, "networkName": network, "netns": netns,
+            "config": ByteString(config(network).to_string().into_bytes()),
+            "result": {"cniVersion": "1.0.0", "interfaces": [{"name": interface, "sandbox": netns}]},
+        });
+        let results = multus.join("results");
+        fs::create_dir_all(&results).unwrap();
+        for (path, content) in
+            [(multus.join(&id), list), (results.join(format!("{network}-{id}-{interface}")), result)]
+        {
+            fs::write(&path, content.to_string()).unwrap();
+            self.recorded.lock().unwrap().push(path);
+        }
+    }
+
+    /// The lines of the hot-plug journal that contain this text.
+    pub fn journal_lines(&self, text: &str) -> Vec<String> {
+        let journal = fs::read_to_string(self.root.join("state/hotplug/journal")).unwrap_or_default();
+        journal.lines().filter(|line| line.contains(text)).map(str::to_owned).collect()
+    }
+
     /// Ends the sandbox of a pod as the runtime does.
     pub fn end_sandbox(&self, pod: &str) {
         let id = container(pod);
@@ -366,15 +411,24 @@ impl TestNode {
         self.start_with(LimitsConfig::default()).await
     }
 
+    /// Starts the daemon with further flags.
+    pub async fn start_with_flags(&self, flags: &[&str]) -> Daemon {
+        self.start_as(LimitsConfig::default(), flags).await
+    }
+
     /// Starts the daemon with other limits for plugins.
     pub async fn start_with(&self, limits: LimitsConfig) -> Daemon {
+        self.start_as(limits, &[]).await
+    }
+
+    async fn start_as(&self, limits: LimitsConfig, more_flags: &[&str]) -> Daemon {
         #[derive(clap::Parser)]
         struct Cli {
             #[command(flatten)]
             args: HotplugArgs,
         }
         let bin = self.root.join("bin");
-        let flags = ["patchbay", "--cni-plugin-dirs", bin.to_str().unwrap()];
+        let flags = [&["patchbay", "--cni-plugin-dirs", bin.to_str().unwrap()], more_flags].concat();
         let settings = Cli::parse_from(flags).args.settings(None).unwrap();
         let (stop, mut tasks, health) = (CancellationToken::new(), JoinSet::new(), Arc::new(Health::new()));
         let (client, metrics) = (self.api.client(), Metrics::default());
@@ -504,6 +558,9 @@ impl Drop for TestNode {
     fn drop(&mut self) {
         // Also after a failure: a plugin that hangs ends when its directory is gone.
         _ = fs::remove_dir_all(&self.root);
+        for path in self.recorded.lock().unwrap().iter() {
+            _ = fs::remove_file(path);
+        }
         for name in ip("netns list").unwrap_or_default().lines() {
             let name = name.split_whitespace().next().unwrap_or_default();
             if name.starts_with(&format!("{}-", self.prefix)) {

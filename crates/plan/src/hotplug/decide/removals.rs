@@ -113,6 +113,21 @@ impl<'a> Planner<'a> {
         }
     }
 
+    /// Lists what another program attached and no element was seen to request. What may be a default network of Multus is
+    /// attached to every pod and not listed.
+    pub(super) fn report_kept(&mut self, matching: &Matching<'a>) {
+        let pod = &self.input.desired.pod;
+        for record in matching.kept.iter().filter(|record| !record.may_be_default_network()) {
+            let Some(attached) = record.attached() else { continue };
+            if self.links.is_lost(attached) {
+                continue;
+            }
+            let (state, event) = states::kept(pod, record);
+            self.events.push((event, Some(state.clone())));
+            self.states.push(state);
+        }
+    }
+
     fn remove_step(&self, record: &AttachmentRecord, purpose: RemovePurpose) -> RemoveStep {
         let is_current = purpose != RemovePurpose::SandboxEnded;
         let mode = self.del_mode(record, is_current);

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use api::{
+    attachments::AttachmentState,
     nad_config::NadConfig,
     selection::{NadRef, NetworkSelection, NetworkSelectionElement},
 };
@@ -179,12 +180,14 @@ fn an_error_is_one_line_of_bounded_length() {
 
 /// A pod with an interface from a NAD of another namespace that Multus attached at its start.
 fn with_default_network(networks: &str) -> SimNode {
-    let mut node = SimNode::started("a,b@net2");
+    let mut node = SimNode::started_unseen("a,b@net2");
     for record in node.multus.values_mut().filter(|record| record.key.interface == "net1") {
         record.nad = NadRef::new("infra", "storage");
     }
     let status = node.server.network_status.as_ref().unwrap().replace("default/a", "infra/storage");
     node.server.network_status = Some(status);
+    node.edit("b@net2");
+    node.settle();
     node.edit(networks);
     node
 }
@@ -207,13 +210,16 @@ fn a_default_network_of_multus_is_not_removed() {
 
 #[test]
 fn an_interface_of_another_namespace_is_removed_if_the_annotation_requested_it() {
-    // Seen by the daemon.
     let mut node = with_default_network("infra/storage,b@net2");
     node.settle();
     assert!(node.calls.is_empty());
     node.edit("[]");
     node.settle();
     assert_eq!((node.link_names(), node.addresses.len()), (Vec::new(), 0));
+}
+
+#[test]
+fn what_cannot_be_a_default_network_of_multus_is_reported_as_kept() {
     // Multus gives default networks neither a name nor addresses.
     for (interface, addresses) in [("data1", false), ("net1", true)] {
         let mut node = with_default_network("b@net2");
@@ -223,9 +229,104 @@ fn an_interface_of_another_namespace_is_removed_if_the_annotation_requested_it()
             record.key.interface = interface.to_owned();
         }
         node.multus = records.into_values().map(|record| (record.key.clone(), record)).collect();
-        let Some(Step::Remove(step)) = node.plan().step else { panic!("{interface}: {:?}", node.plan()) };
-        assert_eq!(step.record.key.interface, interface);
+        let plan = node.plan();
+        assert_eq!(plan.step, None, "{interface}");
+        let [state] = &plan.states[..] else { panic!("{plan:?}") };
+        assert_eq!((state.interface.as_str(), state.state), (interface, AttachmentState::Kept));
     }
+}
+
+#[test]
+fn an_interface_stays_whose_element_was_removed_before_the_daemon_saw_it() {
+    for origin in [Origin::PodStart, Origin::Original] {
+        let mut node = SimNode::started_unseen("a@net1,b@net2");
+        for record in node.multus.values_mut() {
+            record.origin = origin;
+        }
+        node.edit("b@net2");
+        node.settle();
+        assert_eq!(node.states(), ["default/a@net1 Kept/RemovalNotSeen"]);
+        // Another edit does not detach it, and neither does a restart.
+        for restarts in [false, true] {
+            node.edit("b@net2,c@net3");
+            node.settle();
+            if restarts {
+                node.restart();
+                assert_idle(&node);
+            }
+        }
+        assert_eq!(node.calls, ["ADD c net3"]);
+        assert_eq!(node.states(), ["default/c@net3 Attached", "default/a@net1 Kept/RemovalNotSeen"]);
+        assert_eq!(node.reasons(), ["InterfaceKept", "AddedInterface"]);
+        // Once it was requested again, the next edit counts, also if the daemon is down meanwhile.
+        node.edit("b@net2,c@net3,a@net1");
+        node.settle();
+        assert_eq!(node.states(), ["default/c@net3 Attached"]);
+        node.server.networks = Some("b@net2,c@net3".to_owned());
+        node.restart();
+        node.settle();
+        assert_eq!(node.calls, ["ADD c net3", "DEL a net1"]);
+        assert_eq!(
+            (node.link_names(), node.states()),
+            (vec!["net2", "net3"], vec!["default/c@net3 Attached".to_owned()])
+        );
+        node.check();
+    }
+}
+
+#[test]
+fn of_several_unnamed_elements_the_one_that_was_removed_unseen_keeps_its_interface() {
+    let mut node = SimNode::started_unseen("a,a");
+    node.edit("a");
+    node.settle();
+    assert_eq!((node.link_names(), node.calls.len()), (vec!["net1", "net2"], 0));
+    assert_eq!(node.states(), ["default/a@net2 Kept/RemovalNotSeen"]);
+    node.edit("[]");
+    node.settle();
+    assert_eq!((node.link_names(), node.calls.clone()), (vec!["net2"], vec!["DEL a net1".to_owned()]));
+}
+
+#[test]
+fn a_request_of_a_pod_that_does_not_run_yet_counts() {
+    let mut node = SimNode::started_unseen("a,b");
+    node.lifecycle = PodLifecycle::Pending;
+    node.settle();
+    node.edit("b");
+    node.settle();
+    node.lifecycle = PodLifecycle::Running;
+    node.settle();
+    assert_eq!((node.calls.clone(), node.link_names()), (vec!["DEL a net1".to_owned()], vec!["net2"]));
+}
+
+#[test]
+fn what_a_pod_requests_while_hotplug_is_off_does_not_count() {
+    for mode in [PlugMode::Off, PlugMode::StandDown] {
+        let mut node = SimNode::started_unseen("a");
+        node.mode = mode;
+        node.settle();
+        node.edit("[]");
+        node.settle();
+        node.mode = PlugMode::On;
+        node.settle();
+        assert_eq!(
+            (node.calls.len(), node.states()),
+            (0, vec!["default/a@net1 Kept/RemovalNotSeen".to_owned()])
+        );
+    }
+}
+
+#[test]
+fn what_is_remembered_of_requests_is_bounded() {
+    let mut reported = Reported::default();
+    let mut desired = SimNode::new().desired();
+    for number in 0..100 {
+        desired.networks = Some(format!("a@net{number}"));
+        reported.note_request(&desired);
+        reported.note_request(&desired);
+    }
+    desired.networks = Some("a".repeat(MAX_REQUEST + 1));
+    reported.note_request(&desired);
+    assert_eq!((reported.requests.len(), reported.requests[7].as_str()), (MAX_REQUESTS, "a@net99"));
 }
 
 #[test]
