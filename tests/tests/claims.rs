@@ -2,6 +2,8 @@
 //! tests write what kubelets, multus and virt-handlers would.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
+#[path = "claims/backup.rs"]
+mod backup;
 #[path = "claims/bad_input.rs"]
 mod bad_input;
 #[path = "claims/cluster.rs"]
@@ -22,6 +24,10 @@ mod takeover;
 use std::{process::ExitCode, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
+use backup::{
+    a_restored_claim_waits_for_its_machine_and_keeps_its_addresses,
+    claims_without_a_machine_do_not_keep_their_namespace,
+};
 use bad_input::{
     a_network_without_a_free_address_says_so_and_goes_on_when_one_is_freed, requested_addresses_are_checked,
 };
@@ -39,16 +45,21 @@ use kube::{
 use lab::{Lab, Topology, kubevirt::pod_interface_name};
 use life::{
     a_claim_that_a_user_changes_gets_its_addresses_back, a_deleted_machine_takes_its_claims_along,
-    a_deleted_namespace_does_not_hang, a_restarted_controller_writes_nothing,
-    a_restarted_machine_keeps_its_claim, an_interface_that_moves_to_another_network_gets_another_claim,
-    an_unplugged_interface_frees_its_address, an_unplugged_interface_keeps_its_claim_with_the_flag,
+    a_deleted_namespace_does_not_hang, a_network_that_loses_its_addresses_for_a_moment_keeps_its_claims,
+    a_restarted_controller_writes_nothing, a_restarted_machine_keeps_its_claim,
+    an_interface_that_moves_to_another_network_gets_another_claim, an_unplugged_interface_frees_its_address,
+    an_unplugged_interface_keeps_its_claim_with_the_flag,
     claims_of_machines_that_went_while_no_controller_ran_are_gone,
 };
 use metrics::the_metrics_count_the_claims;
-use pods::{a_forged_reference_is_rejected, broken_nads_affect_only_pods_that_use_them};
+use pods::{
+    a_forged_reference_is_rejected, a_launcher_whose_instance_does_not_exist_is_rejected,
+    broken_nads_affect_only_pods_that_use_them,
+};
 use rbac::the_controller_creates_only_its_own_crd_and_its_own_blocks;
 use serde_json::{Value, json};
 use takeover::{
+    a_claim_of_the_primary_network_goes_after_ipam_extensions_and_its_pods,
     a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged,
     a_paused_leader_leaves_its_reservation_to_the_next_one,
     the_example_of_ipam_extensions_gets_its_claim_and_reference,
@@ -75,6 +86,11 @@ fn main() -> ExitCode {
             a_network_without_a_free_address_says_so_and_goes_on_when_one_is_freed,
             broken_nads_affect_only_pods_that_use_them,
             a_forged_reference_is_rejected,
+            a_launcher_whose_instance_does_not_exist_is_rejected,
+            a_claim_of_the_primary_network_goes_after_ipam_extensions_and_its_pods,
+            a_restored_claim_waits_for_its_machine_and_keeps_its_addresses,
+            claims_without_a_machine_do_not_keep_their_namespace,
+            a_network_that_loses_its_addresses_for_a_moment_keeps_its_claims,
             an_unplugged_interface_frees_its_address,
             an_unplugged_interface_keeps_its_claim_with_the_flag,
             an_interface_that_moves_to_another_network_gets_another_claim,

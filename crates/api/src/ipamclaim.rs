@@ -2,6 +2,9 @@
 //!
 //! Other projects ship the CRD too, so it is no part of Patchbay's manifests: the controller creates it if it is absent.
 
+use std::{collections::BTreeMap, net::IpAddr};
+
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use crate::Condition;
@@ -16,6 +19,17 @@ pub const FINALIZER: &str = "kubevirt.io/persistent-ipam";
 pub const VM_LABEL: &str = "kubevirt.io/vm";
 /// Annotation on a virtual machine instance: the addresses that its networks request, as a JSON map.
 pub const ADDRESSES_ANNOTATION: &str = "network.kubevirt.io/addresses";
+/// Annotation on a claim with the value `true`: Patchbay creates and deletes it as its virtual machine needs. A claim without
+/// it belongs to another controller.
+pub const MANAGED_ANNOTATION: &str = "patchbay.dev/managed";
+/// Annotation on a claim that a user sets to `true`: a claim without a virtual machine is kept for good.
+pub const KEEP_ANNOTATION: &str = "patchbay.dev/keep";
+/// Annotation on a claim: its [`RecordedAddresses`]. Backups drop the status of an object, and keep its annotations.
+pub const RECORD_ANNOTATION: &str = "patchbay.dev/addresses";
+/// Annotation on a pod: the claim of its primary network, as ipam-extensions writes it for OVN-Kubernetes.
+pub const PRIMARY_CLAIM_ANNOTATION: &str = "k8s.ovn.org/primary-udn-ipamclaim";
+/// The MutatingWebhookConfiguration of ipam-extensions. While it exists, ipam-extensions counts as running.
+pub const IPAM_EXTENSIONS_WEBHOOK: &str = "kubevirt-ipam-controller-mutating-webhook-configuration";
 /// The key of a network selection element that names the claim.
 pub const CLAIM_KEY: &str = "ipam-claim-reference";
 /// The condition of a claim: whether it has addresses.
@@ -75,6 +89,57 @@ pub struct OwnerPod {
     /// The name of the pod.
     #[cfg_attr(feature = "kube", schemars(length(min = 1, max = 253)))]
     pub name: String,
+}
+
+/// The addresses that a claim got. Users write annotations: this is a request, and no proof.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordedAddresses {
+    /// The UID of the claim that got them. A claim that was restored from a backup has another one.
+    pub uid: String,
+    /// One of each family.
+    pub ips: Vec<IpNet>,
+}
+
+impl RecordedAddresses {
+    /// Reads the annotation. None if it is not valid, or has two addresses of one family.
+    pub fn read(annotation: &str) -> Option<Self> {
+        let read: Self = serde_json::from_str(annotation).ok()?;
+        let count = |v4: bool| read.ips.iter().filter(|net| net.addr().is_ipv4() == v4).count();
+        (count(true) <= 1 && count(false) <= 1).then_some(read)
+    }
+
+    /// The value of the annotation.
+    pub fn text(&self) -> String {
+        serde_json::to_string(self).expect("strings can always be serialized")
+    }
+
+    /// The addresses without prefix lengths.
+    pub fn addresses(&self) -> impl Iterator<Item = IpAddr> {
+        self.ips.iter().map(IpNet::addr)
+    }
+}
+
+/// What the annotations of a claim say.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ClaimAnnotations {
+    /// [`MANAGED_ANNOTATION`]
+    pub managed: bool,
+    /// [`KEEP_ANNOTATION`]
+    pub keep: bool,
+    /// [`RECORD_ANNOTATION`]
+    pub recorded: Option<RecordedAddresses>,
+}
+
+impl ClaimAnnotations {
+    /// Reads the annotations of a claim. An invalid one says nothing.
+    pub fn read(annotations: Option<&BTreeMap<String, String>>) -> Self {
+        let get = |key| annotations.and_then(|all| all.get(key)).map(String::as_str);
+        Self {
+            managed: get(MANAGED_ANNOTATION) == Some("true"),
+            keep: get(KEEP_ANNOTATION) == Some("true"),
+            recorded: get(RECORD_ANNOTATION).and_then(RecordedAddresses::read),
+        }
+    }
 }
 
 /// The reason of the condition [`IPS_ALLOCATED`]. The standard has one more, about MAC addresses, which only

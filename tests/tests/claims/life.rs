@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use super::{
     TIMEOUT,
     cluster::{
-        QUIET, TestCluster, addresses, bridge_networks, claims, instance_spec, pods, references, resource,
-        virtual_machine, vmis, vms,
+        QUIET, TestCluster, addresses, bridge_networks, claims, condition, instance_spec, pods, references,
+        resource, virtual_machine, vmis, vms,
     },
     start_controller,
 };
@@ -176,18 +176,79 @@ fn namespaces(cluster: &TestCluster) -> Api<DynamicObject> {
     Api::all_with(cluster.client.clone(), &resource("", "v1", "Namespace", "namespaces"))
 }
 
-async fn delete_namespace(cluster: &TestCluster) -> Result<()> {
+pub async fn delete_namespace(cluster: &TestCluster) -> Result<()> {
     let deleted = namespaces(cluster).delete(&cluster.namespace, &DeleteParams::background()).await;
     deleted.map(drop).context("delete the namespace")
 }
 
-async fn wait_for_namespace(cluster: &TestCluster) -> Result<()> {
+pub async fn wait_for_namespace(cluster: &TestCluster) -> Result<()> {
     wait::until(TIMEOUT, &format!("namespace {} to be gone", cluster.namespace), || async {
         let left = namespaces(cluster).get_opt(&cluster.namespace).await?;
         ensure!(left.is_none(), "{:#}", serde_json::to_value(left)?["status"]);
         Ok(Some(()))
     })
     .await
+}
+
+/// The claim, and with it the MAC address, stays while the network has no addresses, also over a restart of the controller.
+pub async fn a_network_that_loses_its_addresses_for_a_moment_keeps_its_claims(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "dropped").await?;
+    let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &bridge_networks());
+    let set_ipam = async |ipam: Value| {
+        let patch = json!({"spec": {"ipam": ipam}});
+        api.patch("dropped", &PatchParams::default(), &Patch::Merge(&patch))
+            .await
+            .context("patch the network")
+    };
+    cluster.create_network("dropped", &["10.86.0.0/24"]).await?;
+    for (vm, strategy) in [("vm1", "Always"), ("vm2", "Halted")] {
+        cluster.create_vm(&virtual_machine(vm, &[("blue", "dropped")])).await?;
+        cluster.wait_for_addresses(&format!("{vm}.blue"), 1).await?;
+        cluster.wait_for_launcher(vm).await?;
+        cluster.merge_patch(&vms(), vm, &json!({"spec": {"runStrategy": strategy}})).await?;
+    }
+    cluster.wait_until_gone(&vmis(), "vm2").await?;
+    let mut before = Vec::new();
+    for claim in ["vm1.blue", "vm2.blue"] {
+        before.push(cluster.wait_for_addresses(claim, 1).await?);
+    }
+    let has_lost = |claim: &Value| {
+        condition(claim)["message"]
+            .as_str()
+            .is_some_and(|text| text.contains("the network has no subnet with"))
+    };
+    let is_kept = async |lost: bool| {
+        for (name, before) in ["vm1.blue", "vm2.blue"].into_iter().zip(&before) {
+            let now = cluster.wait_for_claim(name, |claim| has_lost(claim) == lost).await?;
+            ensure!(now["metadata"]["uid"] == before["metadata"]["uid"], "{now:#}");
+            ensure!(now["metadata"].get("deletionTimestamp").is_none(), "{now:#}");
+            ensure!(addresses(&now) == addresses(before) && condition(&now)["status"] == "True", "{now:#}");
+        }
+        anyhow::Ok(())
+    };
+    let dropped = async {
+        set_ipam(Value::Null).await?;
+        is_kept(true).await?;
+        let note = cluster.wait_for_event("VirtualMachine", "vm1", "IPAMClaimKept").await?;
+        ensure!(note.contains("set spec.ipam and spec.ipam.persistent of BridgeNetwork dropped"), "{note}");
+        tokio::time::sleep(QUIET).await;
+        is_kept(true).await
+    };
+    dropped.await.with_context(|| replica.tail())?;
+    drop(replica);
+    let replica = cluster.start_leader(&lab).await?;
+    let outcome = async {
+        TestCluster::wait_until_quiet(&lab).await?;
+        is_kept(true).await?;
+        set_ipam(json!({"subnets": ["10.86.0.0/24"]})).await?;
+        is_kept(false).await?;
+        TestCluster::wait_until_quiet(&lab).await?;
+        is_kept(false).await?;
+        set_ipam(json!({"subnets": ["10.86.0.0/24"], "persistent": true})).await?;
+        TestCluster::wait_until_quiet(&lab).await?;
+        is_kept(false).await
+    };
+    outcome.await.with_context(|| replica.tail())
 }
 
 /// A user clears the status, edits the network, deletes the claim, and creates the machine again under its name.

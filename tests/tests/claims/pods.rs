@@ -82,6 +82,34 @@ pub async fn broken_nads_affect_only_pods_that_use_them(lab: Lab) -> Result<()> 
     outcome.await.with_context(|| replica.tail())
 }
 
+/// It would run with an address that no claim has.
+pub async fn a_launcher_whose_instance_does_not_exist_is_rejected(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "no-instance").await?;
+    let outcome = async {
+        cluster.create_network("no-instance", &["10.84.0.0/24"]).await?;
+        cluster.create_vm(&virtual_machine("vm1", &[("blue", "no-instance")])).await?;
+        let launcher = cluster.wait_for_launcher("vm1").await?;
+        let networks = json!([{"name": "no-instance", "interface": pod_interface_name("blue")}]).to_string();
+        let mut forged = launcher_like("vm1", &launcher, &networks);
+        forged["metadata"]["ownerReferences"][0]["uid"] = json!("00000000-0000-0000-0000-000000000000");
+        let error = cluster.create(&pods(), &forged).await.err().context("accepted")?.to_string();
+        ensure!(
+            error.contains(
+                "VirtualMachineInstance no-instance/vm1 (UID 00000000-0000-0000-0000-000000000000), which owns this \
+                 launcher pod, does not exist"
+            ),
+            "{error}"
+        );
+        // No instance owns it, so no webhook adds the reference that another one would reject.
+        let mut unowned = launcher_like("vm1", &launcher, &networks);
+        unowned["metadata"].as_object_mut().context("metadata")?.remove("ownerReferences");
+        let created = serde_json::to_value(cluster.create(&pods(), &unowned).await?)?;
+        ensure!(references(&created)?.is_empty(), "{created:#}");
+        Ok(())
+    };
+    outcome.await.with_context(|| replica.tail())
+}
+
 /// A pod like the launcher, with other networks.
 fn launcher_like(vm: &str, launcher: &Value, networks: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Pod",

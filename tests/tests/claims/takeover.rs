@@ -9,7 +9,10 @@ use serde_json::{Value, json};
 
 use super::{
     TIMEOUT,
-    cluster::{NETWORKS, QUIET, TestCluster, addresses, claims, references, resource, virtual_machine, vms},
+    cluster::{
+        NETWORKS, QUIET, TestCluster, addresses, claims, pods, references, resource, virtual_machine, vmis,
+        vms,
+    },
     start_controller,
 };
 
@@ -136,7 +139,20 @@ fn foreign_claim(vm: &Value, network: &str) -> Value {
     })
 }
 
-/// Half of the machines are on a network of OVN-Kubernetes, which has allocated; the others are on a BridgeNetwork.
+/// A claim that ipam-extensions keeps and that no plan of Patchbay has: of the primary network, or of an interface that was
+/// unplugged. OVN-Kubernetes has allocated.
+async fn create_kept_claim(cluster: &TestCluster, vm: &Value, interface: &str) -> Result<String> {
+    let mut claim = foreign_claim(vm, "tenant");
+    let name = format!("{}.{interface}", vm["metadata"]["name"].as_str().unwrap_or_default());
+    claim["metadata"]["name"] = json!(name);
+    cluster.create(&claims(), &claim).await?;
+    let status = json!({"status": {"ips": ["192.168.0.200/24"]}});
+    cluster.api(&claims()).patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await?;
+    Ok(name)
+}
+
+/// Half of the machines are on a network of OVN-Kubernetes, which has allocated; the others are on a BridgeNetwork. All have a
+/// claim of the primary network, and one of an interface that was unplugged.
 pub async fn a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged(lab: Lab) -> Result<()> {
     let (cluster, replica) = start_controller(&lab, "swap").await?;
     cluster.create_network("swap", &["10.73.0.0/24"]).await?;
@@ -144,6 +160,7 @@ pub async fn a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged(lab: L
         "subnets": "192.168.0.0/24", "netAttachDefName": "swap/ovn", "allowPersistentIPs": true});
     cluster.create_nad("ovn", &ovn.to_string()).await?;
     drop(replica);
+    let mut kept = Vec::new();
     for number in 0..100 {
         let (nad, network) = if number % 2 == 0 { ("ovn", "tenant") } else { ("swap", "swap") };
         // A stopped machine: its claim exists before the instance starts.
@@ -151,6 +168,9 @@ pub async fn a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged(lab: L
         vm["spec"]["runStrategy"] = json!("Halted");
         let vm = cluster.create_vm(&vm).await?;
         cluster.create(&claims(), &foreign_claim(&vm, network)).await?;
+        for interface in ["default", "gone"] {
+            kept.push(create_kept_claim(&cluster, &vm, interface).await?);
+        }
         if nad == "ovn" {
             let status = json!({"status": {"ips": [format!("192.168.0.{}/24", number + 10)],
                 "ownerPod": {"name": "virt-launcher-old"}}});
@@ -161,7 +181,18 @@ pub async fn a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged(lab: L
                 .await?;
         }
     }
+    // One more machine stays stopped.
+    let mut vm = virtual_machine("stopped", &[]);
+    vm["spec"]["runStrategy"] = json!("Halted");
+    let vm = cluster.create_vm(&vm).await?;
+    for interface in ["default", "gone"] {
+        kept.push(create_kept_claim(&cluster, &vm, interface).await?);
+    }
     let before = claims_without_status(&cluster).await?;
+    let mut kept_before = Vec::new();
+    for name in &kept {
+        kept_before.push(cluster.get(&claims(), name).await?.context("a claim")?);
+    }
     let replica = cluster.start_leader(&lab).await?;
     let outcome = async {
         for number in 0..100 {
@@ -182,12 +213,68 @@ pub async fn a_hundred_claims_of_ipam_extensions_are_taken_over_unchanged(lab: L
         tokio::time::sleep(QUIET).await;
         let after = claims_without_status(&cluster).await?;
         ensure!(after == before, "a claim was changed");
+        for (name, before) in kept.iter().zip(kept_before) {
+            let after = cluster.get(&claims(), name).await?;
+            ensure!(after.as_ref() == Some(&before), "{name} was changed: {after:#?}");
+        }
         Ok(())
     };
     outcome.await.with_context(|| replica.tail())
 }
 
-/// All claims without what a write of the status changes.
+const IPAM_EXTENSIONS: &str = "kubevirt-ipam-controller-mutating-webhook-configuration";
+
+/// While ipam-extensions runs, it removes its finalizer itself. Later a pod that uses the claim keeps it.
+pub async fn a_claim_of_the_primary_network_goes_after_ipam_extensions_and_its_pods(lab: Lab) -> Result<()> {
+    let (cluster, replica) = start_controller(&lab, "primary").await?;
+    let outcome = async {
+        let webhooks = admission("MutatingWebhookConfiguration", "mutatingwebhookconfigurations");
+        let webhook = json!({"apiVersion": "admissionregistration.k8s.io/v1", "kind": "MutatingWebhookConfiguration",
+            "metadata": {"name": IPAM_EXTENSIONS}, "webhooks": []});
+        cluster.apply_in(&webhooks, None, &webhook).await?;
+        for (vm, interface, annotation, value) in [
+            ("vm1", "default", "k8s.ovn.org/primary-udn-ipamclaim", json!("vm1.default")),
+            ("vm2", "default", "v1.multus-cni.io/default-network", json!(
+                json!([{"name": "default", "namespace": "ovn-kubernetes", "ipam-claim-reference": "vm2.default"}]).to_string()
+            )),
+        ] {
+            let object = cluster.create_vm(&virtual_machine(vm, &[])).await?;
+            let launcher = cluster.wait_for_launcher(vm).await?;
+            let pod = launcher["metadata"]["name"].as_str().context("metadata.name")?;
+            let annotations = json!({"metadata": {"annotations": {annotation: value}}});
+            cluster.merge_patch(&pods(), pod, &annotations).await?;
+            let claim = create_kept_claim(&cluster, &object, interface).await?;
+            cluster.delete(&claims(), &claim, &DeleteParams::background()).await?;
+        }
+        let exist = async || {
+            for claim in ["vm1.default", "vm2.default"] {
+                let found =
+                    cluster.get(&claims(), claim).await?.with_context(|| format!("{claim} is gone"))?;
+                ensure!(
+                    found["metadata"]["finalizers"] == json!(["kubevirt.io/persistent-ipam"]),
+                    "{found:#}"
+                );
+            }
+            anyhow::Ok(())
+        };
+        let api = kube::Api::<kube::api::DynamicObject>::all_with(cluster.client.clone(), &webhooks);
+        // ipam-extensions runs, and no pod uses the claim of vm1 any more.
+        cluster.merge_patch(&vms(), "vm1", &json!({"spec": {"runStrategy": "Halted"}})).await?;
+        cluster.wait_until_gone(&vmis(), "vm1").await?;
+        tokio::time::sleep(QUIET).await;
+        exist().await?;
+        api.delete(IPAM_EXTENSIONS, &DeleteParams::default()).await?;
+        cluster.wait_until_gone(&claims(), "vm1.default").await?;
+        // A pod uses the claim of vm2.
+        let used = cluster.get(&claims(), "vm2.default").await?.context("the claim of vm2 is gone")?;
+        ensure!(used["metadata"]["finalizers"] == json!(["kubevirt.io/persistent-ipam"]), "{used:#}");
+        cluster.merge_patch(&vms(), "vm2", &json!({"spec": {"runStrategy": "Halted"}})).await?;
+        cluster.wait_until_gone(&claims(), "vm2.default").await
+    };
+    outcome.await.with_context(|| replica.tail())
+}
+
+/// All claims without what a write of the status and the annotations of Patchbay change.
 async fn claims_without_status(cluster: &TestCluster) -> Result<Vec<Value>> {
     let list = cluster.api(&claims()).list(&ListParams::default()).await?;
     list.items
@@ -195,6 +282,12 @@ async fn claims_without_status(cluster: &TestCluster) -> Result<Vec<Value>> {
         .map(|mut claim| {
             claim.metadata.managed_fields = None;
             claim.metadata.resource_version = None;
+            if let Some(annotations) = &mut claim.metadata.annotations {
+                annotations.retain(|key, _| !key.starts_with("patchbay.dev/"));
+                if annotations.is_empty() {
+                    claim.metadata.annotations = None;
+                }
+            }
             let mut claim = serde_json::to_value(claim)?;
             claim.as_object_mut().context("an object")?.remove("status");
             Ok(claim)

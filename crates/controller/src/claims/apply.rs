@@ -3,7 +3,7 @@
 
 use api::{
     CONTROLLER_FIELD_MANAGER, IPAMClaimStatus, IPBlockSpec, IPBlockStatus,
-    ipamclaim::{FINALIZER, VM_LABEL},
+    ipamclaim::{FINALIZER, MANAGED_ANNOTATION, RECORD_ANNOTATION, RecordedAddresses, VM_LABEL},
     ipblock::{
         self, BORROWED_LABEL, CLAIMS_HOLDER_UID, ClaimedAddress, HOLDER_ROLE, HolderRef, LENDER_ROLE,
         NETWORK_LABEL, NODE_ROLE_LABEL_PREFIX,
@@ -76,6 +76,7 @@ fn claim_object(draft: &ClaimDraft) -> Value {
             "namespace": &*draft.key.namespace,
             "name": &*draft.key.name,
             "labels": {VM_LABEL: draft.label},
+            "annotations": {MANAGED_ANNOTATION: "true"},
             "finalizers": [FINALIZER],
             "ownerReferences": [owner_reference(&draft.owner)],
         },
@@ -138,6 +139,28 @@ impl ClaimWriter {
         self.patch_claim(claim, &json!({"metadata": metadata, "spec": {"network": network}})).await?;
         info!(%claim, network, "set the network of an IPAMClaim");
         Ok(())
+    }
+
+    pub async fn mark(&self, claim: &ObjectKey, uid: &str, version: &str) -> Result<(), request::Error> {
+        let annotations = json!({MANAGED_ANNOTATION: "true"});
+        let metadata = json!({"uid": uid, "resourceVersion": version, "annotations": annotations});
+        self.patch_claim(claim, &json!({"metadata": metadata})).await?;
+        info!(%claim, "took over an IPAMClaim");
+        Ok(())
+    }
+
+    /// Records the addresses of a claim in its annotation. Returns the claim as it is stored.
+    pub async fn record_addresses(
+        &self,
+        claim: &ClaimState,
+        record: &RecordedAddresses,
+    ) -> Result<Option<ClaimState>, request::Error> {
+        let annotations = json!({RECORD_ANNOTATION: record.text()});
+        let metadata =
+            json!({"uid": claim.uid, "resourceVersion": claim.version, "annotations": annotations});
+        let (api, params) = (self.claims(&claim.key), patch_params());
+        let patch = Patch::Merge(json!({"metadata": metadata}));
+        Ok(project::claim(self.claim.change(api.patch(&claim.key.name, &params, &patch)).await?))
     }
 
     pub async fn remove_finalizer(

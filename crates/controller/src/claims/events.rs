@@ -41,7 +41,7 @@ pub fn recorder(context: &LeaderContext) -> (ClaimEvents, EventSender) {
 }
 
 /// The VirtualMachine of this name and its instance, as far as they exist.
-fn machine(index: &ClaimIndex, key: &ObjectKey) -> Vec<ObjectReference> {
+fn machine_objects(index: &ClaimIndex, key: &ObjectKey) -> Vec<ObjectReference> {
     let vm = index.vm(key).map(|vm| (OwnerKind::VirtualMachine, &vm.uid));
     let vmi = index.vmi(key).map(|vmi| (OwnerKind::VirtualMachineInstance, &vmi.uid));
     vm.into_iter().chain(vmi).map(|(kind, uid)| reference(kind, key, uid)).collect()
@@ -65,7 +65,29 @@ fn rejection(claim: &ObjectKey, error: &request::Error) -> String {
 impl ClaimEvents {
     /// Records an event on the virtual machine of this name.
     pub fn on_machine(&self, key: &ObjectKey, event: &ClaimEvent) {
-        for regarding in self.cache.claims().read(|index| machine(index, key)) {
+        for regarding in self.cache.claims().read(|index| machine_objects(index, key)) {
+            self.record(regarding, event.warning, event.reason, &event.note);
+        }
+    }
+
+    /// Records an event about a claim that was deleted, on the virtual machine. On the claim if there is none: somebody may
+    /// have restored it from a backup.
+    pub fn on_deleted(&self, machine: &ObjectKey, claim: &ObjectKey, uid: &str, event: &ClaimEvent) {
+        let is_orphan = self.cache.claims().read(|index| machine_objects(index, machine)).is_empty();
+        if is_orphan {
+            let regarding = events::reference::<IPAMClaim>(Some(&claim.namespace), &claim.name, uid);
+            self.record(regarding, event.warning, event.reason, &event.note);
+        } else {
+            self.on_machine(machine, event);
+        }
+    }
+
+    /// Records that claims without a virtual machine are kept, on the claims.
+    pub fn on_kept(&self, kept: &[(ObjectKey, ClaimEvent)]) {
+        for (key, event) in kept {
+            let claim = self.cache.claims().read(|index| index.claim(key).cloned());
+            let Some(claim) = claim else { continue };
+            let regarding = events::reference::<IPAMClaim>(Some(&key.namespace), &key.name, &claim.uid);
             self.record(regarding, event.warning, event.reason, &event.note);
         }
     }
@@ -125,7 +147,7 @@ impl ClaimEvents {
         let owner = claim.owner.as_ref().filter(|owner| owner.kind != OwnerKind::Other);
         let mut regarding = owner.map_or_else(Vec::new, |owner| {
             let key = ObjectKey { namespace: claim.key.namespace.clone(), name: owner.name.clone() };
-            self.cache.claims().read(|index| machine(index, &key))
+            self.cache.claims().read(|index| machine_objects(index, &key))
         });
         if owner.is_none() {
             let ObjectKey { namespace, name } = &claim.key;

@@ -2,13 +2,13 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::ipblock::NETWORK_LABEL;
+use api::{ipamclaim::IPAM_EXTENSIONS_WEBHOOK, ipblock::NETWORK_LABEL};
 use client::{
     decode::MetadataObject,
     request::{self, ApiCall},
     watch::PAGE_SIZE,
 };
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::{admissionregistration::v1::MutatingWebhookConfiguration, core::v1::Pod};
 use kube::{
     Api, Client,
     api::ListParams,
@@ -40,6 +40,7 @@ pub struct LiveClaims {
     claim: ApiCall,
     machine: ApiCall,
     list: ApiCall,
+    webhook: ApiCall,
 }
 
 /// What one reconcile read about pods. Each namespace, pod and node is read once.
@@ -68,6 +69,7 @@ impl LiveClaims {
             claim: metrics.api_call(ApiCallKind::Claim),
             machine: metrics.api_call(ApiCallKind::Machine),
             list: metrics.api_call(ApiCallKind::List),
+            webhook: metrics.api_call(ApiCallKind::WebhookConfiguration),
             client: client.clone(),
         }
     }
@@ -186,9 +188,14 @@ impl LiveClaims {
 
     /// Whether all checks hold. A kind that the cluster does not have has no objects; one that it has and does not serve
     /// may have any.
-    pub async fn are_gone(&self, checks: &[GoneCheck], kinds: KindsKnown) -> Result<bool, request::Error> {
+    pub async fn are_gone(
+        &self,
+        checks: &[GoneCheck],
+        kinds: KindsKnown,
+        listed: &LivePods,
+    ) -> Result<bool, request::Error> {
         for check in checks {
-            if !self.is_gone(check, kinds).await? {
+            if !self.is_gone(check, kinds, listed).await? {
                 return Ok(false);
             }
         }
@@ -238,8 +245,27 @@ impl LiveClaims {
         Ok(true)
     }
 
-    async fn is_gone(&self, check: &GoneCheck, kinds: KindsKnown) -> Result<bool, request::Error> {
+    /// Whether a live pod uses a claim.
+    pub async fn is_used(&self, claim: &ObjectKey, listed: &LivePods) -> Result<bool, request::Error> {
+        let pods = self.pods(&claim.namespace, listed).await?;
+        Ok(pods.iter().any(|pod: &ClaimPod| pod.uses(claim)))
+    }
+
+    /// Whether the webhook of ipam-extensions is registered.
+    async fn has_ipam_extensions(&self) -> Result<bool, request::Error> {
+        let api: Api<MutatingWebhookConfiguration> = Api::all(self.client.clone());
+        Ok(self.webhook.read(api.get_metadata_opt(IPAM_EXTENSIONS_WEBHOOK)).await?.is_some())
+    }
+
+    async fn is_gone(
+        &self,
+        check: &GoneCheck,
+        kinds: KindsKnown,
+        listed: &LivePods,
+    ) -> Result<bool, request::Error> {
         let (kind, key) = match check {
+            GoneCheck::Unused { claim } => return Ok(!self.is_used(claim, listed).await?),
+            GoneCheck::NoIpamExtensions => return Ok(!self.has_ipam_extensions().await?),
             GoneCheck::Object { kind, key, .. } | GoneCheck::Name { kind, key } => (*kind, key),
             GoneCheck::NoInstanceOf { key, .. } | GoneCheck::Inactive { key, .. } => {
                 (OwnerKind::VirtualMachineInstance, key)
@@ -257,7 +283,7 @@ impl LiveClaims {
         };
         let uid = object.metadata.uid.as_deref();
         Ok(match check {
-            GoneCheck::Name { .. } => false,
+            GoneCheck::Name { .. } | GoneCheck::Unused { .. } | GoneCheck::NoIpamExtensions => false,
             GoneCheck::Object { uid: gone, .. } => uid != Some(gone),
             GoneCheck::NoInstanceOf { vm, .. } => {
                 let controller = project::vmi(&object).and_then(|vmi| vmi.controller);

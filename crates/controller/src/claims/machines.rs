@@ -4,13 +4,13 @@ use std::{sync::Arc, time::Duration};
 
 use api::{ErrorChain, selection::NadRef};
 use client::{fence::now, request};
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use plan::{
     claims::{
         ClaimPod, ClaimState, ClaimStep, Failure, FailureReport, MachineInput, MachinePlan, NadLookup,
         ObjectKey, StatusWrite,
         allocate::reservations,
-        machine::{self, DeleteReason, KindsKnown},
+        machine::{self, DeleteReason, GoneCheck, KindsKnown},
         publish, resolve,
     },
     network::ClusterState,
@@ -23,6 +23,9 @@ use crate::cache::claims::ClaimWork;
 
 /// The delay before a plan on what another writer wrote.
 const CONFLICT_RETRY: Duration = Duration::from_millis(50);
+
+/// The delay before the next check whether ipam-extensions still runs.
+const FOREIGN_RETRY: Duration = Duration::from_secs(10);
 
 /// What a NAD says about claims.
 pub fn nad_lookup(state: &ClusterState, at: &NadRef) -> NadLookup {
@@ -52,10 +55,11 @@ impl ClaimWorkers {
             plan.resolutions.iter().filter_map(|(key, one)| Some((key.clone(), one.failure()?))).collect();
         record.retain_said(|claim| failures.iter().any(|(failed, _)| failed == claim));
         self.cache.claims().set_resolutions(work, plan.resolutions);
-        let mut next = Next::ON_CHANGE;
+        self.events.on_kept(&record.new_kept(plan.kept));
+        let mut next = Next::ON_CHANGE.or_after(plan.requeue_after.map(SignedDuration::unsigned_abs));
         if plan.requeue {
             // A change of the claim wakes the key earlier.
-            next = Next::after(record.requeue_delay());
+            next = next.or_after(Some(record.requeue_delay()));
         } else {
             record.requeues = 0;
         }
@@ -118,6 +122,7 @@ impl ClaimWorkers {
                 networks: &|name: &str| state.networks.get(name).map(|network| network.uid.clone()),
                 reserved_in: &|uid: &str| index.reserved_in(uid),
                 options: self.options,
+                now: Timestamp::now(),
             };
             (machine::plan(&input), index.kinds(), claims)
         })
@@ -148,12 +153,13 @@ impl ClaimWorkers {
                 }
                 self.writer.set_owner(claim, uid, version, owner).await?;
             }
+            ClaimStep::Mark { claim, uid, version } => self.writer.mark(claim, uid, version).await?,
             ClaimStep::SetNetwork { claim, uid, version, network, event } => {
                 self.writer.set_network(claim, uid, version, network).await?;
                 self.events.on_machine(machine, event);
             }
             ClaimStep::Delete { claim, uid, version, why, unreserved_in, unchanged, event } => {
-                if *why == DeleteReason::Unplugged && self.is_referenced(claim, listed).await? {
+                if *why == DeleteReason::Unplugged && self.live.is_used(claim, listed).await? {
                     return Ok(None);
                 }
                 if let Some(network) = unreserved_in
@@ -168,23 +174,19 @@ impl ClaimWorkers {
                     return Ok(Some(CONFLICT_RETRY));
                 }
                 self.writer.delete_claim(claim, uid, version).await?;
-                self.events.on_machine(machine, event);
+                self.events.on_deleted(machine, claim, uid, event);
             }
             ClaimStep::RemoveFinalizer { claim, uid, version, left, gone } => {
-                if !self.live.are_gone(gone, kinds).await? {
-                    // The watch shows it soon.
-                    return Ok(Some(CONFLICT_RETRY));
+                if !self.live.are_gone(gone, kinds, listed).await? {
+                    // The watch shows it soon, but not that ipam-extensions is gone.
+                    let is_foreign = gone.contains(&GoneCheck::NoIpamExtensions);
+                    return Ok(Some(if is_foreign { FOREIGN_RETRY } else { CONFLICT_RETRY }));
                 }
                 self.writer.remove_finalizer(claim, uid, version, left).await?;
             }
         }
         record.wrote(claim, version, now());
         Ok(None)
-    }
-
-    async fn is_referenced(&self, claim: &ObjectKey, listed: &LivePods) -> Result<bool, request::Error> {
-        let pods = self.live.pods(&claim.namespace, listed).await?;
-        Ok(pods.iter().any(|pod: &ClaimPod| pod.references(claim)))
     }
 
     /// Reports why a claim gets no addresses, if that is new.
@@ -247,6 +249,23 @@ impl ClaimWorkers {
         let resolution = resolve::for_lone(&claim, &nads, &networks, reserved_in.as_ref());
         let failure = resolution.failure();
         self.cache.claims().set_resolutions(work, [(key.clone(), resolution)]);
+        let (pods, kinds) = self.cache.claims().read(|index| (index.pods_of_claim(key), index.kinds()));
+        let pods: Vec<&ClaimPod> = pods.iter().map(Arc::as_ref).collect();
+        if let Some(step) = machine::finalizer_step(&claim, &pods) {
+            return match self.apply_step(key, &step, kinds, &LivePods::default(), record).await {
+                Ok(wait) => {
+                    record.succeeded();
+                    Next::ON_CHANGE.or_after(wait)
+                }
+                Err(error) if error.is_conflict() => Next::after(CONFLICT_RETRY),
+                Err(error) => {
+                    self.events.on_status_rejection(&claim, &error);
+                    warn!(claim = %key, error = %ErrorChain(&error), "could not remove the finalizer of an IPAMClaim, retrying");
+                    record.failed();
+                    failed(&mut record.retry)
+                }
+            };
+        }
         let Some((failure, report)) = failure else {
             record.retain_said(|_| false);
             record.succeeded();

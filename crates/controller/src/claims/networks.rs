@@ -299,7 +299,11 @@ mod tests {
             }],
             creates: vec![BlockCreate { range: IpAddr::from([10, 0, 0, 1]).into(), lender: None }],
             deletes: vec![BlockDelete { name, uid, version, why: BlockDeleteReason::Idle }],
-            reserved: [("kept".to_owned(), Reserved { infos: Vec::new(), blocks: Vec::new() })].into(),
+            reserved: [(
+                "kept".to_owned(),
+                Reserved { infos: Vec::new(), blocks: Vec::new(), outside: Vec::new() },
+            )]
+            .into(),
             failed: [("hidden".to_owned(), conflict)].into(),
             ..AllocatorPlan::default()
         };

@@ -29,6 +29,8 @@ pub struct Overlay {
 struct Written<T> {
     /// The version that the write was based on; None for a create.
     base: Option<String>,
+    /// The version between two writes that belong together.
+    between: Option<String>,
     /// None if it was deleted.
     object: Option<T>,
     at: Instant,
@@ -37,7 +39,9 @@ struct Written<T> {
 impl<T> Written<T> {
     /// Whether the cache, which has this version, does not show the write yet.
     fn is_ahead(&self, cached: Option<&str>, now: Instant) -> bool {
-        self.base.as_deref() == cached && now < self.at + OVERLAY_TTL
+        let is_older =
+            self.base.as_deref() == cached || self.between.is_some() && self.between.as_deref() == cached;
+        is_older && now < self.at + OVERLAY_TTL
     }
 }
 
@@ -53,18 +57,25 @@ impl Overlay {
             Some(before) if before.object.as_ref().map(|one| one.version.as_str()) == base => before.base,
             _ => base.map(str::to_owned),
         };
-        self.blocks.insert(name.to_owned(), Written { base, object, at: now });
+        self.blocks.insert(name.to_owned(), Written { base, between: None, object, at: now });
     }
 
-    /// Records a write of a claim that was based on this state.
-    pub fn wrote_claim(&mut self, before: &ClaimState, after: ClaimState, now: Instant) {
+    /// Records writes of a claim that were based on this state. `between` is the version after the first of two.
+    pub fn wrote_claim(
+        &mut self,
+        before: &ClaimState,
+        between: Option<String>,
+        after: ClaimState,
+        now: Instant,
+    ) {
         let base = match self.claims.remove(&before.uid) {
             Some(earlier) if earlier.object.as_ref().is_some_and(|one| one.version == before.version) => {
                 earlier.base
             }
             _ => Some(before.version.clone()),
         };
-        self.claims.insert(before.uid.clone(), Written { base, object: Some(Arc::new(after)), at: now });
+        let written = Written { base, between, object: Some(Arc::new(after)), at: now };
+        self.claims.insert(before.uid.clone(), written);
     }
 
     /// The blocks of a network, with own writes. Forgets those that the cache shows.

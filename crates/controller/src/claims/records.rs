@@ -30,6 +30,8 @@ fn retry() -> Retry {
 pub struct MachineRecord {
     /// The problems that were reported.
     pub reported: BTreeSet<ClaimEvent>,
+    /// The claims without a virtual machine that were reported to be kept.
+    kept: BTreeSet<(ObjectKey, ClaimEvent)>,
     /// What the last event said about a claim without a network, where only events say so.
     said: HashMap<ObjectKey, String>,
     /// Own writes that the watch has not delivered: the version that each was based on, None for a create.
@@ -44,6 +46,7 @@ impl Default for MachineRecord {
     fn default() -> Self {
         Self {
             reported: BTreeSet::new(),
+            kept: BTreeSet::new(),
             said: HashMap::new(),
             written: HashMap::new(),
             retry: retry(),
@@ -56,6 +59,7 @@ impl Default for MachineRecord {
 impl MachineRecord {
     pub fn is_default(&self) -> bool {
         self.reported.is_empty()
+            && self.kept.is_empty()
             && self.said.is_empty()
             && self.written.is_empty()
             && self.requeues == 0
@@ -103,6 +107,14 @@ impl MachineRecord {
     /// Forgets what was said about claims that have no problem any more.
     pub fn retain_said(&mut self, fails: impl Fn(&ObjectKey) -> bool) {
         self.said.retain(|claim, _| fails(claim));
+    }
+
+    /// The claims that were not reported to be kept yet.
+    pub fn new_kept(&mut self, kept: Vec<(ObjectKey, ClaimEvent)>) -> Vec<(ObjectKey, ClaimEvent)> {
+        let now: BTreeSet<_> = kept.into_iter().collect();
+        let new = now.difference(&self.kept).cloned().collect();
+        self.kept = now;
+        new
     }
 
     /// The problems that were not reported yet. The others are forgotten once they are gone.

@@ -130,7 +130,7 @@ fn machine_claim(name: &str) -> ClaimState {
             "finalizers": ["kubevirt.io/persistent-ipam"],
             "ownerReferences": [{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachine", "name": "vm1", "uid": "v", "controller": true}],
         },
-        "spec": {"network": "blue", "interface": ""},
+        "spec": {"network": "blue", "interface": "pod0123456789a"},
     });
     project::claim(serde_json::from_value(object).unwrap()).unwrap()
 }

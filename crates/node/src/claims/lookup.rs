@@ -217,7 +217,7 @@ impl Session<'_> {
         if let Some(pod) = lookup.pods.get(&query.pod.uid) {
             match serve::element(&claim_pod(&pod), &query.key.interface) {
                 ElementMatch::Claim(name) => return Ok(Some((pod, name))),
-                ElementMatch::Ordinary => return Ok(None),
+                ElementMatch::Ordinary => return self.ordinary(&claim_pod(&pod)).await,
                 ElementMatch::None | ElementMatch::Doubt => {}
             }
         }
@@ -225,12 +225,21 @@ impl Session<'_> {
         let own = claim_pod(&pod);
         match serve::element(&own, &query.key.interface) {
             ElementMatch::Claim(name) => Ok(Some((pod, name))),
-            ElementMatch::Ordinary | ElementMatch::None => Ok(None),
+            ElementMatch::Ordinary => self.ordinary(&own).await,
+            ElementMatch::None => Ok(None),
             ElementMatch::Doubt => {
                 let interface = query.key.interface.clone();
                 Err(ServeError::NoElement { pod: own.key, interface }.into())
             }
         }
+    }
+
+    /// An element without a reference gets any address. Not that of a launcher whose instance does not exist: no webhook gave
+    /// it the reference that it should have.
+    async fn ordinary<T>(&self, pod: &ClaimPod) -> Result<Option<T>, LookupError> {
+        let vmi = if pod.launcher { self.instance(pod).await? } else { None };
+        serve::check_instance(pod, vmi.as_ref())?;
+        Ok(None)
     }
 
     /// The pod as the API server has it. The daemon may list pods, but not get one.

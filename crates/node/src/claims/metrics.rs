@@ -29,6 +29,7 @@ pub enum RefusalReason {
     NotReserved,
     NotPublished,
     InUse,
+    NoInstance,
     NoElement,
     RequestedAddress,
     /// An object could not be read.
@@ -45,6 +46,7 @@ impl From<&ServeError> for RefusalReason {
             ServeError::NotReserved { .. } => Self::NotReserved,
             ServeError::NotPublished { .. } => Self::NotPublished,
             ServeError::InUse { .. } => Self::InUse,
+            ServeError::NoInstance { .. } => Self::NoInstance,
             ServeError::NoElement { .. } => Self::NoElement,
             ServeError::Requested { .. } => Self::RequestedAddress,
         }

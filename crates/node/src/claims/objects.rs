@@ -1,7 +1,12 @@
 //! Objects of the API server, as far as decisions about claims need them.
 
 use api::selection::NetworkSelection;
-use api::{IPAMClaim, IPBlock, ipamclaim::VM_LABEL, network_status::NetworkStatusList, selection::NadRef};
+use api::{
+    IPAMClaim, IPBlock,
+    ipamclaim::{ClaimAnnotations, VM_LABEL},
+    network_status::NetworkStatusList,
+    selection::NadRef,
+};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use plan::{
     claims::{Attached, ClaimPod, ClaimState, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts},
@@ -35,6 +40,8 @@ pub fn claim_pod(pod: &OwnPod) -> ClaimPod {
         controller: pod.controller.clone(),
         elements: elements.collect(),
         attached: attached.collect(),
+        // Only the controller needs them.
+        primary: Box::default(),
         has_status: pod.network_status().is_some(),
     }
 }
@@ -56,6 +63,7 @@ pub fn claim_state(claim: IPAMClaim) -> ClaimState {
         deleting: metadata.deletion_timestamp.is_some(),
         owner: pods::controller(owners).or(only),
         owner_count,
+        annotations: ClaimAnnotations::read(metadata.annotations.as_ref()),
         finalizers: metadata.finalizers.unwrap_or_default(),
         label: metadata.labels.and_then(|mut labels| labels.remove(VM_LABEL)).map(Into::into),
         network: spec.network.into(),

@@ -5,6 +5,7 @@
 
 use api::{
     GROUP,
+    ipamclaim::IPAM_EXTENSIONS_WEBHOOK,
     nad::{NAD_GROUP, NAD_PLURAL},
     names,
 };
@@ -206,6 +207,13 @@ fn controller_cluster_rules() -> Value {
             "resources": ["mutatingwebhookconfigurations"],
             "resourceNames": [names::WEBHOOK_CONFIGURATION],
             "verbs": ["get", "list", "watch", "patch", "delete"],
+        },
+        // Whether ipam-extensions runs: it owns the claims of primary networks then.
+        {
+            "apiGroups": ["admissionregistration.k8s.io"],
+            "resources": ["mutatingwebhookconfigurations"],
+            "resourceNames": [IPAM_EXTENSIONS_WEBHOOK],
+            "verbs": ["get"],
         },
     ])
 }

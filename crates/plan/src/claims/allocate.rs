@@ -142,6 +142,8 @@ pub struct Reserved {
     pub infos: Vec<AddressInfo>,
     /// The names of the IPBlocks that have the reservations, in the same order.
     pub blocks: Vec<String>,
+    /// The addresses that no subnet of the network has now. The claim keeps them.
+    pub outside: Vec<IpAddr>,
 }
 
 /// Why a claim gets no addresses now.
@@ -418,7 +420,7 @@ impl<'a> Allocation<'a> {
         if !self.missing(wanted).is_empty() {
             return None;
         }
-        let (mut infos, mut blocks) = (Vec::new(), Vec::new());
+        let (mut infos, mut blocks, mut outside) = (Vec::new(), Vec::new(), Vec::new());
         for family in Family::ALL {
             if !self.is_reserved(&wanted.uid, family) {
                 continue;
@@ -427,8 +429,9 @@ impl<'a> Allocation<'a> {
             let (address, block) = self.kept.get(&(wanted.uid.as_str(), family))?;
             infos.push(self.info(wanted, *address));
             blocks.push(block.clone());
+            outside.extend(self.is_outside(*address).then_some(*address));
         }
-        (!infos.is_empty()).then_some(Reserved { infos, blocks })
+        (!infos.is_empty()).then_some(Reserved { infos, blocks, outside })
     }
 
     /// What is published about an address stays, even if the subnet changes.
@@ -437,8 +440,13 @@ impl<'a> Allocation<'a> {
         let info =
             grid.map_or(AddressInfo { net: address.into(), gateway: None }, |it| it.address_info(address));
         let published = wanted.published.iter().find(|net| net.addr() == address);
-        let outside = grid.is_none_or(|grid| grid.subnet_of(address).is_none());
+        let outside = self.is_outside(address);
         AddressInfo { net: published.filter(|_| outside).copied().unwrap_or(info.net), ..info }
+    }
+
+    fn is_outside(&self, address: IpAddr) -> bool {
+        let grid = self.input.pool.grid(Family::of(address));
+        grid.is_none_or(|grid| grid.subnet_of(address).is_none())
     }
 
     /// The plan that writes nothing. A claim that has published addresses keeps them: its reservation may be hidden.

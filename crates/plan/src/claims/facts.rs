@@ -2,7 +2,12 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use api::{IPAMClaimStatus, nad::NadNetwork, selection::NadRef};
+use api::{
+    IPAMClaimStatus,
+    ipamclaim::{ClaimAnnotations, FINALIZER, RecordedAddresses},
+    nad::NadNetwork,
+    selection::NadRef,
+};
 use jiff::Timestamp;
 
 use crate::bridge::Uid;
@@ -124,6 +129,8 @@ pub struct ClaimPod {
     pub controller: Option<OwnerRef>,
     /// The elements of its networks annotation, in order.
     pub elements: Box<[PodElement]>,
+    /// The claims of its primary network, which its other annotations name.
+    pub primary: Box<[Arc<str>]>,
     /// What its network-status shows, without the default network.
     pub attached: Box<[Attached]>,
     /// Whether it has a network-status.
@@ -154,6 +161,16 @@ impl ClaimPod {
     pub fn references(&self, claim: &ObjectKey) -> bool {
         self.key.namespace == claim.namespace
             && self.elements.iter().any(|element| element.claim.as_ref() == Some(&claim.name))
+    }
+
+    /// Whether it references a claim of its namespace, also for its primary network.
+    pub fn uses(&self, claim: &ObjectKey) -> bool {
+        self.references(claim) || self.key.namespace == claim.namespace && self.primary.contains(&claim.name)
+    }
+
+    /// The names of the claims that it uses. A name can occur several times.
+    pub fn claim_names(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.elements.iter().filter_map(|element| element.claim.as_ref()).chain(&self.primary)
     }
 
     /// Whether its network-status shows an address.
@@ -188,10 +205,34 @@ pub struct ClaimState {
     pub network: Arc<str>,
     /// `spec.interface`.
     pub interface: Arc<str>,
+    pub annotations: ClaimAnnotations,
     pub status: IPAMClaimStatus,
 }
 
 impl ClaimState {
+    /// Whether Patchbay created the claim, or a virtual machine once had its interface while Patchbay ran. Patchbay deletes
+    /// no other. Versions without the mark filled in `spec.interface`, which ipam-extensions leaves empty.
+    pub fn is_ours(&self) -> bool {
+        self.annotations.managed || super::names::is_hashed(&self.interface)
+    }
+
+    pub fn has_finalizer(&self) -> bool {
+        self.finalizers.iter().any(|one| one == FINALIZER)
+    }
+
+    /// Whether no pod ever had addresses of this claim, for example because it was created from a backup. The record is
+    /// written before the status.
+    pub fn is_unused(&self) -> bool {
+        let recorded = self.annotations.recorded.as_ref();
+        self.status.ips.is_empty() && recorded.is_none_or(|recorded| recorded.uid != self.uid)
+    }
+
+    /// The addresses that it requests if it has no others: those that it had before a backup.
+    pub fn recorded(&self) -> Vec<IpAddr> {
+        let recorded = self.annotations.recorded.iter();
+        recorded.flat_map(RecordedAddresses::addresses).map(|address| address.to_canonical()).collect()
+    }
+
     /// Whether a VirtualMachine or its instance owns it.
     pub fn has_machine_owner(&self) -> bool {
         self.owner.as_ref().is_some_and(|owner| owner.kind != OwnerKind::Other)

@@ -12,16 +12,19 @@ use api::{
     selection::NadRef,
 };
 use ipnet::IpNet;
+use jiff::{SignedDuration, Timestamp};
 
 use super::{
     ClaimOptions, ClaimPod, ClaimState, MachineNetwork, NadLookup, ObjectKey, OwnerKind, OwnerRef,
     PodElement, ReservedIn, Resolution, VmFacts, VmiFacts,
     names::{self, ClaimName},
-    owner::{has_addresses, is_adopted, life_step},
+    owner::{has_addresses, is_adopted, keeps_until, life_step},
     resolve,
-    unplug::{delete, unplug_step},
+    unplug::{delete, is_in_plan, unplug_step},
 };
 use crate::bridge::Uid;
+
+pub use super::owner::finalizer_step;
 
 /// What is known about the objects of a kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +67,7 @@ pub struct MachineInput<'a> {
     /// The network whose blocks have a reservation for the claim of this UID.
     pub reserved_in: &'a dyn Fn(&str) -> Option<ReservedIn>,
     pub options: ClaimOptions,
+    pub now: Timestamp,
 }
 
 /// What to write for a virtual machine. A plan on unchanged objects is empty, except for events.
@@ -75,8 +79,12 @@ pub struct MachinePlan {
     pub resolutions: BTreeMap<ObjectKey, Resolution>,
     /// Problems that hold now. The caller records each when it appears, not in every pass.
     pub events: Vec<ClaimEvent>,
+    /// The claims without a virtual machine that are kept, each with the event about it.
+    pub kept: Vec<(ObjectKey, ClaimEvent)>,
     /// Whether a step may follow after these without another change.
     pub requeue: bool,
+    /// After this time, a step follows without a change.
+    pub requeue_after: Option<SignedDuration>,
 }
 
 /// One write.
@@ -89,6 +97,12 @@ pub enum ClaimStep {
         uid: Uid,
         version: String,
         owner: OwnerRef,
+    },
+    /// Sets the annotation by which Patchbay deletes the claim with its interface.
+    Mark {
+        claim: ObjectKey,
+        uid: Uid,
+        version: String,
     },
     /// Sets `spec.network`.
     SetNetwork {
@@ -129,6 +143,7 @@ impl ClaimStep {
         match self {
             Self::Create(draft) => &draft.key,
             Self::SetOwner { claim, .. }
+            | Self::Mark { claim, .. }
             | Self::SetNetwork { claim, .. }
             | Self::Delete { claim, .. }
             | Self::RemoveFinalizer { claim, .. } => claim,
@@ -140,6 +155,7 @@ impl ClaimStep {
         match self {
             Self::Create(_) => None,
             Self::SetOwner { version, .. }
+            | Self::Mark { version, .. }
             | Self::SetNetwork { version, .. }
             | Self::Delete { version, .. }
             | Self::RemoveFinalizer { version, .. } => Some(version),
@@ -191,6 +207,10 @@ pub enum GoneCheck {
     Inactive { key: ObjectKey, uid: Uid },
     /// No object of this kind has this name.
     Name { kind: OwnerKind, key: ObjectKey },
+    /// No live pod uses the claim.
+    Unused { claim: ObjectKey },
+    /// ipam-extensions does not run.
+    NoIpamExtensions,
 }
 
 /// An Event on the VirtualMachine and its instance.
@@ -209,6 +229,8 @@ impl ClaimEvent {
 
 /// The reason of events about a claim that is not as the machine needs it.
 pub(super) const CONFLICT: &str = "IPAMClaimConflict";
+/// The reason of events about a claim that stays although its network or its virtual machine is gone.
+pub(super) const KEPT: &str = "IPAMClaimKept";
 
 /// The owner of the claims of an instance: its VirtualMachine by the controller reference, else the instance itself.
 pub fn desired_owner(key: &ObjectKey, vmi: &VmiFacts) -> OwnerRef {
@@ -268,12 +290,27 @@ pub fn plan(input: &MachineInput<'_>) -> MachinePlan {
         resolve_stopped(input, &mut plan);
     }
     for claim in input.claims {
-        match life_step(input, claim, replaced.contains(&claim.uid)) {
-            Some(step) => plan.steps.push(step),
-            None => plan.steps.extend(unplug_step(input, claim)),
+        let step = life_step(input, claim, replaced.contains(&claim.uid));
+        let step = step.or_else(|| unplug_step(input, claim)).or_else(|| mark(input, claim, &plan));
+        plan.steps.extend(step);
+        if let Some((until, event)) = keeps_until(input, claim) {
+            plan.kept.push((claim.key.clone(), event));
+            let rest = until.map(|until| until.duration_since(input.now));
+            plan.requeue_after = rest.into_iter().chain(plan.requeue_after).min();
         }
     }
     plan
+}
+
+/// Marks a claim of another controller when the machine has its interface: from then on it is ours.
+fn mark(input: &MachineInput<'_>, claim: &ClaimState, plan: &MachinePlan) -> Option<ClaimStep> {
+    let is_planned = plan.steps.iter().any(|step| *step.claim() == claim.key);
+    let marks = !claim.is_ours() && claim.has_finalizer() && !claim.deleting && !is_planned;
+    (marks && is_in_plan(input, claim)).then(|| ClaimStep::Mark {
+        claim: claim.key.clone(),
+        uid: claim.uid.clone(),
+        version: claim.version.clone(),
+    })
 }
 
 /// The claim of one network of an instance.
@@ -387,10 +424,27 @@ fn use_claim(
     config: &NadNetwork,
     plan: &mut MachinePlan,
 ) {
-    let reserved = (input.reserved_in)(&claim.uid).is_some();
+    let reserved = (input.reserved_in)(&claim.uid);
     let addresses = vmi.addresses.as_deref();
-    let resolution =
-        resolve::for_machine(&network.name, &network.nad, config, addresses, input.networks, reserved);
+    let resolution = resolve::for_machine(
+        &network.name,
+        &network.nad,
+        config,
+        addresses,
+        input.networks,
+        reserved.as_ref(),
+        claim,
+    );
+    if let Some(ReservedIn { network_name, .. }) = reserved.as_ref().filter(|_| !config.persistent) {
+        plan.events.push(ClaimEvent::warning(
+            KEPT,
+            format!(
+                "NAD {} of interface {} has no persistent addresses now; IPAMClaim {} keeps those that it has. If this is a \
+                 mistake, set spec.ipam and spec.ipam.persistent of BridgeNetwork {network_name} before the VM restarts",
+                network.nad, network.name, claim.key
+            ),
+        ));
+    }
     if let Resolution::Allocate { requested, .. } = &resolution {
         let published = published_addresses(claim);
         let other = requested.iter().find(|address| !published.contains(address));
@@ -426,7 +480,9 @@ fn is_moved(input: &MachineInput<'_>, claim: &ClaimState, config: &NadNetwork) -
         NadIpam::Patchbay { network } => {
             (input.networks)(network).map_or(is_renamed, |network| network != reserved.network)
         }
-        NadIpam::Ovn | NadIpam::Other => true,
+        // The network has lost spec.ipam, or the NAD its IPAM: the interface is where it was.
+        NadIpam::Other => is_renamed,
+        NadIpam::Ovn => true,
     }
 }
 
@@ -469,7 +525,7 @@ fn set_network(network: &MachineNetwork, claim: &ClaimState, config: &NadNetwork
 }
 
 /// A stopped machine keeps its claims: those with a reservation are resolved by the template of the VirtualMachine. Those
-/// that have only published addresses have lost their reservation, and request the same addresses again.
+/// that have only published or recorded addresses have lost their reservation, and request the same addresses again.
 fn resolve_stopped(input: &MachineInput<'_>, plan: &mut MachinePlan) {
     let Some(vm) = input.vm else { return };
     for claim in input.claims.iter().filter(|claim| is_owned_by(claim, &vm.uid)) {
@@ -478,7 +534,7 @@ fn resolve_stopped(input: &MachineInput<'_>, plan: &mut MachinePlan) {
         let nad = network.nad.clone();
         let (reserved, requested) = match (input.reserved_in)(&claim.uid) {
             Some(reserved) => (Some(reserved), Vec::new()),
-            None => (lost_reservation(input, claim, &nad), published_addresses(claim)),
+            None => (lost_reservation(input, claim, &nad), resolve::former(claim)),
         };
         let Some(ReservedIn { network, network_name }) = reserved else { continue };
         let resolution = Resolution::Allocate { network, network_name, nad, requested };
@@ -488,7 +544,7 @@ fn resolve_stopped(input: &MachineInput<'_>, plan: &mut MachinePlan) {
 
 /// The network whose addresses a claim without a reservation has published.
 fn lost_reservation(input: &MachineInput<'_>, claim: &ClaimState, nad: &NadRef) -> Option<ReservedIn> {
-    if claim.deleting || claim.published().is_empty() {
+    if claim.deleting || resolve::former(claim).is_empty() {
         return None;
     }
     let NadLookup::Found(config) = (input.nads)(nad) else { return None };

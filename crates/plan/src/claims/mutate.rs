@@ -224,6 +224,7 @@ mod tests {
             }),
             elements: networks.iter().map(element).collect(),
             attached: Box::default(),
+            primary: Box::default(),
             has_status: true,
         }
     }

@@ -183,8 +183,12 @@ fn assign_one(
     if conflict.is_some() { ClaimName::Suffixed { name, conflict } } else { ClaimName::Legacy(legacy) }
 }
 
-/// Whether an instance takes over a claim without an owner: one of its launchers references the claim.
+/// Whether an instance takes over a claim without an owner: one of its launchers references the claim, or no pod ever had
+/// its addresses, because it was created from a backup.
 pub(super) fn is_adoptable(key: &ObjectKey, claim: &ClaimState, vmi: &VmiFacts, pods: &[&ClaimPod]) -> bool {
     let ours = claim.label.as_deref() == Some(&label_value(&key.name));
+    if ours && claim.is_unused() {
+        return true;
+    }
     ours && pods.iter().any(|pod| pod.is_launcher_of(&vmi.uid) && pod.references(&claim.key))
 }

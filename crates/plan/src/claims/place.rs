@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, net::IpAddr};
 
 use api::{
-    ipamclaim::{ADDRESSES_ANNOTATION, AllocationReason},
+    ipamclaim::{ADDRESSES_ANNOTATION, AllocationReason, RECORD_ANNOTATION},
     ipblock::{self, HolderRef},
 };
 use ipnet::IpNet;
@@ -24,14 +24,17 @@ impl Allocation<'_> {
             let text = if pool.grid(family).is_none() {
                 let name = if family == Family::V4 { "IPv4" } else { "IPv6" };
                 format!(
-                    "network {:?} has no {name} subnet: remove {address} from annotation {ADDRESSES_ANNOTATION}, or add a \
-                     subnet to spec.ipam.subnets of the BridgeNetwork",
+                    "network {:?} has no {name} subnet: remove {address} from annotation {ADDRESSES_ANNOTATION}, remove \
+                     annotation {RECORD_ANNOTATION} of the IPAMClaim, or add a subnet to spec.ipam.subnets of the BridgeNetwork",
                     self.input.network
                 )
             } else if !missing.contains(&family) {
                 continue;
             } else if let Err(error) = validate(&[IpNet::from(*address)], &pool.grids) {
-                format!("requested address {address}: {error}")
+                format!(
+                    "requested address {address}: {error}; correct annotation {ADDRESSES_ANNOTATION}, or remove annotation \
+                     {RECORD_ANNOTATION} of the IPAMClaim"
+                )
             } else {
                 continue;
             };
@@ -183,7 +186,8 @@ impl Allocation<'_> {
 
     fn conflict(&self, address: IpAddr, cause: &str) -> Placement {
         let message = format!(
-            "address {address} of network {:?} {cause}: request another one in annotation {ADDRESSES_ANNOTATION}",
+            "address {address} of network {:?} {cause}: request another one in annotation {ADDRESSES_ANNOTATION}, or remove annotation \
+             {RECORD_ANNOTATION} of the IPAMClaim",
             self.input.network
         );
         Placement::Fail(Failure { reason: AllocationReason::IpAddressConflict, message })

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use api::{
     Condition, IPAMClaimStatus,
-    ipamclaim::{AllocationReason, IPS_ALLOCATED, OwnerPod},
+    ipamclaim::{AllocationReason, IPS_ALLOCATED, OwnerPod, RecordedAddresses},
 };
 use ipnet::IpNet;
 use jiff::Timestamp;
@@ -54,6 +54,13 @@ pub fn status(
     Some(StatusWrite { status: new, confirm })
 }
 
+/// The addresses to record in an annotation of the claim before they are published; `None` if the record is right.
+pub fn record(claim: &ClaimState, reserved: &Reserved) -> Option<RecordedAddresses> {
+    let ips = reserved.infos.iter().map(|info| info.net).collect();
+    let record = RecordedAddresses { uid: claim.uid.clone(), ips };
+    (claim.annotations.recorded.as_ref() != Some(&record)).then_some(record)
+}
+
 /// The event about a user who changed the addresses in a status that this status restores. The condition names the reserved
 /// addresses, so addresses that differ under the same condition were changed.
 pub fn restored(claim: &ClaimState, status: &IPAMClaimStatus) -> Option<ClaimEvent> {
@@ -79,8 +86,16 @@ fn condition(outcome: Result<&Reserved, &Failure>) -> ConditionDraft {
         Ok(reserved) => {
             let nets: Vec<String> = reserved.infos.iter().map(|info| info.net.to_string()).collect();
             let verb = if nets.len() == 1 { "is" } else { "are" };
-            let message =
+            let mut message =
                 format!("{} {verb} reserved in IPBlock {}", nets.join(", "), reserved.blocks.join(", "));
+            if !reserved.outside.is_empty() {
+                let outside: Vec<String> = reserved.outside.iter().map(ToString::to_string).collect();
+                message += &format!(
+                    "; the network has no subnet with {} now, and the claim keeps what it has until its virtual machine or \
+                     interface is gone: if this is a mistake, correct spec.ipam of the BridgeNetwork",
+                    outside.join(", ")
+                );
+            }
             let reason = AllocationReason::SuccessfulAllocation.as_str();
             ConditionDraft::new(IPS_ALLOCATED, true, reason, cut(&message))
         }

@@ -11,6 +11,7 @@ use api::{
     nad::{NadIpam, NadNetwork},
     selection::NadRef,
 };
+use ipnet::IpNet;
 use serde_json::Value;
 
 use super::{ClaimState, Failure};
@@ -73,25 +74,42 @@ fn no_network(name: &str) -> Resolution {
 }
 
 /// The network of a claim of a virtual machine: that of the NAD which the interface names. `interface` is the logical
-/// network, `addresses` the annotation of the instance. A claim that has a reservation needs no request.
+/// network, `addresses` the annotation of the instance. A claim that has a reservation needs no request, and stays on its
+/// network while the NAD has no IPAM.
 pub fn for_machine(
     interface: &str,
     nad: &NadRef,
     config: &NadNetwork,
     addresses: Option<&str>,
     networks: &dyn Fn(&str) -> Option<Uid>,
-    reserved: bool,
+    reserved: Option<&ReservedIn>,
+    claim: &ClaimState,
 ) -> Resolution {
-    let NadIpam::Patchbay { network: network_name } = &config.ipam else { return Resolution::NotOurs };
-    let Some(network) = networks(network_name) else {
-        return no_network(network_name);
+    let (network, network_name) = match (&config.ipam, reserved) {
+        (NadIpam::Patchbay { network: name }, _) => match networks(name) {
+            Some(network) => (network, name),
+            None => return no_network(name),
+        },
+        (NadIpam::Other, Some(ReservedIn { network, network_name })) => (network.clone(), network_name),
+        (NadIpam::Other | NadIpam::Ovn, _) => return Resolution::NotOurs,
     };
-    let requested = match requested(addresses, interface) {
+    let mut requested = match requested(addresses, interface) {
         Ok(requested) => requested,
-        Err(_) if reserved => Vec::new(),
+        Err(_) if reserved.is_some() => Vec::new(),
         Err(message) => return failed(FailureReport::Status, message),
     };
+    if reserved.is_none() && claim.published().is_empty() {
+        let is_requested = |one: &IpAddr| requested.iter().any(|other| other.is_ipv4() == one.is_ipv4());
+        let recorded: Vec<IpAddr> = claim.recorded().into_iter().filter(|one| !is_requested(one)).collect();
+        requested.extend(recorded);
+    }
     Resolution::Allocate { network, network_name: network_name.clone(), nad: nad.clone(), requested }
+}
+
+/// The addresses that a claim without a reservation had: the published ones, else those that it had before a backup.
+pub(super) fn former(claim: &ClaimState) -> Vec<IpAddr> {
+    let published: Vec<IpAddr> = claim.published().iter().map(IpNet::addr).collect();
+    if published.is_empty() { claim.recorded() } else { published }
 }
 
 /// The network of a claim whose owner is not a virtual machine: that of the persistent NADs in its namespace with its
@@ -166,7 +184,7 @@ pub fn for_lone(
                 network,
                 network_name: name.to_owned(),
                 nad: nad.clone(),
-                requested: Vec::new(),
+                requested: if claim.status.ips.is_empty() { claim.recorded() } else { Vec::new() },
             },
         },
     }

@@ -95,6 +95,11 @@ pub enum ServeError {
         "address {address} is reserved for IPAMClaim {claim} and missing in its status; the kubelet retries"
     )]
     NotPublished { claim: ObjectKey, address: IpAddr },
+    #[error(
+        "{instance}, which owns launcher pod {pod}, does not exist; the network has persistent addresses, so the pod gets none: \
+        delete the pod"
+    )]
+    NoInstance { pod: ObjectKey, instance: String },
     #[error("IPAMClaim {claim} serves pod {pod} already; delete that pod, or give this one another claim")]
     InUse { claim: ObjectKey, pod: ObjectKey },
     #[error(
@@ -124,6 +129,7 @@ impl ServeError {
             | Self::NotReserved { .. }
             | Self::NotPublished { .. }
             | Self::InUse { .. }
+            | Self::NoInstance { .. }
             | Self::NoElement { .. } => ServeCode::Retry,
             Self::Requested { .. } => ServeCode::Invalid,
         }
@@ -135,6 +141,18 @@ fn instance(runs: Option<&OwnerRef>) -> String {
         Some(OwnerRef { kind, name, uid }) => format!("{kind} {name} (UID {uid})"),
         None => "no virtual machine".to_owned(),
     }
+}
+
+/// Checks that the instance of a launcher without a reference exists: `vmi` is the one of the name that the pod says.
+pub fn check_instance(pod: &ClaimPod, vmi: Option<&VmiFacts>) -> Result<(), ServeError> {
+    let is_instance = |owner: &&OwnerRef| owner.kind == OwnerKind::VirtualMachineInstance;
+    let Some(owner) = pod.controller.as_ref().filter(is_instance).filter(|_| pod.launcher) else {
+        return Ok(());
+    };
+    if vmi.is_some_and(|vmi| vmi.uid == owner.uid) {
+        return Ok(());
+    }
+    Err(ServeError::NoInstance { pod: pod.key.clone(), instance: instance(Some(owner)) })
 }
 
 /// Finds the element for an interface: the one that requests its name. Multus names the interface of an element without a

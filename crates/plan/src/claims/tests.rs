@@ -11,7 +11,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use api::{
     IPAMClaimStatus,
-    ipamclaim::FINALIZER,
+    ipamclaim::{ClaimAnnotations, FINALIZER, RecordedAddresses},
     nad::{NadIpam, NadNetwork},
     selection::NadRef,
 };
@@ -74,7 +74,7 @@ fn vmi(uid: &str, controller: Option<OwnerRef>, networks: &[MachineNetwork]) -> 
     }
 }
 
-/// A claim on network `blue` as ipam-extensions makes it.
+/// A claim of Patchbay on network `blue`, with the empty interface that ipam-extensions writes.
 fn claim(name: &str, owner: Option<OwnerRef>) -> ClaimState {
     ClaimState {
         key: key(name),
@@ -88,8 +88,23 @@ fn claim(name: &str, owner: Option<OwnerRef>) -> ClaimState {
         label: Some("vm1".into()),
         network: "blue".into(),
         interface: "".into(),
+        annotations: ClaimAnnotations { managed: true, ..ClaimAnnotations::default() },
         status: IPAMClaimStatus::default(),
     }
+}
+
+/// A claim whose addresses a pod may have had.
+fn used(mut claim: ClaimState) -> ClaimState {
+    claim.annotations.recorded = Some(RecordedAddresses { uid: claim.uid.clone(), ips: Vec::new() });
+    claim
+}
+
+/// A claim from a backup, with the addresses that it had.
+fn restored(name: &str, addresses: &[&str]) -> ClaimState {
+    let mut claim = claim(name, None);
+    let ips = addresses.iter().map(|text| text.parse().unwrap()).collect();
+    claim.annotations.recorded = Some(RecordedAddresses { uid: "before".to_owned(), ips });
+    claim
 }
 
 /// A launcher of an instance; each element is a logical network and a claim.
@@ -108,6 +123,7 @@ fn launcher(vmi: &str, elements: &[(&str, Option<&str>)]) -> ClaimPod {
         controller: Some(vmi_owner(vmi)),
         elements: elements.iter().map(element).collect(),
         attached: Box::default(),
+        primary: Box::default(),
         has_status: false,
     }
 }

@@ -1,10 +1,8 @@
-//! When the claim of an unplugged interface is deleted, and what a deletion must confirm.
-
-use api::ipamclaim::FINALIZER;
+//! Which interfaces a machine has, when the claim of an unplugged one is deleted, and what a deletion must confirm.
 
 use super::{
-    ClaimEvent, ClaimPod, ClaimState, MachineInput,
-    machine::{ClaimStep, DeleteReason, KindsKnown, UnchangedCheck, is_claim_of, is_owned_by},
+    ClaimEvent, ClaimPod, ClaimState, MachineInput, MachineNetwork,
+    machine::{ClaimStep, DeleteReason, KindsKnown, UnchangedCheck, fits, is_claim_of, is_owned_by},
 };
 
 /// Deletes the claim of an interface that was unplugged.
@@ -13,19 +11,15 @@ pub(super) fn unplug_step(input: &MachineInput<'_>, claim: &ClaimState) -> Optio
         return None;
     }
     let vm = input.vm.filter(|vm| is_owned_by(claim, &vm.uid) && !vm.deleting)?;
-    // A claim that nothing here created is not deleted.
-    if !claim.finalizers.iter().any(|one| one == FINALIZER) || claim.owner_count != 1 {
+    // That of the primary network, or of an interface that was unplugged while ipam-extensions ran, is not ours.
+    if !claim.is_ours() || !claim.has_finalizer() || claim.owner_count != 1 {
         return None;
     }
-    let in_template = vm.networks.iter().filter(|network| !network.absent);
-    let in_instance = input.vmi.iter().flat_map(|vmi| &vmi.networks);
-    let in_instance = in_instance.filter(|network| !network.absent || network.in_status);
-    if in_template.chain(in_instance).any(|network| is_claim_of(input.key, claim, network)) {
+    if has_interface(input, &vm.networks, claim) {
         return None;
     }
     let published = claim.published();
-    let is_used =
-        |pod: &&ClaimPod| pod.references(&claim.key) || published.iter().any(|net| pod.shows(net.addr()));
+    let is_used = |pod: &&ClaimPod| pod.uses(&claim.key) || published.iter().any(|net| pod.shows(net.addr()));
     if input.pods.iter().any(is_used) {
         return None;
     }
@@ -35,6 +29,21 @@ pub(super) fn unplug_step(input: &MachineInput<'_>, claim: &ClaimState) -> Optio
         claim.key
     );
     Some(delete(input, claim, DeleteReason::Unplugged, note))
+}
+
+/// Whether the template or the instance has the interface of a claim.
+fn has_interface(input: &MachineInput<'_>, template: &[MachineNetwork], claim: &ClaimState) -> bool {
+    let in_template = template.iter().filter(|network| !network.absent);
+    let in_instance = input.vmi.iter().flat_map(|vmi| &vmi.networks);
+    let in_instance = in_instance.filter(|network| !network.absent || network.in_status);
+    in_template.chain(in_instance).any(|network| is_claim_of(input.key, claim, network))
+}
+
+/// Whether the owner of a claim has its interface.
+pub(super) fn is_in_plan(input: &MachineInput<'_>, claim: &ClaimState) -> bool {
+    let vm = input.vm.filter(|vm| is_owned_by(claim, &vm.uid));
+    let owns = vm.is_some() || input.vmi.is_some_and(|vmi| fits(claim, vmi));
+    owns && has_interface(input, vm.map_or(&[], |vm| &vm.networks), claim)
 }
 
 pub(super) fn delete(

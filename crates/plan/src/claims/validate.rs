@@ -37,7 +37,7 @@ pub fn references(
 
 #[cfg(test)]
 mod tests {
-    use api::{IPAMClaimStatus, selection::NadRef};
+    use api::{IPAMClaimStatus, ipamclaim::ClaimAnnotations, selection::NadRef};
     use jiff::Timestamp;
 
     use super::*;
@@ -60,6 +60,7 @@ mod tests {
             label: None,
             network: "blue".into(),
             interface: "".into(),
+            annotations: ClaimAnnotations::default(),
             status: IPAMClaimStatus::default(),
         }
     }
@@ -76,6 +77,7 @@ mod tests {
             controller,
             elements: Box::new([element]),
             attached: Box::default(),
+            primary: Box::default(),
             has_status: false,
         }
     }

@@ -1,10 +1,10 @@
 //! Projects virtual machines, claims and pods to the fields that decisions about claims depend on.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use api::{
     IPAMClaimSpec, IPAMClaimStatus,
-    ipamclaim::{ADDRESSES_ANNOTATION, CLAIM_KEY, VM_LABEL},
+    ipamclaim::{ADDRESSES_ANNOTATION, CLAIM_KEY, ClaimAnnotations, PRIMARY_CLAIM_ANNOTATION, VM_LABEL},
     network_status::{NETWORK_STATUS_ANNOTATION, NetworkStatusList},
     selection::{DEFAULT_NETWORK_ANNOTATION, NETWORKS_ANNOTATION, NadRef, NetworkSelection},
 };
@@ -229,6 +229,7 @@ pub fn claim(object: ClaimObject) -> Option<ClaimState> {
             _ => None,
         }),
         owner_count: owners.len(),
+        annotations: ClaimAnnotations::read(metadata.annotations.as_ref()),
         finalizers: metadata.finalizers.unwrap_or_default(),
         label: metadata.labels.and_then(|labels| labels.get(VM_LABEL).map(|label| label.as_str().into())),
         network: spec.network.into(),
@@ -239,10 +240,24 @@ pub fn claim(object: ClaimObject) -> Option<ClaimState> {
 
 /// A pod that is a launcher or refers to a claim.
 pub fn claim_pod(metadata: &ObjectMeta) -> Option<ClaimPod> {
-    if !is_launcher(metadata) && !annotation(metadata, NETWORKS_ANNOTATION).is_some_and(may_refer) {
+    let refers = |key| annotation(metadata, key).is_some_and(may_refer);
+    let is_primary = annotation(metadata, PRIMARY_CLAIM_ANNOTATION).is_some();
+    if !is_launcher(metadata)
+        && !is_primary
+        && !refers(NETWORKS_ANNOTATION)
+        && !refers(DEFAULT_NETWORK_ANNOTATION)
+    {
         return None;
     }
-    any_pod(metadata).filter(|pod| pod.launcher || pod.elements.iter().any(|it| it.claim.is_some()))
+    any_pod(metadata).filter(|pod| pod.launcher || pod.claim_names().next().is_some())
+}
+
+/// The claims of the primary network of a pod. OVN-Kubernetes reads both annotations.
+fn primary(metadata: &ObjectMeta, namespace: &str) -> Box<[Arc<str>]> {
+    let named = annotation(metadata, PRIMARY_CLAIM_ANNOTATION).filter(|name| !name.is_empty());
+    let default = elements(annotation(metadata, DEFAULT_NETWORK_ANNOTATION), namespace);
+    let default = default.into_iter().filter_map(|element| element.claim);
+    named.map(Into::into).into_iter().chain(default).collect()
 }
 
 /// Whether a networks annotation can refer to a claim. Multus ignores the case of keys and decodes escapes in them.
@@ -270,6 +285,7 @@ pub fn any_pod(metadata: &ObjectMeta) -> Option<ClaimPod> {
         launcher: is_launcher(metadata),
         controller: controller(metadata.owner_references.as_deref()),
         elements: elements(annotation(metadata, NETWORKS_ANNOTATION), &key.namespace),
+        primary: primary(metadata, &key.namespace),
         attached: attached(status, &key.namespace),
         has_status: status.is_some(),
         key,

@@ -5,7 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use api::{IPAMClaimStatus, ipamclaim::AllocationReason};
+use api::ipamclaim::{AllocationReason, RecordedAddresses};
 use client::{fence::now, request};
 use futures::{StreamExt as _, stream};
 use jiff::Timestamp;
@@ -24,7 +24,21 @@ const MAX_CONCURRENT_CLAIMS: usize = 16;
 struct Draft {
     claim: Arc<ClaimState>,
     outcome: Result<Reserved, Failure>,
-    write: StatusWrite,
+    /// The addresses to record before the status says that the claim has them.
+    record: Option<RecordedAddresses>,
+    write: Option<StatusWrite>,
+}
+
+/// A claim as it is stored after its writes, and its version after the first of two.
+struct Stored {
+    claim: ClaimState,
+    between: Option<String>,
+}
+
+impl Draft {
+    fn confirms(&self) -> bool {
+        self.write.as_ref().is_some_and(|write| write.confirm)
+    }
 }
 
 /// A claim, the pods that refer to it, and whether it has addresses.
@@ -58,8 +72,7 @@ impl ClaimWorkers {
         });
         let outcomes: Vec<_> = outcomes.collect();
         let drafts = self.drafts(outcomes, record);
-        let (confirm, mut drafts): (Vec<_>, Vec<_>) =
-            drafts.into_iter().partition(|draft| draft.write.confirm);
+        let (confirm, mut drafts): (Vec<_>, Vec<_>) = drafts.into_iter().partition(Draft::confirms);
         if !confirm.is_empty() {
             // The cached blocks may be older than the cached claims.
             let live = allocate(&self.live.blocks(&input.network).await?);
@@ -83,7 +96,7 @@ impl ClaimWorkers {
         let without = claims.filter(|(claim, _)| claim.status.ips.is_empty());
         let outcomes = without.map(|(claim, pods)| (claim, pods, Err(&failure))).collect();
         let mut drafts = self.drafts(outcomes, record);
-        drafts.retain(|draft| !draft.write.confirm);
+        drafts.retain(|draft| !draft.confirms());
         self.write(drafts, record).await.map(drop)
     }
 
@@ -103,26 +116,26 @@ impl ClaimWorkers {
             } else {
                 record.said.remove(&claim.uid);
             }
-            drafts.extend(write.map(|write| Draft {
-                claim: Arc::clone(claim),
-                outcome: outcome.cloned().map_err(Failure::clone),
-                write,
-            }));
+            let record = outcome.ok().and_then(|reserved| publish::record(claim, reserved));
+            if write.is_some() || record.is_some() {
+                let (claim, outcome) = (Arc::clone(claim), outcome.cloned().map_err(Failure::clone));
+                drafts.push(Draft { claim, outcome, record, write });
+            }
         }
         drafts
     }
 
     async fn write(&self, drafts: Vec<Draft>, record: &mut NetworkRecord) -> Result<Round, request::Error> {
         let written = stream::iter(drafts).map(async |draft: Draft| {
-            let written = self.writer.write_claim_status(&draft.claim, &draft.write.status).await;
+            let written = self.write_claim(&draft).await;
             (draft, written)
         });
         let written: Vec<_> = written.buffer_unordered(MAX_CONCURRENT_CLAIMS).collect().await;
         let mut round = Round::Done;
         let mut failed = None;
-        for (Draft { claim, outcome, write }, written) in written {
+        for (Draft { claim, outcome, write, .. }, written) in written {
             match written {
-                Ok(stored) => self.published(&claim, outcome.as_ref(), &write.status, stored, record),
+                Ok(stored) => self.published(&claim, outcome.as_ref(), write.as_ref(), stored, record),
                 Err(error) if error.is_conflict() => round = Round::Conflict,
                 Err(error) => {
                     self.events.on_status_rejection(&claim, &error);
@@ -133,15 +146,34 @@ impl ClaimWorkers {
         failed.map_or(Ok(round), Err)
     }
 
+    /// Writes a claim: first the record, then the status.
+    async fn write_claim(&self, draft: &Draft) -> Result<Option<Stored>, request::Error> {
+        let mut recorded = None;
+        if let Some(record) = &draft.record {
+            let Some(claim) = self.writer.record_addresses(&draft.claim, record).await? else {
+                return Ok(None);
+            };
+            recorded = Some(claim);
+        }
+        let Some(write) = &draft.write else {
+            return Ok(recorded.map(|claim| Stored { claim, between: None }));
+        };
+        let current = recorded.as_ref().unwrap_or(&draft.claim);
+        let stored = self.writer.write_claim_status(current, &write.status).await?;
+        Ok(stored.map(|claim| Stored { claim, between: recorded.map(|claim| claim.version) }))
+    }
+
     fn published(
         &self,
         claim: &Arc<ClaimState>,
         outcome: Result<&Reserved, &Failure>,
-        status: &IPAMClaimStatus,
-        stored: Option<ClaimState>,
+        write: Option<&StatusWrite>,
+        stored: Option<Stored>,
         record: &mut NetworkRecord,
     ) {
-        if self.schema().conditions || outcome.is_ok() {
+        if let Some(StatusWrite { status, .. }) = write
+            && (self.schema().conditions || outcome.is_ok())
+        {
             self.events.on_publish(claim, outcome, status);
         }
         if outcome.is_ok()
@@ -149,8 +181,8 @@ impl ClaimWorkers {
         {
             self.metrics.claim_allocated(now().saturating_duration_since(seen));
         }
-        if let Some(stored) = stored {
-            record.overlay.wrote_claim(claim, stored, now());
+        if let Some(Stored { claim: stored, between }) = stored {
+            record.overlay.wrote_claim(claim, between, stored, now());
         }
     }
 }

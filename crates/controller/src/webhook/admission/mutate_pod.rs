@@ -21,7 +21,8 @@ use kube::{
 };
 use plan::{
     claims::{
-        ClaimPod, ClaimState, MutateInput, NadLookup, ObjectKey, PodElement, VmiFacts, mutate as references,
+        ClaimPod, ClaimState, MutateInput, NadLookup, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts,
+        mutate as references,
     },
     users::WorkloadKind,
 };
@@ -40,8 +41,6 @@ use crate::{
     metrics::ApiCallKind,
 };
 
-/// The annotation of launcher pods with the name of their instance.
-const DOMAIN_ANNOTATION: &str = "kubevirt.io/domain";
 /// How long one read of an object that the cache does not have may take. The API server waits five seconds for the answer.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
 /// How many NADs that the cache does not have are read for one pod. Usually there is none: NADs are older than pods.
@@ -86,11 +85,7 @@ async fn add_references(
     let old =
         request.old_object.as_ref().and_then(|old| read_metadata(old.get("metadata")?, &request.namespace));
     let old_annotation = old.as_ref().and_then(|old| annotation(old, NETWORKS_ANNOTATION));
-    let (Some(domain), Some(networks)) =
-        (annotation(&metadata, DOMAIN_ANNOTATION), annotation(&metadata, NETWORKS_ANNOTATION))
-    else {
-        return unchanged;
-    };
+    let Some(networks) = annotation(&metadata, NETWORKS_ANNOTATION) else { return unchanged };
     if networks.trim().is_empty() || old_annotation == Some(networks) {
         return unchanged;
     }
@@ -98,14 +93,23 @@ async fn add_references(
     if let Some(error) = selection.error {
         return Ok(invalid(&error));
     }
-    let Some(pod) = project::claim_pod(&metadata) else { return unchanged };
-    let key = ObjectKey::new(request.namespace.as_str(), domain);
+    let Some(pod) = project::claim_pod(&metadata).filter(|pod| pod.launcher && !pod.deleting) else {
+        return unchanged;
+    };
+    // A pod that no instance owns runs none, whatever its labels and annotations say.
+    let Some(owner) = pod.controller.as_ref().filter(|it| it.kind == OwnerKind::VirtualMachineInstance)
+    else {
+        return unchanged;
+    };
+    let key = ObjectKey::new(request.namespace.as_str(), owner.name.clone());
     let call = state.metrics.api_call_within(READ_TIMEOUT, ApiCallKind::Machine);
     let reader = Reader { state, call, permit: OnceCell::new() };
-    let Some(mut vmi) = reader.vmi(&key, &pod).await? else { return unchanged };
+    let Some(mut vmi) = reader.vmi(&key, &owner.uid).await? else { return Ok(no_instance(&key, owner)) };
     // While a NIC is plugged, the cache may have the instance from before.
     if pod.elements.iter().any(|element| element_is_unknown(element, &vmi)) {
-        let Some(live) = reader.live_vmi(&key).await? else { return unchanged };
+        let Some(live) = reader.live_vmi(&key, &owner.uid).await? else {
+            return Ok(no_instance(&key, owner));
+        };
         vmi = live;
     }
     let launchers = state.cluster.claims().read(|index| index.pods_of(&key, &[]));
@@ -120,7 +124,7 @@ async fn add_references(
             annotation: networks,
             old_annotation,
             vmi: &vmi,
-            vmi_name: domain,
+            vmi_name: &key.name,
             launchers: &launchers,
             nads,
             claims: &claim,
@@ -150,6 +154,15 @@ async fn add_references(
         Ok(Some(text)) => Ok(MutationDecision::Patch(replace_networks(&text)?)),
         Err(error) => Ok(invalid(&error)),
     }
+}
+
+/// A launcher without its instance would start with addresses that no claim has.
+fn no_instance(key: &ObjectKey, owner: &OwnerRef) -> MutationDecision {
+    MutationDecision::Invalid(format!(
+        "VirtualMachineInstance {key} (UID {}), which owns this launcher pod, does not exist; create the virtual machine, and \
+         let KubeVirt create its pod",
+        owner.uid
+    ))
 }
 
 fn too_many_absent(absent: &BTreeSet<NadRef>) -> MutationDecision {
@@ -187,20 +200,19 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The instance that the pod runs. None if it does not exist: then the pod does not start either.
-    async fn vmi(&self, key: &ObjectKey, pod: &ClaimPod) -> Result<Option<Arc<VmiFacts>>, RequestError> {
+    /// The instance of this UID. None if the API server says that it does not exist.
+    async fn vmi(&self, key: &ObjectKey, uid: &str) -> Result<Option<Arc<VmiFacts>>, RequestError> {
         let cached = self.state.cluster.claims().read(|index| index.vmi(key).cloned());
-        let uid = pod.controller.as_ref().map(|controller| &controller.uid);
-        if let Some(vmi) = cached.filter(|vmi| uid.is_none_or(|uid| *uid == vmi.uid)) {
+        if let Some(vmi) = cached.filter(|vmi| vmi.uid == uid) {
             return Ok(Some(vmi));
         }
-        self.live_vmi(key).await
+        self.live_vmi(key, uid).await
     }
 
-    async fn live_vmi(&self, key: &ObjectKey) -> Result<Option<Arc<VmiFacts>>, RequestError> {
+    async fn live_vmi(&self, key: &ObjectKey, uid: &str) -> Result<Option<Arc<VmiFacts>>, RequestError> {
         let resource = cache_project::workloads(WorkloadKind::VirtualMachineInstance);
         let object: Option<MachineObject> = self.get(&resource, &key.namespace, &key.name).await?;
-        Ok(object.as_ref().and_then(project::vmi).map(Arc::new))
+        Ok(object.as_ref().and_then(project::vmi).filter(|vmi| vmi.uid == uid).map(Arc::new))
     }
 
     async fn nads(&self, absent: BTreeSet<NadRef>) -> Result<BTreeMap<NadRef, NadLookup>, RequestError> {

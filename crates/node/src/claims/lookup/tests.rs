@@ -223,6 +223,42 @@ async fn a_pod_that_is_not_in_the_snapshot_gets_the_addresses_of_its_claim_on_a_
     assert_eq!(scene.api.requests(), [""; 0]);
 }
 
+/// It started before persistence was switched on, or no webhook gave it a reference.
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_launcher_without_a_reference_gets_an_address_only_if_its_instance_exists() {
+    let scene = Scene::new("no-instance");
+    let mut pod = FakeApi::launcher("target");
+    pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] = json!("blue@net1");
+    scene.api.set_pod(pod.clone());
+    for cached in [vec![pod], vec![]] {
+        scene.cache(&cached);
+        assert_eq!(scene.resolve(&Ask::of("target")).await.unwrap(), None);
+        for uid in [Some("later"), None] {
+            match uid {
+                Some(uid) => {
+                    scene.api.edit("virtualmachineinstances/vm1", |vmi| vmi["metadata"]["uid"] = json!(uid))
+                }
+                None => scene.api.remove("virtualmachineinstances/vm1"),
+            }
+            let (code, msg) = scene.refused(&Ask::of("target")).await;
+            assert_eq!(
+                (code, msg.as_str()),
+                (
+                    11,
+                    "VirtualMachineInstance vm1 (UID vmi-uid), which owns launcher pod ns/target, does not exist; the network has \
+                     persistent addresses, so the pod gets none: delete the pod"
+                )
+            );
+            // Other networks ask nothing.
+            assert_eq!(scene.resolve(&Ask { persistent: false, ..Ask::of("target") }).await.unwrap(), None);
+        }
+        let metadata = json!({"name": "vm1", "namespace": "ns", "uid": "vmi-uid"});
+        let instance =
+            json!({"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachineInstance", "metadata": metadata});
+        scene.api.set("virtualmachineinstances/vm1", instance);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
 async fn the_default_interface_of_a_launcher_gets_any_address() {
     let scene = Scene::new("default");

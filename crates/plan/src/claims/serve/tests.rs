@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use api::{
     Condition, IPAMClaimStatus, IPBlockSpec, IPBlockStatus,
+    ipamclaim::ClaimAnnotations,
     ipblock::{ClaimedAddress, HolderRef},
     selection::NadRef,
 };
@@ -39,6 +40,7 @@ fn launcher(name: &str, created: i64) -> ClaimPod {
         controller: Some(owner(OwnerKind::VirtualMachineInstance, "vm1", "vmi")),
         elements: [element_of(Some("pod1"), Some("vm1.blue"))].into(),
         attached: [].into(),
+        primary: Box::default(),
         has_status: false,
     }
 }
@@ -109,6 +111,7 @@ impl Scene {
             label: None,
             network: "blue".into(),
             interface: "".into(),
+            annotations: ClaimAnnotations::default(),
             status,
         };
         let vmi = VmiFacts {

@@ -100,6 +100,11 @@ pub fn at_rest(world: &World) {
             assert_eq!(write, None, "{} is not published", claim.key);
         }
         for (claim, failure) in &plan.failed {
+            // A claim from a backup can request an address that another one has, or that no subnet has.
+            let claims = live.claims.values().find(|one| one.uid == *claim);
+            if claims.is_some_and(|one| one.annotations.recorded.is_some()) {
+                continue;
+            }
             assert_eq!(failure.reason.as_str(), "SubnetExhausted", "{claim}: {}", failure.message);
             assert!(is_exhausted(world, uid), "{claim} failed: {}; {:#?}", failure.message, live.blocks);
         }

@@ -2,17 +2,23 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use api::{digest::digest, nad::NadIpam, selection::NadRef};
+use api::{
+    digest::digest,
+    ipamclaim::CLAIM_KEY,
+    nad::NadIpam,
+    selection::{NadRef, NetworkSelection},
+};
+use serde_json::{Value, json};
 
 use super::{
     SplitMix64,
     store::{Deletion, NAMESPACE, SandboxAddresses, World, key},
 };
 use crate::claims::{
-    ClaimPod, ClaimState, MachineNetwork, ObjectKey, OwnerKind, OwnerRef, PodElement, VmiFacts,
-    machine::started_without,
-    names,
+    ClaimOptions, ClaimPod, ClaimState, MachineNetwork, MutateInput, NadLookup, ObjectKey, OwnerKind,
+    OwnerRef, PodElement, VmiFacts, mutate,
     serve::{self, ServeInput},
+    validate,
 };
 use crate::ipam::ObservedIpBlock;
 
@@ -81,39 +87,72 @@ fn start_pods(world: &mut World, random: &mut SplitMix64) {
     }
 }
 
-/// Creates a launcher; the webhook adds the references.
+/// Creates a launcher; the webhooks add the references and check them.
 fn create_pod(world: &mut World, name: &Arc<str>, vmi: &VmiFacts) {
     let uid = world.uid();
-    let networks: Vec<&MachineNetwork> = vmi.networks.iter().filter(|one| !one.absent).collect();
-    let elements = networks.into_iter().map(|network| element(world, name, vmi, network)).collect();
     let (kind, controller) = (OwnerKind::VirtualMachineInstance, vmi.uid.clone());
-    let pod = ClaimPod {
+    let mut pod = ClaimPod {
         key: ObjectKey::new(NAMESPACE, format!("virt-launcher-{name}-{uid}")),
         uid,
         created: world.now(),
         deleting: false,
         launcher: true,
         controller: Some(OwnerRef { kind, name: name.clone(), uid: controller }),
-        elements,
+        elements: Box::default(),
         attached: Box::default(),
+        primary: Box::default(),
         has_status: false,
     };
+    admit(world, name, vmi, &mut pod, None);
     world.change(|objects| objects.pods.insert(pod.key.clone(), pod));
 }
 
-fn element(world: &World, name: &str, vmi: &VmiFacts, network: &MachineNetwork) -> PodElement {
-    let others = launchers(world, &vmi.uid);
-    let others: Vec<&ClaimPod> = others.iter().collect();
-    let by_name = |name: &str| world.live.claims.get(&key(name)).cloned();
-    let persistent = world.live.nads.get(&network.nad).is_some_and(|config| config.persistent);
-    let names = names::assign(&key(name), vmi, &others, &by_name);
-    // All pods of an instance are alike, whatever the NAD says now.
-    let elements = || others.iter().flat_map(|pod| &pod.elements);
-    let same = || elements().filter(|it| it.interface.as_ref() == Some(&network.pod_interface));
-    let copied = same().any(|element| element.claim.is_some());
-    let referenced = copied || persistent && !started_without(&vmi.uid, network, &others);
-    let claim = names.get(&network.name).filter(|_| referenced).map(|name| name.as_str().into());
-    PodElement { interface: Some(network.pod_interface.clone()), nad: network.nad.clone(), claim }
+/// Gives a launcher the elements that KubeVirt writes for the instance, as the webhooks admit them. `old` are those of the
+/// stored pod.
+fn admit(world: &World, name: &str, vmi: &VmiFacts, pod: &mut ClaimPod, old: Option<&[PodElement]>) {
+    let written = vmi.networks.iter().filter(|one| !one.absent).map(|network| PodElement {
+        interface: Some(network.pod_interface.clone()),
+        nad: network.nad.clone(),
+        claim: None,
+    });
+    let written = annotation(&written.collect::<Vec<_>>());
+    let old = old.map(annotation);
+    let launchers = launchers(world, &vmi.uid);
+    let claims = |name: &str| world.live.claims.get(&key(name)).cloned();
+    let mutated = mutate::references(&MutateInput {
+        namespace: NAMESPACE,
+        annotation: &written,
+        old_annotation: old.as_deref(),
+        vmi,
+        vmi_name: name,
+        launchers: &launchers.iter().collect::<Vec<_>>(),
+        nads: &|at| world.live.nads.get(at).map_or(NadLookup::Absent, |it| NadLookup::Found(it.clone())),
+        claims: &claims,
+        options: ClaimOptions::default(),
+    });
+    let admitted = mutated.unwrap().unwrap_or(written);
+    let elements = NetworkSelection::parse(Some(&admitted)).entries.into_iter().map(|entry| {
+        let element = entry.element.unwrap();
+        PodElement {
+            interface: element.interface.as_ref().map(|name| name.as_str().into()),
+            nad: element.reference(NAMESPACE),
+            claim: element.ipam_claim.map(Into::into),
+        }
+    });
+    pod.elements = elements.collect();
+    assert_eq!(validate::references(pod, Some(vmi), &claims), Ok(()), "rejected after the mutation");
+}
+
+fn annotation(elements: &[PodElement]) -> String {
+    let element = |PodElement { interface, nad, claim }: &PodElement| {
+        let mut element =
+            json!({"name": nad.name, "namespace": nad.namespace, "interface": interface.as_deref()});
+        if let Some(claim) = claim {
+            element[CLAIM_KEY] = json!(&**claim);
+        }
+        element
+    };
+    Value::from_iter(elements.iter().map(element)).to_string()
 }
 
 /// Applies the template of a VirtualMachine to its instance: hot-plug, unplug and another NAD.
@@ -160,15 +199,9 @@ fn update_instances(world: &mut World) {
 fn update_pods(world: &mut World) {
     for (name, vmi) in &world.live.clone().vmis {
         for pod in launchers(world, &vmi.uid).into_iter().filter(|pod| !pod.deleting) {
-            let wanted: Vec<&MachineNetwork> = vmi.networks.iter().filter(|one| !one.absent).collect();
-            let find = |interface: &Arc<str>| {
-                pod.elements.iter().find(|element| element.interface.as_ref() == Some(interface))
-            };
-            let elements = wanted.iter().map(|network| {
-                let found = find(&network.pod_interface).cloned();
-                found.unwrap_or_else(|| element(world, name, vmi, network))
-            });
-            let elements: Box<[PodElement]> = elements.collect();
+            let mut updated = pod.clone();
+            admit(world, name, vmi, &mut updated, Some(&pod.elements));
+            let elements = updated.elements;
             if elements == pod.elements {
                 continue;
             }

@@ -6,7 +6,11 @@ use std::{
     sync::Arc,
 };
 
-use api::{IPAMClaimStatus, ipamclaim::FINALIZER, ipblock::HolderRef};
+use api::{
+    IPAMClaimStatus,
+    ipamclaim::{ClaimAnnotations, FINALIZER, RecordedAddresses},
+    ipblock::HolderRef,
+};
 
 use super::{
     SplitMix64,
@@ -53,7 +57,7 @@ enum Write {
     Block(BlockWrite),
     Create(String, BlockCreate),
     Delete(String, BlockDelete),
-    Publish { network: String, claim: ClaimState, write: StatusWrite },
+    Publish { network: String, claim: ClaimState, record: Option<RecordedAddresses>, write: StatusWrite },
 }
 
 #[derive(Default)]
@@ -115,6 +119,7 @@ impl View {
             networks: &|name| world.network_uid(name),
             reserved_in: &|uid| self.reserved_in(uid),
             options: ClaimOptions::default(),
+            now: world.now(),
         })
     }
 
@@ -144,7 +149,10 @@ impl View {
             Wanted {
                 claim: claim.key.clone(),
                 uid: claim.uid.clone(),
-                requested: Vec::new(),
+                requested: match &resolutions[&claim.key] {
+                    Resolution::Allocate { requested, .. } => requested.clone(),
+                    Resolution::NotOurs | Resolution::Failed { .. } => Vec::new(),
+                },
                 published: claim.published(),
                 shown,
                 created: claim.created,
@@ -219,8 +227,10 @@ impl Controller {
             self.pending.extend(plan.deletes.iter().cloned().map(|it| Write::Delete(uid.clone(), it)));
             for claim in view.claims.claims.values() {
                 if let Some(write) = status_write(world, &view, &plan, claim) {
+                    let reserved = plan.reserved.get(&claim.uid);
+                    let record = reserved.and_then(|reserved| publish::record(claim, reserved));
                     let (network, claim) = (uid.clone(), claim.clone());
-                    self.pending.push_back(Write::Publish { network, claim, write });
+                    self.pending.push_back(Write::Publish { network, claim, record, write });
                 }
             }
         }
@@ -278,11 +288,20 @@ impl Controller {
                 }
                 current
             }
-            Write::Publish { network, claim, write } => self.publish(world, &network, &claim, write),
+            Write::Publish { network, claim, record, write } => {
+                self.publish(world, &network, &claim, record, write)
+            }
         }
     }
 
-    fn publish(&mut self, world: &mut World, network: &str, claim: &ClaimState, write: StatusWrite) -> bool {
+    fn publish(
+        &mut self,
+        world: &mut World,
+        network: &str,
+        claim: &ClaimState,
+        record: Option<RecordedAddresses>,
+        write: StatusWrite,
+    ) -> bool {
         if write.confirm {
             let Some(mut view) = self.view.take() else { return false };
             view.blocks = world.live.clone();
@@ -295,6 +314,7 @@ impl Controller {
         }
         let version = world.version();
         write_claim(world, &claim.key, &claim.uid, &claim.version, |claim| {
+            claim.annotations.recorded = record.or(claim.annotations.recorded.take());
             (claim.status, claim.version) = (write.status, version);
         })
     }
@@ -389,6 +409,7 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
                 label: Some(draft.label.into()),
                 network: draft.network.into(),
                 interface: draft.interface,
+                annotations: ClaimAnnotations { managed: true, ..ClaimAnnotations::default() },
                 status: IPAMClaimStatus::default(),
             };
             world.change(|objects| objects.claims.insert(claim.key.clone(), claim));
@@ -399,6 +420,9 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
                 (claim.owner, claim.owner_count, claim.version) = (Some(owner), 1, now);
             })
         }
+        ClaimStep::Mark { claim, uid, version } => write_claim(world, &claim, &uid, &version, |claim| {
+            (claim.annotations.managed, claim.version) = (true, now);
+        }),
         ClaimStep::SetNetwork { claim, uid, version, network, .. } => {
             write_claim(world, &claim, &uid, &version, |claim| {
                 (claim.network, claim.version) = (network.into(), now);
@@ -414,7 +438,7 @@ fn apply_step(world: &mut World, step: ClaimStep) -> bool {
             if is_reserved || !unchanged.iter().all(|check| is_unchanged(&world.live, check)) {
                 return false;
             }
-            let used = world.live.pods.values().any(|pod| pod.references(&claim));
+            let used = world.live.pods.values().any(|pod| pod.uses(&claim));
             if why == DeleteReason::Unplugged && used {
                 return false;
             }
@@ -453,5 +477,7 @@ fn is_gone(live: &Objects, check: &GoneCheck) -> bool {
         }
         GoneCheck::Name { kind: OwnerKind::VirtualMachine, key } => !live.vms.contains_key(&key.name),
         GoneCheck::Name { key, .. } => !live.vmis.contains_key(&key.name),
+        GoneCheck::Unused { claim } => !live.pods.values().any(|pod| pod.uses(claim)),
+        GoneCheck::NoIpamExtensions => true,
     }
 }

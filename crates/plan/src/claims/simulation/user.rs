@@ -2,18 +2,23 @@
 
 use std::sync::Arc;
 
+use api::{
+    IPAMClaimStatus,
+    ipamclaim::{ClaimAnnotations, FINALIZER, RecordedAddresses},
+};
+
 use super::{
     SplitMix64,
     kubevirt::network,
-    store::{Deletion, Vm, World, nad},
+    store::{Deletion, Vm, World, key, nad},
 };
-use crate::claims::{VmFacts, VmiFacts};
+use crate::claims::{ClaimState, VmFacts, VmiFacts, names};
 
 const NAMES: [&str; 3] = ["vm1", "vm2", "vm3"];
 
 pub fn act(world: &mut World, random: &mut SplitMix64) {
     let name: Arc<str> = random.pick(&NAMES).unwrap_or("vm1").into();
-    match random.below(14) {
+    match random.below(15) {
         0..=3 => create(world, random, &name),
         4 => delete(world, random, &name),
         5..=6 => set_running(world, &name),
@@ -27,6 +32,7 @@ pub fn act(world: &mut World, random: &mut SplitMix64) {
             });
         }
         11..=12 => change_claim(world, random),
+        13 => restore(world, random, &name),
         _ => delete_lone(world, &name),
     }
 }
@@ -112,6 +118,37 @@ fn move_network(world: &mut World, random: &mut SplitMix64, name: &Arc<str>) {
             one.nad = to;
         }
     });
+}
+
+/// Creates a claim from a backup, whose annotation may name an address that somebody has.
+fn restore(world: &mut World, random: &mut SplitMix64, name: &str) {
+    let Some((logical, nad)) = random.pick(&world.networks) else { return };
+    let key = key(&names::compose_key(name, &logical));
+    if world.live.claims.contains_key(&key) {
+        return;
+    }
+    let (uid, version) = (world.uid(), world.version());
+    let ips = vec![format!("10.0.0.{}/28", random.below(18)).parse().unwrap()];
+    let claim = ClaimState {
+        key: key.clone(),
+        uid,
+        version,
+        created: world.now(),
+        deleting: false,
+        owner: None,
+        owner_count: 0,
+        finalizers: vec![FINALIZER.to_owned()],
+        label: Some(name.into()),
+        network: nad.name.as_str().into(),
+        interface: network(&logical, &nad).pod_interface,
+        annotations: ClaimAnnotations {
+            managed: random.one_in(2),
+            keep: false,
+            recorded: Some(RecordedAddresses { uid: "before".to_owned(), ips }),
+        },
+        status: IPAMClaimStatus::default(),
+    };
+    world.change(|objects| objects.claims.insert(key, claim));
 }
 
 /// Clears, edits or deletes a claim by hand.

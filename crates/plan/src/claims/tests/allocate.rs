@@ -243,7 +243,8 @@ fn a_requested_address_is_validated() {
         let plan = network.settle();
         plan.failed.get("uid-x").map(|failure| format!("{}: {}", failure.reason.as_str(), failure.message))
     };
-    let hint = ": request another one in annotation network.kubevirt.io/addresses";
+    let hint = ": request another one in annotation network.kubevirt.io/addresses, or remove annotation \
+                patchbay.dev/addresses of the IPAMClaim";
     for (requested, expected) in [
         ("10.0.0.1", None),
         (

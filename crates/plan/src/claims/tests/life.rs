@@ -1,5 +1,7 @@
 //! Which claims are created, deleted, given to another owner, and freed of their finalizer.
 
+mod backup;
+mod foreign;
 mod unproven;
 
 use super::{
@@ -16,6 +18,7 @@ struct Machine {
     nad: NadLookup,
     reserved_in: Option<&'static str>,
     options: ClaimOptions,
+    now: Timestamp,
 }
 
 /// A running machine with one network and its claim.
@@ -29,6 +32,7 @@ fn running() -> Machine {
         nad: NadLookup::Found(config("blue", patchbay("blue"))),
         reserved_in: Some("blue"),
         options: ClaimOptions::default(),
+        now: at(86_401),
     }
 }
 
@@ -51,6 +55,7 @@ impl Machine {
                     .map(|name| ReservedIn { network: format!("uid-{name}"), network_name: name.to_owned() })
             },
             options: self.options,
+            now: self.now,
         })
     }
 
@@ -63,6 +68,7 @@ impl Machine {
             ClaimStep::SetOwner { claim, owner, .. } => {
                 format!("owner {claim} {:?} {}", owner.kind, owner.uid)
             }
+            ClaimStep::Mark { claim, .. } => format!("mark {claim}"),
             ClaimStep::SetNetwork { claim, network, .. } => format!("network {claim} {network}"),
             ClaimStep::Delete { claim, why: DeleteReason::Unplugged, .. } => format!("unplug {claim}"),
             ClaimStep::Delete { claim, why: DeleteReason::Replaced, .. } => format!("replace {claim}"),
@@ -74,6 +80,8 @@ impl Machine {
                     GoneCheck::NoInstanceOf { vm, .. } => format!(" VMI of {vm}"),
                     GoneCheck::Inactive { uid, .. } => format!(" inactive {uid}"),
                     GoneCheck::Name { kind, .. } => format!(" any {kind}"),
+                    GoneCheck::Unused { claim } => format!(" pods of {claim}"),
+                    GoneCheck::NoIpamExtensions => " ipam-extensions".to_owned(),
                 });
                 format!("off {claim}:{}", gone.collect::<String>())
             }
@@ -106,7 +114,7 @@ fn a_claim_that_is_deleted_before_it_has_addresses_goes_at_once() {
 }
 
 fn owned_by(machine: &mut Machine, owner: Option<OwnerRef>) {
-    machine.claims[0] = claim("vm1.blue", owner);
+    machine.claims[0] = used(claim("vm1.blue", owner));
 }
 
 #[test]
@@ -390,6 +398,47 @@ fn a_claim_of_another_network_is_replaced() {
         machine.reserved_in = None;
     });
     check("", |machine| machine.nad = NadLookup::Invalid("x".to_owned()));
+}
+
+/// The network lost `spec.ipam`, or the NAD its IPAM: the config has its name, and no IPAM of ours.
+#[test]
+fn a_claim_stays_while_its_network_has_no_addresses() {
+    let without = |machine: &mut Machine| {
+        machine.nad = NadLookup::Found(NadNetwork { persistent: false, ..config("blue", NadIpam::Other) });
+    };
+    check("", without);
+    let mut machine = running();
+    without(&mut machine);
+    machine.claims[0].status.ips = vec!["10.0.0.3/24".to_owned()];
+    let plan = machine.plan();
+    let [event] = &plan.events[..] else { panic!("{plan:?}") };
+    assert_eq!((event.warning, event.reason), (true, "IPAMClaimKept"));
+    assert!(
+        event.note.contains("set spec.ipam and spec.ipam.persistent of BridgeNetwork blue"),
+        "{}",
+        event.note
+    );
+    let allocated = |resolution: &Resolution| matches!(resolution, Resolution::Allocate { network, requested, .. } if network == "uid-blue" && requested.is_empty());
+    assert!(plan.resolutions.get(&key("vm1.blue")).is_some_and(allocated), "{plan:?}");
+    // Only persistence was switched off.
+    let mut machine = running();
+    machine.nad = NadLookup::Found(NadNetwork { persistent: false, ..config("blue", patchbay("blue")) });
+    assert_eq!((machine.steps(), machine.plan().events[0].reason), (vec![], "IPAMClaimKept"));
+    // The interface moved, the claim was deleted by hand, or the machine was.
+    check("replace ns/vm1.blue", |machine| {
+        without(machine);
+        machine.nad = NadLookup::Found(config("red", NadIpam::Other));
+    });
+    check("replace ns/vm1.blue", |machine| machine.nad = NadLookup::Found(config("blue", NadIpam::Ovn)));
+    check("off ns/vm1.blue:", |machine| {
+        without(machine);
+        deleted(machine);
+        machine.pods.clear();
+    });
+    check("off ns/vm1.blue: VMI of v1 VM v1", |machine| {
+        without(machine);
+        (machine.vm, machine.vmi) = (None, None);
+    });
 }
 
 #[test]

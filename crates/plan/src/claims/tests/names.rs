@@ -70,7 +70,9 @@ fn a_name_that_belongs_to_another_claim_gets_a_suffix() {
         (vec![claim("vm1.blue", Some(other))], Some("VirtualMachine vm1.x")),
         (vec![claim("vm1.blue", Some(foreign))], Some("object job")),
         (vec![unlabelled], Some("no virtual machine")),
-        (vec![claim("vm1.blue", None)], Some("no virtual machine")),
+        (vec![used(claim("vm1.blue", None))], Some("no virtual machine")),
+        // One from a backup.
+        (vec![restored("vm1.blue", &[])], None),
     ] {
         let names = assigned(&ours, &[], &claims);
         let Some(belongs) = expected else {

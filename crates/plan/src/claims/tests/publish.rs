@@ -11,7 +11,7 @@ use crate::ipam::AddressInfo;
 fn reserved(addresses: &[&str]) -> Reserved {
     let info = |text: &&str| AddressInfo { net: text.parse().unwrap(), gateway: None };
     let blocks = addresses.iter().map(|text| if text.contains(':') { "b6" } else { "b4" }.to_owned());
-    Reserved { infos: addresses.iter().map(info).collect(), blocks: blocks.collect() }
+    Reserved { infos: addresses.iter().map(info).collect(), blocks: blocks.collect(), outside: Vec::new() }
 }
 
 fn failed() -> Failure {
@@ -53,6 +53,40 @@ fn addresses_are_published_with_the_condition_and_only_once() {
     assert_eq!(condition.message, "10.0.0.4/24, fd00::4/64 are reserved in IPBlock b4, b6");
     claim.status = write.status;
     assert_eq!(written(&claim, Ok(&both), &[]), None);
+}
+
+#[test]
+fn the_condition_names_addresses_that_no_subnet_has() {
+    let claim = claim("vm1.blue", Some(vm_owner("v1")));
+    let lost = Reserved { outside: vec![ip("10.0.0.4")], ..reserved(&["10.0.0.4/24"]) };
+    let write = written(&claim, Ok(&lost), &[]).unwrap();
+    let condition = &write.status.conditions[0];
+    assert_eq!((condition.status, write.status.ips.len()), (ConditionStatus::True, 1));
+    assert!(
+        condition
+            .message
+            .contains("; the network has no subnet with 10.0.0.4 now, and the claim keeps what it has")
+    );
+}
+
+#[test]
+fn addresses_are_recorded_with_the_uid_of_the_claim() {
+    let mut claim = restored("vm1.blue", &["10.0.0.4/24"]);
+    assert!(claim.is_unused());
+    let record = publish::record(&claim, &reserved(&["10.0.0.4/24"])).unwrap();
+    assert_eq!(record.text(), r#"{"uid":"uid-vm1.blue","ips":["10.0.0.4/24"]}"#);
+    assert_eq!(RecordedAddresses::read(&record.text()), Some(record.clone()));
+    claim.annotations.recorded = Some(record);
+    assert_eq!(publish::record(&claim, &reserved(&["10.0.0.4/24"])), None);
+    assert!(!claim.is_unused());
+    for forged in [
+        "",
+        "{}",
+        r#"{"uid":"x","ips":["10.0.0.1/24","10.0.0.2/24"]}"#,
+        r#"{"uid":"x","ips":["10.0.0.300/24"]}"#,
+    ] {
+        assert_eq!(RecordedAddresses::read(forged), None, "{forged}");
+    }
 }
 
 #[test]

@@ -25,11 +25,9 @@ impl ClaimIndex {
             return if old.is_some_and(|old| old.uid != uid) { self.delete_pod(&key) } else { Vec::new() };
         };
         let mut work = self.delete_pod(&key);
-        for element in &pod.elements {
-            if let Some(claim) = &element.claim {
-                let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
-                insert(&mut self.pods_of_claim, claim, &key);
-            }
+        for claim in pod.claim_names() {
+            let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
+            insert(&mut self.pods_of_claim, claim, &key);
         }
         if let Some(machine) = machine_of_pod(pod) {
             insert(&mut self.pods_of_machine, machine, &key);
@@ -43,11 +41,9 @@ impl ClaimIndex {
 
     pub fn delete_pod(&mut self, key: &ObjectKey) -> Work {
         let Some(pod) = self.pods.remove(key) else { return Vec::new() };
-        for element in &pod.elements {
-            if let Some(claim) = &element.claim {
-                let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
-                remove(&mut self.pods_of_claim, &claim, key);
-            }
+        for claim in pod.claim_names() {
+            let claim = ObjectKey { namespace: key.namespace.clone(), name: claim.clone() };
+            remove(&mut self.pods_of_claim, &claim, key);
         }
         if let Some(machine) = machine_of_pod(&pod) {
             remove(&mut self.pods_of_machine, &machine, key);
@@ -58,7 +54,7 @@ impl ClaimIndex {
     /// What a change of a pod concerns: its machine, and the claims that it refers to.
     fn work_of_pod(&self, pod: &ClaimPod) -> Work {
         let mut work: Work = machine_of_pod(pod).map(ClaimWork::Machine).into_iter().collect();
-        for claim in pod.elements.iter().filter_map(|element| element.claim.as_ref()) {
+        for claim in pod.claim_names() {
             let key = ObjectKey { namespace: pod.key.namespace.clone(), name: claim.clone() };
             work.extend(self.network_of(&key));
             work.extend(self.claims.get(&key).map(|claim| self.work_of(claim)));

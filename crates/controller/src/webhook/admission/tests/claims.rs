@@ -293,9 +293,27 @@ async fn what_the_cache_does_not_have_is_read_from_the_api_server() {
     let element = json!({"name": "red", "namespace": "ns", "interface": interface("red")});
     let text = plugged.mutate(&launcher(&json!([element]).to_string()), None).await.unwrap();
     assert_eq!(references(&text), ["vm1.red"], "plugged after the cache was filled");
+}
 
-    let gone = Webhook::new(None, &[]);
-    assert_eq!(gone.mutate(&launcher("ns/blue"), None).await, None, "the instance does not exist");
+/// It would start with addresses that no claim has. The cache alone does not refuse it.
+#[tokio::test]
+async fn a_launcher_whose_instance_does_not_exist_is_refused() {
+    let mut later = vmi(&["blue"]);
+    later["metadata"]["uid"] = json!("later");
+    for (cached, live) in
+        [(None, vec![]), (None, vec![(VMI, later.clone())]), (Some(later.clone()), vec![(VMI, later)])]
+    {
+        let webhook = Webhook::new(cached, &live);
+        let response = webhook.review(MUTATE_POD, &launcher("ns/blue"), None).await;
+        let message = "VirtualMachineInstance ns/vm1 (UID i), which owns this launcher pod, does not exist; create the virtual \
+            machine, and let KubeVirt create its pod";
+        assert_eq!((&response["allowed"], &response["status"]["message"]), (&json!(false), &json!(message)));
+        assert_eq!(webhook.reads(), [VMI], "the API server says so");
+        // A pod that ends is none that starts.
+        let mut ending = launcher("ns/blue");
+        ending["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+        assert_eq!(webhook.mutate(&ending, Some(&launcher("ns/red"))).await, None);
+    }
 }
 
 /// The elements of a pod, of which an API server with this name prefix has none.
@@ -360,8 +378,15 @@ async fn reads_that_hang_do_not_hold_up_requests_that_need_none() {
 async fn pods_that_are_no_launchers_stay_as_they_are() {
     let webhook = Webhook::new(Some(vmi(&["blue"])), &[]);
     let mut plain = launcher("ns/blue");
-    plain["metadata"]["annotations"].as_object_mut().unwrap().remove("kubevirt.io/domain");
+    plain["metadata"]["labels"] = json!({});
     assert_eq!(webhook.mutate(&plain, None).await, None);
+    // Labels and annotations make no launcher: the validating webhook would reject its reference.
+    for owners in [json!(null), vm_owner()] {
+        let mut unowned = launcher("ns/blue");
+        unowned["metadata"]["ownerReferences"] = owners;
+        assert_eq!(webhook.mutate(&unowned, None).await, None);
+        assert_eq!(webhook.review(VALIDATE_CLAIMS, &unowned, None).await["allowed"], true);
+    }
     assert_eq!(webhook.mutate(&launcher(" "), None).await, None);
     assert_eq!(webhook.reads(), [""; 0]);
 }
