@@ -13,6 +13,14 @@ use super::{NetworkContext, NodeState, status::list};
 /// How long nodes usually need to report. After this time, a missing report blocks the deletion visibly.
 pub const REPORT_TIME: Duration = Duration::from_secs(10);
 
+/// A node with interfaces that have addresses of the network.
+#[derive(Debug, Clone, Copy)]
+struct UsingNode<'a> {
+    name: &'a str,
+    node: &'a NodeState,
+    entry: &'a ClosedNetwork,
+}
+
 /// A node that has not reported that it closed the network.
 #[derive(Debug, Clone, Copy)]
 struct SilentNode<'a> {
@@ -24,7 +32,7 @@ struct SilentNode<'a> {
 /// The nodes that the deletion of a network waits for.
 #[derive(Debug, Default)]
 pub struct NodeUsers<'a> {
-    using: Vec<(&'a str, &'a ClosedNetwork)>,
+    using: Vec<UsingNode<'a>>,
     silent: Vec<SilentNode<'a>>,
 }
 
@@ -50,7 +58,7 @@ impl<'a> NodeUsers<'a> {
             let report = context.state.reports.get(name);
             match report.and_then(|report| report.closed.get(&network.uid)) {
                 Some(entry) if entry.is_unused() => {}
-                Some(entry) => users.using.push((name, entry)),
+                Some(entry) => users.using.push(UsingNode { name, node, entry }),
                 None if had_addresses && (report.is_some() || holds(name, node)) => {
                     users.silent.push(SilentNode { name, node, has_report: report.is_some() });
                 }
@@ -79,7 +87,7 @@ impl<'a> NodeUsers<'a> {
     pub fn describe(&self) -> String {
         let mut parts = Vec::new();
         if !self.using.is_empty() {
-            let using: Vec<String> = self.using.iter().map(|(name, entry)| usage(name, entry)).collect();
+            let using: Vec<String> = self.using.iter().map(UsingNode::describe).collect();
             parts.push(format!(
                 "interfaces have addresses of the network: {}; unplug these interfaces, or delete the pods; if a pod is \
                 gone, see the conditions of the NodeNetwork",
@@ -97,18 +105,38 @@ impl<'a> NodeUsers<'a> {
     }
 }
 
+impl UsingNode<'_> {
+    fn describe(&self) -> String {
+        let ClosedNetwork { interfaces, pods, unverified_blocks, .. } = self.entry;
+        let count = if *interfaces > 0 { format!(": {interfaces}") } else { String::new() };
+        let pods = if pods.is_empty() { String::new() } else { format!(" ({})", list(pods)) };
+        let unverified = match unverified_blocks {
+            0 => String::new(),
+            number => format!(" with {number} unverified address blocks (drain and reboot the node)"),
+        };
+        let off = match &self.node.not_ready_reason {
+            Some(why) => format!(" ({})", switched_off(why)),
+            None => String::new(),
+        };
+        format!("node {}{count}{pods}{unverified}{off}", self.name)
+    }
+}
+
+/// A deleted pod keeps its address until its node runs again, because only the node can end its sandbox.
+fn switched_off(why: &str) -> String {
+    format!("the Node is not ready: {why}; if it is switched off for good, delete its Node")
+}
+
 impl SilentNode<'_> {
     fn describe(&self) -> String {
         let Self { name, node, has_report } = self;
         match &node.not_ready_reason {
             Some(why) => {
-                format!(
-                    "{name} (the Node is not ready: {why}; if it is switched off for good, delete its Node)"
-                )
+                format!("{name} ({})", switched_off(why))
             }
             None if *has_report => {
                 format!(
-                    "{name} (check that its Patchbay daemon and the CustomResourceDefinitions are of the version of the controller)"
+                    "{name} (check that its Patchbay daemon runs, and that it and the CustomResourceDefinitions are of the version of the controller)"
                 )
             }
             None => format!(
@@ -116,15 +144,4 @@ impl SilentNode<'_> {
             ),
         }
     }
-}
-
-fn usage(node: &str, entry: &ClosedNetwork) -> String {
-    let ClosedNetwork { interfaces, pods, unverified_blocks, .. } = entry;
-    let count = if *interfaces > 0 { format!(": {interfaces}") } else { String::new() };
-    let pods = if pods.is_empty() { String::new() } else { format!(" ({})", list(pods)) };
-    let unverified = match unverified_blocks {
-        0 => String::new(),
-        number => format!(" with {number} unverified address blocks (drain and reboot the node)"),
-    };
-    format!("node {node}{count}{pods}{unverified}")
 }
