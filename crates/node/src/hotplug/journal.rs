@@ -126,7 +126,7 @@ impl Records {
                     None => _ = rooms.remove(&record.key),
                 },
                 JournalEntry::Removed(key) => _ = rooms.remove(key),
-                JournalEntry::Routes(..) => {}
+                JournalEntry::Routes(..) | JournalEntry::Requested(..) => {}
             }
         }
         rooms.values().sum()
@@ -139,7 +139,7 @@ impl Records {
                 &record.key
             }
             JournalEntry::Removed(key) => key,
-            JournalEntry::Attachment(_) | JournalEntry::Routes(..) => return false,
+            JournalEntry::Attachment(_) | JournalEntry::Routes(..) | JournalEntry::Requested(..) => return false,
         };
         let known = self.attachments.get(key);
         known.is_some_and(|known| matches!(known.phase, RecordPhase::Intent { .. }))
