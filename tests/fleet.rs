@@ -21,7 +21,7 @@ use lab::wait;
 use node::{
     cni::{NetworkState, NetworkView, Networks},
     event::Events,
-    ipam::{BlockController, Ipam, ListSandboxes, Metrics, Timings, uptime},
+    ipam::{BlockController, Ipam, ListSandboxes, Metrics, OFFLINE_GRACE, Timings, uptime},
 };
 use plan::ipam::{AttachmentKey, Lease, ObservedIpBlock, PodRef, Pool, abandoned};
 use tokio::{
@@ -62,6 +62,7 @@ pub const FAST: Timings = Timings {
     gc_interval: Duration::from_millis(200),
     // GC lists the sandboxes before it reads the leases: a lease from in between must not be collected.
     min_lease_age: Duration::from_secs(1),
+    offline_grace: OFFLINE_GRACE,
 };
 
 impl Fleet {
@@ -226,6 +227,11 @@ impl Fleet {
             let added = spawn_blocking(move || ipam.allocate_until(&pool, lease, &requested, until)).await?;
             Ok(added.map(|lease| lease.addresses))
         }
+    }
+
+    /// Calls STATUS: whether the node allocates addresses.
+    pub fn status(&self, number: usize) -> Result<Result<(), CniError>> {
+        Ok(self.machines[number].ipam.as_ref().context("the node is off")?.status())
     }
 
     /// Calls DEL.

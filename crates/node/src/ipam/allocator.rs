@@ -464,7 +464,8 @@ impl Ipam {
 
     /// Pretends that contact with the API server was lost this long ago.
     pub fn lose_contact(&self, since: Duration) {
-        self.lock().contact = Contact::LostAt(Instant::now().checked_sub(since).unwrap());
+        let lost = Instant::now().checked_sub(since).unwrap();
+        self.lock().contact = Contact::Lost { allocate_until: lost + super::OFFLINE_GRACE };
     }
 }
 

@@ -48,6 +48,8 @@ pub struct Timings {
     pub gc_interval: Duration,
     /// The age at which a lease is collected if the runtime does not list its sandbox.
     pub min_lease_age: Duration,
+    /// How long the holder allocates after it noticed that contact was lost.
+    pub offline_grace: Duration,
 }
 
 impl Default for Timings {
@@ -58,6 +60,7 @@ impl Default for Timings {
             status_interval: Duration::from_secs(5),
             gc_interval: Duration::from_secs(600),
             min_lease_age: Duration::from_secs(600),
+            offline_grace: OFFLINE_GRACE,
         }
     }
 }
@@ -97,8 +100,10 @@ pub enum Contact {
     /// The holder has not read its blocks yet.
     Never,
     Now,
-    /// The holder noticed at this time that contact was lost.
-    LostAt(Instant),
+    /// Contact was lost. The holder may allocate until this time.
+    Lost {
+        allocate_until: Instant,
+    },
 }
 
 impl Contact {
@@ -107,7 +112,7 @@ impl Contact {
         match self {
             Self::Never => false,
             Self::Now => true,
-            Self::LostAt(at) => now.saturating_duration_since(at) < OFFLINE_GRACE,
+            Self::Lost { allocate_until } => now < allocate_until,
         }
     }
 
@@ -115,8 +120,8 @@ impl Contact {
     #[must_use]
     pub fn observe(self, new: Self) -> Self {
         match (self, new) {
-            (Self::LostAt(first), Self::LostAt(_)) => Self::LostAt(first),
-            (Self::Never, Self::LostAt(_)) => Self::Never,
+            (Self::Lost { allocate_until }, Self::Lost { .. }) => Self::Lost { allocate_until },
+            (Self::Never, Self::Lost { .. }) => Self::Never,
             (_, new) => new,
         }
     }
@@ -137,10 +142,11 @@ mod tests {
     fn a_holder_allocates_until_the_grace_after_the_first_loss_is_over() {
         let lost = Instant::now();
         let later = lost + Duration::from_secs(60);
+        let lost_at = |at| Contact::Lost { allocate_until: at + OFFLINE_GRACE };
         assert!(!Contact::Never.is_fresh(lost));
-        assert_eq!(Contact::Never.observe(Contact::LostAt(lost)), Contact::Never, "it has read nothing yet");
-        let contact = Contact::Now.observe(Contact::LostAt(lost)).observe(Contact::LostAt(later));
-        assert_eq!(contact, Contact::LostAt(lost));
+        assert_eq!(Contact::Never.observe(lost_at(lost)), Contact::Never, "it has read nothing yet");
+        let contact = Contact::Now.observe(lost_at(lost)).observe(lost_at(later));
+        assert_eq!(contact, lost_at(lost));
         assert!(contact.is_fresh(lost + OFFLINE_GRACE.saturating_sub(Duration::from_millis(1))));
         assert!(!contact.is_fresh(lost + OFFLINE_GRACE));
         assert!(contact.observe(Contact::Now).is_fresh(lost + OFFLINE_LIMIT));

@@ -226,7 +226,7 @@ impl BlockController {
             }
             ObjectEvent::Failed(error) => {
                 debug!(error = %ErrorChain(&error), "the watch of IPBlocks failed; retrying");
-                Contact::LostAt(Instant::now())
+                Contact::Lost { allocate_until: Instant::now() + self.timings.offline_grace }
             }
         };
         self.ipam.set_contact(contact);
