@@ -117,6 +117,15 @@ pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
         .with_context(|| format!("no daemon pod on {node}"))
 }
 
+/// The pid of the daemon on a node, as a pid of the node.
+pub fn daemon_pid(lab: &Lab, node: &str) -> Result<String> {
+    let script = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | \
+                  grep -q '^/usr/bin/patchbay node' && echo ${p#/proc/}; done; true";
+    let text = lab.node(node).output(&["sh", "-c", script])?;
+    let pid = text.lines().next().map(|pid| pid.trim().to_owned());
+    pid.filter(|pid| !pid.is_empty()).with_context(|| format!("no daemon runs on {node}"))
+}
+
 /// Deletes the daemon's pod on a node without a grace period, and waits until the new one is ready.
 pub async fn restart_daemon(lab: &Lab, client: &Client, node: &str) -> Result<()> {
     let old = daemon_pod(client, node).await?;

@@ -9,6 +9,8 @@ mod command_line;
 mod crashes;
 #[path = "hotplug/elements.rs"]
 mod elements;
+#[path = "hotplug/flags.rs"]
+mod flags;
 #[path = "hotplug/links.rs"]
 mod links;
 #[path = "hotplug/multus_attachments.rs"]
@@ -46,7 +48,9 @@ use elements::{
     a_default_route_acts_and_the_replaced_one_comes_back, a_plugin_gets_the_same_input_as_at_pod_start,
     a_vlan_on_a_macvlan_is_plugged_after_it_and_unplugged_before_it,
     an_infiniband_guid_reaches_the_plugin_as_at_pod_start, bandwidth_limits_a_hot_plugged_interface,
+    mapped_ports_of_a_plugged_interface_end_with_it,
 };
+use flags::flags_of_hot_plug_are_honoured;
 use lab::Topology;
 use links::{
     a_deleted_link_is_plugged_again_within_5_s, a_lost_link_of_pod_start_is_only_reported,
@@ -57,7 +61,7 @@ use links::{
 };
 use multus_attachments::{
     attachments_of_pod_start_are_unplugged, attachments_of_the_original_are_unplugged_and_released,
-    nothing_is_plugged_while_the_original_runs_on_the_node,
+    default_networks_of_multus_stay, nothing_is_plugged_while_the_original_runs_on_the_node,
 };
 use multus_config::{
     default_networks_of_multus_in_other_namespaces_are_not_detached,
@@ -82,7 +86,7 @@ use rbac::{
     a_daemon_can_patch_only_two_annotations_of_pods_of_its_node,
     a_pod_that_claims_the_uid_of_a_deleted_pod_changes_nothing_there,
     a_pod_with_long_annotations_gets_its_status, hot_plug_needs_each_of_its_capabilities,
-    namespace_isolation_is_honoured, with_hotplug_off_only_own_attachments_are_torn_down,
+    with_hotplug_off_only_own_attachments_are_torn_down,
 };
 use settings::{
     a_configuration_file_that_cannot_be_used_is_reported,
@@ -131,6 +135,7 @@ fn main() -> ExitCode {
                     + a_nad_without_config_means_a_file_of_the_node
                     + attachments_of_pod_start_are_unplugged
                     + bandwidth_limits_a_hot_plugged_interface
+                    + mapped_ports_of_a_plugged_interface_end_with_it
                     + device_information_of_pod_start_stays_in_the_status
                     + a_daemon_can_patch_only_two_annotations_of_pods_of_its_node
                     + a_pod_with_long_annotations_gets_its_status,
@@ -159,6 +164,7 @@ fn main() -> ExitCode {
                 a_stopping_daemon_finishes_or_records_an_add
                     + a_recreated_sandbox_keeps_no_old_address_and_can_be_edited,
                 untouched_pods_cause_no_write_when_the_daemon_starts + a_static_pod_is_hot_plugged,
+                default_networks_of_multus_stay,
                 // The first one stops the kubelet of node-2, the second one restarts the daemon of node-1.
                 a_pod_that_claims_the_uid_of_a_deleted_pod_changes_nothing_there
                     + plugins_write_where_multus_writes_although_mounts_are_private,
@@ -168,9 +174,9 @@ fn main() -> ExitCode {
                 attachments_of_the_original_are_unplugged_and_released,
                 nothing_is_plugged_while_the_original_runs_on_the_node,
                 with_hotplug_off_only_own_attachments_are_torn_down,
-                namespace_isolation_is_honoured,
                 the_configuration_of_the_running_multus_daemon_is_followed,
                 default_networks_of_multus_in_other_namespaces_are_not_detached,
+                flags_of_hot_plug_are_honoured,
                 hot_plug_needs_each_of_its_capabilities,
                 an_api_server_that_hangs_for_20_s_loses_nothing,
                 a_rebooted_node_leaks_no_address,

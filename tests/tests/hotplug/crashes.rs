@@ -13,7 +13,7 @@ use e2e::{
         host_local_addresses, network_name, plain_pod, record_config, start_live_pod, start_live_pods,
         wait_addresses_within,
     },
-    patchbay::{self, NAMESPACE},
+    patchbay::{self, NAMESPACE, daemon_pid},
 };
 use futures::future::try_join_all;
 use lab::{
@@ -22,15 +22,6 @@ use lab::{
     wait,
 };
 use serde_json::json;
-
-/// The pid of the daemon on a node, as a pid of the node.
-pub fn daemon_pid(lab: &Lab, node: &str) -> Result<String> {
-    let script = "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null | \
-                  grep -q '^/usr/bin/patchbay node' && echo ${p#/proc/}; done; true";
-    let text = lab.node(node).output(&["sh", "-c", script])?;
-    let pid = text.lines().next().map(|pid| pid.trim().to_owned());
-    pid.filter(|pid| !pid.is_empty()).with_context(|| format!("no daemon runs on {node}"))
-}
 
 /// Kills the daemon of a node with SIGKILL, and waits until the kubelet has started it again.
 async fn kill_daemon(lab: &Lab, node: &str) -> Result<()> {

@@ -6,9 +6,9 @@ use anyhow::{Context as _, Result, bail, ensure};
 use e2e::{
     bridge::WAIT_TIMEOUT,
     hotplug::{
-        LivePod, bridge_config, bridge_name, create_bridge_nad, create_nad, element, host_local_addresses,
-        install_record_plugin_as, network_name, plain_pod, pod_with_networks, start_live_pod,
-        start_live_pods,
+        LivePod, RELEASE_LIMIT, bridge_config, bridge_name, create_bridge_nad, create_nad, element,
+        host_local_addresses, install_record_plugin_as, network_name, node_address, plain_pod,
+        pod_with_networks, start_live_pod, start_live_pods, wait_addresses_within,
     },
 };
 use lab::{
@@ -105,6 +105,65 @@ fn check_same_input(at_start: &[PluginInput], plugged: &[PluginInput], calls: us
     }
     ensure!((at_start.len(), plugged.len()) == (calls, calls), "cold: {at_start:#?}\nhot: {plugged:#?}");
     Ok(())
+}
+
+const HOST_PORT: u16 = 18080;
+
+/// The rules of `portmap` on node-1 that name the host port.
+fn port_rules(lab: &Lab) -> Result<Vec<String>> {
+    let rules = lab.node("node-1").output(&["nft", "list", "ruleset"])?;
+    Ok(rules.lines().filter(|line| line.contains(&HOST_PORT.to_string())).map(str::to_owned).collect())
+}
+
+/// Sends a line to the host port, from another node.
+fn send_to_port(lab: &Lab) -> Result<String> {
+    let address = node_address(lab, "node-1")?;
+    let script = format!("exec 3<>/dev/tcp/{address}/{HOST_PORT} && echo hello >&3 && head -n 1 <&3");
+    lab.node("node-2").output(&["timeout", "2", "bash", "-c", &script])
+}
+
+pub async fn mapped_ports_of_a_plugged_interface_end_with_it(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "ports", async |ns: &TestNamespace| {
+        let mut bridge = bridge_config(ns, "blue", "10.119.0.0/24");
+        bridge["isGateway"] = json!(true);
+        let portmap =
+            json!({"type": "portmap", "capabilities": {"portMappings": true}, "backend": "nftables"});
+        let config = json!({
+            "cniVersion": "1.0.0", "name": network_name(ns, "blue"), "plugins": [bridge, portmap],
+        });
+        create_nad(ns, "blue", &config).await?;
+        let server = plain_pod("server", "node-1").command(&["tool", "echo", "7000"]);
+        let pod = start_live_pod(ns, server).await?;
+        ensure!(port_rules(&lab)?.is_empty(), "{:?}", port_rules(&lab)?);
+        let mut web = element("blue", "net1");
+        web["portMappings"] = json!([{"hostPort": HOST_PORT, "containerPort": 7000, "protocol": "tcp"}]);
+        for end in ["unplugged", "deleted"] {
+            pod.set_networks(&json!([web])).await?;
+            pod.wait_interfaces(&["net1"]).await?;
+            let answer = wait::until(WAIT_TIMEOUT, "the pod to answer at the port of the node", || async {
+                send_to_port(&lab).map(Some)
+            })
+            .await?;
+            ensure!(answer.starts_with("server ") && answer.contains("hello"), "{answer}");
+            if end == "unplugged" {
+                pod.set_networks(&json!([])).await?;
+                pod.wait_interfaces(&[]).await?;
+                ensure!(port_rules(&lab)?.is_empty(), "{:?}", port_rules(&lab)?);
+                ensure!(send_to_port(&lab).is_err(), "the port of the node still answers");
+            } else {
+                // The network namespace is gone when the plugin is called.
+                pod.delete().await?;
+                wait::within(RELEASE_LIMIT, "the rules of the port to be removed", || async {
+                    let rules = port_rules(&lab)?;
+                    ensure!(rules.is_empty(), "{rules:?}");
+                    Ok(Some(()))
+                })
+                .await?;
+            }
+        }
+        wait_addresses_within(RELEASE_LIMIT, &lab, "node-1", &network_name(ns, "blue"), 0).await.map(drop)
+    })
+    .await
 }
 
 pub async fn a_plugin_gets_the_same_input_as_at_pod_start(lab: Lab) -> Result<()> {
@@ -316,7 +375,7 @@ pub async fn a_default_route_acts_and_the_replaced_one_comes_back(lab: Lab) -> R
         hot.wait_interfaces(&[]).await?;
         let after = default_routes(&hot)?;
         ensure!(after == before, "before: {before:?}\nafter: {after:?}");
-        hot.wait_reachable(&e2e::hotplug::node_address(&lab, "node-2")?).await
+        hot.wait_reachable(&node_address(&lab, "node-2")?).await
     })
     .await
 }

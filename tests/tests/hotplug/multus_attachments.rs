@@ -10,10 +10,11 @@ use anyhow::{Context as _, Result, ensure};
 use e2e::{
     bridge::WAIT_TIMEOUT,
     hotplug::{
-        LivePod, NETWORK_STATUS, NETWORKS, RELEASE_LIMIT, bridge_config, create_bridge_nad, element,
-        host_local_addresses, network_name, plain_pod, pod_with_networks, start_live_pod, start_live_pods,
-        wait_addresses_within,
+        LivePod, NETWORK_STATUS, NETWORKS, RELEASE_LIMIT, bridge_config, create_bridge_nad, delete_nad,
+        element, host_local_addresses, network_name, plain_pod, pod_with_networks, start_live_pod,
+        start_live_pods, wait_addresses_within,
     },
+    patchbay,
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
@@ -52,6 +53,63 @@ pub async fn attachments_of_pod_start_are_unplugged(lab: Lab) -> Result<()> {
         Ok(())
     })
     .await
+}
+
+/// The file that the multus daemon of a node was started with, as processes of the node see it.
+fn multus_config_file(lab: &Lab, node: &str) -> Result<String> {
+    let script = "for p in /proc/[0-9]*; do tr '\\0' '\\n' <$p/cmdline 2>/dev/null | grep -q multus-daemon || continue; \
+                  file=$(tr '\\0' '\\n' <$p/cmdline | sed -n 's/^-*config=//p'); [ -n \"$file\" ] && echo $p/root$file; done; true";
+    let text = lab.node(node).output(&["sh", "-c", script])?;
+    text.lines().next().map(str::to_owned).with_context(|| format!("no multus daemon runs on {node}"))
+}
+
+/// Sets the networks that multus attaches to every pod of a node, and restarts it.
+fn set_default_networks(lab: &Lab, node: &str, networks: &Value) -> Result<()> {
+    let file = multus_config_file(lab, node)?;
+    let mut config: Value = serde_json::from_str(&lab.node(node).output(&["cat", &file])?)?;
+    config["defaultNetworks"] = networks.clone();
+    lab.node(node).output(&["sh", "-c", "printf %s \"$1\" >\"$2\"", "sh", &config.to_string(), &file])?;
+    lab.restart(&format!("{node}/multus"))
+}
+
+pub async fn default_networks_of_multus_stay(lab: Lab) -> Result<()> {
+    const NODE: &str = "node-2";
+    let client = lab.client().await?;
+    let namespace = "kube-system".to_owned();
+    let system = TestNamespace { lab: lab.clone(), client: client.clone(), namespace };
+    create_bridge_nad(&system, "lab-default", "10.163.0.0/24").await?;
+    set_default_networks(&lab, NODE, &json!(["lab-default"]))?;
+    let outcome = with_namespace(&lab, "defaults", async |ns: &TestNamespace| {
+        create_bridge_nad(ns, "blue", "10.163.1.0/24").await?;
+        let networks = json!([element("blue", "lan")]);
+        let pod = start_live_pod(ns, pod_with_networks("p", NODE, &networks)).await?;
+        ensure!(pod.link_names()?.into_iter().eq(["lan", "net1"]), "{:?}", pod.link_names()?);
+        let index = pod.link_index("net1")?;
+        let without = async |round: &str| {
+            pod.set_networks(&json!([])).await?;
+            pod.wait_interfaces(&["net1"]).await.with_context(|| round.to_owned())?;
+            ensure!(pod.link_index("net1")? == index, "{round}: net1 was made again");
+            anyhow::Ok(())
+        };
+        without("the network of the annotation").await?;
+        // Another daemon has not seen what the annotation named at the start of the pod.
+        patchbay::restart_daemon(&lab, &client, NODE).await?;
+        pod.set_networks(&networks).await?;
+        pod.wait_interfaces(&["lan", "net1"]).await?;
+        without("after a restart of the daemon").await?;
+        let events = pod.events().await?;
+        ensure!(!events.iter().any(|event| event.message.contains("net1")), "{events:?}");
+        pod.delete().await?;
+        for owner in [ns, &system] {
+            let name = if owner.namespace == ns.namespace { "blue" } else { "lab-default" };
+            wait_addresses_within(RELEASE_LIMIT, &lab, NODE, &network_name(owner, name), 0).await?;
+        }
+        Ok(())
+    })
+    .await;
+    set_default_networks(&lab, NODE, &json!([]))?;
+    delete_nad(&system, "lab-default").await?;
+    outcome
 }
 
 fn base64(text: &str) -> String {
@@ -143,9 +201,25 @@ pub async fn attachments_of_the_original_are_unplugged_and_released(lab: Lab) ->
     .await
 }
 
+/// The name of the pod of [`create_original`].
+pub const ORIGINAL: &str = "dynamic-networks-controller-ds-t";
+
+/// Waits for an event of a Node that its daemon reported.
+pub async fn node_event(lab: &Lab, node: &str, reason: &str) -> Result<()> {
+    let fields =
+        format!("--field-selector=involvedObject.kind=Node,involvedObject.name={node},reason={reason}");
+    let lines = "jsonpath={range .items[*]}{.reportingComponent} {.message}{\"\\n\"}{end}";
+    wait::until(WAIT_TIMEOUT, &format!("event {reason} of {node}"), || async {
+        let events = lab.kubectl(&["get", "events", "-A", &fields, "-o", lines])?;
+        let event = events.lines().find(|line| line.starts_with("patchbay-node"));
+        Ok(event.map(|line| println!("{line}")))
+    })
+    .await
+}
+
 /// A pod with the label of multus-dynamic-networks-controller.
-async fn create_original(lab: &Lab, namespace: &str, node: &str) -> Result<()> {
-    let object = pod("dynamic-networks-controller-ds-t").on(node).label("app", "dynamic-networks-controller");
+pub async fn create_original(lab: &Lab, namespace: &str, node: &str) -> Result<()> {
+    let object = pod(ORIGINAL).on(node).label("app", "dynamic-networks-controller");
     let object: Pod = serde_json::from_value(object.object())?;
     let pods: Api<Pod> = Api::namespaced(lab.client().await?, namespace);
     wait::until(WAIT_TIMEOUT, "the pod to be admitted", || async {
@@ -153,7 +227,7 @@ async fn create_original(lab: &Lab, namespace: &str, node: &str) -> Result<()> {
     })
     .await?;
     wait::until(WAIT_TIMEOUT, "the pod to run", || async {
-        let phase = pods.get("dynamic-networks-controller-ds-t").await?.status.and_then(|s| s.phase);
+        let phase = pods.get(ORIGINAL).await?.status.and_then(|s| s.phase);
         Ok((phase.as_deref() == Some("Running")).then_some(()))
     })
     .await
@@ -172,20 +246,7 @@ pub async fn nothing_is_plugged_while_the_original_runs_on_the_node(lab: Lab) ->
         create_original(&lab, "kube-system", "node-1").await?;
         let system: Api<Pod> = Api::namespaced(lab.client().await?, "kube-system");
         let outcome = async {
-            wait::until(WAIT_TIMEOUT, "an event of the Node", || async {
-                let arguments = [
-                    "get",
-                    "events",
-                    "-A",
-                    "--field-selector=involvedObject.kind=Node,involvedObject.name=node-1",
-                    "-o",
-                    "jsonpath={range .items[*]}{.reportingComponent} {.reason} {.message}{\"\\n\"}{end}",
-                ];
-                let events = lab.kubectl(&arguments)?;
-                let event = events.lines().find(|line| line.contains("dynamic-networks-controller"));
-                Ok(event.filter(|line| line.starts_with("patchbay-node")).map(|line| println!("{line}")))
-            })
-            .await?;
+            node_event(&lab, "node-1", "HotplugStandDown").await?;
             plugged.set_networks(&json!([element("blue", "net1")])).await?;
             other.set_networks(&json!([element("blue", "net1")])).await?;
             other.wait_interfaces(&["net1"]).await.context("the other node")?;
@@ -198,7 +259,7 @@ pub async fn nothing_is_plugged_while_the_original_runs_on_the_node(lab: Lab) ->
         .await;
         let params = DeleteParams::default().grace_period(0);
         let left = Instant::now();
-        system.delete("dynamic-networks-controller-ds-t", &params).await?;
+        system.delete(ORIGINAL, &params).await?;
         outcome?;
         plugged.wait_interfaces_within(Duration::from_secs(10), &["net1"]).await?;
         let took = left.elapsed();

@@ -3,8 +3,8 @@
 use anyhow::{Context as _, Result, ensure};
 use e2e::{
     hotplug::{
-        RELEASE_LIMIT, bridge_config, create_nad, element, host_local_addresses, network_name, plain_pod,
-        pod_with_networks, start_live_pods, wait_addresses_within,
+        LivePod, RELEASE_LIMIT, bridge_config, create_nad, element, host_local_addresses, network_name,
+        plain_pod, pod_with_networks, start_live_pods, wait_addresses_within,
     },
     patchbay,
 };
@@ -31,7 +31,7 @@ pub async fn nodes_with_crio_thin_multus_or_no_multus_are_served(lab: Lab) -> Re
     let outcome = with_namespace(&lab, "kinds", async |ns: &TestNamespace| {
         create_nad(ns, "blue", &bridge_config(ns, "blue", "10.195.0.0/24")).await?;
         create_nad(ns, "red", &bridge_config(ns, "red", "10.195.1.0/24")).await?;
-        let checks = KINDS.map(|(node, options)| check_node(ns, node, options.multus));
+        let checks = KINDS.map(|(node, options)| check_node(ns, node, options));
         futures::future::try_join_all(checks).await?;
         check_first_contact(ns, "node-5").await
     })
@@ -46,7 +46,8 @@ pub async fn nodes_with_crio_thin_multus_or_no_multus_are_served(lab: Lab) -> Re
 }
 
 /// Plugs, unplugs and deletes on one node.
-async fn check_node(ns: &TestNamespace, node: &str, multus: Multus) -> Result<()> {
+async fn check_node(ns: &TestNamespace, node: &str, options: NodeOptions) -> Result<()> {
+    let NodeOptions { runtime, multus } = options;
     let lab = &ns.lab;
     let (first, second) = (format!("first-{node}"), format!("second-{node}"));
     let pods = [pod_with_networks(&first, node, &json!([element("blue", "net1")])), plain_pod(&second, node)];
@@ -60,6 +61,9 @@ async fn check_node(ns: &TestNamespace, node: &str, multus: Multus) -> Result<()
         pod.wait_interfaces(&["net1", "net2"]).await?;
     }
     first.wait_reachable(&second.address("net2")?).await?;
+    if runtime == Runtime::CriO {
+        check_restart(&second).await.context(node.to_owned())?;
+    }
     // The first attachment is one of multus, where there is one.
     first.set_networks(&json!([element("red", "net2")])).await?;
     first.wait_interfaces(&["net2"]).await?;
@@ -73,5 +77,22 @@ async fn check_node(ns: &TestNamespace, node: &str, multus: Multus) -> Result<()
             .await
             .context(node.to_owned())?;
     }
+    Ok(())
+}
+
+/// An edit while CRI-O is down is applied when it is back, and no interface changes.
+async fn check_restart(pod: &LivePod) -> Result<()> {
+    let (lab, crio) = (&pod.ns.lab, format!("{}/crio", pod.node));
+    let both = json!([element("blue", "net1"), element("red", "net2")]);
+    let index = pod.link_index("net2")?;
+    lab.kill(&crio)?;
+    pod.set_networks(&json!([element("red", "net2"), element("blue", "net3")])).await?;
+    lab.restart(&crio)?;
+    pod.wait_interfaces(&["net2", "net3"]).await?;
+    pod.set_networks(&both).await?;
+    pod.wait_interfaces(&["net1", "net2"]).await?;
+    ensure!(pod.link_index("net2")? == index, "net2 was made again");
+    let held = host_local_addresses(lab, &pod.node, &network_name(&pod.ns, "blue"));
+    ensure!(held.len() == 2, "{held:?}");
     Ok(())
 }

@@ -36,9 +36,21 @@ pub async fn with_daemon_variable<F>(lab: &Lab, name: &str, value: &str, test: F
 where
     F: AsyncFnOnce() -> Result<()>,
 {
-    patch_daemon_container(lab, json!({"env": [{"name": name, "value": value}]})).await?;
+    with_daemon_variables(lab, &[(name, value)], test).await
+}
+
+/// The same with several variables.
+pub async fn with_daemon_variables<F>(lab: &Lab, variables: &[(&str, &str)], test: F) -> Result<()>
+where
+    F: AsyncFnOnce() -> Result<()>,
+{
+    let set: Vec<Value> =
+        variables.iter().map(|(name, value)| json!({"name": name, "value": value})).collect();
+    let unset: Vec<Value> =
+        variables.iter().map(|(name, _)| json!({"name": name, "$patch": "delete"})).collect();
+    patch_daemon_container(lab, json!({"env": set})).await?;
     let outcome = test().await;
-    patch_daemon_container(lab, json!({"env": [{"name": name, "$patch": "delete"}]})).await?;
+    patch_daemon_container(lab, json!({"env": unset})).await?;
     outcome
 }
 
@@ -90,31 +102,6 @@ pub async fn hot_plug_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
         set(&all.iter().collect::<Vec<_>>()).await?;
     }
     outcome
-}
-
-pub async fn namespace_isolation_is_honoured(lab: Lab) -> Result<()> {
-    with_namespace(&lab, "tenant-a", async |owner: &TestNamespace| {
-        create_bridge_nad(owner, "blue", "10.181.0.0/24").await?;
-        with_namespace(&lab, "tenant-b", async |ns: &TestNamespace| {
-            create_bridge_nad(ns, "own", "10.181.1.0/24").await?;
-            let pod = start_live_pod(ns, plain_pod("p", "node-1")).await?;
-            let networks = json!([
-                {"name": "blue", "namespace": owner.namespace, "interface": "net1"}, element("own", "net2"),
-            ]);
-            with_daemon_variable(&lab, "PATCHBAY_NAMESPACE_ISOLATION", "true", async || {
-                pod.set_networks(&networks).await?;
-                pod.wait_interfaces(&["net2"]).await?;
-                let event = pod.wait_event("NamespaceForbidden", &owner.namespace).await?;
-                println!("{}", event.message);
-                pod.wait_state("blue", "Refused", "NamespaceForbidden").await.map(drop)
-            })
-            .await?;
-            // Without isolation, as multus is configured on the lab, the network is attached.
-            pod.wait_interfaces(&["net1", "net2"]).await
-        })
-        .await
-    })
-    .await
 }
 
 pub async fn with_hotplug_off_only_own_attachments_are_torn_down(lab: Lab) -> Result<()> {

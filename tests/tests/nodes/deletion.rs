@@ -10,6 +10,7 @@ use e2e::{
     hotplug::create_nad,
     patchbay,
 };
+use k8s_openapi::api::core::v1::Pod;
 use kube::api::{DeleteParams, PostParams};
 use lab::{
     Lab,
@@ -120,38 +121,44 @@ pub async fn a_network_in_use_is_deleted_within_3_s_of_its_last_user(lab: Lab) -
 pub async fn an_address_holds_its_network_although_no_annotation_names_it(lab: Lab) -> Result<()> {
     with_namespace(&lab, "holds", async |ns: &TestNamespace| {
         let client = &ns.client;
+        // Two addresses, so that every one that is not free is missed.
         let spec = || json!({"ipam": {"subnets": ["10.61.0.0/30"]}});
-        start_network(client, "holds", spec()).await?;
+        start_network(client, "tiny", spec()).await?;
         let config = json!({
-            "cniVersion": "1.0.0", "name": "holds-lan", "type": "bridge", "bridge": "holds-lan",
-            "ipam": {"type": "patchbay-ipam", "network": "holds"},
+            "cniVersion": "1.0.0", "name": "lan", "type": "macvlan", "master": "eth1", "mode": "bridge",
+            "ipam": {"type": "patchbay-ipam", "network": "tiny"},
         });
         create_nad(ns, "lan", &config).await?;
-        let holder = ns.start_pod(attached_pod("holder", "node-1", "lan")).await?;
-        let addresses = net1_addresses(&holder)?;
+        let web = ns.start_pod(attached_pod("web-0", "node-1", "lan")).await?;
+        let addresses = net1_addresses(&web)?;
         let broken = r#"k8s.v1.cni.cncf.io/networks=[{"name":"lan","#;
-        lab.kubectl(&["-n", &ns.namespace, "annotate", "pod", "holder", "--overwrite", broken])?;
-        delete_network(client, "holds").await?;
+        lab.kubectl(&["-n", &ns.namespace, "annotate", "pod", "web-0", "--overwrite", broken])?;
+        delete_network(client, "tiny").await?;
         let message = wait::until(WAIT_TIMEOUT, "the condition InUse", || async {
-            let object = networks(client).get("holds").await?;
+            let object = networks(client).get("tiny").await?;
             let (status, reason, message) = condition(&object, "InUse");
             Ok((status == "True" && reason == "AddressesInUse").then_some(message))
         })
         .await?;
-        let pod = format!("node node-1: 1 ({}/holder)", ns.namespace);
+        let pod = format!("node node-1: 1 ({}/web-0)", ns.namespace);
         ensure!(message.contains(&pod), "{message}");
+        ensure!(create_network(client, "tiny", spec()).await.is_err(), "the network was created again");
+        let second: Pod = serde_json::from_value(attached_pod("web-1", "node-1", "lan").object())?;
+        let refused = ns.pods().create(&PostParams::default(), &second).await.err();
+        let refused = refused.context("a pod of a network that is being deleted was admitted")?.to_string();
+        ensure!(refused.contains("tiny"), "{refused}");
         // No block of the network is deleted, however long its deletion takes.
-        ensure!(!blocks(client, "holds").await?.is_empty(), "the block of a used address was deleted");
-        ns.exec("holder", &["ip", "addr", "show", "net1"])?;
-        lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "holder", "--now"])?;
-        wait_deleted(client, "holds").await?;
-        ensure!(blocks(client, "holds").await?.is_empty(), "blocks of a deleted network are left");
+        ensure!(!blocks(client, "tiny").await?.is_empty(), "the block of a used address was deleted");
+        ns.exec("web-0", &["ip", "addr", "show", "net1"])?;
+        lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "web-0", "--now"])?;
+        wait_deleted(client, "tiny").await?;
+        ensure!(blocks(client, "tiny").await?.is_empty(), "blocks of a deleted network are left");
 
         // The new network of the name allocates every address again, and each once.
-        start_network(client, "holds", spec()).await?;
+        start_network(client, "tiny", spec()).await?;
         let [first, second] = [
-            ns.start_pod(attached_pod("first", "node-1", "lan")).await?,
-            ns.start_pod(attached_pod("second", "node-2", "lan")).await?,
+            ns.start_pod(attached_pod("web-1", "node-1", "lan")).await?,
+            ns.start_pod(attached_pod("web-2", "node-2", "lan")).await?,
         ];
         let (first, second) = (net1_addresses(&first)?, net1_addresses(&second)?);
         ensure!(first != second && (first == addresses || second == addresses), "{first:?} {second:?}");
@@ -159,8 +166,8 @@ pub async fn an_address_holds_its_network_although_no_annotation_names_it(lab: L
     })
     .await?;
     let client = lab.client().await?;
-    delete_network(&client, "holds").await?;
-    wait_deleted(&client, "holds").await.map(drop)
+    delete_network(&client, "tiny").await?;
+    wait_deleted(&client, "tiny").await.map(drop)
 }
 
 pub async fn a_deleted_node_does_not_block_deletion(lab: Lab) -> Result<()> {
