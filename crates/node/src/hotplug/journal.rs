@@ -139,7 +139,9 @@ impl Records {
                 &record.key
             }
             JournalEntry::Removed(key) => key,
-            JournalEntry::Attachment(_) | JournalEntry::Routes(..) | JournalEntry::Requested(..) => return false,
+            JournalEntry::Attachment(_) | JournalEntry::Routes(..) | JournalEntry::Requested(..) => {
+                return false;
+            }
         };
         let known = self.attachments.get(key);
         known.is_some_and(|known| matches!(known.phase, RecordPhase::Intent { .. }))
