@@ -270,7 +270,7 @@ fn a_requested_address_is_validated() {
             "fd00::1",
             Some(
                 "InternalError: network \"blue\" has no IPv6 subnet: remove fd00::1 from annotation network.kubevirt.io/addresses, \
-                 or add a subnet to spec.ipam.subnets of the BridgeNetwork"
+                 remove annotation patchbay.dev/addresses of the IPAMClaim, or add a subnet to spec.ipam.subnets of the BridgeNetwork"
                     .to_owned(),
             ),
         ),
