@@ -41,6 +41,8 @@ const NAME: &str = "hot-plug journal";
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The room that is reserved for the result of an ADD, besides the record of its intent. A result has some hundred bytes.
 const RESULT_ROOM: u64 = 32 * 1024;
+/// The room that is reserved for the default routes of a pod, if an attachment is going to replace them.
+const ROUTES_ROOM: u64 = 16 * 1024;
 /// Bounds the records that share an fsync.
 const MAX_BATCH: usize = 256;
 
@@ -52,7 +54,7 @@ enum JournalEntry {
     Attachment(Arc<AttachmentRecord>),
     /// Also removes the routes.
     Removed(AttachmentKey),
-    /// The default routes of the pod before an attachment with `default-route` replaced them.
+    /// The default routes of the pod before an attachment with `default-route` replaced them. Empty until they are known.
     Routes(AttachmentKey, Vec<Value>),
     /// The attachments of other programs that a pod was seen to request, by the UID that the container runtime uses. Replaces
     /// those of the pod. Versions that do not know it detach by the annotation alone.
@@ -119,6 +121,8 @@ impl Records {
         };
         let known = self.attachments.iter().filter_map(|(key, record)| Some((key, room(record)?)));
         let mut rooms: BTreeMap<&AttachmentKey, u64> = known.collect();
+        let expected = self.routes.iter().filter(|(_, routes)| routes.is_empty());
+        let mut expected: BTreeSet<&AttachmentKey> = expected.map(|(key, _)| key).collect();
         for entry in entries {
             match entry {
                 JournalEntry::Attachment(record) => match room(record) {
@@ -126,22 +130,27 @@ impl Records {
                     None => _ = rooms.remove(&record.key),
                 },
                 JournalEntry::Removed(key) => _ = rooms.remove(key),
-                JournalEntry::Routes(..) | JournalEntry::Requested(..) => {}
+                JournalEntry::Routes(key, routes) if routes.is_empty() => _ = expected.insert(key),
+                JournalEntry::Routes(key, _) => _ = expected.remove(key),
+                JournalEntry::Requested(..) => {}
             }
         }
-        rooms.values().sum()
+        let expected = expected.into_iter().filter(|key| rooms.contains_key(key));
+        rooms.values().sum::<u64>() + expected.map(|_| ROUTES_ROOM).sum::<u64>()
     }
 
-    /// Whether room is reserved for an entry: it ends an ADD that was announced.
+    /// Whether room is reserved for an entry: it ends an ADD that was announced, or has the routes that it replaces.
     fn has_room(&self, entry: &JournalEntry) -> bool {
         let key = match entry {
+            JournalEntry::Routes(key, routes) => {
+                let expected = self.routes.get(key).is_some_and(Vec::is_empty);
+                return expected && !routes.is_empty();
+            }
             JournalEntry::Attachment(record) if !matches!(record.phase, RecordPhase::Intent { .. }) => {
                 &record.key
             }
             JournalEntry::Removed(key) => key,
-            JournalEntry::Attachment(_) | JournalEntry::Routes(..) | JournalEntry::Requested(..) => {
-                return false;
-            }
+            JournalEntry::Attachment(_) | JournalEntry::Requested(..) => return false,
         };
         let known = self.attachments.get(key);
         known.is_some_and(|known| matches!(known.phase, RecordPhase::Intent { .. }))
@@ -267,14 +276,23 @@ impl AttachmentJournal {
         self.write(JournalEntry::Attachment(Arc::new(record)), Effect::Happened).await
     }
 
-    /// Records the default routes of a pod before an attachment replaces them. On disk when this succeeds.
+    /// Records the default routes of a pod before an attachment replaces them. On disk when this succeeds. Before the ADD,
+    /// without routes: they will be replaced, and there is room for them also if the disk is full then.
     pub async fn save_routes(&self, key: AttachmentKey, routes: Vec<Value>) -> Result<(), NotRecorded> {
+        if lock(&self.records).routes.get(&key) == Some(&routes) {
+            return Ok(());
+        }
         self.write(JournalEntry::Routes(key, routes), Effect::Announced).await
     }
 
     /// The routes of [`Self::save_routes`].
     pub fn saved_routes(&self, key: &AttachmentKey) -> Vec<Value> {
         lock(&self.records).routes.get(key).cloned().unwrap_or_default()
+    }
+
+    /// Whether an attachment that is not finished replaces the default routes of its pod, or has begun to.
+    pub fn changes_routes(&self, key: &AttachmentKey) -> bool {
+        lock(&self.records).routes.contains_key(key)
     }
 
     /// The attachments of [`Self::set_requested`].
@@ -407,10 +425,11 @@ impl Writer {
         let mut records = lock(&self.records);
         let mut replies = Vec::new();
         for (PendingWrite { entry, effect, done }, has_room) in batch.into_iter().zip(has_room) {
-            if saved.is_ok() || effect == Effect::Happened {
+            let written = if has_room { &kept } else { &saved };
+            if written.is_ok() || effect == Effect::Happened {
                 records.apply(entry);
             }
-            replies.push((done, if has_room { kept.clone() } else { saved.clone() }));
+            replies.push((done, written.clone()));
         }
         drop(records);
         for (done, saved) in replies {

@@ -92,6 +92,11 @@ async fn saved_routes_end_with_their_attachment() {
     let (key, routes) = (record("a", "net1", intent()).key, vec![json!({"gateway": "10.0.0.1"})]);
     let journal = AttachmentJournal::open(&dir.0).unwrap();
     journal.announce(record("a", "net1", intent())).await.unwrap();
+    assert!(!journal.changes_routes(&key));
+    journal.save_routes(key.clone(), Vec::new()).await.unwrap();
+    drop(journal);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert!(journal.changes_routes(&key));
     journal.save_routes(key.clone(), routes.clone()).await.unwrap();
     drop(journal);
     let journal = AttachmentJournal::open(&dir.0).unwrap();
@@ -187,6 +192,39 @@ fn the_result_of_an_announced_attachment_is_recorded_on_a_full_disk() {
             disk.empty();
             journal.announce(record("d", "net1", intent())).await.unwrap();
             assert_eq!(*journal.problem().borrow(), None);
+        });
+    });
+}
+
+#[test]
+fn the_routes_that_an_announced_attachment_replaces_are_recorded_on_a_full_disk() {
+    with_small_disk("hotplug-routes", |disk| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            let (with, without) = (record("a", "net1", intent()).key, record("b", "net1", intent()).key);
+            let routes = vec![json!({"gateway": "10.0.0.1", "more": "x".repeat(8000)})];
+            for pod in ["a", "b"] {
+                journal.announce(record(pod, "net1", intent())).await.unwrap();
+            }
+            journal.save_routes(with.clone(), Vec::new()).await.unwrap();
+            disk.fill();
+            journal.save_routes(without, routes.clone()).await.unwrap_err();
+            // No routes are to be replaced.
+            journal.save_routes(with.clone(), Vec::new()).await.unwrap();
+            let (saved, refused) = futures::join!(
+                journal.save_routes(with.clone(), routes.clone()),
+                journal.announce(record("c", "net1", intent())),
+            );
+            assert!(saved.is_ok() && refused.is_err(), "{saved:?} {refused:?}");
+            assert_eq!(journal.saved_routes(&with), routes);
+            for pod in ["a", "b"] {
+                journal.update(record(pod, "net1", with_result())).await.unwrap();
+            }
+            drop(journal);
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            assert_eq!(journal.saved_routes(&with), routes);
+            assert_eq!([phases(&journal, "a"), phases(&journal, "b")], [[with_result()], [with_result()]]);
         });
     });
 }

@@ -211,7 +211,7 @@ fn a_renamed_link_of_the_pods_start_is_found_by_its_peer_or_mac_and_deleted_only
             let step = plan(input, |_| ready("a"), &mut Reported::default()).step;
             let leftover = step.map(|step| match step {
                 Step::Remove(step) => step.leftover_links,
-                Step::Add(_) | Step::Finish(_) | Step::Forget(_) => panic!("{step:?}"),
+                Step::Add(_) | Step::Finish(..) | Step::Forget(_) => panic!("{step:?}"),
             });
             assert_eq!(leftover, expected);
         }
