@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::{fs, path::PathBuf};
 
 use api::selection::NadRef;
 use plan::hotplug::{AttachedRecord, Origin, PodIdentity};
@@ -127,6 +127,39 @@ async fn damage_is_reported_and_keeps_what_is_readable() {
     // The problem stays although the journal can be written.
     journal.announce(record("d", "net1", intent())).await.unwrap();
     assert_eq!(journal.problem().borrow().as_deref(), Some(problem.as_str()));
+    assert!(journal.is_damaged());
+}
+
+#[tokio::test]
+async fn damage_is_reported_over_restarts_until_the_files_that_were_kept_are_deleted() {
+    let dir = StateDir::new("unhandled");
+    let open = || AttachmentJournal::open(&dir.0).unwrap();
+    let journal = open();
+    journal.announce(record("a", "net1", intent())).await.unwrap();
+    assert!(!journal.is_damaged());
+    drop(journal);
+    fs::remove_file(dir.journal()).unwrap();
+    open().announce(record("b", "net1", intent())).await.unwrap();
+    let damaged = [b"damaged\n", &fs::read(dir.journal()).unwrap()[..]].concat();
+    fs::write(dir.journal(), &damaged).unwrap();
+    drop(open());
+    let journal = open();
+    assert_eq!(journal.pods(), ["uid-b".to_owned()].into());
+    let kept = ["journal.damaged", "journal.damaged.2"].map(|name| dir.0.join("hotplug").join(name));
+    assert_eq!(kept.clone().map(|file| fs::read(file).unwrap()), [Vec::new(), damaged]);
+    let mut problem = journal.problem();
+    let text = problem.borrow().clone().unwrap();
+    assert!(kept.iter().all(|file| text.contains(&file.display().to_string())), "{text}");
+
+    for file in &kept {
+        fs::remove_file(file).unwrap();
+    }
+    // Without a restart and without a write.
+    let handled = tokio::time::timeout(4 * RETRY_INTERVAL, problem.wait_for(Option::is_none));
+    assert_eq!(*handled.await.expect("the problem stays").unwrap(), None);
+    assert!(!journal.is_damaged());
+    drop(journal);
+    assert!(!open().is_damaged());
 }
 
 #[tokio::test]
