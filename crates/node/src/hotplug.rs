@@ -284,6 +284,7 @@ pub async fn start(
     let multus = MultusConfigReader::new(host.clone(), sources);
     // Each call of a plugin sets them anew.
     let plugin_dirs = settings.plugin_dirs(&MultusConfig::default());
+    let own_results = config.executor.cache_dir.clone();
     let executor_config = ExecutorConfig { plugin_dirs, timeout: settings.plugin_timeout, ..config.executor };
     let executor = Executor::new(host.clone(), executor_config, config.executor_metrics);
     let (nads, nad_watch) =
@@ -308,7 +309,7 @@ pub async fn start(
         next_namespace_poll: Mutex::default(),
         monitor,
         watched: WatchedNamespaces::default(),
-        recorded: MultusCacheReader::new(host, multus.clone(), boot.clone()),
+        recorded: MultusCacheReader::new(host, multus.clone(), own_results, boot.clone()),
         multus,
         settings,
         writer: PodStatusWriter::new(client, ApiCall::new(DEFAULT_TIMEOUT, || ())),

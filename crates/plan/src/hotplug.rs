@@ -37,7 +37,7 @@ pub use decide::plan;
 pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
 pub use failures::{FailedAttempt, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
-pub use identify::identify_links;
+pub use identify::{identify_links, identify_rebuilt};
 pub use multus::{
     IsolationSettings, MultusConfig, MultusFacts, MultusState, NamespaceAccess, decide_multus,
     mounts_cni_config,

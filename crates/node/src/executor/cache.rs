@@ -36,6 +36,9 @@ struct CachedResult<'a> {
     #[serde(skip_serializing_if = "Map::is_empty")]
     capability_args: &'a Map<String, Value>,
     result: &'a RawValue,
+    /// The NAD. Only results of this executor have the key: the container runtime writes its own into the same directory.
+    #[serde(rename = "patchbay.dev/network")]
+    nad: &'a str,
 }
 
 /// What is read of a file of the result cache.
@@ -70,6 +73,7 @@ pub fn render(
         cni_args: &request.cni_args,
         capability_args,
         result,
+        nad: &request.nad,
     };
     Ok(serde_json::to_vec(&cached)?)
 }

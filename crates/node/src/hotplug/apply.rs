@@ -6,8 +6,8 @@ use api::{ErrorChain, nad_config::NadConfig, network_status::NetworkStatus};
 use link::{DefaultRoute, SkipReason};
 use plan::{
     hotplug::{
-        AddStep, AttachedRecord, AttachmentRecord, DelMode, LinkIdentity, Origin, RecordPhase, RemoveStep,
-        Step,
+        AddStep, AttachedRecord, AttachmentRecord, DelMode, FilteredRoutes, LinkIdentity, Origin,
+        RecordPhase, RemoveStep, Step,
     },
     ipam::AttachmentKey,
 };
@@ -15,6 +15,7 @@ use tracing::{info, warn};
 
 use super::{
     Deps,
+    journal::NotRecorded,
     metrics::FailureReason,
     pod_namespace::{NamespaceError, ObservedNamespace, created_links},
     sandboxes::PodNetwork,
@@ -50,6 +51,12 @@ pub enum StepOutcome {
     Skipped,
 }
 
+impl From<NotRecorded> for AttachmentStepError {
+    fn from(error: NotRecorded) -> Self {
+        Self { reason: FailureReason::Journal, text: error.to_string() }
+    }
+}
+
 impl From<NamespaceError> for AttachmentStepError {
     fn from(error: NamespaceError) -> Self {
         Self { reason: FailureReason::Links, text: ErrorChain(&error).to_string() }
@@ -77,8 +84,8 @@ impl Deps {
         let applied = match step {
             Step::Add(step) => self.add(&step).await,
             Step::Remove(step) => self.remove(&step).await,
-            Step::Finish(record) => {
-                self.finish(*record).await;
+            Step::Finish(record, filtered_routes) => {
+                self.finish(*record, filtered_routes).await;
                 Ok(StepOutcome::Done)
             }
             Step::Forget(key) => {
@@ -96,7 +103,18 @@ impl Deps {
     }
 
     /// Records an attachment whose ADD succeeded before the daemon could record that.
-    async fn finish(&self, record: AttachmentRecord) {
+    async fn finish(&self, record: AttachmentRecord, filtered_routes: FilteredRoutes) {
+        let links = record.attached().map_or(&[][..], |attached| &attached.links);
+        if let Some(index) = own_link(&record.key.interface, links)
+            && let Err(error) = self.filter_routes(&record.netns, index, filtered_routes).await
+        {
+            warn!(pod = record.pod.name, interface = record.key.interface, error = %ErrorChain(&error), "cannot complete an attachment, repeating it");
+            // Without its result it is undone.
+            if let Ok(request) = del_request(&record, DelMode::WithNamespace) {
+                self.executor.forget_result(&request).await;
+            }
+            return;
+        }
         info!(
             pod = %format_args!("{}/{}", record.pod.namespace, record.pod.name),
             network = %record.nad,
@@ -116,8 +134,8 @@ impl Deps {
         namespace: &ObservedNamespace,
     ) -> Option<AttachedRecord> {
         let RecordPhase::Intent { links_before } = &record.phase else { return None };
-        // The routes of the pod were about to change.
-        if !self.journal.saved_routes(&record.key).is_empty() {
+        // The default routes of the pod were about to change, and may be half changed.
+        if self.journal.changes_routes(&record.key) {
             return None;
         }
         let request = del_request(record, DelMode::WithNamespace).ok()?;
@@ -177,20 +195,18 @@ impl Deps {
         let before: Vec<u32> = before.iter().map(|link| link.index).collect();
         let intent = step.intent(before.clone());
         let key = intent.key.clone();
-        let announced = self.journal.announce(intent.clone()).await;
-        announced.map_err(|error| AttachmentStepError {
-            reason: FailureReason::Journal,
-            text: error.to_string(),
-        })?;
+        self.journal.announce(intent.clone()).await?;
+        if !step.default_route.is_empty()
+            && let Err(error) = self.journal.save_routes(key.clone(), Vec::new()).await
+        {
+            self.record_nothing_ran(intent).await;
+            return Err(error.into());
+        }
         let added = match self.executor.add(&request, permit).await {
             Err(ExecError::Stopping) => return Ok(StepOutcome::Skipped),
             Err(error) => {
                 if ran_nothing(&error, &request) {
-                    // Nothing is to be undone.
-                    let removed = AttachmentRecord { phase: RecordPhase::Removed, ..intent };
-                    if let Err(error) = self.journal.update(removed).await {
-                        warn!(error = %error, "a failed attachment cannot be recorded yet");
-                    }
+                    self.record_nothing_ran(intent).await;
                 }
                 return Err(error.into());
             }
@@ -221,6 +237,27 @@ impl Deps {
         Ok(StepOutcome::Done)
     }
 
+    /// Nothing of an announced attachment is to be undone.
+    async fn record_nothing_ran(&self, intent: AttachmentRecord) {
+        let removed = AttachmentRecord { phase: RecordPhase::Removed, ..intent };
+        if let Err(error) = self.journal.update(removed).await {
+            warn!(error = %error, "a failed attachment cannot be recorded yet");
+        }
+    }
+
+    /// Deletes default routes over a link.
+    async fn filter_routes(
+        &self,
+        netns: &str,
+        index: u32,
+        filtered_routes: FilteredRoutes,
+    ) -> Result<(), NamespaceError> {
+        if filtered_routes == FilteredRoutes::default() {
+            return Ok(());
+        }
+        self.namespaces.remove_default_routes(netns, index, filtered_routes).await
+    }
+
     /// Directs the default routes of the pod through the new interface, or removes the ones over it. Returns those that
     /// were replaced, in the form of the record.
     async fn set_default_routes(
@@ -234,20 +271,14 @@ impl Deps {
             reason: FailureReason::Route,
             text: format!("cannot set the default route: {}", ErrorChain(&error)),
         };
-        let own = links.iter().find(|link| link.name == step.interface.as_str()).or(links.first());
-        let Some(index) = own.and_then(|link| link.index) else {
+        let Some(index) = own_link(step.interface.as_str(), links) else {
             if step.default_route.is_empty() {
                 return Ok(Vec::new());
             }
             let text = "cannot set the default route: the plugin created no interface in the pod".to_owned();
             return Err(AttachmentStepError { reason: FailureReason::Route, text });
         };
-        if step.filtered_routes.ipv4 || step.filtered_routes.ipv6 {
-            self.namespaces
-                .remove_default_routes(netns, index, step.filtered_routes)
-                .await
-                .map_err(failed)?;
-        }
+        self.filter_routes(netns, index, step.filtered_routes).await.map_err(failed)?;
         if step.default_route.is_empty() {
             return Ok(Vec::new());
         }
@@ -258,11 +289,7 @@ impl Deps {
             requested && !route.is_advertised() && !route.links.contains(&index)
         };
         let others = present.iter().filter(is_replaced).filter_map(to_value).collect();
-        let saved = self.journal.save_routes(key.clone(), others).await;
-        saved.map_err(|error| AttachmentStepError {
-            reason: FailureReason::Journal,
-            text: error.to_string(),
-        })?;
+        self.journal.save_routes(key.clone(), others).await?;
         let gateways = step.default_route.clone();
         let replaced =
             self.namespaces.replace_default_routes(netns, index, gateways).await.map_err(failed)?;
@@ -427,6 +454,11 @@ fn attachment_links(
     };
     let (named, others): (Vec<_>, Vec<_>) = created.into_iter().partition(is_named);
     if named.is_empty() { others.into_iter().filter(has_mac).collect() } else { named }
+}
+
+/// The index of the link that has the requested name, or of the first one.
+fn own_link(interface: &str, links: &[LinkIdentity]) -> Option<u32> {
+    links.iter().find(|link| link.name == interface).or(links.first())?.index
 }
 
 /// Whether no plugin was started before an ADD failed.

@@ -337,9 +337,12 @@ fn text(error: impl std::error::Error + 'static) -> String {
     ErrorChain(&error).to_string()
 }
 
-/// Takes over the attachments that multus-dynamic-networks-controller left behind in ended sandboxes: records them, so that
-/// the workers of their pods remove them.
+/// Takes over the attachments that multus-dynamic-networks-controller left behind in ended sandboxes, and those of which the
+/// journal was lost: records them, so that the workers of their pods remove them.
 async fn ended_scan(deps: Arc<Deps>) -> Result<EndedScan, String> {
+    if !deps.journal.is_loaded() {
+        return Err("the hot-plug journal was not read yet".to_owned());
+    }
     let listed = deps.locator.list().await;
     deps.report_runtime(listed.as_ref().err());
     let running = listed.map_err(text)?.running_ids();

@@ -9,7 +9,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs, io,
     path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -37,10 +36,15 @@ use crate::store::journal::{self, Codec, Damage};
 const DIRECTORY: &str = "hotplug";
 /// What messages call the journal.
 const NAME: &str = "hot-plug journal";
+/// What a damaged journal means, and what to do.
+const DAMAGED: &str = "the hot-plug journal was damaged or lost: interfaces of which the node has no result are never \
+     detached, so create a pod again if it keeps an interface that its annotation does not request";
 /// How often a journal that cannot be written is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_secs(5);
 /// The room that is reserved for the result of an ADD, besides the record of its intent. A result has some hundred bytes.
 const RESULT_ROOM: u64 = 32 * 1024;
+/// The room that is reserved for the default routes of a pod, if an attachment is going to replace them.
+const ROUTES_ROOM: u64 = 16 * 1024;
 /// Bounds the records that share an fsync.
 const MAX_BATCH: usize = 256;
 
@@ -52,7 +56,7 @@ enum JournalEntry {
     Attachment(Arc<AttachmentRecord>),
     /// Also removes the routes.
     Removed(AttachmentKey),
-    /// The default routes of the pod before an attachment with `default-route` replaced them.
+    /// The default routes of the pod before an attachment with `default-route` replaced them. Empty until they are known.
     Routes(AttachmentKey, Vec<Value>),
     /// The attachments of other programs that a pod was seen to request, by the UID that the container runtime uses. Replaces
     /// those of the pod. Versions that do not know it detach by the annotation alone.
@@ -119,6 +123,8 @@ impl Records {
         };
         let known = self.attachments.iter().filter_map(|(key, record)| Some((key, room(record)?)));
         let mut rooms: BTreeMap<&AttachmentKey, u64> = known.collect();
+        let expected = self.routes.iter().filter(|(_, routes)| routes.is_empty());
+        let mut expected: BTreeSet<&AttachmentKey> = expected.map(|(key, _)| key).collect();
         for entry in entries {
             match entry {
                 JournalEntry::Attachment(record) => match room(record) {
@@ -126,22 +132,27 @@ impl Records {
                     None => _ = rooms.remove(&record.key),
                 },
                 JournalEntry::Removed(key) => _ = rooms.remove(key),
-                JournalEntry::Routes(..) | JournalEntry::Requested(..) => {}
+                JournalEntry::Routes(key, routes) if routes.is_empty() => _ = expected.insert(key),
+                JournalEntry::Routes(key, _) => _ = expected.remove(key),
+                JournalEntry::Requested(..) => {}
             }
         }
-        rooms.values().sum()
+        let expected = expected.into_iter().filter(|key| rooms.contains_key(key));
+        rooms.values().sum::<u64>() + expected.map(|_| ROUTES_ROOM).sum::<u64>()
     }
 
-    /// Whether room is reserved for an entry: it ends an ADD that was announced.
+    /// Whether room is reserved for an entry: it ends an ADD that was announced, or has the routes that it replaces.
     fn has_room(&self, entry: &JournalEntry) -> bool {
         let key = match entry {
+            JournalEntry::Routes(key, routes) => {
+                let expected = self.routes.get(key).is_some_and(Vec::is_empty);
+                return expected && !routes.is_empty();
+            }
             JournalEntry::Attachment(record) if !matches!(record.phase, RecordPhase::Intent { .. }) => {
                 &record.key
             }
             JournalEntry::Removed(key) => key,
-            JournalEntry::Attachment(_) | JournalEntry::Routes(..) | JournalEntry::Requested(..) => {
-                return false;
-            }
+            JournalEntry::Attachment(_) | JournalEntry::Requested(..) => return false,
         };
         let known = self.attachments.get(key);
         known.is_some_and(|known| matches!(known.phase, RecordPhase::Intent { .. }))
@@ -164,6 +175,7 @@ pub struct AttachmentJournal {
     queue: mpsc::Sender<PendingWrite>,
     problem: watch::Receiver<Option<String>>,
     loaded: Arc<AtomicBool>,
+    damaged: Arc<AtomicBool>,
     dir: Arc<Path>,
 }
 
@@ -198,12 +210,13 @@ impl AttachmentJournal {
         let kept = Arc::from(dir.as_path());
         let records = Arc::<Mutex<Records>>::default();
         let (report, problem) = watch::channel(None);
-        let loaded = Arc::<AtomicBool>::default();
+        let (loaded, damaged) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
         let mut writer = Writer {
             journal: journal::Journal::new(NAME, dir.clone()),
             records: Arc::clone(&records),
             problem: report,
             loaded: Arc::clone(&loaded),
+            damaged: Arc::clone(&damaged),
             damage: None,
         };
         if let Err(error @ Error::Busy(_)) = writer.load() {
@@ -214,7 +227,7 @@ impl AttachmentJournal {
             .name("hotplug-journal".to_owned())
             .spawn(move || writer.run(&pending))
             .map_err(|source| Error::Disk { what: "start a thread for the journal in", path: dir, source })?;
-        Ok(Self { records, queue, problem, loaded, dir: kept })
+        Ok(Self { records, queue, problem, loaded, damaged, dir: kept })
     }
 
     /// Why the journal cannot be written or is incomplete, and every change of that.
@@ -230,6 +243,11 @@ impl AttachmentJournal {
     /// Whether it is known what earlier runs recorded.
     pub fn is_loaded(&self) -> bool {
         self.loaded.load(Ordering::Acquire)
+    }
+
+    /// Whether records were lost, and no operator has handled that yet.
+    pub fn is_damaged(&self) -> bool {
+        self.damaged.load(Ordering::Acquire)
     }
 
     /// The records of a pod, of all its sandboxes, by the UID that the container runtime uses.
@@ -267,14 +285,23 @@ impl AttachmentJournal {
         self.write(JournalEntry::Attachment(Arc::new(record)), Effect::Happened).await
     }
 
-    /// Records the default routes of a pod before an attachment replaces them. On disk when this succeeds.
+    /// Records the default routes of a pod before an attachment replaces them. On disk when this succeeds. Before the ADD,
+    /// without routes: they will be replaced, and there is room for them also if the disk is full then.
     pub async fn save_routes(&self, key: AttachmentKey, routes: Vec<Value>) -> Result<(), NotRecorded> {
+        if lock(&self.records).routes.get(&key) == Some(&routes) {
+            return Ok(());
+        }
         self.write(JournalEntry::Routes(key, routes), Effect::Announced).await
     }
 
     /// The routes of [`Self::save_routes`].
     pub fn saved_routes(&self, key: &AttachmentKey) -> Vec<Value> {
         lock(&self.records).routes.get(key).cloned().unwrap_or_default()
+    }
+
+    /// Whether an attachment that is not finished replaces the default routes of its pod, or has begun to.
+    pub fn changes_routes(&self, key: &AttachmentKey) -> bool {
+        lock(&self.records).routes.contains_key(key)
     }
 
     /// The attachments of [`Self::set_requested`].
@@ -322,15 +349,15 @@ struct Writer {
     records: Arc<Mutex<Records>>,
     problem: watch::Sender<Option<String>>,
     loaded: Arc<AtomicBool>,
-    /// What was lost.
+    damaged: Arc<AtomicBool>,
+    /// Records were lost, and what to do about it.
     damage: Option<String>,
 }
 
 impl Writer {
     fn run(mut self, queue: &mpsc::Receiver<PendingWrite>) {
         loop {
-            let failed = !self.journal.is_loaded() || *self.problem.borrow() != self.damage;
-            let first = if failed {
+            let first = if self.has_failed() || self.damage.is_some() {
                 queue.recv_timeout(RETRY_INTERVAL)
             } else {
                 queue.recv().map_err(|mpsc::RecvError| mpsc::RecvTimeoutError::Disconnected)
@@ -358,9 +385,7 @@ impl Writer {
                 return Err(error);
             }
         };
-        if loaded.damage == Damage::Inside {
-            self.keep_damaged();
-        }
+        self.note_damage(loaded.damage);
         // What was recorded while the file could not be read is newer.
         let mut records = lock(&self.records);
         read.attachments.append(&mut records.attachments);
@@ -374,24 +399,39 @@ impl Writer {
         })
     }
 
-    /// Keeps a copy of the damaged file. Attachments whose records were lost are never deleted: nothing is known of them.
-    fn keep_damaged(&mut self) {
-        let path = self.journal.path();
-        let copy = path.with_extension("damaged");
-        let copied = fs::copy(&path, &copy).map(|_| ());
-        let problem = format!(
-            "the hot-plug journal was damaged; attachments without a record are not removed, see {}",
-            copy.display()
-        );
-        warn!(copy = %copy.display(), error = ?copied.as_ref().err().map(io::Error::to_string), "{problem}");
-        self.damage = Some(problem);
+    /// Keeps a damaged file. As long as one is kept, the journal counts as damaged, also after a restart.
+    fn note_damage(&mut self, damage: Damage) {
+        if let Err(error) = self.journal.keep_damaged(damage) {
+            warn!(error = %ErrorChain(&error), "cannot keep the damaged hot-plug journal; the next start of the daemon does not report it");
+        }
+        self.damage = match self.kept_damage() {
+            None if damage != Damage::None => Some(DAMAGED.to_owned()),
+            kept => kept,
+        };
+        if let Some(problem) = &self.damage {
+            warn!("{problem}");
+        }
+        self.damaged.store(self.damage.is_some(), Ordering::Release);
+    }
+
+    /// What to do about the damaged files that are kept.
+    fn kept_damage(&self) -> Option<String> {
+        let files: Vec<String> =
+            self.journal.damaged_files().iter().map(|file| file.display().to_string()).collect();
+        (!files.is_empty()).then(|| format!("{DAMAGED}, then delete {}", files.join(" and ")))
     }
 
     fn retry(&mut self) {
+        let failed = self.has_failed();
         let saved = if self.journal.is_loaded() { self.save(&[]) } else { self.load() };
-        if saved.is_ok() {
+        if saved.is_ok() && failed {
             info!("the hot-plug journal can be written again");
         }
+    }
+
+    /// Whether the journal cannot be read or written.
+    fn has_failed(&self) -> bool {
+        !self.journal.is_loaded() || *self.problem.borrow() != self.damage
     }
 
     fn write(&mut self, batch: Vec<PendingWrite>) {
@@ -407,10 +447,11 @@ impl Writer {
         let mut records = lock(&self.records);
         let mut replies = Vec::new();
         for (PendingWrite { entry, effect, done }, has_room) in batch.into_iter().zip(has_room) {
-            if saved.is_ok() || effect == Effect::Happened {
+            let written = if has_room { &kept } else { &saved };
+            if written.is_ok() || effect == Effect::Happened {
                 records.apply(entry);
             }
-            replies.push((done, if has_room { kept.clone() } else { saved.clone() }));
+            replies.push((done, written.clone()));
         }
         drop(records);
         for (done, saved) in replies {
@@ -429,7 +470,12 @@ impl Writer {
         saved
     }
 
-    fn report(&self, error: Option<&Error>) {
+    fn report(&mut self, error: Option<&Error>) {
+        // Without a file that says so, damage is reported until the daemon stops.
+        if self.damage.as_deref().is_some_and(|damage| damage != DAMAGED) {
+            self.damage = self.kept_damage();
+            self.damaged.store(self.damage.is_some(), Ordering::Release);
+        }
         let what = if self.loaded.load(Ordering::Acquire) {
             "the hot-plug journal cannot be written"
         } else {

@@ -1,4 +1,4 @@
-//! The attachments that other programs made, as multus recorded them on this node.
+//! The attachments that other programs made, as multus recorded them on this node, and those of Patchbay that its journal lost.
 //!
 //! Multus writes the list of a sandbox's delegates to `<cniDir>/<container>` before it attaches the first one, and deletes
 //! the list when the sandbox ends. libcni writes `<cniDir>/results/<network>-<container>-<interface>` after each ADD, and
@@ -7,6 +7,9 @@
 //!
 //! Hence an attachment of the list that has a result was made at pod start and still exists. A result that is not of the
 //! list was made by that controller. Without a list nothing is known about a running sandbox, and nothing is concluded.
+//!
+//! The executor of Patchbay writes results too, in `/var/lib/cni/results`, and marks them: the container runtime writes those of
+//! the cluster's network there. A marked result is always an attachment of Patchbay, and no other is.
 //! Files may be incomplete or have any content: what cannot be used is left out.
 
 mod parse;
@@ -54,6 +57,8 @@ const MAX_ENDED_SIZE: usize = 4 * 1024 * 1024;
 pub struct MultusCacheReader {
     host: HostMounts,
     multus: MultusConfigReader,
+    /// The results of Patchbay's executor.
+    own_results: PathBuf,
     /// `/`; another directory in tests.
     root: PathBuf,
     /// The boot ID of the node.
@@ -79,8 +84,8 @@ struct SandboxFiles {
 }
 
 impl MultusCacheReader {
-    pub fn new(host: HostMounts, multus: MultusConfigReader, boot: String) -> Self {
-        Self { host, multus, root: PathBuf::from("/"), boot }
+    pub fn new(host: HostMounts, multus: MultusConfigReader, own_results: PathBuf, boot: String) -> Self {
+        Self { host, multus, own_results, root: PathBuf::from("/"), boot }
     }
 
     /// Reads the files of a node whose root is this directory.
@@ -111,8 +116,27 @@ impl MultusCacheReader {
         Ok(sandbox.attachments(&files, config))
     }
 
-    /// The attachments of multus-dynamic-networks-controller in sandboxes that have ended: they are not among `running`, and
-    /// their namespace is gone. Nothing but Patchbay runs their DEL. Leaves out those that are `known`.
+    /// The attachments of Patchbay in a running sandbox, as their results describe them. The journal has more of them, unless it
+    /// was lost.
+    pub async fn own_attachments(
+        &self,
+        container: &str,
+        pod: &PodIdentity,
+    ) -> Result<Vec<AttachmentRecord>, MultusCacheError> {
+        if !is_container_id(container) {
+            return Ok(Vec::new());
+        }
+        let (dir, part) = (under(&self.root, &self.own_results), format!("-{container}-"));
+        let path = dir.clone();
+        let read = self.host.run(move || read_results(&dir, |name| name.contains(&part))).await;
+        let results = read.and_then(|read| read).map_err(|source| MultusCacheError::Read { path, source })?;
+        let status = NetworkStatusList::default();
+        let sandbox = RecordedSandbox { container, pod, boot: &self.boot, status: &status };
+        Ok(sandbox.own_attachments(&SandboxFiles { list: None, results }))
+    }
+
+    /// The attachments of Patchbay and of multus-dynamic-networks-controller in sandboxes that have ended: they are not among
+    /// `running`, and their namespace is gone. Nothing but Patchbay runs their DEL. Leaves out those that are `known`.
     pub async fn ended(
         &self,
         running: BTreeSet<String>,
@@ -120,8 +144,8 @@ impl MultusCacheReader {
     ) -> Result<EndedAttachments, MultusCacheError> {
         let config = &self.multus.read().await.config;
         let (dir, boot) = (under(&self.root, &config.cni_dir), self.boot.clone());
-        let path = dir.clone();
-        let read = self.host.run(move || read_ended(&dir, &boot, &running, &known)).await;
+        let (path, own) = (dir.clone(), under(&self.root, &self.own_results));
+        let read = self.host.run(move || read_ended(&dir, &own, &boot, &running, &known)).await;
         read.and_then(|read| read).map_err(|source| MultusCacheError::Read { path, source })
     }
 
@@ -172,7 +196,7 @@ impl RecordedSandbox<'_> {
             statuses.any(|status| status.default && status.interface == interface)
         };
         let mut records: BTreeMap<String, AttachmentRecord> = BTreeMap::new();
-        for result in self.results(files) {
+        for result in self.results(files).filter(|result| result.own_nad.is_none()) {
             let delegate = delegates.iter().enumerate().find(|(index, delegate)| {
                 delegate.network == result.network_name && delegate.interface(*index) == result.if_name
             });
@@ -186,6 +210,17 @@ impl RecordedSandbox<'_> {
             };
             // Of several results for one interface only the newest can be of a link that exists.
             if let Some(record) = self.record(result, nad, origin) {
+                records.insert(record.key.interface.clone(), record);
+            }
+        }
+        records.into_values().collect()
+    }
+
+    fn own_attachments(&self, files: &SandboxFiles) -> Vec<AttachmentRecord> {
+        let mut records: BTreeMap<String, AttachmentRecord> = BTreeMap::new();
+        for mut result in self.results(files).filter(|result| result.if_name != DEFAULT_INTERFACE) {
+            let Some(nad) = result.own_nad.take() else { continue };
+            if let Some(record) = self.record(result, (nad, false), Origin::Hotplug) {
                 records.insert(record.key.interface.clone(), record);
             }
         }
@@ -282,6 +317,7 @@ fn read_sandbox(dir: &Path, container: &str) -> io::Result<SandboxFiles> {
 /// Reads the results of sandboxes that have ended, one after the other: there may be many of running sandboxes.
 fn read_ended(
     dir: &Path,
+    own: &Path,
     boot: &str,
     running: &BTreeSet<String>,
     known: &BTreeSet<AttachmentKey>,
@@ -289,7 +325,10 @@ fn read_ended(
     let mut left = EndedAttachments::default();
     let mut size = 0;
     let status = NetworkStatusList::default();
-    for entry in read_dir(&dir.join("results"))?.into_iter().flatten().flatten() {
+    let of_multus = dir.join("results");
+    let dirs = [Some(of_multus.as_path()), Some(own).filter(|own| *own != of_multus)];
+    let dirs = dirs.into_iter().flatten().map(read_dir).collect::<io::Result<Vec<_>>>()?;
+    for entry in dirs.into_iter().flatten().flatten().flatten() {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         // Mostly there is no hyphen in a container ID.
@@ -306,7 +345,12 @@ fn read_ended(
                 continue;
             }
         };
-        let Some(result) = parse_result(&text) else { continue };
+        let Some(mut result) = parse_result(&text) else { continue };
+        let own_nad = result.own_nad.take();
+        if own_nad.is_none() && entry.path().parent() != Some(&of_multus) {
+            // Of the cluster's network: the container runtime runs its DEL.
+            continue;
+        }
         let id = result.container_id.clone();
         let key = AttachmentKey { container: id.clone(), interface: result.if_name.clone() };
         if running.contains(&id) || known.contains(&key) || result.if_name == DEFAULT_INTERFACE {
@@ -318,6 +362,7 @@ fn read_ended(
             continue;
         }
         match is_listed(dir, &result) {
+            _ if own_nad.is_some() => {}
             Ok(false) => {}
             // Multus deletes those of its list itself.
             Ok(true) => continue,
@@ -334,8 +379,11 @@ fn read_ended(
         }
         let pod = result.pod();
         let sandbox = RecordedSandbox { container: &id, pod: &pod, boot, status: &status };
-        let nad = sandbox.reported_nad(&result);
-        left.records.extend(sandbox.record(result, nad, Origin::Original));
+        let (nad, origin) = match own_nad {
+            Some(nad) => ((nad, false), Origin::Hotplug),
+            None => (sandbox.reported_nad(&result), Origin::Original),
+        };
+        left.records.extend(sandbox.record(result, nad, origin));
     }
     Ok(left)
 }

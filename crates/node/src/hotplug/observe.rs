@@ -13,7 +13,7 @@ use api::{
 use plan::hotplug::{
     AttachedRecord, AttachmentKey, AttachmentRecord, DesiredPod, HostLink, LinkIdentity, MultusState,
     NadState, ObservedLink, ObservedPod, Origin, PlugMode, PodIdentity, PodLifecycle, RecordPhase,
-    SandboxRef, SandboxState, identify_links, track_moved_links,
+    SandboxRef, SandboxState, identify_links, identify_rebuilt, track_moved_links,
 };
 use tracing::{debug, warn};
 
@@ -43,6 +43,8 @@ pub struct ObservedCache {
     identified: BTreeMap<AttachmentKey, (String, Vec<LinkIdentity>)>,
     /// The namespace files that are watched.
     watched: BTreeSet<String>,
+    /// The sandbox whose lost records were rebuilt.
+    rebuilt: Option<String>,
 }
 
 impl ObservedCache {
@@ -181,7 +183,7 @@ impl Deps {
     ) -> Observation {
         cache.enter(&desired.pod);
         let uid = desired.pod.runtime_uid.as_str();
-        let own = self.journal.records_of(uid);
+        let mut own = self.journal.records_of(uid);
         let (mut incomplete, mut unreadable) = (false, false);
         // A pod that claims the UID of a static pod may not be that pod: the runtime knows.
         let is_claim = desired.pod.runtime_uid != desired.pod.uid;
@@ -203,17 +205,24 @@ impl Deps {
             read = self.read_namespace(&sandbox, &records, cache).await;
         }
         if let SandboxState::Ready(current) = &sandbox {
-            match self.recorded(desired, current, annotations, cache).await {
-                Ok(()) => {
+            let rebuilt = match &read {
+                Ok(Some(namespace)) => self.rebuild_records(desired, current, namespace, &own, cache).await,
+                Ok(None) | Err(_) => Ok(Vec::new()),
+            };
+            let recorded = self.recorded(desired, current, annotations, cache).await;
+            match recorded.and(rebuilt) {
+                Ok(rebuilt) => {
+                    records.extend(rebuilt.iter().cloned());
+                    own.extend(rebuilt.into_iter().map(Arc::new));
                     if let Ok(Some(namespace)) = &read {
                         cache.identify(&namespace.links(desired.virt_launcher), &namespace.host_links);
                     }
                     // The plan decides between two records of the same key.
                     records.extend(cache.recorded.iter().flat_map(|(_, recorded)| recorded).cloned());
                 }
-                // Without it, a plan would attach what Multus attached.
+                // Without it, a plan would attach what is attached.
                 Err(problem) => {
-                    debug!(pod = desired.pod.name, problem, "cannot read what Multus recorded");
+                    debug!(pod = desired.pod.name, problem, "cannot read what was recorded on the node");
                     self.metrics.failed(FailureReason::Host);
                     unreadable = true;
                 }
@@ -368,6 +377,35 @@ impl Deps {
         let records = read.map_err(|error| ErrorChain(&error).to_string())?;
         cache.recorded = Some((sandbox.id.clone(), records));
         Ok(())
+    }
+
+    /// Records again what the journal lost: attachments whose result is on the node and whose link is in the pod.
+    async fn rebuild_records(
+        &self,
+        desired: &DesiredPod,
+        sandbox: &SandboxRef,
+        namespace: &ObservedNamespace,
+        own: &[Arc<AttachmentRecord>],
+        cache: &mut ObservedCache,
+    ) -> Result<Vec<AttachmentRecord>, String> {
+        if !self.journal.is_damaged() || cache.rebuilt.as_ref() == Some(&sandbox.id) {
+            return Ok(Vec::new());
+        }
+        let read = self.recorded.own_attachments(&sandbox.id, &desired.pod).await;
+        let mut records = read.map_err(|error| ErrorChain(&error).to_string())?;
+        let links = namespace.links(desired.virt_launcher);
+        records.retain_mut(|record| {
+            let exists = identify_rebuilt(record, &links, &namespace.host_links);
+            exists && !own.iter().any(|own| own.key == record.key)
+        });
+        for record in &records {
+            warn!(pod = desired.pod.name, network = %record.nad, interface = record.key.interface, "rebuilt the record of an attached interface, which the hot-plug journal lost");
+            if let Err(error) = self.journal.update(record.clone()).await {
+                warn!(error = %error, "a rebuilt record cannot be written yet");
+            }
+        }
+        cache.rebuilt = Some(sandbox.id.clone());
+        Ok(records)
     }
 
     async fn watch_namespace(&self, path: &str, cache: &mut ObservedCache) {

@@ -406,7 +406,7 @@ impl PodWorker {
             self.cache.forget_recorded();
         }
         let event = match (&step, &outcome) {
-            (_, StepOutcome::Skipped) | (Step::Finish(_) | Step::Forget(_), _) => None,
+            (_, StepOutcome::Skipped) | (Step::Finish(..) | Step::Forget(_), _) => None,
             (_, StepOutcome::Failed(error)) if error.is_wait() => None,
             (Step::Add(add), StepOutcome::Done) => {
                 self.done.insert(DoneStep::Added);

@@ -2,6 +2,7 @@
 //!
 //! Records survive a power cut once [`Journal::append`] has returned. A truncated last line was never acknowledged and is
 //! dropped. A line that was damaged later is reported as [`Damage`], and the owner of the journal decides what it means.
+//! [`Journal::keep_damaged`] keeps the file beside the journal until an operator has handled it and deletes it.
 //!
 //! # Lines
 //!
@@ -21,7 +22,7 @@ use std::{
     fs::{self, File},
     io::{self, BufRead, BufReader, Write as _},
     marker::PhantomData,
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -39,6 +40,10 @@ const FILE: &str = "journal";
 const SNAPSHOT: &str = "journal.new";
 const LOCK: &str = "lock";
 const FORMAT_FILE: &str = "format";
+/// A damaged journal. Further ones have a number behind the name.
+const DAMAGED: &str = "journal.damaged";
+/// Bounds the damaged journals that are kept. The first ones stay.
+const MAX_DAMAGED: usize = 10;
 /// The format of journals without a format file.
 const FIRST_FORMAT: u32 = 1;
 /// How long the previous daemon may take to exit and unlock the journal.
@@ -105,6 +110,8 @@ pub enum Damage {
     None,
     /// A line other than a truncated last one is invalid.
     Inside,
+    /// The file is gone, although one was written.
+    Lost,
 }
 
 /// The journal file in a directory of its own.
@@ -194,13 +201,49 @@ impl<C: Codec> Journal<C> {
         }
         self.format = read_format(&self.dir.join(FORMAT_FILE), C::FORMAT)?;
         let path = self.path();
-        let replayed = match File::open(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => replay::<C>(io::empty(), apply),
-            file => file.and_then(|file| replay::<C>(BufReader::new(file), apply)),
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            file => Some(file.map_err(failed("read", &path))?),
+        };
+        let is_lost = file.is_none() && self.format.is_some();
+        let replayed = match file {
+            Some(file) => replay::<C>(BufReader::new(file), apply),
+            None => replay::<C>(io::empty(), apply),
         };
         let (kept, loaded) = replayed.map_err(failed("read", &path))?;
         self.kept = kept;
-        Ok(loaded)
+        Ok(if is_lost { Loaded { damage: Damage::Lost, ..loaded } } else { loaded })
+    }
+
+    /// Keeps the damaged file under another name, or an empty one in place of a lost file, and never replaces one that was kept
+    /// earlier. Call it before the first write, which replaces the journal and makes both changes durable.
+    pub fn keep_damaged(&self, damage: Damage) -> Result<(), Error> {
+        let path = self.path();
+        let inode = |path: &Path| fs::metadata(path).ok().map(|metadata| metadata.ino());
+        for name in self.damaged_names() {
+            let kept = match damage {
+                Damage::None => return Ok(()),
+                // The daemon was killed before the first write.
+                Damage::Inside if inode(&name).is_some_and(|kept| inode(&path) == Some(kept)) => Ok(()),
+                Damage::Inside => fs::hard_link(&path, &name),
+                Damage::Lost => File::create_new(&name).map(drop),
+            };
+            match kept {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                kept => return kept.map_err(failed("keep the damaged journal in", &name)),
+            }
+        }
+        Ok(())
+    }
+
+    /// The files of [`Self::keep_damaged`] that exist.
+    pub fn damaged_files(&self) -> Vec<PathBuf> {
+        self.damaged_names().filter(|name| fs::symlink_metadata(name).is_ok()).collect()
+    }
+
+    fn damaged_names(&self) -> impl Iterator<Item = PathBuf> {
+        let more = (2..=MAX_DAMAGED).map(|number| format!("{DAMAGED}.{number}"));
+        std::iter::once(DAMAGED.to_owned()).chain(more).map(|name| self.dir.join(name))
     }
 
     fn create_dir(&self) -> Result<(), Error> {
@@ -289,6 +332,7 @@ impl<C: Codec> Journal<C> {
         if let Some(reason) = &self.unavailable {
             return Err(Error::Unavailable { journal: self.name, reason: reason.clone() });
         }
+        let snapshot = self.stage(records, room)?;
         // The number is on disk before the first line of the format. Until then the journal has lines of an earlier
         // format, which this version reads too.
         if self.format != Some(C::FORMAT) {
@@ -298,7 +342,6 @@ impl<C: Codec> Journal<C> {
                 .map_err(failed("write", &path))?;
             self.format = Some(C::FORMAT);
         }
-        let snapshot = self.stage(records, room)?;
         self.install(snapshot)
     }
 

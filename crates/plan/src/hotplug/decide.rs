@@ -77,6 +77,7 @@ pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: 
         sandbox,
         current,
         ended,
+        unrecorded: &known.unrecorded,
         links,
         confirm: false,
         forget: known.superseded.into_iter().next().filter(|_| input.mode == PlugMode::On).map(Step::Forget),
@@ -114,6 +115,8 @@ struct Planner<'a> {
     current: Vec<&'a AttachmentRecord>,
     /// The records of other sandboxes.
     ended: Vec<&'a AttachmentRecord>,
+    /// Those of the records that the journal does not have as attached.
+    unrecorded: &'a BTreeSet<AttachmentKey>,
     links: PodLinks<'a>,
     /// The annotations must be confirmed by a write.
     confirm: bool,
@@ -199,7 +202,8 @@ impl<'a> Planner<'a> {
             );
             self.report(events::about(&desired.pod, EventReason::InvalidNetworks, &message));
             self.keep_failures();
-            // What is half attached or half removed is nothing that the user has.
+            // What is half attached or half removed is nothing that the user has. An attachment whose ADD succeeded waits:
+            // the annotation says whether its routes are filtered.
             for record in self.current.clone() {
                 match &record.phase {
                     RecordPhase::Intent { .. } => self.propose_remove(record, RemovePurpose::Undo),
@@ -226,12 +230,13 @@ impl<'a> Planner<'a> {
         for (record, purpose) in &removals {
             self.propose_remove(record, *purpose);
         }
-        for wanted in &matching.wanted {
-            if let Some(Match::Record(record)) = wanted.matched
-                && let Some(attached) = self.finished(record)
-            {
-                let phase = RecordPhase::Attached(attached.clone());
-                self.propose(Step::Finish(Box::new(AttachmentRecord { phase, ..record.clone() })));
+        // None of them has `default-route` itself: what the ADD of such an element did is not completed.
+        let filters = matching.wanted.iter().any(|wanted| !wanted.element.default_route.is_empty());
+        for record in self.current.clone() {
+            let removed = removals.iter().any(|(other, _)| other.key == record.key);
+            if self.unrecorded.contains(&record.key) && !removed {
+                let filtered_routes = FilteredRoutes { ipv4: filters, ipv6: filters };
+                self.propose(Step::Finish(Box::new(record.clone()), filtered_routes));
             }
         }
         for invalid in &matching.invalid {

@@ -21,6 +21,8 @@ pub(super) struct EffectiveRecords<'a> {
     pub records: Vec<Cow<'a, AttachmentRecord>>,
     /// The records of the journal whose interface another program attached again.
     pub superseded: Vec<AttachmentKey>,
+    /// The records of the journal that say nothing of the result of their ADD. Here they are attached.
+    pub unrecorded: BTreeSet<AttachmentKey>,
 }
 
 impl<'a> EffectiveRecords<'a> {
@@ -51,7 +53,25 @@ impl<'a> EffectiveRecords<'a> {
             chosen.get(&record.key).is_some_and(|chosen| std::ptr::eq(*chosen, *record))
         };
         let records = observed.records.iter().filter(counts).map(Cow::Borrowed).collect();
-        Self { records, superseded }
+        let mut effective = Self { records, superseded, unrecorded: BTreeSet::new() };
+        effective.complete(observed);
+        effective
+    }
+
+    /// Completes attachments whose ADD succeeded, and whose links live, with what it returned and created: the pod has the
+    /// interface, whatever its annotation requests now.
+    fn complete(&mut self, observed: &ObservedPod) {
+        let links = observed.links.as_deref().unwrap_or_default();
+        for record in &mut self.records {
+            let RecordPhase::Intent { links_before } = &record.phase else { continue };
+            let Some(attached) = observed.results.get(&record.key) else { continue };
+            let lives =
+                |index: u32| !links_before.contains(&index) && links.iter().any(|link| link.index == index);
+            if !attached.links.is_empty() && attached.links.iter().all(|link| link.index.is_some_and(lives)) {
+                self.unrecorded.insert(record.key.clone());
+                record.to_mut().phase = RecordPhase::Attached(attached.clone());
+            }
+        }
     }
 
     /// Replaces guessed NADs: by that of the entry in network-status, or else by that of the only NAD with the same network

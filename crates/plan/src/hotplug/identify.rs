@@ -1,16 +1,16 @@
-//! Completes the records of other programs with what identifies their links later.
+//! Completes records that are made of CNI results with what identifies their links later.
 
 use std::collections::BTreeMap;
 
 use serde_json::Value;
 
 use super::{
-    AttachmentRecord, HostLink, LinkIdentity, ObservedLink, Origin, RecordPhase, links::same_mac,
+    AttachmentRecord, HostLink, LinkIdentity, ObservedLink, RecordPhase, links::same_mac,
     records::normalize_mac,
 };
 
-/// Records the index and the end on the host of links that another program attached. The caches of Multus have only names
-/// and MAC addresses, which do not find a link again after it was renamed or moved. `links` are those of the sandbox's
+/// Records the index and the end on the host of links whose record is made of a CNI result. Results have only names and MAC
+/// addresses, which do not find a link again after it was renamed or moved. `links` are those of the sandbox's
 /// namespace.
 ///
 /// A link is that of the record if its end on the host has a name of the CNI result, or if it has the recorded name and MAC
@@ -20,9 +20,6 @@ pub fn identify_links(
     links: &[ObservedLink],
     host_links: &BTreeMap<u32, HostLink>,
 ) {
-    if record.origin == Origin::Hotplug {
-        return;
-    }
     let requested = record.key.interface.as_str();
     let RecordPhase::Attached(attached) = &mut record.phase else { return };
     let named = |name: &str| links.iter().find(|link| link.name == name && !link.placeholder);
@@ -56,6 +53,26 @@ pub fn identify_links(
             moved: false,
         };
     }
+}
+
+/// As [`identify_links`], for a record that is made of its result alone. Returns whether a link belongs to it for certain: one
+/// that only has the name may be another one.
+pub fn identify_rebuilt(
+    record: &mut AttachmentRecord,
+    links: &[ObservedLink],
+    host_links: &BTreeMap<u32, HostLink>,
+) -> bool {
+    let recorded = record.attached().map_or(&[][..], |attached| &attached.links).iter();
+    let with_mac =
+        recorded.filter(|link| link.mac.as_deref().is_some_and(|mac| !normalize_mac(mac).is_empty()));
+    let with_mac: Vec<String> = with_mac.map(|link| link.name.clone()).collect();
+    identify_links(record, links, host_links);
+    let Some(attached) = record.attached() else { return false };
+    let host_names = host_interfaces(&attached.result);
+    attached.links.iter().any(|link| {
+        let of_host = link.peer_name.as_ref().is_some_and(|name| host_names.contains(name));
+        link.index.is_some() && (of_host || with_mac.contains(&link.name))
+    })
 }
 
 /// The interfaces of a CNI result that are on the host.

@@ -48,7 +48,8 @@ pub struct ObservedPod {
     /// have the same key. The plan decides which of the two counts.
     pub records: Vec<AttachmentRecord>,
     /// What the ADDs of unfinished attachments of the READY sandbox returned and created, as far as the result cache of the
-    /// node and the namespace say so. The daemon was killed, or could not write, before it recorded that.
+    /// node and the namespace say so. The daemon was killed, or could not write, before it recorded that. Without those with
+    /// `default-route`: their routes may be half changed.
     pub results: BTreeMap<AttachmentKey, AttachedRecord>,
     /// The attachments of other programs that an element was seen to request while hot-plug was on
     /// ([`PodPlan::requested`](super::PodPlan::requested)).

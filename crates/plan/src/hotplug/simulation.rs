@@ -423,7 +423,7 @@ impl SimNode {
                 Some(Fault::CrashFirst) => self.restart(),
                 _ => _ = self.journal.remove(&key).expect("only records of the journal are forgotten"),
             },
-            Some(Step::Finish(record)) => match fault {
+            Some(Step::Finish(record, _)) => match fault {
                 Some(Fault::CrashFirst) => self.restart(),
                 _ => _ = self.journal.insert(record.key.clone(), *record),
             },
@@ -486,7 +486,9 @@ impl SimNode {
         if fault == Some(Fault::CrashBeforeResult) {
             return self.restart();
         }
-        self.results.insert(key.clone(), attached.clone());
+        if step.default_route.is_empty() {
+            self.results.insert(key.clone(), attached.clone());
+        }
         if fault == Some(Fault::CrashAfterResult) {
             return self.restart();
         }

@@ -50,8 +50,8 @@ pub struct AnnotationUpdate {
 pub enum Step {
     Add(Box<AddStep>),
     Remove(Box<RemoveStep>),
-    /// Write this record of an attachment whose ADD succeeded without a record of that.
-    Finish(Box<AttachmentRecord>),
+    /// Delete these default routes, and write this record of an attachment whose ADD succeeded without a record of that.
+    Finish(Box<AttachmentRecord>, FilteredRoutes),
     /// Delete this record of the journal. Nothing else refers to the attachment.
     Forget(AttachmentKey),
 }
@@ -200,7 +200,7 @@ impl Step {
         match self {
             Self::Add(step) => Some((&step.attempt, step.fingerprint)),
             Self::Remove(step) => Some((&step.attempt, step.fingerprint)),
-            Self::Finish(_) | Self::Forget(_) => None,
+            Self::Finish(..) | Self::Forget(_) => None,
         }
     }
 }

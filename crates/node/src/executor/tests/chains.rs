@@ -266,6 +266,8 @@ async fn the_cache_has_the_layout_of_libcni() {
         "kind": "cniCacheV1", "containerId": "abc", "ifName": "net1", "networkName": "blue", "netns": "/var/run/netns/x",
         "config": config, "cniArgs": [["IgnoreUnknown", "true"], ["K8S_POD_NAME", "p"]],
         "capabilityArgs": {"mac": "02:00:00:00:00:01"}, "result": result(),
+        // libcni does not read this key.
+        "patchbay.dev/network": request.nad,
     });
     assert_eq!(cached, expected);
     let names: Vec<_> = fs::read_dir(node.root.join("cni/results")).unwrap().collect();

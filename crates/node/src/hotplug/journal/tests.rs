@@ -1,4 +1,4 @@
-use std::path::PathBuf;
+use std::{fs, path::PathBuf};
 
 use api::selection::NadRef;
 use plan::hotplug::{AttachedRecord, Origin, PodIdentity};
@@ -92,6 +92,11 @@ async fn saved_routes_end_with_their_attachment() {
     let (key, routes) = (record("a", "net1", intent()).key, vec![json!({"gateway": "10.0.0.1"})]);
     let journal = AttachmentJournal::open(&dir.0).unwrap();
     journal.announce(record("a", "net1", intent())).await.unwrap();
+    assert!(!journal.changes_routes(&key));
+    journal.save_routes(key.clone(), Vec::new()).await.unwrap();
+    drop(journal);
+    let journal = AttachmentJournal::open(&dir.0).unwrap();
+    assert!(journal.changes_routes(&key));
     journal.save_routes(key.clone(), routes.clone()).await.unwrap();
     drop(journal);
     let journal = AttachmentJournal::open(&dir.0).unwrap();
@@ -122,6 +127,39 @@ async fn damage_is_reported_and_keeps_what_is_readable() {
     // The problem stays although the journal can be written.
     journal.announce(record("d", "net1", intent())).await.unwrap();
     assert_eq!(journal.problem().borrow().as_deref(), Some(problem.as_str()));
+    assert!(journal.is_damaged());
+}
+
+#[tokio::test]
+async fn damage_is_reported_over_restarts_until_the_files_that_were_kept_are_deleted() {
+    let dir = StateDir::new("unhandled");
+    let open = || AttachmentJournal::open(&dir.0).unwrap();
+    let journal = open();
+    journal.announce(record("a", "net1", intent())).await.unwrap();
+    assert!(!journal.is_damaged());
+    drop(journal);
+    fs::remove_file(dir.journal()).unwrap();
+    open().announce(record("b", "net1", intent())).await.unwrap();
+    let damaged = [b"damaged\n", &fs::read(dir.journal()).unwrap()[..]].concat();
+    fs::write(dir.journal(), &damaged).unwrap();
+    drop(open());
+    let journal = open();
+    assert_eq!(journal.pods(), ["uid-b".to_owned()].into());
+    let kept = ["journal.damaged", "journal.damaged.2"].map(|name| dir.0.join("hotplug").join(name));
+    assert_eq!(kept.clone().map(|file| fs::read(file).unwrap()), [Vec::new(), damaged]);
+    let mut problem = journal.problem();
+    let text = problem.borrow().clone().unwrap();
+    assert!(kept.iter().all(|file| text.contains(&file.display().to_string())), "{text}");
+
+    for file in &kept {
+        fs::remove_file(file).unwrap();
+    }
+    // Without a restart and without a write.
+    let handled = tokio::time::timeout(4 * RETRY_INTERVAL, problem.wait_for(Option::is_none));
+    assert_eq!(*handled.await.expect("the problem stays").unwrap(), None);
+    assert!(!journal.is_damaged());
+    drop(journal);
+    assert!(!open().is_damaged());
 }
 
 #[tokio::test]
@@ -187,6 +225,39 @@ fn the_result_of_an_announced_attachment_is_recorded_on_a_full_disk() {
             disk.empty();
             journal.announce(record("d", "net1", intent())).await.unwrap();
             assert_eq!(*journal.problem().borrow(), None);
+        });
+    });
+}
+
+#[test]
+fn the_routes_that_an_announced_attachment_replaces_are_recorded_on_a_full_disk() {
+    with_small_disk("hotplug-routes", |disk| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            let (with, without) = (record("a", "net1", intent()).key, record("b", "net1", intent()).key);
+            let routes = vec![json!({"gateway": "10.0.0.1", "more": "x".repeat(8000)})];
+            for pod in ["a", "b"] {
+                journal.announce(record(pod, "net1", intent())).await.unwrap();
+            }
+            journal.save_routes(with.clone(), Vec::new()).await.unwrap();
+            disk.fill();
+            journal.save_routes(without, routes.clone()).await.unwrap_err();
+            // No routes are to be replaced.
+            journal.save_routes(with.clone(), Vec::new()).await.unwrap();
+            let (saved, refused) = futures::join!(
+                journal.save_routes(with.clone(), routes.clone()),
+                journal.announce(record("c", "net1", intent())),
+            );
+            assert!(saved.is_ok() && refused.is_err(), "{saved:?} {refused:?}");
+            assert_eq!(journal.saved_routes(&with), routes);
+            for pod in ["a", "b"] {
+                journal.update(record(pod, "net1", with_result())).await.unwrap();
+            }
+            drop(journal);
+            let journal = AttachmentJournal::open(disk.path()).unwrap();
+            assert_eq!(journal.saved_routes(&with), routes);
+            assert_eq!([phases(&journal, "a"), phases(&journal, "b")], [[with_result()], [with_result()]]);
         });
     });
 }

@@ -102,6 +102,8 @@ pub struct CachedResult {
     pub config: String,
     pub cni_args: Vec<(String, String)>,
     pub capability_args: Map<String, Value>,
+    /// The NAD, if Patchbay wrote the result.
+    pub own_nad: Option<NadRef>,
     result: Option<Box<RawValue>>,
     version: Version,
 }
@@ -122,6 +124,8 @@ struct RawResult {
     capability_args: Option<Map<String, Value>>,
     #[serde(default)]
     result: Option<Box<RawValue>>,
+    #[serde(rename = "patchbay.dev/network", default)]
+    own_nad: Option<String>,
 }
 
 /// The result in a file of libcni; None if it is of another kind, not complete, or its configuration cannot be used for a
@@ -132,6 +136,10 @@ pub fn parse_result(text: &[u8]) -> Option<CachedResult> {
         return None;
     }
     let config = NadConfig::parse(std::str::from_utf8(&raw.config.0).ok(), &raw.network_name).ok()?;
+    let own_nad = match raw.own_nad {
+        Some(name) => Some(name.split_once('/').map(|(namespace, name)| NadRef::new(namespace, name))?),
+        None => None,
+    };
     let versions = config.cni_versions.iter().filter_map(|version| version.parse::<Version>().ok());
     Some(CachedResult {
         version: versions.max().unwrap_or(Version::V0_1_0),
@@ -142,6 +150,7 @@ pub fn parse_result(text: &[u8]) -> Option<CachedResult> {
         config: config.text().to_owned(),
         cni_args: raw.cni_args.unwrap_or_default(),
         capability_args: raw.capability_args.unwrap_or_default(),
+        own_nad,
         result: raw.result,
     })
 }

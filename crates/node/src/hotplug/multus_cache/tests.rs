@@ -22,7 +22,8 @@ impl Node {
         let root = HostRoot::new(&format!("recorded-{test}"));
         let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
         let multus = MultusConfigReader::at(host.clone(), root.0.clone());
-        let reader = MultusCacheReader::new(host, multus, "boot-1".to_owned()).at(&root.0);
+        let own = PathBuf::from("/var/lib/cni/results");
+        let reader = MultusCacheReader::new(host, multus, own, "boot-1".to_owned()).at(&root.0);
         Self { root, reader }
     }
 
@@ -297,6 +298,38 @@ async fn an_ended_sandbox_leaves_the_attachments_of_the_original() {
         node.reader.delete_result(record).await.unwrap();
     }
     assert_eq!(node.ended(&["running"]).await, []);
+}
+
+/// The container runtime writes the results of the cluster's network into the directory of Patchbay's.
+#[tokio::test]
+async fn only_marked_results_are_attachments_of_patchbay() {
+    for (cni_dir, own) in [("/var/lib/cni/multus", false), ("/var/lib/cni", true)] {
+        let node = Node::new("own");
+        node.write("/etc/cni/net.d/00-multus.conf", json!({"type": "multus", "cniDir": cni_dir}).to_string());
+        let marked = |container: &str, interface: &str, netns: &str, nad: Value| {
+            let mut result = result(container, "green", interface, netns);
+            result["patchbay.dev/network"] = nad;
+            node.write(&format!("/var/lib/cni/results/green-{container}-{interface}"), result.to_string());
+        };
+        for (container, netns) in [(CONTAINER, NETNS), ("ended", GONE)] {
+            marked(container, "net3", netns, json!("shop/green"));
+            for (interface, nad) in [("eth0", "shop/green"), ("net4", "green")] {
+                marked(container, interface, netns, json!(nad));
+            }
+            if !own {
+                let unmarked = result(container, "cbr0", "net5", netns);
+                node.write(&format!("/var/lib/cni/results/cbr0-{container}-net5"), unmarked.to_string());
+            }
+        }
+        node.write(&format!("{cni_dir}/{CONTAINER}"), json!([delegate("cbr0", "cbr0", None)]).to_string());
+        let expected = [("net3", "shop/green".to_owned(), Origin::Hotplug)];
+        let records = node.reader.own_attachments(CONTAINER, &pod()).await.unwrap();
+        assert_eq!(summary(&records), expected, "{cni_dir}");
+        assert_eq!((&records[0].key.container[..], records[0].nad_guessed), (CONTAINER, false));
+        assert_eq!(summary(&node.ended(&[CONTAINER]).await), expected, "{cni_dir}");
+        // It is not taken for one of multus-dynamic-networks-controller.
+        assert_eq!(node.attachments(None).await, [], "{cni_dir}");
+    }
 }
 
 #[tokio::test]

@@ -113,6 +113,54 @@ fn appended_records_are_read_in_order() {
 }
 
 #[test]
+fn each_damaged_journal_is_kept_once_and_none_is_overwritten() {
+    let scratch = Scratch::new("keep");
+    let contents = ["first", "second"].map(|text| format!("{text} damage\n"));
+    for (content, kept) in contents.iter().zip(1..) {
+        scratch.write(content);
+        // The second daemon finds what the first one kept before it was killed.
+        for _ in 0..2 {
+            let (journal, loaded, _) = scratch.load::<Current>();
+            assert_eq!(loaded.unwrap().damage, Damage::Inside);
+            journal.keep_damaged(Damage::Inside).unwrap();
+            assert_eq!(journal.damaged_files().len(), kept);
+        }
+        let (mut journal, _, _) = scratch.load::<Current>();
+        journal.replace([set("a")]).unwrap();
+        drop(journal);
+        assert_eq!(scratch.open::<Current>().1, [set("a")]);
+    }
+    let (journal, _) = scratch.open::<Current>();
+    let files = journal.damaged_files();
+    assert_eq!(files, [scratch.dir().join("journal.damaged"), scratch.dir().join("journal.damaged.2")]);
+    assert_eq!(files.iter().map(|file| fs::read_to_string(file).unwrap()).collect::<Vec<_>>(), contents);
+    for _ in 0..2 * MAX_DAMAGED {
+        journal.keep_damaged(Damage::Lost).unwrap();
+    }
+    assert_eq!(journal.damaged_files().len(), MAX_DAMAGED);
+    fs::remove_file(&files[0]).unwrap();
+    assert_eq!(journal.damaged_files().len(), MAX_DAMAGED - 1);
+}
+
+#[test]
+fn a_journal_that_is_gone_is_lost_and_none_that_was_never_written() {
+    let scratch = Scratch::new("lost");
+    for _ in 0..2 {
+        assert_eq!(scratch.load::<Current>().1.unwrap(), Loaded { is_empty: true, damage: Damage::None });
+    }
+    // A disk that is full at the first start.
+    fs::create_dir(scratch.dir().join(SNAPSHOT)).unwrap();
+    scratch.open::<Current>().0.append(&[set("a")], Vec::new).unwrap_err();
+    assert_eq!(scratch.load::<Current>().1.unwrap().damage, Damage::None);
+    fs::remove_dir(scratch.dir().join(SNAPSHOT)).unwrap();
+    // One without records is not lost.
+    scratch.open::<Current>().0.replace([]).unwrap();
+    assert_eq!(scratch.load::<Current>().1.unwrap(), Loaded { is_empty: true, damage: Damage::None });
+    fs::remove_file(scratch.file()).unwrap();
+    assert_eq!(scratch.load::<Current>().1.unwrap(), Loaded { is_empty: true, damage: Damage::Lost });
+}
+
+#[test]
 fn the_bytes_of_a_line_do_not_change() {
     assert_eq!(line::<Current>(&set("a")), format!("{:016x} set:a\n", digest(["set:a"])).into_bytes());
     assert_eq!(

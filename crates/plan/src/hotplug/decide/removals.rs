@@ -4,8 +4,8 @@ use api::{attachments::AttachmentState, digest::digest};
 
 use super::{
     super::{
-        AttachedRecord, AttachmentRecord, AttemptKey, DelErrors, DelMode, Fingerprint, MovedLinks, Origin,
-        RecordPhase, RemovePurpose, RemoveStep, StateReason, Step,
+        AttachmentRecord, AttemptKey, DelErrors, DelMode, Fingerprint, MovedLinks, Origin, RecordPhase,
+        RemovePurpose, RemoveStep, StateReason, Step,
         matching::{Match, Matching, interface_order},
         states,
     },
@@ -25,7 +25,6 @@ impl<'a> Planner<'a> {
         for wanted in &matching.wanted {
             let Some(Match::Record(record)) = wanted.matched else { continue };
             match &record.phase {
-                RecordPhase::Intent { .. } if self.finished(record).is_some() => {}
                 RecordPhase::Intent { .. } => removals.push((record, RemovePurpose::Undo)),
                 RecordPhase::Attached(attached) => {
                     let replug = self.links.is_lost(attached)
@@ -53,19 +52,6 @@ impl<'a> Planner<'a> {
             removals.push((record, purpose));
         }
         removals
-    }
-
-    /// What the ADD of an unfinished attachment returned and created, if it succeeded and its links live. Then the pod keeps
-    /// the interface. Routes that `default-route` changes may be half changed: such an attachment is undone.
-    pub(super) fn finished(&self, record: &AttachmentRecord) -> Option<&'a AttachedRecord> {
-        let RecordPhase::Intent { links_before } = &record.phase else { return None };
-        let attached = self.input.observed.results.get(&record.key)?;
-        let lives = |index: u32| {
-            !links_before.contains(&index) && self.links.links.iter().any(|link| link.index == index)
-        };
-        let all_live = attached.links.iter().all(|link| link.index.is_some_and(lives));
-        let sets_routes = self.selection.elements().any(|(_, element)| !element.default_route.is_empty());
-        (!attached.links.is_empty() && all_live && !sets_routes).then_some(attached)
     }
 
     /// Lists what is being removed, unless an element of the same interface reports it.

@@ -1,5 +1,7 @@
 //! Links that were deleted, renamed, moved, or that others made.
 
+use std::collections::BTreeMap;
+
 use super::*;
 
 #[test]
@@ -211,7 +213,7 @@ fn a_renamed_link_of_the_pods_start_is_found_by_its_peer_or_mac_and_deleted_only
             let step = plan(input, |_| ready("a"), &mut Reported::default()).step;
             let leftover = step.map(|step| match step {
                 Step::Remove(step) => step.leftover_links,
-                Step::Add(_) | Step::Finish(_) | Step::Forget(_) => panic!("{step:?}"),
+                Step::Add(_) | Step::Finish(..) | Step::Forget(_) => panic!("{step:?}"),
             });
             assert_eq!(leftover, expected);
         }
@@ -270,6 +272,46 @@ fn identify_all(node: &mut SimNode, host_links: &[(u32, &str)], change: impl Fn(
     let host_links = host_links.iter().map(|(index, name)| (*index, host_link(name))).collect();
     for record in node.multus.values_mut() {
         identify_links(record, &links, &host_links);
+    }
+}
+
+#[test]
+fn the_link_of_a_rebuilt_record_is_certain_by_its_mac_address_or_its_end_on_the_host() {
+    let named = |name: &str, mac: Option<&str>| LinkIdentity {
+        name: name.to_owned(),
+        mac: mac.map(str::to_owned),
+        ..LinkIdentity::default()
+    };
+    let mac = "02:00:00:00:00:0a";
+    let host_end = r#"{"interfaces":[{"name":"veth7"},{"name":"net1","sandbox":"/n"}]}"#;
+    for (link, result, certain) in [
+        (Some(named("net1", Some(mac))), "{}", true),
+        (Some(named("net1", Some("02:00:00:00:00:0b"))), "{}", false),
+        (Some(named("net2", Some(mac))), "{}", false),
+        (Some(named("net1", None)), "{}", false),
+        (Some(named("net1", Some(""))), "{}", false),
+        (None, "{}", false),
+        (Some(named("net1", None)), host_end, true),
+        (Some(named("renamed", None)), host_end, true),
+    ] {
+        let mut node = SimNode::with("a@net1");
+        node.settle();
+        let record = node.journal.values_mut().next().unwrap();
+        let attached = AttachedRecord {
+            links: link.clone().into_iter().collect(),
+            result: result.to_owned(),
+            ..AttachedRecord::default()
+        };
+        record.phase = RecordPhase::Attached(attached);
+        let present = ObservedLink {
+            index: 7,
+            name: "net1".to_owned(),
+            mac: Some(mac.to_owned()),
+            peer: Some(3),
+            ..ObservedLink::default()
+        };
+        let host_links = BTreeMap::from([(3, HostLink { name: "veth7".to_owned(), mac: None })]);
+        assert_eq!(identify_rebuilt(record, &[present], &host_links), certain, "{link:?} {result}");
     }
 }
 

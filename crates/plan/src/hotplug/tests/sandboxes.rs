@@ -213,7 +213,7 @@ fn an_attachment_with_a_living_link_and_a_known_result_is_finished_after_a_crash
     node.work(Some(Fault::CrashAfterResult));
     let (links, key) = (node.links().clone(), node.journal.keys().next().unwrap().clone());
     assert!(matches!(node.journal[&key].phase, RecordPhase::Intent { .. }));
-    let Some(Step::Finish(_)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    let Some(Step::Finish(..)) = node.plan().step else { panic!("{:?}", node.plan()) };
     node.settle();
     assert_eq!((node.calls.as_slice(), node.links()), (&["ADD a net1".to_owned()][..], &links));
     assert_eq!(node.states(), ["default/a@net1 Attached"]);
@@ -223,14 +223,65 @@ fn an_attachment_with_a_living_link_and_a_known_result_is_finished_after_a_crash
     assert_eq!((node.link_names(), node.addresses.len()), (Vec::new(), 0));
 }
 
+/// A typo must not take an interface: DEL would follow, and no ADD.
+#[test]
+fn an_attachment_with_a_known_result_stays_while_the_annotation_or_another_element_is_invalid() {
+    let invalid_sibling = r#"[{"name":"a","interface":"net1/"}]"#;
+    for networks in ["[{", r#"[{"name":"a",""#, invalid_sibling] {
+        let mut node = SimNode::with("a@net1");
+        node.work(Some(Fault::CrashAfterResult));
+        let links = node.links().clone();
+        node.edit(networks);
+        node.restart();
+        node.settle();
+        assert_eq!((node.calls.len(), node.links()), (1, &links), "{networks}");
+        assert_eq!(node.reported_attachments(), set(&["default/a@net1"]), "{networks}");
+        node.edit("a@net1");
+        node.settle();
+        assert_eq!((node.calls.len(), node.links()), (1, &links), "{networks}");
+        node.check();
+    }
+}
+
+#[test]
+fn an_attachment_with_a_known_result_that_is_not_requested_any_more_is_unplugged() {
+    let mut node = SimNode::with("a@net1");
+    node.work(Some(Fault::CrashAfterResult));
+    node.edit("b@net2");
+    let Some(Step::Remove(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
+    assert_eq!(
+        (step.purpose, step.intent().map(|record| record.removing)),
+        (RemovePurpose::Unplug, Some(true))
+    );
+    assert!(step.record.attached().is_some());
+    node.settle();
+    assert_eq!(node.linked_attachments(), set(&["default/b@net2"]));
+    node.check();
+}
+
+#[test]
+fn default_route_of_another_element_filters_the_routes_of_an_attachment_that_is_finished() {
+    let with =
+        r#"[{"name":"a","interface":"net1"},{"name":"b","interface":"net2","default-route":["10.0.0.1"]}]"#;
+    for (networks, filtered) in [(with, true), ("a@net1,b@net2", false)] {
+        let mut node = SimNode::with(networks);
+        node.work(Some(Fault::CrashAfterResult));
+        let Some(Step::Finish(record, routes)) = node.plan().step else { panic!("{:?}", node.plan()) };
+        assert_eq!(record.key.interface, "net1");
+        assert_eq!(routes, FilteredRoutes { ipv4: filtered, ipv6: filtered });
+        node.settle();
+        assert_eq!(node.calls, ["ADD a net1", "ADD b net2"]);
+        node.check();
+    }
+}
+
 #[test]
 fn an_unfinished_attachment_is_undone_unless_all_of_it_is_certain() {
     type Change = fn(&mut SimNode);
-    let changes: [(&str, Change); 5] = [
+    let changes: [(&str, Change); 4] = [
         ("no result", |node| node.results.clear()),
         ("the link is gone", |node| node.delete_link("net1")),
         ("a result without a link", |node| node.results.values_mut().for_each(|result| result.links.clear())),
-        ("not requested any more", |node| node.edit("b@net2")),
         ("a link from before", |node| {
             for record in node.journal.values_mut() {
                 record.phase = RecordPhase::Intent { links_before: (0..10).collect() };
@@ -244,7 +295,7 @@ fn an_unfinished_attachment_is_undone_unless_all_of_it_is_certain() {
         let Some(Step::Remove(step)) = node.plan().step else { panic!("{name}: {:?}", node.plan()) };
         assert_eq!(step.purpose, RemovePurpose::Undo, "{name}");
     }
-    // Routes may be half changed.
+    // Routes of its own may be half changed.
     let mut node = SimNode::with(r#"[{"name":"a","interface":"net1","default-route":["10.0.0.1"]}]"#);
     node.work(Some(Fault::CrashAfterResult));
     assert!(matches!(node.plan().step, Some(Step::Remove(_))), "{:?}", node.plan());
