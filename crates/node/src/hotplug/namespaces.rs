@@ -241,6 +241,19 @@ mod tests {
     }
 
     #[test]
+    fn links_of_the_host_may_repair_failed_attempts() {
+        let repairs = Repairs::default();
+        let (namespaces, mut received) = (WatchedNamespaces::new(repairs.clone()), repairs.subscribe());
+        let changed = |nsid| NamespaceLinkEvent::Changed { nsid, index: 2 };
+        for (event, expected) in
+            [(changed(Some(7)), false), (changed(None), true), (NamespaceLinkEvent::Overrun, true)]
+        {
+            namespaces.apply(&[event]);
+            assert_eq!(received.changed().now_or_never().is_some(), expected, "{event:?}");
+        }
+    }
+
+    #[test]
     fn an_id_that_the_kernel_gives_to_another_namespace_has_no_history() {
         let namespaces = WatchedNamespaces::default();
         namespaces.watch(7, "a", BTreeSet::from([2]), BTreeSet::new());

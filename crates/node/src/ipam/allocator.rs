@@ -133,6 +133,7 @@ impl Ipam {
         drop(state);
         self.changed.notify_all();
         self.wake.notify_one();
+        self.repairs.signal();
         Ok(())
     }
 
@@ -393,7 +394,10 @@ impl Ipam {
         let addresses = state.ledger.leases().get(key).map(|lease| lease.addresses.clone());
         let freed = self.append(&mut state, &[LedgerRecord::Freed(key.clone())]);
         match freed {
-            Ok(()) => info!(container = key.container, ?addresses, "released the addresses of a pod"),
+            Ok(()) => {
+                info!(container = key.container, ?addresses, "released the addresses of a pod");
+                self.repairs.signal();
+            }
             Err(error) => {
                 state.unsaved_releases.insert(key.clone());
                 warn!(
@@ -406,7 +410,6 @@ impl Ipam {
         drop(state);
         self.changed.notify_all();
         self.wake.notify_one();
-        self.repairs.signal();
         true
     }
 

@@ -272,6 +272,7 @@ ADD)
   [ -e "$dir/fail-add" ] && { echo '{"cniVersion":"1.0.0","code":100,"msg":"no luck"}'; exit 1; }
   while [ -e "$dir/hang" ]; do sleep 0.05; done
   ip link add "$name" type veth peer name "$CNI_IFNAME" netns "$CNI_NETNS" || exit 1
+  [ -e "$dir/fail-link" ] && { ip link del "$name"; echo '{"cniVersion":"1.0.0","code":100,"msg":"error '$$'"}'; exit 1; }
   echo '{"cniVersion":"1.0.0","interfaces":[{"name":"'$name'"},{"name":"'$CNI_IFNAME'","sandbox":"'$CNI_NETNS'"}],"ips":[{"address":"10.9.0.2/24","interface":1}]}'
   ;;
 DEL)
