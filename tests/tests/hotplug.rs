@@ -35,7 +35,8 @@ use std::process::ExitCode;
 use bad_input::{
     a_plugin_that_hangs_in_many_pods_delays_no_other_pod,
     an_annotation_that_cannot_be_parsed_changes_nothing,
-    broken_plugins_and_nads_are_reported_and_stop_nothing, names_and_changed_requests_are_refused,
+    broken_plugins_and_nads_are_reported_and_stop_nothing,
+    failing_pods_of_a_namespace_leave_places_for_others, names_and_changed_requests_are_refused,
 };
 use command_line::the_command_line_plugs_and_unplugs;
 use crashes::{
@@ -140,6 +141,7 @@ fn main() -> ExitCode {
                     + a_daemon_can_patch_only_two_annotations_of_pods_of_its_node
                     + a_pod_with_long_annotations_gets_its_status,
                 a_plugin_that_hangs_in_many_pods_delays_no_other_pod
+                    + failing_pods_of_a_namespace_leave_places_for_others
                     + broken_plugins_and_nads_are_reported_and_stop_nothing
                     + an_annotation_that_cannot_be_parsed_changes_nothing
                     + names_and_changed_requests_are_refused

@@ -37,7 +37,7 @@ pub use result::attachment_result;
 
 use self::{
     input::{ConfigVersion, PluginResult},
-    limits::{Limits, NotAdmitted, Permit},
+    limits::{CallKind, Limits, NotAdmitted, Permit},
     process::PluginCall,
 };
 use crate::host_mounts::HostMounts;
@@ -172,7 +172,7 @@ impl Executor {
         let Some(plugin) = request.config.plugins.first() else {
             return Err(ExecError::Invalid("the configuration has no plugin".to_owned()));
         };
-        let permit = self.0.admit(&plugin.plugin, Verb::Add, true).await?;
+        let permit = self.0.admit(&plugin.plugin, Verb::Add, request, true).await?;
         Ok(AddPermit { permit, version, _operation: operation })
     }
 
@@ -195,7 +195,7 @@ impl Executor {
             };
             let permit = match permit.take() {
                 Some(permit) => permit,
-                None => self.0.admit(&plugin.plugin, Verb::Add, false).await?,
+                None => self.0.admit(&plugin.plugin, Verb::Add, request, false).await?,
             };
             result = Some(self.0.run(call, permit, parse).await?);
         }
@@ -273,7 +273,7 @@ impl Executor {
             let stdin = input::stdin(request, &version, plugin, &capability_args, prev_result);
             let call = self.0.call(&plugin.plugin, Verb::Del, stdin.clone(), request);
             let run = async {
-                let permit = self.0.admit(&plugin.plugin, Verb::Del, index == last).await?;
+                let permit = self.0.admit(&plugin.plugin, Verb::Del, request, index == last).await?;
                 self.0.run(call, permit, |_| Ok(())).await
             };
             let Err(error) = run.await else { continue };
@@ -310,7 +310,7 @@ impl Executor {
         let Some(ipam) = &plugin.ipam else { return false };
         let call = self.0.call(ipam, Verb::Del, stdin, request);
         let run = async {
-            let permit = self.0.admit(ipam, Verb::Del, false).await?;
+            let permit = self.0.admit(ipam, Verb::Del, request, false).await?;
             self.0.run(call, permit, |_| Ok(())).await
         };
         let Err(error) = run.await else { return true };
@@ -375,8 +375,17 @@ impl ExecutorState {
     }
 
     /// Waits until a plugin may start.
-    async fn admit(&self, plugin: &str, verb: Verb, first: bool) -> Result<Permit, ExecError> {
-        let admitted = self.limits.admit(plugin, verb, first).await.map_err(|refused| match refused {
+    async fn admit(
+        &self,
+        plugin: &str,
+        verb: Verb,
+        request: &CniRequest,
+        first: bool,
+    ) -> Result<Permit, ExecError> {
+        let namespace = request.cni_args.iter().find(|(name, _)| name == "K8S_POD_NAMESPACE");
+        let namespace = namespace.map_or("", |(_, namespace)| namespace);
+        let call = CallKind { plugin, verb, namespace, first };
+        let admitted = self.limits.admit(call).await.map_err(|refused| match refused {
             NotAdmitted::Closed => ExecError::Stopping,
             NotAdmitted::Busy(reason) => ExecError::Busy { plugin: plugin.to_owned(), reason },
         });

@@ -64,6 +64,7 @@ use crate::{
     health::{Component, Health, HealthChange},
     host_mounts::HostMounts,
     pods::{OwnPod, OwnPods},
+    repairs::Repairs,
 };
 
 /// What workers share.
@@ -98,6 +99,7 @@ struct Deps {
     /// The pods by the path of the namespace of their sandbox.
     sandbox_owners: Mutex<BTreeMap<String, String>>,
     problems: Mutex<BTreeMap<Problem, String>>,
+    repairs: Repairs,
 }
 
 /// How often namespaces are checked while their directories cannot be watched.
@@ -260,6 +262,8 @@ pub struct HotplugConfig<'a> {
     /// The plugin directories and the timeout come from `settings`.
     pub executor: ExecutorConfig,
     pub executor_metrics: executor::Metrics,
+    /// Released addresses of the node are signalled here.
+    pub repairs: Repairs,
 }
 
 /// Why hot-plug cannot start.
@@ -277,7 +281,9 @@ pub async fn start(
     tasks: &mut JoinSet<Result<(), Error>>,
     stop: &CancellationToken,
 ) -> Result<(), StartError> {
-    let HotplugConfig { client, node, pods, settings, runtime, journal, boot, health, metrics, .. } = config;
+    let HotplugConfig {
+        client, node, pods, settings, runtime, journal, boot, health, metrics, repairs, ..
+    } = config;
     let host = HostMounts::open(config.mount_namespace).map_err(StartError::HostMounts)?;
     let monitor = Arc::new(NamespaceLinkMonitor::open().map_err(StartError::Links)?);
     let sources = NodeSources { runtime: runtime.clone(), pods: pods.clone(), dir: journal.dir().to_owned() };
@@ -308,7 +314,7 @@ pub async fn start(
         namespace_watch: OnceLock::new(),
         next_namespace_poll: Mutex::default(),
         monitor,
-        watched: WatchedNamespaces::default(),
+        watched: WatchedNamespaces::new(repairs.clone()),
         recorded: MultusCacheReader::new(host, multus.clone(), own_results, boot.clone()),
         multus,
         settings,
@@ -324,6 +330,7 @@ pub async fn start(
         runtime_pods: Mutex::default(),
         sandbox_owners: Mutex::default(),
         problems: Mutex::default(),
+        repairs,
     };
     deps.open_namespace_watch();
     tasks.spawn(sender.run(stop.clone()));

@@ -24,6 +24,7 @@ mod network_snapshot;
 mod node_network;
 mod pods;
 mod probe;
+mod repairs;
 mod socket;
 #[cfg(test)]
 mod state_compat;
@@ -188,6 +189,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
             ..Timings::default()
         },
     );
+    let repairs = ipam.repairs();
     let (state_problem, addresses) = (ipam.journal_problem(), Arc::clone(&ipam));
     let (journal, journal_problem) = (Arc::clone(&ipam), ipam.journal_problem());
     let mount_namespace = host.proc.join("1/ns/mnt");
@@ -246,6 +248,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         metrics: hotplug_metrics,
         executor: executor::ExecutorConfig::default(),
         executor_metrics,
+        repairs,
     };
     start_hotplug(config, &mut tasks, &stop).await;
     tasks.spawn(report_journal(journal_problem, Arc::clone(&health), stop.clone()));

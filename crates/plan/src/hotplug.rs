@@ -36,7 +36,7 @@ use std::collections::BTreeSet;
 pub use decide::plan;
 pub use departures::{Departure, track_moved_links};
 pub use events::{EventReason, PodEvent};
-pub use failures::{FailedAttempt, Failures, Fingerprint, MAX_RETRY, MIN_RETRY, retry_delay};
+pub use failures::{FailedAttempt, Failures, Fingerprint, MAX_RETRY, MIN_RETRY};
 pub use identify::{identify_links, identify_rebuilt};
 pub use multus::{
     IsolationSettings, MultusConfig, MultusFacts, MultusState, NamespaceAccess, decide_multus,

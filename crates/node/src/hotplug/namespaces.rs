@@ -9,12 +9,15 @@ use link::NamespaceLinkEvent;
 use plan::hotplug::Departure;
 use tokio::sync::Notify;
 
+use crate::repairs::Repairs;
+
 /// The namespaces by the ID that they have in the host's namespace.
 #[derive(Debug, Default)]
 pub struct WatchedNamespaces {
     namespaces: Mutex<BTreeMap<i32, WatchedNamespace>>,
     changes: Mutex<LinkChanges>,
     changed: Notify,
+    repairs: Repairs,
 }
 
 /// What link events changed.
@@ -42,6 +45,11 @@ struct WatchedNamespace {
 const MAX_UNSEEN: usize = 1024;
 
 impl WatchedNamespaces {
+    /// Changes of the host's links are signalled to `repairs`.
+    pub fn new(repairs: Repairs) -> Self {
+        Self { repairs, ..Self::default() }
+    }
+
     /// Replaces the links of interest in the namespace of a pod, and their ends on the host. Returns whether one of them was
     /// of no interest before: what happened to it until now may not have been noticed.
     pub fn watch(&self, nsid: i32, pod: &str, links: BTreeSet<u32>, peers: BTreeSet<u32>) -> bool {
@@ -64,6 +72,9 @@ impl WatchedNamespaces {
     /// Applies events in the order in which the kernel sent them.
     pub fn apply(&self, events: &[NamespaceLinkEvent]) {
         let mut changes = LinkChanges::default();
+        if events.iter().any(is_of_host) {
+            self.repairs.signal();
+        }
         for event in events {
             match *event {
                 NamespaceLinkEvent::Removed { nsid: Some(nsid), index, moved } => {
@@ -152,6 +163,16 @@ impl WatchedNamespaces {
     }
 }
 
+/// Whether an event is about a link of the host, or may be.
+fn is_of_host(event: &NamespaceLinkEvent) -> bool {
+    matches!(
+        event,
+        NamespaceLinkEvent::Removed { nsid: None, .. }
+            | NamespaceLinkEvent::Changed { nsid: None, .. }
+            | NamespaceLinkEvent::Overrun
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use futures::FutureExt as _;
@@ -217,6 +238,19 @@ mod tests {
         let changes = LinkChanges { pods: BTreeSet::from(["a".to_owned()]), overrun: false };
         assert_eq!(namespaces.changes().now_or_never(), Some(changes));
         assert!(namespaces.pods().is_empty());
+    }
+
+    #[test]
+    fn links_of_the_host_may_repair_failed_attempts() {
+        let repairs = Repairs::default();
+        let (namespaces, mut received) = (WatchedNamespaces::new(repairs.clone()), repairs.subscribe());
+        let changed = |nsid| NamespaceLinkEvent::Changed { nsid, index: 2 };
+        for (event, expected) in
+            [(changed(Some(7)), false), (changed(None), true), (NamespaceLinkEvent::Overrun, true)]
+        {
+            namespaces.apply(&[event]);
+            assert_eq!(received.changed().now_or_never().is_some(), expected, "{event:?}");
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 mod lost_records;
 mod node;
 mod requests;
+mod retries;
 
 use std::{
     fs,

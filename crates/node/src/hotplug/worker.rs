@@ -14,9 +14,9 @@ use client::{
     retry::{Backoff, Retry},
 };
 use plan::hotplug::{
-    AnnotationUpdate, AttemptKey, DesiredPod, Failures, MAX_RETRY, MIN_RETRY, NadState, ObservedPod, Origin,
-    PlanInput, PlugMode, PodIdentity, PodLifecycle, PodPlan, RemovePurpose, Reported, SandboxState, Step,
-    plan,
+    AnnotationUpdate, AttemptKey, DesiredPod, FailedAttempt, Failures, MAX_RETRY, MIN_RETRY, NadState,
+    ObservedPod, Origin, PlanInput, PlugMode, PodEvent, PodIdentity, PodLifecycle, PodPlan, RemovePurpose,
+    Reported, SandboxState, Step, plan,
 };
 use tokio::{
     select,
@@ -28,12 +28,12 @@ use tracing::{debug, warn};
 
 use super::{
     Deps,
-    apply::{StepOutcome, names_process},
+    apply::{AttachmentStepError, StepOutcome, names_process},
     metrics::{PlugOperation, StateCounts, WriteResult},
     observe::{Observation, ObservedCache, annotations_of, desired_pod, ended_pod, requested_nads},
     pod_status::{PodAnnotations, PodTarget, WriteOutcome, WriteWarnings},
 };
-use crate::pods::OwnPod;
+use crate::{pods::OwnPod, repairs::RepairReceiver};
 
 /// A step that takes longer is reported in the annotation.
 const REPORT_AFTER: Duration = Duration::from_secs(2);
@@ -104,10 +104,7 @@ pub struct PodWorker {
     stop: CancellationToken,
     cache: ObservedCache,
     failures: Failures,
-    /// The errors that were logged.
-    logged: BTreeMap<AttemptKey, String>,
-    /// When the backoffs end.
-    backoffs: BTreeMap<AttemptKey, Instant>,
+    repairs: RepairReceiver,
     reported: Reported,
     written: Option<WrittenAnnotations>,
     /// What the daemon wrote last. If it must be written again, another writer has reverted it.
@@ -164,6 +161,7 @@ enum Next {
 
 impl PodWorker {
     pub fn new(deps: Arc<Deps>, uid: String, wake: Arc<Wake>, stop: CancellationToken) -> Self {
+        let repairs = deps.repairs.subscribe();
         let retry = || Retry::new(Backoff::new(MIN_RETRY, MAX_RETRY.mul_f64(0.8)));
         Self {
             deps,
@@ -172,8 +170,7 @@ impl PodWorker {
             stop,
             cache: ObservedCache::default(),
             failures: Failures::default(),
-            logged: BTreeMap::new(),
-            backoffs: BTreeMap::new(),
+            repairs,
             reported: Reported::default(),
             written: None,
             last_written: None,
@@ -194,7 +191,7 @@ impl PodWorker {
     /// Works until the pod and its attachments are gone, or until `stop`. Returns the UID of the pod.
     pub async fn run(mut self) -> String {
         let (wake, stop) = (Arc::clone(&self.wake), self.stop.clone());
-        while !stop.is_cancelled() {
+        'worker: while !stop.is_cancelled() {
             // A wake-up from before counts for this pass. One that is left at the end starts another worker.
             let _ = wake.is_woken();
             let mut next = self.reconcile().await;
@@ -203,21 +200,30 @@ impl PodWorker {
             }
             self.event_delay = None;
             self.count_retry(&next);
-            let timer = async {
-                match next {
-                    Next::RetryAt(at) => sleep_until(at.into()).await,
-                    Next::Idle => std::future::pending().await,
-                    Next::Ended => {}
-                }
-            };
             if next == Next::Ended {
                 self.forget_records().await;
                 break;
             }
-            select! {
-                () = stop.cancelled() => break,
-                () = wake.notified() => {}
-                () = timer => {}
+            loop {
+                let timer = async {
+                    match next {
+                        Next::RetryAt(at) => sleep_until(at.into()).await,
+                        Next::Idle | Next::Ended => std::future::pending().await,
+                    }
+                };
+                select! {
+                    () = stop.cancelled() => break 'worker,
+                    () = wake.notified() => break,
+                    () = timer => break,
+                    () = self.repairs.changed(), if self.failures.can_wake(Instant::now()) => {
+                        self.failures.wake(Instant::now());
+                        let retry = self.failures.next_retry(Instant::now()).unwrap_or_else(Instant::now);
+                        next = match next {
+                            Next::RetryAt(at) => Next::RetryAt(at.min(retry)),
+                            Next::Idle | Next::Ended => Next::RetryAt(retry),
+                        };
+                    }
+                }
             }
         }
         self.deps.metrics.count_attachments(self.counts, StateCounts::default());
@@ -247,7 +253,6 @@ impl PodWorker {
             if self.stop.is_cancelled() {
                 return Next::Idle;
             }
-            self.end_backoffs();
             // A change after the pod is read is not of this pass.
             let changed = self.wake.lock().changed.take();
             self.changed = self.changed.or(changed);
@@ -283,8 +288,6 @@ impl PodWorker {
             incomplete |= nads.values().any(unknown);
             let planned = self.plan(&desired, &observed, &nads, mode, None);
             self.failures.retain(&planned.failing);
-            self.backoffs.retain(|attempt, _| planned.failing.contains(attempt));
-            self.logged.retain(|attempt, _| planned.failing.contains(attempt));
             self.want_nads(&planned, waits_for_nads.then_some(&desired));
             let PodPlan { step, states, requested, annotations: update, events, .. } = planned;
             self.count_states(states.iter().map(|state| state.state));
@@ -345,7 +348,8 @@ impl PodWorker {
         mode: PlugMode,
         running: Option<&AttemptKey>,
     ) -> PodPlan {
-        let input = PlanInput { desired, observed, failures: &self.failures, mode, running };
+        let (failures, now) = (&self.failures, Instant::now());
+        let input = PlanInput { desired, observed, failures, now, mode, running };
         let resolve = |nad: &NadRef| nads.get(nad).cloned().unwrap_or(NadState::Missing);
         plan(input, resolve, &mut self.reported)
     }
@@ -358,10 +362,8 @@ impl PodWorker {
         nads: &BTreeMap<NadRef, NadState>,
         mode: PlugMode,
     ) {
-        if let Step::Remove(remove) = &step
-            && let Some((attempt, delay)) = self.failures.start_replug(remove)
-        {
-            self.backoffs.insert(attempt, Instant::now() + delay);
+        if let Step::Remove(remove) = &step {
+            self.failures.start_replug(remove, Instant::now());
         }
         let deps = Arc::clone(&self.deps);
         self.event_delay = Some(deps.events.delay());
@@ -405,57 +407,68 @@ impl PodWorker {
         if matches!(step, Step::Remove(_)) {
             self.cache.forget_recorded();
         }
-        let event = match (&step, &outcome) {
-            (_, StepOutcome::Skipped) | (Step::Finish(..) | Step::Forget(_), _) => None,
-            (_, StepOutcome::Failed(error)) if error.is_wait() => None,
-            (Step::Add(add), StepOutcome::Done) => {
+        let event = match outcome {
+            StepOutcome::Done => {
+                self.failures.succeed(&step);
+                self.step_succeeded(&step)
+            }
+            StepOutcome::Skipped => None,
+            StepOutcome::Failed(error) => self.step_failed(&step, pod, &error),
+        };
+        if let Some(event) = event {
+            self.deps.events.record(pod, event);
+        }
+    }
+
+    /// Returns the event to record.
+    fn step_succeeded(&mut self, step: &Step) -> Option<PodEvent> {
+        match step {
+            Step::Add(add) => {
                 self.done.insert(DoneStep::Added);
                 Some(add.added())
             }
-            (Step::Remove(remove), StepOutcome::Done) => {
+            Step::Remove(remove) => {
                 self.done.insert(DoneStep::Removed);
+                if !step.is_cleanup() {
+                    self.deps.repairs.signal();
+                }
                 remove.removed()
             }
-            // The pod is gone, and the retries may go on for long.
-            (Step::Remove(remove), StepOutcome::Failed(error))
-                if remove.purpose == RemovePurpose::SandboxEnded
-                    && self.logged.get(&remove.attempt) == Some(&error.text) =>
-            {
-                None
-            }
-            (Step::Add(add), StepOutcome::Failed(error)) => Some(add.failed(&error.text)),
-            (Step::Remove(remove), StepOutcome::Failed(error)) => Some(remove.failed(&error.text)),
-        };
-        if let Some((attempt, fingerprint)) = step.attempt() {
-            match &outcome {
-                StepOutcome::Done => {
-                    self.failures.clear(attempt);
-                    self.logged.remove(attempt);
-                }
-                StepOutcome::Skipped => {}
-                StepOutcome::Failed(error) => {
-                    self.deps.metrics.failed(error.reason);
-                    let logged = self.logged.insert(attempt.clone(), error.text.clone());
-                    if logged.as_ref() == Some(&error.text) {
-                        debug!(pod = %name(pod), error = error.text, "a step of hot-plug failed again");
-                    } else {
-                        warn!(pod = %name(pod), error = error.text, "a step of hot-plug failed, retrying");
-                    }
-                    let delay = if error.is_wait() {
-                        self.failures.record_wait(attempt.clone(), fingerprint, &error.text)
-                    } else {
-                        self.failures.record(attempt.clone(), fingerprint, &error.text)
-                    };
-                    if error.is_of_plugin() {
-                        self.failures.count_plugin_error(attempt);
-                    }
-                    let delay = Backoff::new(delay.mul_f64(0.8), delay).next_delay();
-                    self.backoffs.insert(attempt.clone(), Instant::now() + delay);
-                }
-            }
+            Step::Finish(..) | Step::Forget(_) => None,
         }
-        if let Some(event) = event {
-            self.deps.events.record(pod, event);
+    }
+
+    /// Records that a step failed. Returns the event to record.
+    fn step_failed(
+        &mut self,
+        step: &Step,
+        pod: &PodIdentity,
+        error: &AttachmentStepError,
+    ) -> Option<PodEvent> {
+        let (attempt, fingerprint) = step.attempt()?;
+        let now = Instant::now();
+        self.deps.metrics.failed(error.reason);
+        let is_reported = if error.is_wait() {
+            self.failures.record_wait(attempt.clone(), fingerprint, &error.text, now)
+        } else {
+            self.failures.record(attempt.clone(), fingerprint, &error.text, now)
+        };
+        if error.is_of_plugin() {
+            self.failures.note_plugin_error(attempt, now);
+        }
+        if !is_reported {
+            debug!(pod = %name(pod), error = error.text, "a step of hot-plug failed again");
+            return None;
+        }
+        warn!(pod = %name(pod), error = error.text, "a step of hot-plug failed, retrying");
+        let is_first = self.failures.get(attempt, fingerprint).is_none_or(FailedAttempt::is_first);
+        match step {
+            _ if error.is_wait() => None,
+            Step::Add(add) => Some(add.failed(&error.text)),
+            // The pod is gone, and the retries may go on for long.
+            Step::Remove(remove) if remove.purpose == RemovePurpose::SandboxEnded && !is_first => None,
+            Step::Remove(remove) => Some(remove.failed(&error.text)),
+            Step::Finish(..) | Step::Forget(_) => None,
         }
     }
 
@@ -525,16 +538,6 @@ impl PodWorker {
         self.reverted.remaining(Instant::now())
     }
 
-    fn end_backoffs(&mut self) {
-        let now = Instant::now();
-        let ended: Vec<AttemptKey> =
-            self.backoffs.iter().filter(|(_, at)| **at <= now).map(|(attempt, _)| attempt.clone()).collect();
-        for attempt in ended {
-            self.backoffs.remove(&attempt);
-            self.failures.end_backoff(&attempt);
-        }
-    }
-
     fn want_nads(&self, planned: &PodPlan, unresolved: Option<&DesiredPod>) {
         let rests = [AttachmentState::Attached, AttachmentState::Kept];
         let unattached = planned.states.iter().filter(|state| !rests.contains(&state.state));
@@ -574,7 +577,9 @@ impl PodWorker {
         let delays =
             [observing, writing, unseen, polls.then_some(ENDING_POLL), refused.then_some(REFUSED_POLL)];
         let retries = delays.into_iter().flatten().map(|delay| now + delay);
-        match retries.chain(self.backoffs.values().copied()).min() {
+        // Pods whose attempts failed together are not retried together.
+        let jitter = |at: Instant| now + Backoff::new(at - now, at - now).next_delay();
+        match retries.chain(self.failures.next_retry(now).map(jitter)).min() {
             Some(at) => Next::RetryAt(at),
             None => Next::Idle,
         }

@@ -30,6 +30,7 @@ use super::{
     replies::{not_recorded, offline_error, rejection, timeout_message, unwritable},
     waiters::{PendingRequest, Waiters},
 };
+use crate::repairs::Repairs;
 
 /// How often a waiting ADD checks that its client is still connected.
 const CALLER_POLL: Duration = Duration::from_millis(500);
@@ -59,6 +60,8 @@ pub struct Ipam {
     report: watch::Sender<Option<LeaseReport>>,
     boot: String,
     pub(super) metrics: Metrics,
+    /// Signals released addresses.
+    pub(super) repairs: Repairs,
 }
 
 pub(super) struct IpamState {
@@ -99,6 +102,7 @@ impl Ipam {
             report: watch::Sender::new(None),
             boot: boot.to_owned(),
             metrics,
+            repairs: Repairs::default(),
         };
         // A disk that is full or read-only is retried: the daemon serves what needs no record meanwhile.
         if let Err(error) = ipam.save_pending() {
@@ -129,6 +133,7 @@ impl Ipam {
         drop(state);
         self.changed.notify_all();
         self.wake.notify_one();
+        self.repairs.signal();
         Ok(())
     }
 
@@ -389,7 +394,10 @@ impl Ipam {
         let addresses = state.ledger.leases().get(key).map(|lease| lease.addresses.clone());
         let freed = self.append(&mut state, &[LedgerRecord::Freed(key.clone())]);
         match freed {
-            Ok(()) => info!(container = key.container, ?addresses, "released the addresses of a pod"),
+            Ok(()) => {
+                info!(container = key.container, ?addresses, "released the addresses of a pod");
+                self.repairs.signal();
+            }
             Err(error) => {
                 state.unsaved_releases.insert(key.clone());
                 warn!(
@@ -403,6 +411,11 @@ impl Ipam {
         self.changed.notify_all();
         self.wake.notify_one();
         true
+    }
+
+    /// Where released addresses are signalled.
+    pub fn repairs(&self) -> Repairs {
+        self.repairs.clone()
     }
 
     /// The lease of an attachment, with what its CNI result said.

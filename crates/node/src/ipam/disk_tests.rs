@@ -6,6 +6,7 @@ use std::{
 };
 
 use api::ipam::IpamSpec;
+use futures::FutureExt as _;
 use plan::ipam::{AttachmentKey, Lease, PodRef, Pool};
 use wire::{
     cni::{Code, Error},
@@ -59,8 +60,10 @@ fn a_release_on_a_full_disk_succeeds_and_frees_the_address_once_it_is_written() 
         hold(&ipam);
         let first = add(&ipam, "a").unwrap();
         add(&ipam, "b").unwrap();
+        let mut repairs = ipam.repairs().subscribe();
         disk.fill();
         assert!(ipam.release(&key("a")));
+        assert!(repairs.changed().now_or_never().is_none(), "the address is not free");
         assert_eq!(ipam.grant(&key("a")), None, "a released interface has nothing");
         assert_eq!(ipam.leases().len(), 2, "its address stays allocated");
         assert!(ipam.journal_problem().borrow().is_some());
@@ -70,7 +73,10 @@ fn a_release_on_a_full_disk_succeeds_and_frees_the_address_once_it_is_written() 
         assert!(ipam.save_pending().is_err());
         disk.empty();
         ipam.save_pending().unwrap();
+        assert!(repairs.changed().now_or_never().is_some());
         assert_eq!((ipam.leases().len(), ipam.journal_problem().borrow().clone()), (1, None));
+        assert_eq!(add(&ipam, "c").unwrap().addresses, first.addresses);
+        assert!(ipam.release(&key("c")) && repairs.changed().now_or_never().is_some());
         assert_eq!(add(&ipam, "c").unwrap().addresses, first.addresses);
         drop(ipam);
         let again = open(disk, "boot").unwrap();

@@ -122,6 +122,7 @@ impl Ipam {
         drop(state);
         self.changed.notify_all();
         self.wake.notify_one();
+        self.repairs.signal();
         Ok(held.len())
     }
 }

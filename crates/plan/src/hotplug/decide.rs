@@ -33,7 +33,7 @@ const MAX_EVENTS: usize = 8;
 ///
 /// In order: records that nothing refers to are forgotten; attachments of ended sandboxes are removed; attachments that are
 /// unfinished, lost or no longer requested are removed; requested networks are attached in the order of the annotation. What
-/// is in backoff is passed over. What has failed comes after all that has not, and what failed longest ago comes first of
+/// has to wait is passed over. What has failed comes after all that has not, and what failed longest ago comes first of
 /// it: a step that hangs or fails each time delays each of the others at most once.
 pub fn plan(input: PlanInput<'_>, nads: impl Fn(&NadRef) -> NadState, reported: &mut Reported) -> PodPlan {
     let observed = input.observed;
@@ -425,6 +425,7 @@ impl<'a> Planner<'a> {
         }
         let failures = self.input.failures;
         let failure = failures.get(&step.attempt, step.fingerprint);
+        let is_delayed = failures.is_delayed(&step.attempt, step.fingerprint, self.input.now);
         let removal = removals
             .iter()
             .find(|(record, _)| record.key.interface == interface)
@@ -443,11 +444,13 @@ impl<'a> Planner<'a> {
             self.states.push(states::pending(&wanted.nad, interface, &failure.error));
         } else if let Some(failure) = failure {
             self.states.push(state(StateReason::AddFailed, failure.error.clone()));
+        } else if is_delayed {
+            let message = "too many attempts of this pod failed; retrying soon";
+            self.states.push(states::pending(&wanted.nad, interface, message));
         } else if self.input.running.is_some() {
             self.states.push(states::plain(&wanted.nad, interface, AttachmentState::Pending));
         }
-        let ready = matches!(name, Name::Free(_)) && failure.is_none_or(|failure| !failure.in_backoff);
-        if ready && self.plugs() {
+        if matches!(name, Name::Free(_)) && !is_delayed && self.plugs() {
             self.propose(Step::Add(Box::new(step)));
         }
     }
@@ -502,7 +505,7 @@ impl<'a> Planner<'a> {
         }))
     }
 
-    /// A network may need another interface of the pod, so a new attachment ends the backoff of the others.
+    /// A network may need another interface of the pod, so a new attachment lets the others be tried again.
     fn add_fingerprint(
         &self,
         wanted: &DesiredElement<'_>,

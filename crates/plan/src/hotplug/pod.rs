@@ -1,6 +1,9 @@
 //! What the daemon knows about one pod: what is desired, what was observed, and the NADs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Instant,
+};
 
 use api::nad_config::NadConfig;
 
@@ -163,6 +166,7 @@ pub struct PlanInput<'a> {
     pub desired: &'a DesiredPod,
     pub observed: &'a ObservedPod,
     pub failures: &'a Failures,
+    pub now: Instant,
     pub mode: PlugMode,
     /// The attempt that has been running for more than two seconds. The states then report `Pending` and `Removing`. The
     /// caller ignores the step of such a plan.

@@ -5,7 +5,10 @@
 mod checks;
 mod sequences;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
 
 use api::{
     nad_config::NadConfig,
@@ -103,6 +106,7 @@ pub struct SimNode {
     pub cache: Annotations,
     pub confirmed: bool,
     pub failures: Failures,
+    pub now: Instant,
     pub reported: Reported,
     /// The attachments of Multus that an element was seen to request.
     pub requested: BTreeSet<AttachmentKey>,
@@ -167,6 +171,7 @@ impl SimNode {
             cache: Annotations::default(),
             confirmed: false,
             failures: Failures::default(),
+            now: Instant::now(),
             reported: Reported::default(),
             requested: BTreeSet::new(),
             events: Vec::new(),
@@ -392,6 +397,7 @@ impl SimNode {
             desired: &desired,
             observed: &observed,
             failures: &self.failures,
+            now: self.now,
             mode: self.mode,
             running: None,
         };
@@ -493,7 +499,7 @@ impl SimNode {
             return self.restart();
         }
         self.journal.insert(key, AttachmentRecord { phase: RecordPhase::Attached(attached), ..intent });
-        self.failures.clear(&step.attempt);
+        self.failures.succeed(&Step::Add(Box::new(step.clone())));
         self.events.push(step.added());
         if fault == Some(Fault::CrashLast) {
             self.restart();
@@ -501,14 +507,14 @@ impl SimNode {
     }
 
     fn fail_add(&mut self, step: &AddStep, error: &str) {
-        self.failures.record(step.attempt.clone(), step.fingerprint, error);
+        self.failures.record(step.attempt.clone(), step.fingerprint, error, self.now);
         self.events.push(step.failed(error));
     }
 
     fn remove(&mut self, step: &RemoveStep, fault: Option<Fault>) {
         let key = &step.record.key;
         self.confirmed = false;
-        self.failures.start_replug(step);
+        self.failures.start_replug(step, self.now);
         match fault {
             Some(Fault::CrashFirst) => return self.restart(),
             Some(Fault::JournalFails) => return self.fail_remove(step, "the journal cannot be written"),
@@ -553,7 +559,7 @@ impl SimNode {
         self.multus.remove(key);
         self.results.remove(key);
         self.journal.insert(key.clone(), step.removed_record());
-        self.failures.clear(&step.attempt);
+        self.failures.succeed(&Step::Remove(Box::new(step.clone())));
         self.events.extend(step.removed());
         if fault == Some(Fault::CrashLast) {
             self.restart();
@@ -561,7 +567,7 @@ impl SimNode {
     }
 
     fn fail_remove(&mut self, step: &RemoveStep, error: &str) {
-        self.failures.record(step.attempt.clone(), step.fingerprint, error);
+        self.failures.record(step.attempt.clone(), step.fingerprint, error, self.now);
         self.events.push(step.failed(error));
     }
 
@@ -579,11 +585,15 @@ impl SimNode {
     pub fn settle_all(&mut self) {
         self.watch();
         self.settle();
-        for _ in 0..2 {
-            if !self.failures.is_empty() {
-                self.failures.end_all_backoffs();
-                self.settle();
-            }
+        // One failed attempt is retried at a time, and after a retry that succeeds all others.
+        for _ in 0..2 * self.failures.attempts().count() {
+            self.pass_backoffs();
+            self.settle();
         }
+    }
+
+    /// Lets time pass until the backoff has ended.
+    pub fn pass_backoffs(&mut self) {
+        self.now += Duration::from_mins(5);
     }
 }

@@ -176,7 +176,7 @@ pub enum RemovePurpose {
     SandboxEnded,
 }
 
-/// What can fail and is retried with backoff.
+/// What can fail and is retried with backoff: see [`Failures`](super::Failures).
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum AttemptKey {
     /// Attaching an element.
@@ -189,8 +189,8 @@ pub enum AttemptKey {
     },
     /// Detaching an attachment.
     Remove(AttachmentKey),
-    /// Attaching again an attachment whose links were deleted. It does not fail, but it is limited by the same backoff, so
-    /// that a program in the pod that deletes the link each time does not keep the node busy.
+    /// Attaching again an attachment whose links were deleted. It does not fail, but it has a backoff of its own, so that a
+    /// program in the pod that deletes the link each time does not keep the node busy.
     Replug(AttachmentKey),
 }
 
@@ -202,6 +202,11 @@ impl Step {
             Self::Remove(step) => Some((&step.attempt, step.fingerprint)),
             Self::Finish(..) | Self::Forget(_) => None,
         }
+    }
+
+    /// Whether it cleans up after an ADD that failed or did not finish.
+    pub fn is_cleanup(&self) -> bool {
+        matches!(self, Self::Remove(step) if step.purpose == RemovePurpose::Undo)
     }
 }
 

@@ -1,5 +1,6 @@
 //! One rule per test. The rows of the list of known failures come first.
 
+mod backoff;
 mod bad_input;
 mod fairness;
 mod links;
@@ -44,7 +45,7 @@ fn a_failing_network_neither_stops_nor_undoes_the_others() {
         ["AddedInterface", "FailedAddingInterface", "AddedInterface", "FailedAddingInterface"]
     );
     node.broken.clear();
-    node.failures.end_all_backoffs();
+    node.pass_backoffs();
     node.settle();
     assert_eq!(node.link_names(), ["net1", "net3", "net2"]);
     assert!(node.states().iter().all(|state| state.ends_with(" Attached")));
@@ -93,7 +94,7 @@ fn an_attachment_lands_after_the_plugins_recover_without_an_edit() {
     node.broken.insert(nad("a"));
     for _ in 0..20 {
         node.settle();
-        node.failures.end_all_backoffs();
+        node.pass_backoffs();
     }
     assert_eq!(node.linked_attachments(), set(&[]));
     node.broken.clear();

@@ -14,8 +14,10 @@ use super::*;
 /// A plugin whose ADD hangs.
 const HANG: &str = "[ $CNI_COMMAND = DEL ] || { echo $$ >> $ROOT/started; exec sleep 60; }";
 
+/// A call for a pod in one of two namespaces.
 fn on(plugin: &str, number: usize) -> CniRequest {
-    CniRequest { container_id: format!("pod{number}"), ..one(plugin) }
+    let cni_args = vec![("K8S_POD_NAMESPACE".to_owned(), format!("ns{}", number % 2))];
+    CniRequest { container_id: format!("pod{number}"), cni_args, ..one(plugin) }
 }
 
 /// The hanging plugins, which are killed at the end of a test.

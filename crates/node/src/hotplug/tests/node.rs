@@ -255,6 +255,8 @@ pub struct Daemon {
     stop: CancellationToken,
     tasks: JoinSet<Result<(), Error>>,
     pub health: Arc<Health>,
+    /// Signals released addresses.
+    pub repairs: Repairs,
     metrics: Metrics,
 }
 
@@ -270,6 +272,7 @@ ADD)
   [ -e "$dir/fail-add" ] && { echo '{"cniVersion":"1.0.0","code":100,"msg":"no luck"}'; exit 1; }
   while [ -e "$dir/hang" ]; do sleep 0.05; done
   ip link add "$name" type veth peer name "$CNI_IFNAME" netns "$CNI_NETNS" || exit 1
+  [ -e "$dir/fail-link" ] && { ip link del "$name"; echo '{"cniVersion":"1.0.0","code":100,"msg":"error '$$'"}'; exit 1; }
   echo '{"cniVersion":"1.0.0","interfaces":[{"name":"'$name'"},{"name":"'$CNI_IFNAME'","sandbox":"'$CNI_NETNS'"}],"ips":[{"address":"10.9.0.2/24","interface":1}]}'
   ;;
 DEL)
@@ -431,7 +434,7 @@ impl TestNode {
         let flags = [&["patchbay", "--cni-plugin-dirs", bin.to_str().unwrap()], more_flags].concat();
         let settings = Cli::parse_from(flags).args.settings(None).unwrap();
         let (stop, mut tasks, health) = (CancellationToken::new(), JoinSet::new(), Arc::new(Health::new()));
-        let (client, metrics) = (self.api.client(), Metrics::default());
+        let (client, metrics, repairs) = (self.api.client(), Metrics::default(), Repairs::default());
         let (pods, watch) = pods::own_pods(client.clone(), "node-1", Arc::clone(&health));
         tasks.spawn(watch.run(stop.clone()));
         let state = self.root.join("state");
@@ -454,9 +457,10 @@ impl TestNode {
                 ..ExecutorConfig::default()
             },
             executor_metrics: executor::Metrics::default(),
+            repairs: repairs.clone(),
         };
         start(config, &mut tasks, &stop).await.unwrap();
-        Daemon { stop, tasks, health, metrics }
+        Daemon { stop, tasks, health, metrics, repairs }
     }
 
     /// The links of a pod but `lo`, with their indexes.

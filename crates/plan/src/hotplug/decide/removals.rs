@@ -1,5 +1,7 @@
 //! Which attachments of a pod are removed, how, and what is reported about them.
 
+use std::time::Duration;
+
 use api::{attachments::AttachmentState, digest::digest};
 
 use super::{
@@ -12,11 +14,12 @@ use super::{
     Planner,
 };
 
-/// After this many failed attempts to release an attachment without a namespace, its IPAM plugin is called too.
-const RELEASE_ATTEMPTS: u32 = 5;
-/// After this many attempts in which the plugin itself reported an error or did not exist, the attachment is abandoned once
-/// its addresses are released. With a retry after 24 to 30 s these are 12 to 15 hours.
-const ABANDON_ATTEMPTS: u32 = 1800;
+/// If an attachment cannot be released without a namespace for this time, its IPAM plugin is called too. A pod with one
+/// failing attachment has then failed five times.
+const RELEASE_AFTER: Duration = Duration::from_secs(20);
+/// If the plugin itself reports errors or does not exist for this time, the attachment is abandoned once its addresses are
+/// released.
+const ABANDON_AFTER: Duration = Duration::from_hours(12);
 
 impl<'a> Planner<'a> {
     /// The attachments of the READY sandbox to remove, and why.
@@ -30,7 +33,7 @@ impl<'a> Planner<'a> {
                     let replug = self.links.is_lost(attached)
                         && is_replugged(record.origin)
                         && self.plugs()
-                        && !self.input.failures.delays_replug(&record.key);
+                        && !self.input.failures.delays_replug(&record.key, self.input.now);
                     if replug {
                         removals.push((record, RemovePurpose::Replug));
                     }
@@ -156,13 +159,15 @@ impl<'a> Planner<'a> {
         }
         let failure = failures.get(&step.attempt, step.fingerprint);
         if let Some(failure) = failure.filter(|_| step.mode == DelMode::ReleaseOnly) {
-            step.errors = match (failure.count(), failure.plugin_errors()) {
-                (_, ABANDON_ATTEMPTS..) => DelErrors::Abandon,
-                (RELEASE_ATTEMPTS.., _) => DelErrors::ReleaseAddresses,
-                _ => DelErrors::Fail,
+            step.errors = if failure.plugin_failing_for(self.input.now) >= ABANDON_AFTER {
+                DelErrors::Abandon
+            } else if failure.failing_for(self.input.now) >= RELEASE_AFTER {
+                DelErrors::ReleaseAddresses
+            } else {
+                DelErrors::Fail
             };
         }
-        if failure.is_none_or(|failure| !failure.in_backoff) {
+        if !failures.is_delayed(&step.attempt, step.fingerprint, self.input.now) {
             self.propose(Step::Remove(Box::new(step)));
         }
     }

@@ -196,7 +196,7 @@ fn run_sequence(seed: u64) {
         let fault = random.one_in(3).then(|| FAULTS[random.below(FAULTS.len())]);
         node.work(fault);
         if random.one_in(4) {
-            node.failures.end_all_backoffs();
+            node.pass_backoffs();
         }
         if random.one_in(8) {
             node.settle_all();

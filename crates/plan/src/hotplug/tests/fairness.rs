@@ -2,12 +2,12 @@
 
 use super::*;
 
-/// Applies this many steps. Removals fail, and each backoff ends before the next step, as if every step took 30 s.
+/// Applies this many steps. Removals fail, and each backoff ends before the next step, as if every step took long.
 fn work_slowly(node: &mut SimNode, steps: usize, failing_removals: bool) {
     for _ in 0..steps {
         let removes = matches!(node.plan().step, Some(Step::Remove(_)));
         node.work((removes && failing_removals).then_some(Fault::PluginFails));
-        node.failures.end_all_backoffs();
+        node.pass_backoffs();
     }
 }
 

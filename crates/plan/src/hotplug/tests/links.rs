@@ -34,7 +34,7 @@ fn a_link_that_is_deleted_again_and_again_is_attached_with_backoff() {
     assert_eq!((node.calls.len(), node.link_names()), (3, Vec::new()));
     assert_eq!(node.states(), ["default/a@net1 Failed/LinkLost"]);
     assert_eq!(node.reported_attachments(), set(&[]));
-    node.failures.end_all_backoffs();
+    node.pass_backoffs();
     node.settle();
     assert_eq!(node.link_names(), ["net1"]);
 }
@@ -87,7 +87,14 @@ fn share_mac(node: &mut SimNode, observed: &mut ObservedPod) {
 
 fn plan_of(desired: &DesiredPod, observed: &ObservedPod) -> PodPlan {
     let failures = Failures::default();
-    let input = PlanInput { desired, observed, failures: &failures, mode: PlugMode::On, running: None };
+    let input = PlanInput {
+        desired,
+        observed,
+        failures: &failures,
+        now: std::time::Instant::now(),
+        mode: PlugMode::On,
+        running: None,
+    };
     plan(input, |_| ready("a"), &mut Reported::default())
 }
 
@@ -207,6 +214,7 @@ fn a_renamed_link_of_the_pods_start_is_found_by_its_peer_or_mac_and_deleted_only
                 desired,
                 observed: &observed,
                 failures: &failures,
+                now: node.now,
                 mode: PlugMode::On,
                 running: None,
             };
@@ -430,6 +438,7 @@ fn a_link_in_another_namespace_is_not_lost() {
                 desired: &desired,
                 observed,
                 failures: &failures,
+                now: node.now,
                 mode: PlugMode::On,
                 running: None,
             };

@@ -166,8 +166,14 @@ fn pending_and_removing_are_reported_only_while_an_attempt_lasts_long() {
     node.edit("b@net2,c@net3");
     let (desired, observed) = (node.desired(), node.observe());
     let states = |running: Option<&AttemptKey>, failures: &Failures| {
-        let input =
-            PlanInput { desired: &desired, observed: &observed, failures, mode: PlugMode::On, running };
+        let input = PlanInput {
+            desired: &desired,
+            observed: &observed,
+            failures,
+            now: node.now,
+            mode: PlugMode::On,
+            running,
+        };
         let plan = plan(input, |nad| ready(&nad.name), &mut Reported::default());
         let states = plan.states.iter();
         states.map(|it| format!("{} {} {}", it.interface, it.state, it.reason)).collect::<Vec<_>>()
@@ -178,7 +184,7 @@ fn pending_and_removing_are_reported_only_while_an_attempt_lasts_long() {
     assert_eq!(states(Some(&step.attempt), &none), ["net2 Pending ", "net3 Pending ", "net1 Removing "]);
     // A known error says more than that the next attempt runs.
     let mut failures = Failures::default();
-    failures.record(step.attempt.clone(), step.fingerprint, "timeout");
+    failures.record(step.attempt.clone(), step.fingerprint, "timeout", node.now);
     assert_eq!(
         states(Some(&step.attempt), &failures),
         ["net2 Pending ", "net3 Pending ", "net1 Failed RemoveFailed"]
@@ -205,7 +211,7 @@ fn a_network_that_waits_for_a_failing_removal_says_so() {
         node.events[1].note,
         "pod [default/web]: failed removing interface net1 from network: a: no such device"
     );
-    node.failures.end_all_backoffs();
+    node.pass_backoffs();
     node.settle();
     node.check();
     assert_eq!(node.events.last().unwrap().reason, EventReason::AddedInterface);
@@ -304,18 +310,24 @@ fn a_note_has_the_error_and_no_control_characters() {
 fn an_add_that_waits_for_other_plugins_is_pending_and_no_failed_attempt() {
     let mut node = SimNode::with("a@net1");
     let Some(Step::Add(step)) = node.plan().step else { panic!("{:?}", node.plan()) };
-    for _ in 0..10 {
-        let reason = "plugin macvlan was not started: 8 ADD calls of it are running; retrying";
-        let delay = node.failures.record_wait(step.attempt.clone(), step.fingerprint, reason);
-        assert_eq!(delay, MIN_RETRY);
+    for attempt in 0..10 {
+        let reason =
+            format!("plugin macvlan was not started: 8 ADD calls of it are running {attempt}; retrying");
+        let failures = &mut node.failures;
+        let reported = failures.record_wait(step.attempt.clone(), step.fingerprint, &reason, node.now);
+        assert_eq!(
+            (reported, failures.next_retry(node.now)),
+            (attempt == 0, Some(node.now + MIN_RETRY * 4 / 5))
+        );
     }
     node.settle();
     assert_eq!((node.states(), node.calls.len()), (vec!["default/a@net1 Pending".to_owned()], 0));
     assert!(node.server.attachments.as_ref().unwrap().contains("8 ADD calls of it are running"));
-    assert_eq!(node.failures.record(step.attempt.clone(), step.fingerprint, "no such device"), MIN_RETRY);
+    assert!(node.failures.record(step.attempt.clone(), step.fingerprint, "no such device", node.now));
+    assert_eq!(node.failures.next_retry(node.now), Some(node.now + MIN_RETRY * 4 / 5));
     node.settle();
     assert_eq!(node.states(), ["default/a@net1 Failed/AddFailed"]);
-    node.failures.end_all_backoffs();
+    node.pass_backoffs();
     node.settle();
     assert_eq!(node.states(), ["default/a@net1 Attached"]);
 }

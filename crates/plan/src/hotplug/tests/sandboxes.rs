@@ -147,6 +147,7 @@ fn nothing_happens_while_the_runtime_does_not_answer_or_the_namespace_is_unreada
             desired: &desired,
             observed: &observed,
             failures: &node.failures,
+            now: node.now,
             mode: PlugMode::On,
             running: None,
         };
