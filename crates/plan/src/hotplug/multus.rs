@@ -87,6 +87,13 @@ pub struct MultusState {
     pub unreadable: bool,
 }
 
+impl MultusState {
+    /// Whether it is known what multus does. Otherwise its default networks may be others.
+    pub fn is_known(&self) -> bool {
+        self.config.namespace_isolation.is_some()
+    }
+}
+
 /// What counts as the configuration of multus, and what to remember for later: the last configuration that was read, while
 /// multus is on the node.
 ///
