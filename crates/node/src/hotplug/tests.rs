@@ -1,5 +1,6 @@
 //! Tests of hot-plug on a node with real network namespaces and processes.
 
+mod multus_records;
 mod node;
 mod requests;
 

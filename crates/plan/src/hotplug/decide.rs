@@ -563,12 +563,11 @@ impl<'a> Planner<'a> {
             let current = if self.runs() { self.current.as_slice() } else { &[] };
             // Multus has written about a pod that runs, or could not.
             let defaults = if self.plugs() { observed.default_statuses.as_slice() } else { &[] };
-            let network_status = match observed.unreadable {
-                Some(_) => observed.network_status.clone(),
-                None => {
-                    let status = self.status_view().update(current, &self.ended, defaults);
-                    bounded(observed.network_status.as_ref(), status)
-                }
+            let network_status = if observed.unreadable.is_some() {
+                observed.network_status.clone()
+            } else {
+                let status = self.status_view().update(current, &self.ended, defaults);
+                bounded(observed.network_status.as_ref(), status)
             };
             let rest = MAX_ANNOTATIONS.saturating_sub(network_status.as_ref().map_or(0, String::len));
             AnnotationUpdate {
