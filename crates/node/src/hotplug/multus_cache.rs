@@ -200,13 +200,13 @@ impl RecordedSandbox<'_> {
                 delegate.network == result.network_name && delegate.interface(*index) == result.if_name
             });
             let (nad, origin) = match delegate {
-                Some((index, delegate)) => match delegate.nad(index, config, &self.pod.namespace) {
-                    Some(nad) => ((nad, false), Origin::PodStart),
-                    None => {
+                Some((index, delegate)) => {
+                    let Some(nad) = delegate.nad(index, config, &self.pod.namespace) else {
                         default_statuses.insert(index, default_network(&result, &delegate.name, index == 0));
                         continue;
-                    }
-                },
+                    };
+                    ((nad, false), Origin::PodStart)
+                }
                 None if result.if_name == DEFAULT_INTERFACE || defaults(&result.if_name) => continue,
                 None => (self.reported_nad(&result), Origin::Original),
             };
