@@ -97,6 +97,7 @@ use settings::{
 use status::{
     a_lost_status_is_written_again, a_plug_is_one_write_and_one_event,
     a_result_with_two_pod_interfaces_is_one_attachment, a_slow_plug_is_shown_as_pending,
+    a_status_that_multus_could_not_write_gets_the_default_network_first,
     device_information_of_pod_start_stays_in_the_status, entries_of_other_writers_stay,
     pods_at_rest_cause_no_write, untouched_pods_cause_no_write_when_the_daemon_starts,
 };
@@ -150,6 +151,7 @@ fn main() -> ExitCode {
                     + a_plug_is_one_write_and_one_event
                     + a_slow_plug_is_shown_as_pending
                     + a_lost_status_is_written_again
+                    + a_status_that_multus_could_not_write_gets_the_default_network_first
                     + entries_of_other_writers_stay
                     + a_result_with_two_pod_interfaces_is_one_attachment
                     + pods_at_rest_cause_no_write,

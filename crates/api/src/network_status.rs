@@ -255,6 +255,11 @@ impl NetworkStatusList {
         self.entries = kept;
     }
 
+    /// Inserts entries before all others.
+    pub fn prepend(&mut self, new: &[NetworkStatus]) {
+        self.entries.splice(..0, new.iter().map(StatusEntry::new));
+    }
+
     /// The value of the annotation, in the layout of Multus.
     pub fn render(&self) -> String {
         let entries: Vec<&str> = self.entries.iter().map(|entry| entry.text.as_str()).collect();

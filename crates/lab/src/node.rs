@@ -28,7 +28,8 @@ const PRIMARY_NETWORK_FILE: &str = "10-lab.conf";
 const MULTUS_CONTAINER: &str = "/opt/lab/multus-container";
 /// The files of the ConfigMap that only the container of multus mounts.
 const MULTUS_CONFIG_MAP: &str = "/opt/lab/multus-daemon-config";
-/// Its own root, as of an image. A process of the node finds it only through `/proc/PID/root`.
+/// The root of its mount namespace is its own, as of an image. The daemon changes its root to `/hostroot`, where the root of
+/// the node is then, while a plugin runs.
 const MULTUS_CONTAINER_SCRIPT: &str = r#"#!/bin/sh -e
 root=/run/lab/multus
 mkdir -p $root /run/netns /run/k8s.cni.cncf.io /var/lib/cni/multus /etc/cni/multus/net.d
@@ -38,7 +39,6 @@ bind() {
     mkdir -p "./$2"
     mount --rbind "$1" "./$2"
 }
-bind / hostroot
 bind /run host/run
 bind /etc/cni/net.d host/etc/cni/net.d
 for dir in dev etc/cni/multus/net.d opt/cni/bin proc run/k8s.cni.cncf.io run/netns run/secrets sys var/lib/cni/multus var/lib/kubelet; do
@@ -47,10 +47,12 @@ done
 bind CONFIG_MAP etc/cni/net.d/multus.d
 ln -s /run var/run
 echo root:x:0:0:root:/root:/bin/sh >etc/passwd
-mkdir -p tmp usr/src/multus-cni/bin
+mkdir -p hostroot tmp usr/src/multus-cni/bin
 touch usr/src/multus-cni/bin/multus-daemon
 mount --bind "$(readlink -f "$(command -v multus-daemon)")" usr/src/multus-cni/bin/multus-daemon
-exec chroot . /usr/src/multus-cni/bin/multus-daemon
+pivot_root . hostroot
+cd /
+exec /usr/src/multus-cni/bin/multus-daemon
 "#;
 
 /// Writes certificates, kubeconfigs, configuration and CNI plugins to the node's disk.

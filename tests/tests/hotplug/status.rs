@@ -132,6 +132,32 @@ pub async fn a_lost_status_is_written_again(lab: Lab) -> Result<()> {
     .await
 }
 
+pub async fn a_status_that_multus_could_not_write_gets_the_default_network_first(lab: Lab) -> Result<()> {
+    with_namespace(&lab, "complete", async |ns: &TestNamespace| {
+        create_bridge_nad(ns, "blue", "10.158.0.0/24").await?;
+        let blue = json!([element("blue", "net1")]);
+        let pods = [pod_with_networks("cold", "node-1", &blue), plain_pod("hot", "node-1")];
+        let pods: [LivePod; 2] = start_live_pods(ns, pods).await?;
+        for pod in &pods {
+            let default = status_list(pod).await?.into_iter().next().context("an entry of multus")?;
+            ensure!(default["default"] == true && default["interface"] == "eth0", "{default}");
+            pod.annotate(json!({NETWORK_STATUS: null})).await?;
+            // The pod that multus attached to the network is completed without an edit.
+            if pod.name == "hot" {
+                pod.set_networks(&blue).await?;
+            }
+            wait::until(WAIT_TIMEOUT, &format!("the entries of {}", pod.name), || async {
+                let list = status_list(pod).await?;
+                ensure!(list.len() == 2 && list[0] == default && list[1]["interface"] == "net1", "{list:?}");
+                Ok(Some(()))
+            })
+            .await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
 /// The entry that OVN-Kubernetes writes for a pod of a primary user-defined network.
 fn primary_udn() -> Value {
     json!({"name": "ovn-kubernetes", "interface": "eth0", "ips": ["10.128.0.7"], "mac": "0a:58:0a:80:00:07", "dns": {}})

@@ -24,7 +24,7 @@ use std::{
 
 use api::{
     ifname::IfName,
-    network_status::{NetworkStatusList, StatusEntry},
+    network_status::{NetworkStatus, NetworkStatusList, StatusEntry},
     selection::NadRef,
 };
 use nix::fcntl::OFlag;
@@ -70,8 +70,23 @@ pub struct MultusCacheReader {
 pub enum MultusCacheError {
     #[error("read the attachments that multus recorded in {}", path.display())]
     Read { path: PathBuf, source: io::Error },
+    /// It stays so as long as the sandbox exists.
+    #[error(
+        "what multus recorded about this pod cannot be used: {0}; until then it is not known what multus attached, and \
+         nothing is attached or detached: shorten the configurations of the pod's networks and create the pod again"
+    )]
+    Unusable(io::Error),
     #[error("delete the result of {key:?} in {}", path.display())]
     Delete { key: AttachmentKey, path: PathBuf, source: io::Error },
+}
+
+/// What multus recorded about a running sandbox.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct RecordedAttachments {
+    /// Those of the sandbox's start but the cluster's default networks, and those of multus-dynamic-networks-controller.
+    pub records: Vec<AttachmentRecord>,
+    /// The entries that multus writes to network-status for the default networks: the cluster's network first.
+    pub defaults: Vec<NetworkStatus>,
 }
 
 /// The files of one sandbox.
@@ -94,23 +109,28 @@ impl MultusCacheReader {
         Self { root: root.to_owned(), ..self }
     }
 
-    /// The attachments of a running sandbox: those of its start but the cluster's default networks, and those of
-    /// multus-dynamic-networks-controller. `network_status` is the pod's annotation: only it says from which NAD the latter
-    /// are.
+    /// The attachments of a running sandbox. `network_status` is the pod's annotation: only it says from which NAD those of
+    /// multus-dynamic-networks-controller are.
     pub async fn attachments(
         &self,
         container: &str,
         pod: &PodIdentity,
         network_status: Option<&str>,
-    ) -> Result<Vec<AttachmentRecord>, MultusCacheError> {
+    ) -> Result<RecordedAttachments, MultusCacheError> {
         if !is_container_id(container) {
-            return Ok(Vec::new());
+            return Ok(RecordedAttachments::default());
         }
         let config = &self.multus.read().await.config;
         let (dir, id) = (under(&self.root, &config.cni_dir), container.to_owned());
         let path = dir.clone();
         let files = self.host.run(move || read_sandbox(&dir, &id)).await.and_then(|read| read);
-        let files = files.map_err(|source| MultusCacheError::Read { path, source })?;
+        let files = files.map_err(|source| {
+            if is_unusable(&source) {
+                MultusCacheError::Unusable(source)
+            } else {
+                MultusCacheError::Read { path, source }
+            }
+        })?;
         let status = NetworkStatusList::parse(network_status).unwrap_or_default();
         let sandbox = RecordedSandbox { container, pod, boot: &self.boot, status: &status };
         Ok(sandbox.attachments(&files, config))
@@ -188,23 +208,29 @@ struct RecordedSandbox<'a> {
 }
 
 impl RecordedSandbox<'_> {
-    fn attachments(&self, files: &SandboxFiles, config: &MultusConfig) -> Vec<AttachmentRecord> {
+    fn attachments(&self, files: &SandboxFiles, config: &MultusConfig) -> RecordedAttachments {
         // Without its list, the results of the pod's start cannot be distinguished from the others.
-        let Some(delegates) = files.list.as_deref().and_then(parse_delegates) else { return Vec::new() };
+        let Some(delegates) = files.list.as_deref().and_then(parse_delegates) else {
+            return RecordedAttachments::default();
+        };
         let defaults = |interface: &str| {
             let mut statuses = self.status.entries().iter().filter_map(StatusEntry::status);
             statuses.any(|status| status.default && status.interface == interface)
         };
         let mut records: BTreeMap<String, AttachmentRecord> = BTreeMap::new();
+        let mut default_statuses: BTreeMap<usize, Vec<NetworkStatus>> = BTreeMap::new();
         for result in self.results(files).filter(|result| result.own_nad.is_none()) {
             let delegate = delegates.iter().enumerate().find(|(index, delegate)| {
                 delegate.network == result.network_name && delegate.interface(*index) == result.if_name
             });
             let (nad, origin) = match delegate {
-                Some((index, delegate)) => match delegate.nad(index, config, &self.pod.namespace) {
-                    Some(nad) => ((nad, false), Origin::PodStart),
-                    None => continue,
-                },
+                Some((index, delegate)) => {
+                    let Some(nad) = delegate.nad(index, config, &self.pod.namespace) else {
+                        default_statuses.insert(index, default_network(&result, &delegate.name, index == 0));
+                        continue;
+                    };
+                    ((nad, false), Origin::PodStart)
+                }
                 None if result.if_name == DEFAULT_INTERFACE || defaults(&result.if_name) => continue,
                 None => (self.reported_nad(&result), Origin::Original),
             };
@@ -213,7 +239,10 @@ impl RecordedSandbox<'_> {
                 records.insert(record.key.interface.clone(), record);
             }
         }
-        records.into_values().collect()
+        RecordedAttachments {
+            records: records.into_values().collect(),
+            defaults: default_statuses.into_values().flatten().collect(),
+        }
     }
 
     fn own_attachments(&self, files: &SandboxFiles) -> Vec<AttachmentRecord> {
@@ -302,6 +331,27 @@ impl RecordedSandbox<'_> {
     }
 }
 
+/// The entries that multus writes for a network that it attaches to every pod. `is_cluster`: it is the cluster's. None without
+/// an interface in the pod.
+fn default_network(result: &CachedResult, name: &str, is_cluster: bool) -> Vec<NetworkStatus> {
+    let success = result.success();
+    let in_pod: Vec<usize> =
+        (0..success.interfaces.len()).filter(|&at| success.interfaces[at].sandbox.is_some()).collect();
+    let Ok(interface) = result.if_name.parse::<IfName>() else { return Vec::new() };
+    if in_pod.is_empty() {
+        return Vec::new();
+    }
+    // The interface of the first gateway, or else the first one, is the default.
+    let gateway = success.ips.iter().find_map(|ip| ip.gateway.and(ip.interface));
+    let default = gateway.and_then(|gateway| in_pod.iter().position(|&at| at == gateway)).unwrap_or(0);
+    let mut statuses = attachment_result(&success).statuses(&NadRef::new("", name), &interface, None);
+    for (at, status) in statuses.iter_mut().enumerate() {
+        name.clone_into(&mut status.name);
+        status.default = is_cluster && at == default;
+    }
+    statuses
+}
+
 fn read_sandbox(dir: &Path, container: &str) -> io::Result<SandboxFiles> {
     // The list first: multus writes it before the results, and the other controller adds results only.
     let list = match read_file(&dir.join(container)) {
@@ -338,7 +388,7 @@ fn read_ended(
         let text = match read_file(&entry.path()) {
             Ok(text) => text,
             // Multus deleted it meanwhile, or it is no result.
-            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidData) => continue,
+            Err(error) if error.kind() == ErrorKind::NotFound || is_unusable(&error) => continue,
             Err(error) => {
                 debug!(file = name, %error, "cannot read a result that multus recorded");
                 left.incomplete = true;
@@ -416,7 +466,8 @@ fn read_dir(dir: &Path) -> io::Result<Option<fs::ReadDir>> {
     }
 }
 
-/// The results whose file names match, the newest last. Those that cannot be read are left out. Fails if there is too much.
+/// The results whose file names match, the newest last. Those that cannot be read are left out. Fails if one is too large, or
+/// all of them.
 fn read_results(dir: &Path, matches: impl Fn(&str) -> bool) -> io::Result<Vec<Vec<u8>>> {
     let entries = read_dir(dir)?.into_iter().flatten().flatten();
     let (mut results, mut size) = (Vec::new(), 0);
@@ -427,15 +478,24 @@ fn read_results(dir: &Path, matches: impl Fn(&str) -> bool) -> io::Result<Vec<Ve
                 size += text.len();
                 results.push(((metadata.mtime(), metadata.mtime_nsec()), text));
             }
+            Err(error) if error.kind() == ErrorKind::FileTooLarge => return Err(error),
             Err(error) => debug!(file = ?entry.path(), %error, "cannot read a result that multus recorded"),
         }
         if size > MAX_SANDBOX_SIZE {
-            let text = format!("the results of one sandbox have more than {MAX_SANDBOX_SIZE} bytes");
-            return Err(io::Error::new(ErrorKind::InvalidData, text));
+            let text = format!(
+                "its results in {} have more than {MAX_SANDBOX_SIZE} bytes, which is the limit",
+                dir.display()
+            );
+            return Err(io::Error::new(ErrorKind::FileTooLarge, text));
         }
     }
     results.sort();
     Ok(results.into_iter().map(|(_, text)| text).collect())
+}
+
+/// Whether a file that was read stays as it is.
+fn is_unusable(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::InvalidData | ErrorKind::FileTooLarge)
 }
 
 /// Reads a regular file of a bounded size.
@@ -443,8 +503,13 @@ fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     // A pipe in the place of the file must not block.
     let file = File::options().read(true).custom_flags(OFlag::O_NONBLOCK.bits()).open(path)?;
     let metadata = file.metadata()?;
-    if !metadata.is_file() || metadata.len() > MAX_FILE {
-        return Err(ErrorKind::InvalidData.into());
+    if !metadata.is_file() {
+        let text = format!("{} is no regular file", path.display());
+        return Err(io::Error::new(ErrorKind::InvalidData, text));
+    }
+    if metadata.len() > MAX_FILE {
+        let text = format!("{} has {} bytes, the limit is {MAX_FILE} bytes", path.display(), metadata.len());
+        return Err(io::Error::new(ErrorKind::FileTooLarge, text));
     }
     let mut text = Vec::new();
     file.take(MAX_FILE).read_to_end(&mut text)?;

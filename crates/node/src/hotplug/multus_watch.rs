@@ -19,13 +19,9 @@ pub async fn run(deps: Arc<Deps>, node: String, stop: CancellationToken) -> Resu
     let mut before: Option<String> = None;
     let mut reported = false;
     loop {
-        let problem = deps.multus.read().await.problem.clone();
+        let problem = deps.settings.isolation.problem(&*deps.multus.read().await);
         let lasting = problem.clone().filter(|problem| before.as_ref() == Some(problem));
-        if let Some(problem) = lasting.as_ref().filter(|_| !reported) {
-            let note = format!(
-                "{problem}, or set --namespace-isolation; until then, running pods of this node get no networks of other \
-                 namespaces"
-            );
+        if let Some(note) = lasting.clone().filter(|_| !reported) {
             // Like the kubelet, which uses the name as the UID: `kubectl describe node` shows both.
             let regarding = events::reference::<Node>(None, &node, &node);
             let (reason, action) = ("MultusConfigUnknown", "ReadMultusConfig");

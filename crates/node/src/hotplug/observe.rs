@@ -20,6 +20,7 @@ use tracing::{debug, warn};
 use super::{
     Deps,
     metrics::FailureReason,
+    multus_cache::{MultusCacheError, RecordedAttachments},
     nads::NadError,
     pod_namespace::{NamespaceError, ObservedNamespace},
     pod_status::PodAnnotations,
@@ -35,7 +36,7 @@ pub struct ObservedCache {
     /// The sandbox in which the pod runs. Its namespace is opened at each observation, which fails when it ends.
     sandbox: Option<SandboxRef>,
     /// What others recorded about a sandbox. That changes only by steps of the worker.
-    recorded: Option<(String, Vec<AttachmentRecord>)>,
+    recorded: Option<(String, RecordedAttachments)>,
     /// With which configuration of multus that was read.
     multus: Option<Arc<MultusState>>,
     /// The CNI results of others whose links were identified, and these links. A link that is renamed or moved later is found
@@ -50,8 +51,8 @@ pub struct ObservedCache {
 impl ObservedCache {
     /// The pod, if others recorded attachments of it.
     pub fn identity(&self) -> Option<PodIdentity> {
-        let (_, records) = self.recorded.as_ref()?;
-        records.first().map(|record| record.pod.clone())
+        let (_, recorded) = self.recorded.as_ref()?;
+        recorded.records.first().map(|record| record.pod.clone())
     }
 
     /// Forgets everything if the worker's pod is another one now: a mirror pod that was created again, or one that only
@@ -75,9 +76,9 @@ impl ObservedCache {
 
     /// Completes what others recorded with the index and the end on the host of each link that is identified for certain.
     fn identify(&mut self, links: &[ObservedLink], host_links: &BTreeMap<u32, HostLink>) {
-        let Some((_, records)) = &mut self.recorded else { return };
+        let Some((_, recorded)) = &mut self.recorded else { return };
         let mut identified = BTreeMap::new();
-        for record in records {
+        for record in &mut recorded.records {
             if let RecordPhase::Attached(attached) = &mut record.phase
                 && let Some((result, links)) = self.identified.remove(&record.key)
                 && result == attached.result
@@ -184,7 +185,7 @@ impl Deps {
         cache.enter(&desired.pod);
         let uid = desired.pod.runtime_uid.as_str();
         let mut own = self.journal.records_of(uid);
-        let (mut incomplete, mut unreadable) = (false, false);
+        let (mut incomplete, mut failed, mut unreadable) = (false, false, None);
         // A pod that claims the UID of a static pod may not be that pod: the runtime knows.
         let is_claim = desired.pod.runtime_uid != desired.pod.uid;
         let mut sandbox = if desired.host_network && own.is_empty() && !is_claim {
@@ -218,19 +219,26 @@ impl Deps {
                         cache.identify(&namespace.links(desired.virt_launcher), &namespace.host_links);
                     }
                     // The plan decides between two records of the same key.
-                    records.extend(cache.recorded.iter().flat_map(|(_, recorded)| recorded).cloned());
+                    let recorded = cache.recorded.iter().flat_map(|(_, recorded)| &recorded.records);
+                    records.extend(recorded.cloned());
                 }
                 // Without it, a plan would attach what is attached.
-                Err(problem) => {
-                    debug!(pod = desired.pod.name, problem, "cannot read what was recorded on the node");
+                Err(error) => {
+                    debug!(pod = desired.pod.name, error = %ErrorChain(&error), "cannot read what was recorded on the node");
                     self.metrics.failed(FailureReason::Host);
-                    unreadable = true;
+                    match error {
+                        MultusCacheError::Unusable(_) => {
+                            (incomplete, unreadable) = (true, Some(error.to_string()));
+                        }
+                        _ => failed = true,
+                    }
                 }
             }
         } else if let Some((_, recorded)) = &cache.recorded {
             // The sandbox that had them has ended, or the runtime does not respond.
             let known: BTreeSet<_> = records.iter().map(|record| record.key.clone()).collect();
-            records.extend(recorded.iter().filter(|record| !known.contains(&record.key)).cloned());
+            let recorded = recorded.records.iter();
+            records.extend(recorded.filter(|record| !known.contains(&record.key)).cloned());
         }
         let (mut links, mut host_links, mut results) = (None, BTreeMap::new(), BTreeMap::new());
         match read {
@@ -256,7 +264,7 @@ impl Deps {
         }
         let namespaces = self.existing_namespaces(&sandbox, &records, links.is_some(), cache).await;
         let mut mode = mode;
-        if unreadable {
+        if failed {
             sandbox = SandboxState::Unknown;
         }
         if sandbox == SandboxState::Unknown {
@@ -273,12 +281,19 @@ impl Deps {
         {
             incomplete = true;
         }
+        let default_statuses = match (&sandbox, &cache.recorded) {
+            (SandboxState::Ready(_), Some((_, recorded))) => recorded.defaults.clone(),
+            _ => Vec::new(),
+        };
         let observed = ObservedPod {
             sandbox,
             links,
             host_links,
             boot: self.boot.clone(),
             records,
+            unreadable,
+            defaults_known: cache.multus.as_ref().is_none_or(|multus| multus.is_known()),
+            default_statuses,
             results,
             requested: self.journal.requested(uid),
             namespaces,
@@ -351,7 +366,7 @@ impl Deps {
         cache: &ObservedCache,
     ) -> Result<Option<ObservedNamespace>, NamespaceError> {
         let SandboxState::Ready(sandbox) = sandbox else { return Ok(None) };
-        let others = cache.recorded.iter().flat_map(|(_, records)| records);
+        let others = cache.recorded.iter().flat_map(|(_, recorded)| &recorded.records);
         let attached = records.iter().chain(others).filter_map(AttachmentRecord::attached);
         let peers =
             attached.flat_map(|attached| attached.links.iter().filter_map(|link| link.peer)).collect();
@@ -365,17 +380,17 @@ impl Deps {
         sandbox: &SandboxRef,
         annotations: &PodAnnotations,
         cache: &mut ObservedCache,
-    ) -> Result<(), String> {
+    ) -> Result<(), MultusCacheError> {
         let multus = self.multus.read().await;
         let same_config = cache.multus.as_ref().is_some_and(|before| Arc::ptr_eq(before, &multus));
         if same_config && cache.recorded.as_ref().is_some_and(|(container, _)| *container == sandbox.id) {
             return Ok(());
         }
-        cache.multus = Some(multus);
         let status = annotations.network_status.as_deref();
-        let read = self.recorded.attachments(&sandbox.id, &desired.pod, status).await;
-        let records = read.map_err(|error| ErrorChain(&error).to_string())?;
-        cache.recorded = Some((sandbox.id.clone(), records));
+        // What was read before does not count if this fails.
+        cache.recorded = None;
+        let recorded = self.recorded.attachments(&sandbox.id, &desired.pod, status).await?;
+        (cache.multus, cache.recorded) = (Some(multus), Some((sandbox.id.clone(), recorded)));
         Ok(())
     }
 
@@ -387,12 +402,11 @@ impl Deps {
         namespace: &ObservedNamespace,
         own: &[Arc<AttachmentRecord>],
         cache: &mut ObservedCache,
-    ) -> Result<Vec<AttachmentRecord>, String> {
+    ) -> Result<Vec<AttachmentRecord>, MultusCacheError> {
         if !self.journal.is_damaged() || cache.rebuilt.as_ref() == Some(&sandbox.id) {
             return Ok(Vec::new());
         }
-        let read = self.recorded.own_attachments(&sandbox.id, &desired.pod).await;
-        let mut records = read.map_err(|error| ErrorChain(&error).to_string())?;
+        let mut records = self.recorded.own_attachments(&sandbox.id, &desired.pod).await?;
         let links = namespace.links(desired.virt_launcher);
         records.retain_mut(|record| {
             let exists = identify_rebuilt(record, &links, &namespace.host_links);
@@ -524,10 +538,13 @@ mod tests {
 
     /// The index by which the link of the only record is known.
     fn identified(cache: &mut ObservedCache, result: &str, links: &[ObservedLink]) -> Option<u32> {
-        cache.recorded.get_or_insert_with(|| ("c".to_owned(), vec![record(result)]));
+        cache.recorded.get_or_insert_with(|| {
+            let recorded = RecordedAttachments { records: vec![record(result)], ..Default::default() };
+            ("c".to_owned(), recorded)
+        });
         cache.identify(links, &BTreeMap::new());
-        let (_, records) = cache.recorded.as_ref().unwrap();
-        records[0].attached().unwrap().links[0].index
+        let (_, recorded) = cache.recorded.as_ref().unwrap();
+        recorded.records[0].attached().unwrap().links[0].index
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Tests of hot-plug on a node with real network namespaces and processes.
 
 mod lost_records;
+mod multus_records;
 mod node;
 mod requests;
 mod retries;

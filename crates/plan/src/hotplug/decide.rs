@@ -216,7 +216,9 @@ impl<'a> Planner<'a> {
             return false;
         }
         let mut matching = self.matching(self.selection);
-        self.note_requested(&matching, reported);
+        if self.input.observed.unreadable.is_none() {
+            self.note_requested(&matching, reported);
+        }
         matching.keep_unrequested(&self.input.observed.requested);
         let status = self.status;
         let removals = self.removals(&matching);
@@ -377,6 +379,17 @@ impl<'a> Planner<'a> {
     ) {
         let pod = &self.input.desired.pod;
         let interface = name.as_str();
+        if let Some(message) = &self.input.observed.unreadable {
+            let event = events::about(pod, EventReason::RecordsUnreadable, message);
+            let (state, reason) = (AttachmentState::Failed, StateReason::RecordsUnreadable);
+            let state = states::with_reason(&wanted.nad, interface, state, reason, message);
+            // One event for all elements.
+            if !self.events.iter().any(|(other, _)| *other == event) {
+                self.events.push((event, Some(state.clone())));
+            }
+            self.states.push(state);
+            return;
+        }
         if let NadState::IsolationUnknown { message } = nad {
             let (state, reason) = (AttachmentState::Pending, StateReason::IsolationUnknown);
             self.states.push(states::with_reason(&wanted.nad, interface, state, reason, message));
@@ -457,6 +470,10 @@ impl<'a> Planner<'a> {
 
     /// Takes a step that is not in backoff, unless one that comes before it was proposed earlier.
     fn propose(&mut self, step: Step) {
+        let ended = matches!(&step, Step::Remove(remove) if remove.purpose == RemovePurpose::SandboxEnded);
+        if self.input.observed.unreadable.is_some() && !ended {
+            return;
+        }
         let attempt = step.attempt().map(|(attempt, _)| attempt);
         let last = attempt.map_or(LastFailure::Never, |attempt| self.input.failures.last_failure(attempt));
         if self.next.as_ref().is_none_or(|(other, _)| last < *other) {
@@ -552,8 +569,14 @@ impl<'a> Planner<'a> {
         self.report_host_network();
         let annotations = (access == StatusAccess::Write).then(|| {
             let current = if self.runs() { self.current.as_slice() } else { &[] };
-            let network_status = self.status_view().update(current, &self.ended);
-            let network_status = bounded(observed.network_status.as_ref(), network_status);
+            // Multus has written about a pod that runs, or could not.
+            let defaults = if self.plugs() { observed.default_statuses.as_slice() } else { &[] };
+            let network_status = if observed.unreadable.is_some() {
+                observed.network_status.clone()
+            } else {
+                let status = self.status_view().update(current, &self.ended, defaults);
+                bounded(observed.network_status.as_ref(), status)
+            };
             let rest = MAX_ANNOTATIONS.saturating_sub(network_status.as_ref().map_or(0, String::len));
             AnnotationUpdate {
                 network_status,

@@ -83,6 +83,15 @@ pub struct MultusState {
     pub config: MultusConfig,
     /// Why the configuration cannot be read, or isolation is not known, and what to do.
     pub problem: Option<String>,
+    /// The configuration exists and cannot be read.
+    pub unreadable: bool,
+}
+
+impl MultusState {
+    /// Whether it is known what multus does. Otherwise its default networks may be others.
+    pub fn is_known(&self) -> bool {
+        self.config.namespace_isolation.is_some()
+    }
 }
 
 /// What counts as the configuration of multus, and what to remember for later: the last configuration that was read, while
@@ -93,7 +102,7 @@ pub struct MultusState {
 pub fn decide_multus(facts: MultusFacts, last: Option<&MultusConfig>) -> (MultusState, Option<MultusConfig>) {
     let MultusFacts { config, unreadable, installed, pod, unchecked } = facts;
     if let Some(config) = config {
-        return (MultusState { config: config.clone(), problem: None }, Some(config));
+        return (MultusState { config: config.clone(), ..MultusState::default() }, Some(config));
     }
     let reason = if let Some(error) = &unreadable {
         format!("the configuration of multus on this node cannot be read: {error}; correct it")
@@ -103,21 +112,22 @@ pub fn decide_multus(facts: MultusFacts, last: Option<&MultusConfig>) -> (Multus
         )
     } else if installed {
         "multus is installed on this node, but has no configuration or its daemon does not run; start multus, or remove \
-         its binaries"
+         its binaries and configurations"
             .to_owned()
     } else if let Some(unchecked) = unchecked {
         format!("it is not known yet whether the node has multus: {unchecked}")
     } else {
         return (MultusState::default(), None);
     };
-    let usable = last.filter(|last| unreadable.is_none() || last.namespace_isolation == Some(true));
-    let state = match usable {
-        Some(last) => MultusState { config: last.clone(), problem: unreadable.map(|_| reason) },
-        None => MultusState {
-            config: MultusConfig { namespace_isolation: None, ..last.cloned().unwrap_or_default() },
-            problem: Some(reason),
-        },
+    let unreadable = unreadable.is_some();
+    let usable = last.filter(|last| !unreadable || last.namespace_isolation == Some(true));
+    let (config, problem) = match usable {
+        Some(last) => (last.clone(), unreadable.then_some(reason)),
+        None => {
+            (MultusConfig { namespace_isolation: None, ..last.cloned().unwrap_or_default() }, Some(reason))
+        }
     };
+    let state = MultusState { config, problem, unreadable };
     (state, last.cloned())
 }
 
@@ -156,12 +166,25 @@ pub enum NamespaceAccess {
 }
 
 impl IsolationSettings {
+    /// What to report about the node. With the flag, the configuration still names directories and default networks.
+    pub fn problem(&self, multus: &MultusState) -> Option<String> {
+        let problem = multus.problem.as_ref()?;
+        match self.enabled {
+            Some(_) => multus.unreadable.then(|| problem.clone()),
+            None => Some(format!(
+                "{problem}, or set --namespace-isolation; until then, running pods of this node get no networks of other \
+                 namespaces"
+            )),
+        }
+    }
+
     /// Whether pods of a namespace may use a NAD.
     pub fn access(&self, multus: &MultusState, nad: &NadRef, pod_namespace: &str) -> NamespaceAccess {
-        let globals = self.global_namespaces.as_ref().unwrap_or(&multus.config.global_namespaces);
-        if nad.namespace == pod_namespace {
+        let globals = self.global_namespaces.as_ref();
+        if nad.namespace == pod_namespace || globals.is_some_and(|globals| globals.contains(&nad.namespace)) {
             return NamespaceAccess::Allowed;
         }
+        let globals = globals.unwrap_or(&multus.config.global_namespaces);
         match self.enabled.or(multus.config.namespace_isolation) {
             None => {
                 let problem = multus.problem.as_deref().unwrap_or("it was not read yet");
@@ -268,6 +291,7 @@ mod tests {
         let state = |isolation| MultusState {
             config: MultusConfig { namespace_isolation: isolation, ..MultusConfig::default() },
             problem: isolation.is_none().then(|| "wait".to_owned()),
+            unreadable: false,
         };
         for (enabled, isolation, expected) in [
             (None, None, "unknown"),
@@ -291,6 +315,37 @@ mod tests {
         assert_eq!(own, NamespaceAccess::Allowed);
         let global = flag(None).access(&state(Some(true)), &NadRef::new("default", "blue"), "shop");
         assert_eq!(global, NamespaceAccess::Allowed);
+        // The flag needs no configuration.
+        let named = IsolationSettings { enabled: None, global_namespaces: Some(vec!["net".to_owned()]) };
+        for isolation in [None, Some(true)] {
+            assert_eq!(named.access(&state(isolation), &nad, "shop"), NamespaceAccess::Allowed);
+        }
+        let other = named.access(&state(None), &NadRef::new("default", "blue"), "shop");
+        assert!(matches!(other, NamespaceAccess::Unknown { .. }), "{other:?}");
+    }
+
+    #[test]
+    fn with_the_flag_only_a_configuration_that_cannot_be_read_is_reported() {
+        for (enabled, facts, expected) in [
+            (None, MultusFacts { installed: true, ..MultusFacts::default() }, Some("--namespace-isolation")),
+            (Some(true), MultusFacts { installed: true, ..MultusFacts::default() }, None),
+            (Some(false), MultusFacts { unchecked: Some("not listed"), ..MultusFacts::default() }, None),
+            (
+                Some(false),
+                MultusFacts { unreadable: Some("/a: no".to_owned()), ..MultusFacts::default() },
+                Some("cannot be read: /a: no; correct it"),
+            ),
+            (None, MultusFacts::default(), None),
+        ] {
+            let (state, _) = decide_multus(facts.clone(), None);
+            let problem = IsolationSettings { enabled, global_namespaces: None }.problem(&state);
+            match (&problem, expected) {
+                (Some(problem), Some(expected)) => assert!(problem.contains(expected), "{problem}"),
+                _ => assert_eq!(problem.as_deref(), expected, "{enabled:?} {facts:?}"),
+            }
+            let advises = problem.is_some_and(|problem| problem.contains("--namespace-isolation"));
+            assert!(!advises || enabled.is_none(), "{facts:?}");
+        }
     }
 
     #[test]

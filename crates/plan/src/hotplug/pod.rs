@@ -5,7 +5,7 @@ use std::{
     time::Instant,
 };
 
-use api::nad_config::NadConfig;
+use api::{nad_config::NadConfig, network_status::NetworkStatus};
 
 use super::{AttachedRecord, AttachmentKey, AttachmentRecord, AttemptKey, Failures, PodIdentity};
 
@@ -50,6 +50,14 @@ pub struct ObservedPod {
     /// All records of the pod, of all of its sandboxes: first those of the journal, then those of Multus' caches, also if they
     /// have the same key. The plan decides which of the two counts.
     pub records: Vec<AttachmentRecord>,
+    /// Why the records of Multus for the READY sandbox cannot be used, and what to do. Then nothing of that sandbox is attached
+    /// or detached: it is not known what Multus attached.
+    pub unreadable: Option<String>,
+    /// Whether the configuration of Multus is known. Otherwise its default networks are among `records`.
+    pub defaults_known: bool,
+    /// The entries of network-status for what Multus attaches to every pod, as its records show them: the cluster's network
+    /// first.
+    pub default_statuses: Vec<NetworkStatus>,
     /// What the ADDs of unfinished attachments of the READY sandbox returned and created, as far as the result cache of the
     /// node and the namespace say so. The daemon was killed, or could not write, before it recorded that. Without those with
     /// `default-route`: their routes may be half changed.

@@ -101,6 +101,9 @@ pub struct SimNode {
     pub results: BTreeMap<AttachmentKey, AttachedRecord>,
     /// The attachments in Multus' caches.
     pub multus: BTreeMap<AttachmentKey, AttachmentRecord>,
+    /// Multus' caches cannot be used.
+    pub unreadable: Option<String>,
+    pub defaults_known: bool,
     pub server: Annotations,
     /// What the daemon's watch shows.
     pub cache: Annotations,
@@ -167,6 +170,8 @@ impl SimNode {
             journal: BTreeMap::new(),
             results: BTreeMap::new(),
             multus: BTreeMap::new(),
+            unreadable: None,
+            defaults_known: true,
             server: Annotations::default(),
             cache: Annotations::default(),
             confirmed: false,
@@ -361,7 +366,8 @@ impl SimNode {
     }
 
     pub fn observe(&self) -> ObservedPod {
-        let records = self.journal.values().chain(self.multus.values()).cloned();
+        let cached = self.multus.values().filter(|_| self.unreadable.is_none());
+        let records = self.journal.values().chain(cached).cloned();
         let links = self.sandbox.as_ref().map(|_| {
             let links = self.links().iter().map(|(&index, link)| ObservedLink {
                 index,
@@ -377,6 +383,9 @@ impl SimNode {
             host_links: BTreeMap::new(),
             boot: self.boot.clone(),
             records: records.collect(),
+            unreadable: self.unreadable.clone(),
+            defaults_known: self.defaults_known,
+            default_statuses: vec![serde_json::from_str(CLUSTER_ENTRY).unwrap()],
             results: self.results.clone(),
             requested: self.requested.clone(),
             namespaces: self.namespaces.keys().cloned().collect(),

@@ -48,6 +48,8 @@ pub enum StateReason {
     LinkLost,
     /// The element of an attachment of another program was removed while hot-plug did not act.
     RemovalNotSeen,
+    /// What multus recorded about the pod cannot be used.
+    RecordsUnreadable,
 }
 
 impl StateReason {
@@ -66,6 +68,7 @@ impl StateReason {
             Self::UpdateRejected => "UpdateRejected",
             Self::LinkLost => "LinkLost",
             Self::RemovalNotSeen => "RemovalNotSeen",
+            Self::RecordsUnreadable => "RecordsUnreadable",
         }
     }
 }
@@ -136,9 +139,8 @@ pub(super) fn unusable_nad(
                 "NAD {name} moves a device of the node into the pod, which the node would lose at the end of the pod"
             ))
         }
-        NadState::Ready { .. } => None,
-        // The element waits.
-        NadState::IsolationUnknown { .. } => None,
+        // An element whose isolation is unknown waits.
+        NadState::Ready { .. } | NadState::IsolationUnknown { .. } => None,
         NadState::Unknown { message } => Some(failed(StateReason::AddFailed, message.clone())),
         NadState::Missing => Some(failed(
             StateReason::NetworkNotFound,

@@ -67,8 +67,15 @@ impl<'a> StatusView<'a> {
 
     /// The value that the annotation should have.
     ///
-    /// `current` are the records of the READY sandbox in the order of new entries, `ended` those of other sandboxes.
-    pub fn update(mut self, current: &[&AttachmentRecord], ended: &[&AttachmentRecord]) -> Option<String> {
+    /// `current` are the records of the READY sandbox in the order of new entries, `ended` those of other sandboxes. `defaults`
+    /// are the entries that Multus writes first. If it could not write, the annotation has no default network: then they are
+    /// inserted, but none for an interface that another writer reports.
+    pub fn update(
+        mut self,
+        current: &[&AttachmentRecord],
+        ended: &[&AttachmentRecord],
+        defaults: &[NetworkStatus],
+    ) -> Option<String> {
         let before = self.list.clone();
         let live: Vec<&AttachmentRecord> = current
             .iter()
@@ -86,6 +93,15 @@ impl<'a> StatusView<'a> {
             let Some(attached) = record.attached() else { continue };
             let new = self.entries_of(&list, record, attached);
             list.replace(|entry| is_secondary(entry) && reports(record, entry), &new);
+        }
+        let statuses: Vec<&NetworkStatus> =
+            list.entries().iter().filter_map(|entry| entry.status()).collect();
+        if !statuses.iter().any(|status| status.default) {
+            let is_missing = |default: &&NetworkStatus| {
+                !statuses.iter().any(|status| status.interface == default.interface)
+            };
+            let missing: Vec<NetworkStatus> = defaults.iter().filter(is_missing).cloned().collect();
+            list.prepend(&missing);
         }
         if list == before && NetworkStatusList::parse(self.observed).is_ok() {
             return self.observed.map(str::to_owned);

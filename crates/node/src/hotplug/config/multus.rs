@@ -16,7 +16,7 @@ use std::{
 
 use api::ErrorChain;
 pub use files::under;
-use files::{config_dirs, read_node, read_regular};
+use files::{FileFacts, config_dirs, read_node, read_regular};
 use plan::hotplug::{MultusConfig, MultusFacts, MultusState, decide_multus, mounts_cni_config};
 use tokio::{sync::Notify, task::spawn_blocking, time::Instant};
 use tracing::{debug, info, warn};
@@ -100,7 +100,11 @@ impl MultusConfigReader {
         let dirs = self.runtime_dirs().await;
         let (unchecked, pod) = self.check_pods(dirs.as_ref());
         let (root, last) = (self.0.root.clone(), self.cache().last.clone());
-        let read = self.0.host.run(move || read_node(&root, &dirs.unwrap_or_default(), last.as_ref())).await;
+        let read = match dirs {
+            Some(dirs) => self.0.host.run(move || read_node(&root, &dirs, last.as_ref())).await,
+            // A file in a directory that the runtime does not use may be left over, and not isolate.
+            None => Ok(FileFacts::default()),
+        };
         let facts = match read {
             Ok(files) => MultusFacts {
                 config: files.config,

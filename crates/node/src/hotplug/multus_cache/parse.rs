@@ -18,7 +18,7 @@ pub struct Delegate {
     /// The name of the CNI configuration.
     pub network: String,
     /// `namespace/name` of the NAD, or the name of the configuration if it is not of a NAD.
-    name: String,
+    pub name: String,
     /// The interface that was requested.
     requested: Option<String>,
 }

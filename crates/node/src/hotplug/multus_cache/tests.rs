@@ -44,7 +44,11 @@ impl Node {
     }
 
     async fn attachments(&self, status: Option<&str>) -> Vec<AttachmentRecord> {
-        self.reader.attachments(CONTAINER, &pod(), status).await.unwrap()
+        self.reader.attachments(CONTAINER, &pod(), status).await.unwrap().records
+    }
+
+    async fn default_statuses(&self) -> Vec<NetworkStatus> {
+        self.reader.attachments(CONTAINER, &pod(), None).await.unwrap().defaults
     }
 
     async fn ended(&self, running: &[&str]) -> Vec<AttachmentRecord> {
@@ -215,7 +219,6 @@ async fn a_bad_result_does_not_hide_the_others() {
     for content in [
         "{".to_owned(),
         String::new(),
-        " ".repeat(usize::try_from(MAX_FILE).unwrap() + 1),
         changed("/kind", json!("other")),
         changed("/containerId", json!("else")),
         changed("/ifName", json!("a/b")),
@@ -232,6 +235,77 @@ async fn a_bad_result_does_not_hide_the_others() {
     // An attachment without a valid result can still be unplugged.
     node.write(&format!("{results}/bad-{CONTAINER}-net9"), changed("/result", json!({"interfaces": 7})));
     assert_eq!(node.attachments(None).await.len(), expected.len() + 1);
+}
+
+#[tokio::test]
+async fn a_list_or_a_result_that_is_too_large_is_named_with_its_size_and_the_limit() {
+    let large = " ".repeat(usize::try_from(MAX_FILE).unwrap() + 1);
+    let result = format!("results/bad-{CONTAINER}-net9");
+    for file in [CONTAINER, &result] {
+        let node = plugged("large");
+        node.write(&format!("/var/lib/cni/multus/{file}"), &large);
+        let error = node.reader.attachments(CONTAINER, &pod(), None).await.unwrap_err();
+        assert!(matches!(error, MultusCacheError::Unusable(_)), "{error:?}");
+        let text = error.to_string();
+        let expected = format!("/var/lib/cni/multus/{file} has 1048577 bytes, the limit is 1048576 bytes");
+        assert!(text.contains(&expected) && text.contains("create the pod again"), "{text}");
+        // Other pods are not affected.
+        assert!(node.reader.attachments("other", &pod(), None).await.is_ok());
+    }
+    let node = plugged("no-file");
+    fs::remove_file(under(&node.root.0, Path::new(&format!("/var/lib/cni/multus/{CONTAINER}")))).unwrap();
+    fs::create_dir(under(&node.root.0, Path::new(&format!("/var/lib/cni/multus/{CONTAINER}")))).unwrap();
+    let error = node.reader.attachments(CONTAINER, &pod(), None).await.unwrap_err();
+    assert!(error.to_string().contains(&format!("{CONTAINER} is no regular file")), "{error}");
+}
+
+/// Name, interface and whether it is the default of each entry.
+fn names(statuses: &[NetworkStatus]) -> Vec<(&str, &str, bool)> {
+    statuses.iter().map(|status| (status.name.as_str(), status.interface.as_str(), status.default)).collect()
+}
+
+#[tokio::test]
+async fn the_entries_of_default_networks_are_those_that_multus_writes() {
+    let node = Node::new("default-entries");
+    node.write(
+        "/etc/cni/net.d/00-multus.conf",
+        json!({"type": "multus", "defaultNetworks": ["extra"]}).to_string(),
+    );
+    let delegates = [
+        delegate("cbr0", "cbr0", None),
+        delegate("kube-system/extra", "extra-config", None),
+        delegate("shop/blue", "blue", None),
+    ];
+    node.list(CONTAINER, &delegates);
+    node.result(CONTAINER, "blue", "net2", NETNS);
+    assert_eq!(node.default_statuses().await, [], "nothing is invented without a result");
+    node.result(CONTAINER, "extra-config", "net1", NETNS);
+    let mut cluster = result(CONTAINER, "cbr0", "eth0", NETNS);
+    cluster["result"]["routes"] = json!([{"dst": "0.0.0.0/0", "gw": "10.1.0.1"}]);
+    cluster["result"]["dns"] = json!({"nameservers": ["10.1.0.2"]});
+    let path = format!("/var/lib/cni/multus/results/cbr0-{CONTAINER}-eth0");
+    node.write(&path, cluster.to_string());
+    let defaults = node.default_statuses().await;
+    assert_eq!(names(&defaults), [("cbr0", "eth0", true), ("kube-system/extra", "net1", false)]);
+    let entry = json!({
+        "name": "cbr0", "interface": "eth0", "ips": ["10.1.0.7"], "mac": "02:00:00:00:00:0a", "default": true,
+        "dns": {"nameservers": ["10.1.0.2"]}, "gateway": ["10.1.0.1"],
+    });
+    assert_eq!(serde_json::to_value(&defaults[0]).unwrap(), entry);
+    // The interface of the gateway is the default one.
+    let interfaces = json!([
+        {"name": "eth0", "mac": "02:00:00:00:00:01", "sandbox": NETNS},
+        {"name": "ovn-udn1", "mac": "02:00:00:00:00:02", "sandbox": NETNS},
+    ]);
+    cluster["result"]["interfaces"] = interfaces;
+    cluster["result"]["ips"] = json!([{"address": "10.1.0.7/24", "gateway": "10.1.0.1", "interface": 1}]);
+    node.write(&path, cluster.to_string());
+    let defaults = node.default_statuses().await;
+    assert_eq!(names(&defaults)[..2], [("cbr0", "eth0", false), ("cbr0", "ovn-udn1", true)]);
+    // Multus writes nothing about a result without an interface in the pod.
+    cluster["result"]["interfaces"] = json!([]);
+    node.write(&path, cluster.to_string());
+    assert_eq!(names(&node.default_statuses().await), [("kube-system/extra", "net1", false)]);
 }
 
 #[tokio::test]
@@ -375,7 +449,8 @@ async fn no_record_leads_out_of_the_directory() {
         let key = AttachmentKey { container: key.0.to_owned(), interface: key.1.to_owned() };
         let record = AttachmentRecord { key, ..records[0].clone() };
         node.reader.delete_result(&record).await.unwrap();
-        assert_eq!(node.reader.attachments(&record.key.container, &pod(), None).await.unwrap().len() % 3, 0);
+        let recorded = node.reader.attachments(&record.key.container, &pod(), None).await.unwrap();
+        assert_eq!(recorded.records.len() % 3, 0);
     }
     assert!(under(&node.root.0, Path::new("/var/lib/cni/multus/victim")).exists());
     assert_eq!(node.attachments(None).await.len(), 3);

@@ -371,7 +371,6 @@ impl TestNode {
         assert!(pod.starts_with(&self.prefix), "the name of the pod must be unique");
         self.ip_in(pod, &format!("link add {interface} type veth peer name {interface}-peer"));
         let id = container(pod);
-        let multus = Path::new("/var/lib/cni/multus");
         let delegate = |name: &str, network: &str, interface: &str| {
             json!({
                 "Conf": {"name": network}, "Name": name, "ifnameRequest": interface,
@@ -380,20 +379,27 @@ impl TestNode {
         };
         let list =
             json!([delegate("cbr0", "cbr0", ""), delegate(&format!("ns/{network}"), network, interface)]);
-        let netns = self.netns(pod);
+        self.record(&id, &list.to_string());
+        self.record_result(pod, network, interface);
+    }
+
+    /// Records the result of an ADD as libcni does.
+    pub fn record_result(&self, pod: &str, network: &str, interface: &str) {
+        let (id, netns) = (container(pod), self.netns(pod));
         let result = json!({
             "kind": "cniCacheV1", "containerId": id, "ifName": interface, "networkName": network, "netns": netns,
             "config": ByteString(config(network).to_string().into_bytes()),
             "result": {"cniVersion": "1.0.0", "interfaces": [{"name": interface, "sandbox": netns}]},
         });
-        let results = multus.join("results");
-        fs::create_dir_all(&results).unwrap();
-        for (path, content) in
-            [(multus.join(&id), list), (results.join(format!("{network}-{id}-{interface}")), result)]
-        {
-            fs::write(&path, content.to_string()).unwrap();
-            self.recorded.lock().unwrap().push(path);
-        }
+        self.record(&format!("results/{network}-{id}-{interface}"), &result.to_string());
+    }
+
+    /// Writes a file of multus' caches.
+    pub fn record(&self, file: &str, content: &str) {
+        let path = Path::new("/var/lib/cni/multus").join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, content).unwrap();
+        self.recorded.lock().unwrap().push(path);
     }
 
     /// The lines of the hot-plug journal that contain this text.
@@ -574,7 +580,7 @@ impl Drop for TestNode {
     }
 }
 
-fn container(pod: &str) -> String {
+pub fn container(pod: &str) -> String {
     format!("container-{pod}")
 }
 

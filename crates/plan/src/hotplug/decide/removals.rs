@@ -2,12 +2,16 @@
 
 use std::time::Duration;
 
-use api::{attachments::AttachmentState, digest::digest};
+use api::{
+    attachments::{self, AttachmentState},
+    digest::digest,
+};
 
 use super::{
     super::{
         AttachmentRecord, AttemptKey, DelErrors, DelMode, Fingerprint, MovedLinks, Origin, RecordPhase,
         RemovePurpose, RemoveStep, StateReason, Step,
+        annotations::is_reported,
         matching::{Match, Matching, interface_order},
         states,
     },
@@ -103,15 +107,19 @@ impl<'a> Planner<'a> {
     }
 
     /// Lists what another program attached and no element was seen to request. What may be a default network of Multus is
-    /// attached to every pod and not listed.
+    /// attached to every pod and not listed; until its configuration is known, only what was listed before is.
     pub(super) fn report_kept(&mut self, matching: &Matching<'a>) {
         let pod = &self.input.desired.pod;
+        let listed = attachments::parse(self.input.observed.attachments.as_deref()).unwrap_or_default();
         for record in matching.kept.iter().filter(|record| !record.may_be_default_network()) {
             let Some(attached) = record.attached() else { continue };
             if self.links.is_lost(attached) {
                 continue;
             }
             let (state, event) = states::kept(pod, record);
+            if !self.input.observed.defaults_known && !listed.iter().any(|old| is_reported(old, &state)) {
+                continue;
+            }
             self.events.push((event, Some(state.clone())));
             self.states.push(state);
         }

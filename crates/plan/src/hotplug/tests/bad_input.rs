@@ -301,6 +301,56 @@ fn an_element_waits_until_it_is_known_whether_isolation_forbids_it() {
 }
 
 #[test]
+fn nothing_is_attached_or_detached_while_the_records_of_multus_cannot_be_used() {
+    let problem = "/var/lib/cni/multus/x has 2 bytes; create the pod again";
+    let mut node = SimNode::started("a@net1,c@net3");
+    node.edit("a@net1,b@net2,c@net3");
+    node.settle();
+    node.unreadable = Some(problem.to_owned());
+    let (calls, events, requested) = (node.calls.len(), node.events.len(), node.requested.clone());
+    let status = node.server.network_status.clone();
+    // An entry without a record shows what is attached.
+    node.edit("a@net1,b@net2,b@net4,c");
+    node.settle();
+    assert_eq!(node.states(), ["default/b@net2 Attached", "default/b@net4 Failed/RecordsUnreadable"]);
+    assert_eq!(node.reasons()[events..], ["RecordsUnreadable"]);
+    assert!(node.events[events].note.contains(problem), "{}", node.events[events].note);
+    node.edit("c@net5,a@net6");
+    node.settle();
+    assert_eq!(
+        node.states(),
+        ["default/c@net5 Failed/RecordsUnreadable", "default/a@net6 Failed/RecordsUnreadable"]
+    );
+    assert_eq!(node.reasons()[events..], ["RecordsUnreadable"], "one event");
+    node.restart();
+    assert_idle(&node);
+    assert_eq!((node.calls.len(), &node.server.network_status), (calls, &status));
+    assert_eq!(node.requested, requested, "what was seen to be requested is remembered");
+    // What an ended sandbox left behind is released.
+    let addresses = node.addresses.len();
+    node.end_sandbox();
+    node.lifecycle = PodLifecycle::Ended;
+    node.settle();
+    assert_eq!((addresses, node.addresses.len()), (3, 0));
+}
+
+#[test]
+fn a_pod_goes_on_once_the_records_of_multus_can_be_used() {
+    let mut node = SimNode::started("a@net1");
+    node.unreadable = Some("too large".to_owned());
+    node.edit("b@net2");
+    node.settle();
+    assert_eq!(
+        (node.calls.len(), node.states()),
+        (0, vec!["default/b@net2 Failed/RecordsUnreadable".to_owned()])
+    );
+    node.unreadable = None;
+    node.settle();
+    assert_eq!(node.calls, ["DEL a net1", "ADD b net2"]);
+    node.check();
+}
+
+#[test]
 fn a_default_route_goes_over_one_network() {
     let element = |name: &str, route: &str| format!(r#"{{"name":"{name}","default-route":[{route}]}}"#);
     let mut node = SimNode::with(&format!(

@@ -56,6 +56,49 @@ fn a_lost_status_is_written_again_for_attachments_of_the_pods_start_too() {
 }
 
 #[test]
+fn a_status_without_the_default_network_gets_it_first() {
+    let lost = [None, Some("[]"), Some("no list"), Some(r#"[{"name":"other/x","interface":"ext1"}]"#)];
+    for (start, networks) in [("a", "a"), ("a", "a,b"), ("", "b@net2"), ("a", "[{")] {
+        for lost in lost {
+            let mut node = SimNode::started(start);
+            node.server.network_status = lost.map(str::to_owned);
+            node.edit(networks);
+            node.settle();
+            let status = node.server.network_status.clone().unwrap();
+            let list = NetworkStatusList::parse(Some(&status)).unwrap();
+            let first: NetworkStatus = serde_json::from_str(CLUSTER_ENTRY).unwrap();
+            assert_eq!(list.entries()[0].status(), Some(&first), "{status}");
+            assert_eq!(interfaces(&node).iter().filter(|name| *name == "eth0").count(), 1);
+            assert_eq!(node.writes, 1, "{start} {networks} {lost:?}");
+        }
+    }
+}
+
+#[test]
+fn no_default_network_is_added_where_one_is_reported_or_the_pod_does_not_run() {
+    for status in [
+        PRIMARY_NETWORK,
+        r#"[{"name":"ovn-kubernetes","interface":"eth0","dns":{}}]"#,
+        r#"[{"name":"other","interface":"x","default":true}]"#,
+    ] {
+        let mut node = SimNode::new();
+        node.server.network_status = Some(status.to_owned());
+        node.edit("a@net1");
+        node.settle();
+        let written = node.server.network_status.clone().unwrap();
+        assert!(written.starts_with(status.trim_end_matches(']')), "{written}");
+    }
+    for lifecycle in [PodLifecycle::Pending, PodLifecycle::Terminating] {
+        let mut node = SimNode::started("a");
+        node.lifecycle = lifecycle;
+        node.server.network_status = None;
+        node.watch();
+        node.settle();
+        assert!(!interfaces(&node).contains(&"eth0".to_owned()), "{lifecycle:?}");
+    }
+}
+
+#[test]
 fn what_multus_wrote_about_its_attachment_is_not_rewritten() {
     let mut node = SimNode::started("a");
     let status =

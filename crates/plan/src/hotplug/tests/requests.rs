@@ -217,6 +217,24 @@ fn what_cannot_be_a_default_network_of_multus_is_reported_as_kept() {
 }
 
 #[test]
+fn nothing_is_newly_reported_as_kept_until_the_configuration_of_multus_is_known() {
+    // It may be a default network of the pod's own namespace.
+    let mut node = SimNode::started_unseen("a");
+    node.defaults_known = false;
+    node.edit("[]");
+    node.settle();
+    assert_eq!((node.states().len(), node.events.len(), node.writes), (0, 0, 0));
+    node.defaults_known = true;
+    node.settle();
+    assert_eq!(node.states(), ["default/a@net1 Kept/RemovalNotSeen"]);
+    assert_eq!(node.reasons(), ["InterfaceKept"]);
+    // A restart of the daemon and of multus is no news.
+    node.defaults_known = false;
+    node.restart();
+    assert_idle(&node);
+}
+
+#[test]
 fn an_interface_stays_whose_element_was_removed_before_the_daemon_saw_it() {
     for origin in [Origin::PodStart, Origin::Original] {
         let mut node = SimNode::started_unseen("a@net1,b@net2");

@@ -2,6 +2,9 @@
 //!
 //! The file is in the daemon's container, mostly from a ConfigMap. The daemon is the process that listens at its socket,
 //! whatever its name is.
+//!
+//! The file is read in the mount namespace of the daemon and not through `/proc/<pid>/root`: with `chrootDir` the daemon
+//! changes its root to that of the host while a plugin runs.
 
 use std::{
     fs,
@@ -19,6 +22,7 @@ use nix::{
 };
 
 use super::files::{read_regular, under};
+use crate::host_mounts::HostMounts;
 
 /// The socket in the directory of the daemon.
 const SOCKET: &str = "multus.sock";
@@ -49,7 +53,10 @@ pub fn read(root: &Path, socket_dir: Option<&Path>) -> io::Result<Option<DaemonF
         let process = Path::new("/proc").join(pid.to_string());
         let command = fs::read(process.join("cmdline"));
         let path = command.as_deref().map_or_else(|_| PathBuf::from(DEFAULT_CONFIG), config_path);
-        let text = read_regular(&under(&process.join("root"), &path));
+        let file = path.clone();
+        let text = HostMounts::open(&process.join("ns/mnt"))
+            .and_then(|container| container.run_blocking(move || read_regular(&file)))
+            .flatten();
         // If the daemon has ended meanwhile, the process may be another one.
         if is_open(&connection) {
             return Ok(Some(DaemonFile { path, text }));
@@ -105,12 +112,19 @@ mod tests {
         process::{Child, Command, Stdio},
     };
 
+    use nix::{
+        mount::{MntFlags, MsFlags, mount, umount2},
+        unistd::{chroot, pivot_root},
+    };
+
     use super::*;
     use crate::cri::tests::HostRoot;
 
     /// The root of the process that plays the daemon.
     const ROOT: &str = "PATCHBAY_TEST_DAEMON_ROOT";
     const CONFIG: &str = "etc/cni/net.d/multus.d/daemon-config.json";
+    /// The root of the host in the daemon's container.
+    const CHROOT_DIR: &str = "hostroot";
 
     #[test]
     fn the_path_of_the_configuration_is_the_one_of_the_command_line() {
@@ -130,22 +144,32 @@ mod tests {
         }
     }
 
+    /// Does what the daemon does while a plugin runs: listens in a container, and has the root of the host.
     #[test]
     #[ignore = "another test runs it in a process of its own"]
     fn listen_in_another_root() {
         let Ok(root) = env::var(ROOT) else { return };
+        let container = Path::new(&root).join("container");
         let listener = UnixListener::bind(Path::new(&root).join("run/multus").join(SOCKET)).unwrap();
-        nix::unistd::chroot(Path::new(&root).join("container").as_path()).expect("run this as root");
+        // A new root must be a mount point.
+        let none = None::<&Path>;
+        mount(Some(&container), &container, none, MsFlags::MS_BIND, none).expect("run this as root");
+        env::set_current_dir(&container).unwrap();
+        pivot_root(".", ".").unwrap();
+        umount2(".", MntFlags::MNT_DETACH).unwrap();
+        chroot(CHROOT_DIR).unwrap();
         println!("listening");
         // Until the test ends.
         let _ = io::stdin().read(&mut [0]);
         drop(listener);
     }
 
-    /// A process with another root that listens at the socket of multus.
+    /// A process in a container that listens at the socket of multus.
     fn daemon(host: &HostRoot) -> Child {
         let test = "hotplug::config::multus::daemon::tests::listen_in_another_root";
-        let mut child = Command::new(env::current_exe().unwrap())
+        let mut child = Command::new("unshare")
+            .arg("--mount")
+            .arg(env::current_exe().unwrap())
             .args(["--exact", test, "--ignored", "--nocapture"])
             .env(ROOT, &host.0)
             .stdin(Stdio::piped())
@@ -162,13 +186,20 @@ mod tests {
     }
 
     #[test]
-    fn the_file_of_a_running_daemon_is_read_in_its_root() {
+    fn the_file_of_a_running_daemon_is_read_in_its_container_although_it_has_another_root() {
         let host = HostRoot::new("multus-peer");
-        for dir in ["run/multus", "container/etc/cni/net.d/multus.d", "etc/cni/net.d/multus.d"] {
+        let container = host.0.join("container");
+        for dir in ["run/multus", "container/config", "etc/cni/net.d/multus.d"] {
             fs::create_dir_all(host.0.join(dir)).unwrap();
         }
+        for root in [container.clone(), container.join(CHROOT_DIR)] {
+            fs::create_dir_all(root.join(CONFIG).parent().unwrap()).unwrap();
+        }
         fs::write(host.0.join(CONFIG), "of the host").unwrap();
-        fs::write(host.0.join("container").join(CONFIG), "of the container").unwrap();
+        fs::write(container.join(CHROOT_DIR).join(CONFIG), "of the host").unwrap();
+        // Absolute links are resolved in the container, too.
+        fs::write(container.join("config/file"), "of the container").unwrap();
+        std::os::unix::fs::symlink("/config/file", container.join(CONFIG)).unwrap();
         assert!(read(&host.0, None).unwrap().is_none(), "no daemon");
         let mut child = daemon(&host);
         let found = read(&host.0, Some(Path::new("/run/other"))).unwrap().unwrap();
@@ -176,7 +207,7 @@ mod tests {
             (found.path.as_path(), found.text.unwrap()),
             (Path::new(DEFAULT_CONFIG), b"of the container".to_vec())
         );
-        fs::remove_file(host.0.join("container").join(CONFIG)).unwrap();
+        fs::remove_file(container.join(CONFIG)).unwrap();
         let error = read(&host.0, None).unwrap().unwrap().text.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         child.kill().unwrap();

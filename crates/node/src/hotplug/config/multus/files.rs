@@ -56,12 +56,16 @@ pub fn config_dirs(dirs: &CniDirs) -> Vec<PathBuf> {
 /// Reads the files of a node with this root. `dirs` are the directories of the container runtime.
 ///
 /// As in the container runtime, the first configuration of a directory that can be used counts. The configuration of the thick
-/// plugin is that of its running daemon, too.
+/// plugin is that of its running daemon, too. If the runtime names its directory, a file in another one is not used: it is
+/// left over, and only shows that multus may be installed.
 pub fn read_node(root: &Path, dirs: &CniDirs, last: Option<&MultusConfig>) -> FileFacts {
     let unreadable = |error| FileFacts { unreadable: Some(error), installed: true, config: None };
+    let mut left_over = false;
     for dir in config_dirs(dirs) {
+        let is_used = dirs.config.as_ref().is_none_or(|used| *used == dir);
         match read_dir(root, &dir) {
             Ok(None) => {}
+            Ok(Some(_)) | Err(_) if !is_used => left_over = true,
             Ok(Some(plugin)) => {
                 return match complete(root, plugin) {
                     Ok(config) => FileFacts { config, unreadable: None, installed: true },
@@ -71,7 +75,7 @@ pub fn read_node(root: &Path, dirs: &CniDirs, last: Option<&MultusConfig>) -> Fi
             Err(error) => return unreadable(error),
         }
     }
-    FileFacts { installed: has_binaries(root, dirs, last), ..FileFacts::default() }
+    FileFacts { installed: left_over || has_binaries(root, dirs, last), ..FileFacts::default() }
 }
 
 /// The configuration of multus in a directory. Fails if there is none, and a file that may be one cannot be used.

@@ -108,21 +108,46 @@ async fn multus_is_found_in_a_list_of_plugins_and_in_other_directories() {
 }
 
 #[tokio::test]
-async fn the_directory_of_the_container_runtime_comes_first() {
+async fn only_the_directory_of_the_container_runtime_counts_if_it_names_one() {
     let node = TestNode::new("runtime");
     node.pods.list(Vec::new());
-    let isolating = r#"{"type":"multus","namespaceIsolation":true}"#;
-    write(&node.root, "/etc/cni/net.d/00-multus.conf", r#"{"type":"multus"}"#);
-    write(&node.root, "/data/cni/00-multus.conf", isolating);
+    let (used, stale) = ("/data/cni/00-multus.conf", "/etc/cni/net.d/00-multus.conf");
+    let config = json!({"cni": {"confDir": "/data/cni/", "binDir": "", "binDirs": ["/data/bin"]}});
+    node.runtime.set_status(&config.to_string());
+    write(&node.root, stale, r#"{"type":"multus"}"#);
+    let state = node.reader().read().await;
+    assert_eq!(state.config.namespace_isolation, None, "a file elsewhere shows that multus may be installed");
+    write(&node.root, used, r#"{"type":"multus","namespaceIsolation":true}"#);
+    let reader = node.reader();
+    assert_eq!(isolation(&reader).await, Some(true));
+    fs::remove_file(under(&node.root.0, Path::new(used))).unwrap();
+    assert_eq!(isolation(&reader).await, Some(true), "multus restarts");
+    assert_eq!(isolation(&node.reader()).await, Some(true), "and so does the daemon");
+    write(&node.root, stale, "{");
+    assert_eq!(isolation(&reader).await, Some(true), "a broken file elsewhere changes nothing");
+    fs::remove_file(under(&node.root.0, Path::new(stale))).unwrap();
+    write(&node.root, "/data/bin/multus-shim", "");
+    fs::remove_dir_all(&node.state.0).unwrap();
+    assert_eq!(isolation(&node.reader()).await, None, "multus is installed in the runtime's directory");
+}
+
+#[tokio::test]
+async fn no_file_is_believed_until_the_runtime_has_named_its_directory() {
+    let mut node = TestNode::new("silent");
+    node.pods.list(Vec::new());
     let config = json!({"cni": {"confDir": "/data/cni", "binDir": "", "binDirs": ["/data/bin"]}});
     node.runtime.set_status(&config.to_string());
+    write(&node.root, "/etc/cni/net.d/00-multus.conf", r#"{"type":"multus"}"#);
+    node.runtime.stop().await;
+    assert_eq!(isolation(&node.reader()).await, None);
+    assert!(!node.state.0.join(LAST_CONFIG_FILE).exists());
+    node.runtime.start();
+    write(&node.root, "/data/cni/00-multus.conf", r#"{"type":"multus","namespaceIsolation":true}"#);
     assert_eq!(isolation(&node.reader()).await, Some(true));
-    fs::remove_file(node.root.0.join("data/cni/00-multus.conf")).unwrap();
-    fs::remove_file(node.root.0.join("etc/cni/net.d/00-multus.conf")).unwrap();
-    fs::remove_dir_all(&node.state.0).unwrap();
-    write(&node.root, "/data/bin/multus-shim", "");
-    let state = node.reader().read().await;
-    assert_eq!(state.config.namespace_isolation, None, "multus is installed in the runtime's directory");
+    node.runtime.stop().await;
+    assert_eq!(isolation(&node.reader()).await, Some(true), "the saved one counts");
+    node.runtime.start();
+    assert_eq!(isolation(&node.reader()).await, Some(true), "and was not overwritten");
 }
 
 #[tokio::test]
