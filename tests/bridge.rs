@@ -6,12 +6,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use api::{BridgeNetwork, NodeNetwork};
+use api::{BridgeNetwork, IPBlock, NodeNetwork};
 use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::Pod;
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{DeleteParams, PostParams},
+    api::{DeleteParams, ListParams, PostParams},
 };
 use lab::{
     Lab,
@@ -19,6 +19,8 @@ use lab::{
     wait,
 };
 use serde_json::{Value, json};
+
+use crate::hotplug::create_nad;
 
 /// How soon a network must be Ready after it was applied.
 pub const READY_LIMIT: Duration = Duration::from_secs(2);
@@ -115,6 +117,23 @@ pub async fn node_report(client: &Client, node: &str, network: &str) -> Result<O
     let object = Api::<NodeNetwork>::all(client.clone()).get(node).await?;
     let entry = object.status.iter().flat_map(|status| &status.networks).find(|entry| entry.name == network);
     Ok(entry.map(|entry| json!(entry)))
+}
+
+/// The IPBlocks of a network.
+pub async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
+    let params = ListParams::default().labels(&format!("patchbay.dev/network={network}"));
+    Ok(Api::<IPBlock>::all(client.clone()).list(&params).await?.items)
+}
+
+/// Waits until the IPBlocks of a network report this many used addresses.
+pub async fn wait_for_used(client: &Client, network: &str, count: i32) -> Result<()> {
+    wait::until(WAIT_TIMEOUT, &format!("{count} used addresses of {network}"), || async {
+        let all = blocks(client, network).await?;
+        let sum: i32 = all.iter().filter_map(|block| block.status.as_ref()).map(|status| status.used).sum();
+        ensure!(sum == count, "{sum}");
+        Ok(Some(()))
+    })
+    .await
 }
 
 /// A pod that is attached to networks and may configure its own addresses.
@@ -232,4 +251,23 @@ pub fn packets_lost(summary: &str) -> Result<u32> {
     let received: u32 = rest.split_whitespace().next().unwrap_or_default().parse()?;
     ensure!(received <= sent + 100, "{summary}");
     Ok(sent.saturating_sub(received))
+}
+
+/// Starts a pod with an address of a network, and ends it so that `patchbay-ipam` gets no DEL.
+pub async fn end_pod_without_del(ns: &TestNamespace, node: &str, network: &str) -> Result<()> {
+    let config = json!({
+        "cniVersion": "1.0.0", "name": "lan", "type": "macvlan", "master": "eth1", "mode": "bridge",
+        "ipam": {"type": "patchbay-ipam", "network": network},
+    });
+    create_nad(ns, "lan", &config).await?;
+    ns.start_pod(attached_pod("lost", node, "lan")).await?;
+    wait_for_used(&ns.client, network, 1).await?;
+    let sh = |script: &str| ns.lab.node(node).output(&["sh", "-c", script]);
+    // The daemon repairs its own plugin, so the one that calls it is replaced.
+    sh(
+        "cd /opt/cni/bin && mv macvlan macvlan.real && printf '#!/bin/sh\\nexit 0\\n' >macvlan && chmod 755 macvlan",
+    )?;
+    let deleted = ns.lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "lost", "--now", "--timeout=60s"]);
+    sh("cd /opt/cni/bin && mv macvlan.real macvlan")?;
+    deleted.map(drop)
 }

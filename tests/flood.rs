@@ -96,6 +96,7 @@ impl Drop for Flood {
 }
 
 impl FloodState {
+    #[allow(clippy::disallowed_methods, reason = "a pause between connections waits for nothing")]
     fn run(&self, number: usize) {
         while !self.stop.load(Ordering::Relaxed) {
             let targets = self.targets.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -212,10 +212,8 @@ impl LivePod {
         let statuses = pod.status.iter().flat_map(|status| status.container_statuses.iter().flatten());
         let mut ids = statuses.filter_map(|status| status.container_id.as_deref());
         let id = ids.next().context("the pod has no container id")?;
-        let pid = match id.split_once("://").context("the container id has no runtime")? {
-            ("containerd", id) => containerd_pid(&ns.lab, &node, id)?,
-            (_, id) => crio_pid(&ns.lab, &node, id)?,
-        };
+        let (_, id) = id.split_once("://").context("the container id has no runtime")?;
+        let pid = container_pid(&ns.lab, &node, id)?;
         let mut pod =
             Self { ns: ns.clone(), name: name.to_owned(), node, pid, failed_sandboxes: BTreeSet::new() };
         pod.failed_sandboxes = pod.sandboxes_without_namespace()?;
@@ -442,22 +440,16 @@ impl LivePod {
     }
 }
 
-/// A process of a container of CRI-O: its conmon is in the same cgroup, but not in the pod's network namespace.
-fn crio_pid(lab: &Lab, node: &str, container: &str) -> Result<String> {
+/// The first process of a container. The conmon of CRI-O is in the same cgroup, but not in the pod's network namespace. The runtime
+/// is not asked: with hundreds of containers its list takes seconds.
+fn container_pid(lab: &Lab, node: &str, container: &str) -> Result<String> {
     let script = format!(
         "for p in $(grep -l {container} /proc/[0-9]*/cgroup); do p=${{p%/cgroup}}; \
-         [ $(readlink $p/ns/net) != $(readlink /proc/1/ns/net) ] && echo ${{p#/proc/}}; done; true"
+         [ $(readlink $p/ns/net) != $(readlink /proc/1/ns/net) ] && echo ${{p#/proc/}}; done | sort -n; true"
     );
     let text = lab.node(node).output(&["sh", "-c", &script])?;
     let pid = text.lines().next().map(str::to_owned);
     pid.with_context(|| format!("no process of container {container} on {node}"))
-}
-
-fn containerd_pid(lab: &Lab, node: &str, container: &str) -> Result<String> {
-    let tasks = lab.node(node).output(&["ctr", "-n", "k8s.io", "tasks", "ls"])?;
-    let line = tasks.lines().find(|line| line.starts_with(container));
-    let pid = line.and_then(|line| line.split_whitespace().nth(1));
-    pid.map(str::to_owned).with_context(|| format!("containerd has no task {container}: {tasks}"))
 }
 
 /// The IPv4 address of a node.

@@ -104,6 +104,37 @@ pub async fn patch_daemons(client: &Client, pod_spec: Value) -> Result<()> {
     Ok(())
 }
 
+/// Changes the container of the daemons, and waits until all of them run with it.
+pub async fn patch_daemon_container(lab: &Lab, change: Value) -> Result<()> {
+    let mut container = change;
+    container["name"] = json!("node");
+    patch_daemons(&lab.client().await?, json!({"containers": [container]})).await?;
+    wait_ready(lab).await
+}
+
+/// Runs a test with a variable in the environment of the daemons.
+pub async fn with_daemon_variable<F>(lab: &Lab, name: &str, value: &str, test: F) -> Result<()>
+where
+    F: AsyncFnOnce() -> Result<()>,
+{
+    with_daemon_variables(lab, &[(name, value)], test).await
+}
+
+/// The same with several variables.
+pub async fn with_daemon_variables<F>(lab: &Lab, variables: &[(&str, &str)], test: F) -> Result<()>
+where
+    F: AsyncFnOnce() -> Result<()>,
+{
+    let set: Vec<Value> =
+        variables.iter().map(|(name, value)| json!({"name": name, "value": value})).collect();
+    let unset: Vec<Value> =
+        variables.iter().map(|(name, _)| json!({"name": name, "$patch": "delete"})).collect();
+    patch_daemon_container(lab, json!({"env": set})).await?;
+    let outcome = test().await;
+    patch_daemon_container(lab, json!({"env": unset})).await?;
+    outcome
+}
+
 /// The name of the daemon's pod on a node.
 pub async fn daemon_pod(client: &Client, node: &str) -> Result<String> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
@@ -124,6 +155,12 @@ pub fn daemon_pid(lab: &Lab, node: &str) -> Result<String> {
     let text = lab.node(node).output(&["sh", "-c", script])?;
     let pid = text.lines().next().map(|pid| pid.trim().to_owned());
     pid.filter(|pid| !pid.is_empty()).with_context(|| format!("no daemon runs on {node}"))
+}
+
+/// The output of `patchbay probe` of the daemon on a node, also while the container runtime does not answer.
+pub fn probe_daemon(lab: &Lab, node: &str, probe: &str) -> Result<String> {
+    let pid = daemon_pid(lab, node)?;
+    lab.node(node).output(&["nsenter", "-t", &pid, "-m", "/usr/bin/patchbay", "probe", probe])
 }
 
 /// Deletes the daemon's pod on a node without a grace period, and waits until the new one is ready.

@@ -76,7 +76,10 @@ const STAGES_ALONE: &[&[TestStage]] = &[
 ];
 
 /// The stages that only `make soak` runs.
-const SOAK_STAGES: &[&[TestStage]] = &[&[TestStage("upgrade", Selection::EndToEnd("upgrade"), &[])]];
+const SOAK_STAGES: &[&[TestStage]] = &[
+    &[TestStage("upgrade", Selection::EndToEnd("upgrade"), &[])],
+    &[TestStage("crowd", Selection::EndToEnd("crowd"), &[])],
+];
 
 /// Runs all stages, also after a failed one. Without test programs there is nothing more to run.
 pub fn run(length: TestLength) -> Result<()> {

@@ -284,6 +284,7 @@ impl Tour {
 
     /// Runs kubectl with this input. Repeats the command while no controller answers a webhook, as a user would: the one that
     /// the API server calls is just being replaced.
+    #[allow(clippy::disallowed_methods, reason = "a pause between commands with a deadline")]
     fn run(&self, arguments: &[&str], input: &str) -> Result<Output> {
         let start = Instant::now();
         loop {

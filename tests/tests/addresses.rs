@@ -1,6 +1,9 @@
 //! Address management of many simulated nodes against a real API server, in a lab without nodes.
 #![allow(clippy::print_stdout, reason = "a test without the standard harness prints its measurements")]
 
+#[path = "addresses/contact.rs"]
+mod contact;
+
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     net::{IpAddr, Ipv4Addr},
@@ -10,6 +13,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use api::{IPBlock, ipam::IpamSpec as Spec};
+use contact::a_node_cut_off_from_the_api_server_stops_allocating_when_its_time_is_over;
 use e2e::{
     Suite,
     fleet::{FAST, Fleet},
@@ -39,6 +43,7 @@ fn main() -> ExitCode {
             a_block_of_a_holder_that_is_not_a_node_is_left_alone,
             blocks_survive_a_crash_and_a_new_node_object,
             a_thousand_addresses_cost_few_requests,
+            a_node_cut_off_from_the_api_server_stops_allocating_when_its_time_is_over,
             random_histories_never_allocate_an_address_twice_and_leak_none,
         ],
     }])

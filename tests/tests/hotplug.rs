@@ -78,7 +78,8 @@ use plug::{
 };
 use pod_end::{
     a_host_network_pod_is_rejected_once_per_change,
-    a_recreated_sandbox_keeps_no_old_address_and_can_be_edited, a_restarted_container_changes_nothing,
+    a_recreated_sandbox_keeps_no_old_address_and_can_be_edited,
+    a_reinstalled_patchbay_unplugs_and_releases_what_it_had_plugged, a_restarted_container_changes_nothing,
     a_static_pod_is_hot_plugged, a_terminating_pod_gets_no_new_interface,
     addresses_of_pods_deleted_while_the_daemon_was_down_are_released,
     deleting_a_pod_releases_its_addresses_within_30_s,
@@ -185,6 +186,7 @@ fn main() -> ExitCode {
                 an_api_server_that_hangs_for_20_s_loses_nothing,
                 a_rebooted_node_leaks_no_address,
                 nodes_with_crio_thin_multus_or_no_multus_are_served,
+                a_reinstalled_patchbay_unplugs_and_releases_what_it_had_plugged,
             ],
         },
     ])

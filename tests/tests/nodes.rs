@@ -13,6 +13,8 @@ mod drift;
 mod idle;
 #[path = "nodes/ipam_faults.rs"]
 mod ipam_faults;
+#[path = "nodes/lost_blocks.rs"]
+mod lost_blocks;
 #[path = "nodes/nics.rs"]
 mod nics;
 #[path = "nodes/outages.rs"]
@@ -50,6 +52,7 @@ use ipam_faults::{
     a_reimaged_node_reuses_its_blocks, pods_terminate_while_the_daemon_cannot_write_its_state,
 };
 use lab::Topology;
+use lost_blocks::a_deleted_ipblock_is_created_again_or_its_loss_is_reported;
 use nics::{
     a_flapping_nic_causes_at_most_one_write_per_second, every_node_publishes_its_nics_and_its_vtep_address,
     nic_changes_are_published_within_1_s, nodenetwork_drift_is_repaired, twenty_starting_pods_cause_no_write,
@@ -140,6 +143,7 @@ fn main() -> ExitCode {
                 pods_get_unique_reachable_addresses_even_if_a_daemon_is_killed,
                 a_damaged_journal_assigns_no_address_twice_and_is_reported,
                 while_the_daemon_is_down_pods_are_deleted_and_new_ones_wait,
+                a_deleted_ipblock_is_created_again_or_its_loss_is_reported,
                 after_a_reboot_pods_recover_and_lost_nics_are_not_published,
                 a_node_catches_up_after_a_partition,
                 a_deleted_node_does_not_block_deletion,

@@ -13,7 +13,7 @@ pub const PODS: &str = "10.244.0.0/16,fd00:244::/32";
 pub const API_SERVICE: (&str, &str) = ("10.96.0.1", "fd00:96::1");
 pub const DNS_SERVICE: &str = "10.96.0.10";
 /// The number of nodes that fit into the address plan.
-pub const MAX_NODES: u8 = 200;
+pub const MAX_NODES: u8 = 63;
 /// NICs of a node besides `eth0`.
 pub const SPARE_NICS: u8 = 2;
 
@@ -34,8 +34,9 @@ impl NodeAddresses {
         [self.v4().into(), self.v6().into()]
     }
 
+    /// Room for about a thousand pods.
     pub fn pods_v4(self) -> String {
-        format!("10.244.{}.0/24", self.0)
+        format!("10.244.{}.0/22", u16::from(self.0) * 4)
     }
 
     pub fn pods_v6(self) -> String {

@@ -238,7 +238,7 @@ fn kubelet_config(machine: &Machine, runtime: Runtime) -> Result<String> {
         "failSwapOn": false,
         "makeIPTablesUtilChains": false,
         "localStorageCapacityIsolation": false,
-        "maxPods": 250,
+        "maxPods": 600,
         "serializeImagePulls": false,
         // Nodes share the host's disk and memory; the kubelet must neither evict pods nor delete images.
         "imageGCHighThresholdPercent": 100,

@@ -4,6 +4,7 @@ use anyhow::{Result, ensure};
 use e2e::{
     bridge::WAIT_TIMEOUT,
     hotplug::{LivePod, create_nad, create_record_nad, element, plain_pod, record_config, start_live_pods},
+    patchbay::with_daemon_variables,
 };
 use kube::api::DeleteParams;
 use lab::{
@@ -13,10 +14,7 @@ use lab::{
 };
 use serde_json::json;
 
-use crate::{
-    multus_attachments::{ORIGINAL, create_original, node_event},
-    rbac::with_daemon_variables,
-};
+use crate::multus_attachments::{ORIGINAL, create_original, node_event};
 
 /// A directory of plugins that no other program knows, and the plugin in it.
 const PLUGIN_DIR: &str = "/opt/lab/plugins";

@@ -28,7 +28,10 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::pod_end::{start_daemon, stop_daemon};
+use crate::{
+    multus_config::with_multus_keys,
+    pod_end::{start_daemon, stop_daemon},
+};
 
 pub async fn attachments_of_pod_start_are_unplugged(lab: Lab) -> Result<()> {
     with_namespace(&lab, "cold", async |ns: &TestNamespace| {
@@ -55,61 +58,51 @@ pub async fn attachments_of_pod_start_are_unplugged(lab: Lab) -> Result<()> {
     .await
 }
 
-/// The file that the multus daemon of a node was started with, as processes of the node see it.
-fn multus_config_file(lab: &Lab, node: &str) -> Result<String> {
-    let script = "for p in /proc/[0-9]*; do tr '\\0' '\\n' <$p/cmdline 2>/dev/null | grep -q multus-daemon || continue; \
-                  file=$(tr '\\0' '\\n' <$p/cmdline | sed -n 's/^-*config=//p'); [ -n \"$file\" ] && echo $p/root$file; done; true";
-    let text = lab.node(node).output(&["sh", "-c", script])?;
-    text.lines().next().map(str::to_owned).with_context(|| format!("no multus daemon runs on {node}"))
-}
-
-/// Sets the networks that multus attaches to every pod of a node, and restarts it.
-fn set_default_networks(lab: &Lab, node: &str, networks: &Value) -> Result<()> {
-    let file = multus_config_file(lab, node)?;
-    let mut config: Value = serde_json::from_str(&lab.node(node).output(&["cat", &file])?)?;
-    config["defaultNetworks"] = networks.clone();
-    lab.node(node).output(&["sh", "-c", "printf %s \"$1\" >\"$2\"", "sh", &config.to_string(), &file])?;
-    lab.restart(&format!("{node}/multus"))
-}
-
 pub async fn default_networks_of_multus_stay(lab: Lab) -> Result<()> {
     const NODE: &str = "node-2";
     let client = lab.client().await?;
-    let namespace = "kube-system".to_owned();
-    let system = TestNamespace { lab: lab.clone(), client: client.clone(), namespace };
+    let system = TestNamespace { lab: lab.clone(), client, namespace: "kube-system".to_owned() };
     create_bridge_nad(&system, "lab-default", "10.163.0.0/24").await?;
-    set_default_networks(&lab, NODE, &json!(["lab-default"]))?;
-    let outcome = with_namespace(&lab, "defaults", async |ns: &TestNamespace| {
-        create_bridge_nad(ns, "blue", "10.163.1.0/24").await?;
-        let networks = json!([element("blue", "lan")]);
-        let pod = start_live_pod(ns, pod_with_networks("p", NODE, &networks)).await?;
-        ensure!(pod.link_names()?.into_iter().eq(["lan", "net1"]), "{:?}", pod.link_names()?);
-        let index = pod.link_index("net1")?;
-        let without = async |round: &str| {
-            pod.set_networks(&json!([])).await?;
-            pod.wait_interfaces(&["net1"]).await.with_context(|| round.to_owned())?;
-            ensure!(pod.link_index("net1")? == index, "{round}: net1 was made again");
-            anyhow::Ok(())
-        };
-        without("the network of the annotation").await?;
-        // Another daemon has not seen what the annotation named at the start of the pod.
-        patchbay::restart_daemon(&lab, &client, NODE).await?;
-        pod.set_networks(&networks).await?;
-        pod.wait_interfaces(&["lan", "net1"]).await?;
-        without("after a restart of the daemon").await?;
-        let events = pod.events().await?;
-        ensure!(!events.iter().any(|event| event.message.contains("net1")), "{events:?}");
-        pod.delete().await?;
-        for owner in [ns, &system] {
-            let name = if owner.namespace == ns.namespace { "blue" } else { "lab-default" };
-            wait_addresses_within(RELEASE_LIMIT, &lab, NODE, &network_name(owner, name), 0).await?;
-        }
-        Ok(())
+    let keys = json!({"defaultNetworks": ["lab-default"]});
+    let outcome = with_multus_keys(&lab, NODE, &keys, async || {
+        with_namespace(&lab, "defaults", async |ns: &TestNamespace| {
+            edits_keep_the_default_network(ns, &system, NODE).await
+        })
+        .await
     })
     .await;
-    set_default_networks(&lab, NODE, &json!([]))?;
-    delete_nad(&system, "lab-default").await?;
-    outcome
+    outcome.and(delete_nad(&system, "lab-default").await)
+}
+
+async fn edits_keep_the_default_network(
+    ns: &TestNamespace,
+    system: &TestNamespace,
+    node: &str,
+) -> Result<()> {
+    create_bridge_nad(ns, "blue", "10.163.1.0/24").await?;
+    let networks = json!([element("blue", "lan")]);
+    let pod = start_live_pod(ns, pod_with_networks("p", node, &networks)).await?;
+    ensure!(pod.link_names()?.into_iter().eq(["lan", "net1"]), "{:?}", pod.link_names()?);
+    let index = pod.link_index("net1")?;
+    let without = async |round: &str| {
+        pod.set_networks(&json!([])).await?;
+        pod.wait_interfaces(&["net1"]).await.with_context(|| round.to_owned())?;
+        ensure!(pod.link_index("net1")? == index, "{round}: net1 was made again");
+        anyhow::Ok(())
+    };
+    without("the network of the annotation").await?;
+    // Another daemon has not seen what the annotation named at the start of the pod.
+    patchbay::restart_daemon(&ns.lab, &ns.client, node).await?;
+    pod.set_networks(&networks).await?;
+    pod.wait_interfaces(&["lan", "net1"]).await?;
+    without("after a restart of the daemon").await?;
+    let events = pod.events().await?;
+    ensure!(!events.iter().any(|event| event.message.contains("net1")), "{events:?}");
+    pod.delete().await?;
+    for network in [network_name(ns, "blue"), network_name(system, "lab-default")] {
+        wait_addresses_within(RELEASE_LIMIT, &ns.lab, node, &network, 0).await?;
+    }
+    Ok(())
 }
 
 fn base64(text: &str) -> String {

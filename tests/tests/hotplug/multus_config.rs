@@ -30,24 +30,31 @@ fn foreign(owner: &TestNamespace, network: &str, interface: &str) -> Value {
     json!({"name": network, "namespace": owner.namespace, "interface": interface})
 }
 
-fn write_config_map(lab: &Lab, text: &str) -> Result<()> {
-    std::fs::write(lab.node(NODE).disk().join(CONFIG_MAP), text).context("write the ConfigMap of multus")
+fn write_config_map(lab: &Lab, node: &str, text: &str) -> Result<()> {
+    std::fs::write(lab.node(node).disk().join(CONFIG_MAP), text).context("write the ConfigMap of multus")
 }
 
-/// Runs a test with keys in the configuration of multus' daemon on the node, and restores it.
-async fn with_multus_keys(lab: &Lab, keys: &Value, test: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
-    let original = std::fs::read_to_string(lab.node(NODE).disk().join(CONFIG_MAP))?;
+/// Runs a test with keys in the configuration of multus' daemon on a node, and restores it.
+pub async fn with_multus_keys(
+    lab: &Lab,
+    node: &str,
+    keys: &Value,
+    test: impl AsyncFnOnce() -> Result<()>,
+) -> Result<()> {
+    let original = std::fs::read_to_string(lab.node(node).disk().join(CONFIG_MAP))?;
     let mut config: Value = serde_json::from_str(&original)?;
     config.as_object_mut().context("an object")?.extend(keys.as_object().cloned().unwrap_or_default());
     let restart = async |text: &str| {
-        write_config_map(lab, text)?;
-        lab.restart(&format!("{NODE}/multus"))?;
+        write_config_map(lab, node, text)?;
+        lab.restart(&format!("{node}/multus"))?;
         lab.up(Topology::Nodes(2)).await
     };
-    restart(&config.to_string()).await?;
-    let outcome = test().await;
-    restart(&original).await?;
-    outcome
+    let outcome = async {
+        restart(&config.to_string()).await?;
+        test().await
+    }
+    .await;
+    outcome.and(restart(&original).await)
 }
 
 /// Waits until the health of the daemon says this.
@@ -85,7 +92,7 @@ pub async fn the_configuration_of_the_running_multus_daemon_is_followed(lab: Lab
             let [early, late] = &pods;
             early.set_networks(&json!([foreign(owner, "blue", "net1")])).await?;
             early.wait_interfaces(&["net1"]).await?;
-            with_multus_keys(&lab, &json!({"namespaceIsolation": true}), async || {
+            with_multus_keys(&lab, NODE, &json!({"namespaceIsolation": true}), async || {
                 late.set_networks(&json!([foreign(owner, "blue", "net1"), element("own", "net2")])).await?;
                 late.wait_interfaces(&["net2"]).await?;
                 late.wait_state("blue", "Refused", "NamespaceForbidden").await?;
@@ -110,7 +117,7 @@ async fn unreadable_configuration(lab: &Lab, owner: &TestNamespace, pod: &LivePo
     let original = std::fs::read_to_string(lab.node(NODE).disk().join(CONFIG_MAP))?;
     pod.set_networks(&json!([])).await?;
     pod.wait_interfaces(&[]).await?;
-    write_config_map(lab, "{")?;
+    write_config_map(lab, NODE, "{")?;
     let outcome = async {
         wait_health(lab, "the configuration of multus on this node cannot be read").await?;
         let note = wait_node_event(lab, "MultusConfigUnknown").await?;
@@ -123,7 +130,7 @@ async fn unreadable_configuration(lab: &Lab, owner: &TestNamespace, pod: &LivePo
         Ok(())
     }
     .await;
-    write_config_map(lab, &original)?;
+    write_config_map(lab, NODE, &original)?;
     outcome.and(pod.wait_interfaces(&["net1", "net2"]).await)
 }
 
@@ -137,7 +144,7 @@ pub async fn default_networks_of_multus_in_other_namespaces_are_not_detached(lab
                 "defaultNetworks": ["extra"], "multusNamespace": infra.namespace,
                 "systemNamespaces": [system.namespace],
             });
-            with_multus_keys(&lab, &keys, async || {
+            with_multus_keys(&lab, NODE, &keys, async || {
                 // In the namespace of the default network, only the configuration tells it from a request.
                 let own = json!([element("own", "own1")]);
                 let pod = start_live_pod(infra, pod_with_networks("p", NODE, &own)).await?;

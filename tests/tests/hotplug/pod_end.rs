@@ -91,6 +91,43 @@ pub async fn addresses_of_pods_deleted_while_the_daemon_was_down_are_released(la
     .await
 }
 
+pub async fn a_reinstalled_patchbay_unplugs_and_releases_what_it_had_plugged(lab: Lab) -> Result<()> {
+    let uninstall = || {
+        let file = patchbay::manifests_dir().join("10-patchbay.yaml");
+        lab.kubectl(&["delete", "-f", file.to_str().context("the path is not UTF-8")?, "--timeout=90s"])
+    };
+    with_namespace(&lab, "uninstall", async |ns: &TestNamespace| {
+        create_bridge_nad(ns, "blue", "10.127.0.0/24").await?;
+        let network = network_name(ns, "blue");
+        let names = ["kept", "deleted", "cleared"];
+        let [kept, deleted, cleared] =
+            start_live_pods(ns, names.map(|name| plain_pod(name, "node-1"))).await?;
+        for pod in [&kept, &deleted, &cleared] {
+            pod.set_networks(&json!([element("blue", "net1")])).await?;
+        }
+        for pod in [&kept, &deleted, &cleared] {
+            pod.wait_interfaces(&["net1"]).await?;
+        }
+        let (address, index) = (kept.address("net1")?, kept.link_index("net1")?);
+        uninstall()?;
+        // No program runs DEL while Patchbay is not installed.
+        lab.kubectl(&["-n", &ns.namespace, "delete", "pod", "deleted", "--now", "--timeout=60s"])?;
+        cleared.set_networks(&json!([])).await?;
+        let gone = cleared.link("net1")?.is_none() || kept.link_index("net1")? != index;
+        let held = host_local_addresses(&lab, "node-1", &network);
+        patchbay::install(&lab).await?;
+        ensure!(!gone && held.len() == 3, "links gone: {gone}; addresses {held:?}");
+        wait_addresses_within(RELEASE_LIMIT, &lab, "node-1", &network, 1).await?;
+        cleared.wait_interfaces(&[]).await?;
+        kept.wait_interfaces(&["net1"]).await?;
+        ensure!(kept.link_index("net1")? == index && kept.address("net1")? == address, "net1 was made again");
+        kept.set_networks(&json!([])).await?;
+        kept.wait_interfaces(&[]).await?;
+        wait_addresses_within(RELEASE_LIMIT, &lab, "node-1", &network, 0).await.map(drop)
+    })
+    .await
+}
+
 /// The pid of a pod's sandbox on its node.
 fn sandbox_pid(lab: &Lab, node: &str, uid: &str) -> Result<String> {
     let filter = format!(r#"labels."io.kubernetes.pod.uid"=={uid},labels."io.cri-containerd.kind"==sandbox"#);

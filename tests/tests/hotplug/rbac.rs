@@ -9,7 +9,7 @@ use e2e::{
         ATTACHMENTS, NETWORK_STATUS, NETWORKS, RELEASE_LIMIT, create_bridge_nad, create_record_nad, element,
         network_name, plain_pod, start_live_pod, start_live_pods, wait_addresses_within,
     },
-    patchbay::{self, NAMESPACE},
+    patchbay::{self, NAMESPACE, patch_daemon_container, with_daemon_variable},
 };
 use k8s_openapi::api::{apps::v1::DaemonSet, core::v1::Pod};
 use kube::{
@@ -22,37 +22,6 @@ use lab::{
     wait,
 };
 use serde_json::{Value, json};
-
-/// Changes the container of the daemons, and waits until all of them run with it.
-async fn patch_daemon_container(lab: &Lab, change: Value) -> Result<()> {
-    let mut container = change;
-    container["name"] = json!("node");
-    patchbay::patch_daemons(&lab.client().await?, json!({"containers": [container]})).await?;
-    patchbay::wait_ready(lab).await
-}
-
-/// Runs a test with a variable in the environment of the daemons.
-pub async fn with_daemon_variable<F>(lab: &Lab, name: &str, value: &str, test: F) -> Result<()>
-where
-    F: AsyncFnOnce() -> Result<()>,
-{
-    with_daemon_variables(lab, &[(name, value)], test).await
-}
-
-/// The same with several variables.
-pub async fn with_daemon_variables<F>(lab: &Lab, variables: &[(&str, &str)], test: F) -> Result<()>
-where
-    F: AsyncFnOnce() -> Result<()>,
-{
-    let set: Vec<Value> =
-        variables.iter().map(|(name, value)| json!({"name": name, "value": value})).collect();
-    let unset: Vec<Value> =
-        variables.iter().map(|(name, _)| json!({"name": name, "$patch": "delete"})).collect();
-    patch_daemon_container(lab, json!({"env": set})).await?;
-    let outcome = test().await;
-    patch_daemon_container(lab, json!({"env": unset})).await?;
-    outcome
-}
 
 pub async fn hot_plug_needs_each_of_its_capabilities(lab: Lab) -> Result<()> {
     let client = lab.client().await?;

@@ -7,7 +7,7 @@ use e2e::{
         create_record_nad, element, network_name, plain_pod, pod_with_networks, start_live_pod,
         start_live_pods,
     },
-    patchbay::{self, NAMESPACE, daemon_pid},
+    patchbay::{self, NAMESPACE, daemon_pid, with_daemon_variable},
 };
 use k8s_openapi::api::core::v1::Pod;
 use kube::Api;
@@ -18,7 +18,7 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use crate::{NODES, rbac::with_daemon_variable};
+use crate::NODES;
 
 /// The file of multus-dynamic-networks-controller on the nodes. The daemon sees it below `/host`.
 const CONFIG_FILE: &str = "etc/dynamic-networks-config.json";

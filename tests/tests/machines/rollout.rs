@@ -85,7 +85,8 @@ pub async fn no_launcher_is_rejected_during_a_rolling_update(lab: Lab) -> Result
         }
         let flood = Arc::new(Flood::start(&lab, "node-1", &ns.client).await?);
         let (flooding, client, stopped) = (Arc::clone(&flood), ns.client.clone(), Arc::clone(&stop));
-        let flooding = tokio::spawn(async move {
+        let mut floods = JoinSet::new();
+        floods.spawn(async move {
             while !stopped.load(Ordering::Relaxed) {
                 // A controller that has just started is flooded soon.
                 let _ = flood_controllers(&flooding, &client).await;
@@ -110,7 +111,7 @@ pub async fn no_launcher_is_rejected_during_a_rolling_update(lab: Lab) -> Result
         let enough = enough.await;
         stop.store(true, Ordering::Relaxed);
         let failed: Vec<String> = load.join_all().await.into_iter().flatten().collect();
-        flooding.await?;
+        floods.join_all().await;
         filled?;
         replaced??;
         enough?;

@@ -8,6 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use api::{BridgeNetwork, IPBlock};
+pub use e2e::bridge::{blocks, wait_for_used};
 use e2e::{
     bridge::{
         attached_pod, attachment_for, condition, delete_network, exec_in_pod_netns, networks, start_network,
@@ -19,7 +20,7 @@ use futures::future::try_join_all;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use kube::{
     Api, Client, ResourceExt as _,
-    api::{ApiResource, DeleteParams, DynamicObject, ListParams, Patch, PatchParams, PostParams},
+    api::{ApiResource, DeleteParams, DynamicObject, Patch, PatchParams, PostParams},
 };
 use lab::{
     Lab,
@@ -46,22 +47,6 @@ pub fn net1_addresses(pod: &Pod) -> Result<Vec<IpAddr>> {
     let net1 = all.iter().find(|status| status["interface"] == "net1").context("net1")?;
     let ips = net1["ips"].as_array().cloned().unwrap_or_default();
     ips.iter().filter_map(Value::as_str).map(|ip| Ok(ip.parse()?)).collect()
-}
-
-pub async fn blocks(client: &Client, network: &str) -> Result<Vec<IPBlock>> {
-    let params = ListParams::default().labels(&format!("patchbay.dev/network={network}"));
-    Ok(Api::<IPBlock>::all(client.clone()).list(&params).await?.items)
-}
-
-/// Waits until the IPBlocks of a network report this many used addresses.
-pub async fn wait_for_used(client: &Client, network: &str, count: i32) -> Result<()> {
-    wait::until(RETRY_TIMEOUT, &format!("{count} used addresses of {network}"), || async {
-        let all = blocks(client, network).await?;
-        let sum: i32 = all.iter().filter_map(|block| block.status.as_ref()).map(|status| status.used).sum();
-        ensure!(sum == count, "{sum}");
-        Ok(Some(()))
-    })
-    .await
 }
 
 /// Kills the daemon of a node by deleting its pod: the kubelet would back off from a container that crashes repeatedly.
