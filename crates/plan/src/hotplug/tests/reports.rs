@@ -56,6 +56,25 @@ fn a_lost_status_is_written_again_for_attachments_of_the_pods_start_too() {
 }
 
 #[test]
+fn a_report_is_about_the_last_edit_also_if_it_restored_the_annotation() {
+    let reported = |node: &SimNode| attachments::confirmed_networks(node.server.attachments.as_deref());
+    let mut node = SimNode::started("a");
+    node.confirm = Some("first".to_owned());
+    node.settle();
+    let first = attachments::networks_digest("first", Some("a"));
+    assert_eq!(reported(&node).as_ref(), Some(&first));
+    node.confirm = Some("removed".to_owned());
+    node.edit("[]");
+    node.confirm = Some("restored".to_owned());
+    node.edit("a");
+    assert_eq!(reported(&node).as_ref(), Some(&first), "from before the edits");
+    let calls = node.calls.len();
+    node.settle();
+    assert_eq!(reported(&node), Some(attachments::networks_digest("restored", Some("a"))));
+    assert_eq!(node.calls.len(), calls, "the interface stayed");
+}
+
+#[test]
 fn what_multus_wrote_about_its_attachment_is_not_rewritten() {
     let mut node = SimNode::started("a");
     let status =
