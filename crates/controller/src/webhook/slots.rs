@@ -94,12 +94,15 @@ impl FairSlots {
         Self { table: Arc::new(Mutex::new(table)), grace }
     }
 
-    /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards. A source
-    /// without a slot takes the slowest one of all, so that many sources with one slot each keep none out.
+    /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards. A client
+    /// without a slot takes the slowest one of all, so that many clients with one slot each keep none out.
     pub fn try_take(&self, source: &Source) -> Option<Slot> {
         let mut table = self.lock();
         self.take_now(&mut table, source).or_else(|| {
-            let lost = table.slowest(|_| true, self.grace).filter(|_| table.held_by(source) == 0)?;
+            let lost = table.slowest(|_| true, self.grace)?;
+            if table.held_by_client().of(source) > 0 {
+                return None;
+            }
             table.remove(lost);
             Some(self.grant(&mut table, source))
         })

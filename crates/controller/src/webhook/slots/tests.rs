@@ -54,6 +54,7 @@ async fn a_source_without_a_slot_takes_the_slowest_of_sources_with_one_each() {
     assert!(held[1].lost().is_cancelled());
     assert_eq!(lost(&held).iter().filter(|lost| **lost).count(), 1);
     assert!(slots.try_take(&address(128)).is_none(), "it has one");
+    assert!(slots.try_take(&address(128).namespace("made-up")).is_none(), "its client has one");
     drop(other);
 }
 

@@ -160,7 +160,7 @@ async fn a_request_is_answered_while_more_clients_connect_than_there_are_connect
     let _idle = webhook.connect(API_SERVER).await.unwrap();
     let pods = futures::future::join_all((10..140).map(|pod| webhook.connect(pod))).await;
     assert!(pods.iter().all(Result::is_ok));
-    assert!(webhook.fastest().await < Duration::from_secs(1));
+    webhook.admit().await;
     let response = answer(waits).await;
     assert!(response.contains("cannot read VirtualMachineInstance ns/vm1"), "{response}");
 }
