@@ -430,7 +430,7 @@ async fn reads_of_another_client_or_namespace_do_not_keep_a_launcher_from_its_ow
         let (forged, ((code, body), took)) = futures::join!(futures::future::join_all(forged), launcher);
         assert_eq!(code, StatusCode::OK, "{body}");
         assert!(body.contains("patch") && took <= Duration::from_millis(100), "{took:?} {body}");
-        assert!(forged.iter().all(|code| code.is_server_error()), "{forged:?}");
+        assert!(forged.iter().all(StatusCode::is_server_error), "{forged:?}");
     }
 }
 
