@@ -284,7 +284,7 @@ fn an_add_that_waited_for_the_socket_does_not_wait_as_long_for_the_networks() {
     on_server("waited", async |host| {
         let pod = Namespace::new();
         host.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
-        let later = request("ADD", "c1", json!({})).after_waiting(Duration::from_secs(10));
+        let later = request("ADD", "c1", json!({"network": "green"})).after_waiting(Duration::from_secs(10));
         let started = Instant::now();
         let (exit, value) = host.call(&later, Some(&pod)).await;
         assert!(exit == 1 && value["msg"].as_str().unwrap().contains("has not yet read"), "{value}");
@@ -302,7 +302,8 @@ fn waiting_adds_leave_workers_for_other_calls() {
         let adds: Vec<UnixStream> = (0..commands::MAX_WAITING_ADDS + MORE)
             .map(|number| {
                 let stream = UnixStream::connect(path(&host.paths.run_dir)).unwrap();
-                let frame = request("ADD", &format!("c{number}"), json!({})).encode().unwrap();
+                let frame =
+                    request("ADD", &format!("c{number}"), json!({"network": "green"})).encode().unwrap();
                 frames::send(&stream, &frame, Some(pod.0.as_fd())).unwrap();
                 stream.set_nonblocking(true).unwrap();
                 stream
