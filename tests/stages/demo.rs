@@ -254,9 +254,17 @@ fn kubectl_plugins() -> Result<PathBuf> {
 /// How long a webhook may be unreachable.
 const WEBHOOK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Whether kubectl failed because no controller listens at the address that the API server called.
+/// Whether kubectl failed because no controller answered the API server: none listens at the address that it called, the
+/// machine is overloaded, or the controller asks to retry.
 fn is_unreachable_webhook(stderr: &str) -> bool {
-    let unreachable = ["connection refused", "no endpoints available"];
+    let unreachable = [
+        "connection refused",
+        "no endpoints available",
+        "context deadline exceeded",
+        "EOF",
+        "connection reset",
+        "; retry",
+    ];
     stderr.contains("failed calling webhook") && unreachable.iter().any(|cause| stderr.contains(cause))
 }
 
@@ -400,13 +408,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_webhook_that_does_not_listen_is_called_again() {
-        let refused = "Internal error occurred: failed calling webhook \"bridgenetworks.patchbay.dev\": failed to call \
-            webhook: Post \"https://patchbay-webhook.patchbay-system.svc:443/…\": dial tcp 10.0.0.9:443: connect: \
-            connection refused";
-        assert!(is_unreachable_webhook(refused));
-        let none = "failed calling webhook \"x\": no endpoints available for service \"patchbay-webhook\"";
-        assert!(is_unreachable_webhook(none));
+    fn only_a_webhook_that_does_not_answer_is_called_again() {
+        let failed = "Internal error occurred: failed calling webhook \"bridgenetworks.patchbay.dev\": failed to call webhook: ";
+        let post = "Post \"https://patchbay-webhook.patchbay-system.svc:443/validate\": ";
+        for cause in [
+            "dial tcp 10.0.0.9:443: connect: connection refused",
+            "no endpoints available for service \"patchbay-webhook\"",
+            "context deadline exceeded",
+            "EOF",
+            "read tcp 10.0.0.1:5->10.0.0.9:443: read: connection reset by peer",
+            "an error on the server (\"too many concurrent requests; retry\") has prevented the request from succeeding",
+        ] {
+            assert!(is_unreachable_webhook(&format!("{failed}{post}{cause}")), "{cause}");
+        }
         for text in
             ["The connection to the server was refused: connection refused", "admission webhook \"x\" denied"]
         {

@@ -1,7 +1,8 @@
 //! The annotation in which Patchbay reports the attachments of a pod that it handles.
 //!
 //! It lists the interfaces that Patchbay attached to the running pod, and every requested network that is not attached. A
-//! pod whose interfaces were all attached when it started, and that needs nothing, does not have the annotation.
+//! pod whose interfaces were all attached when it started, and that needs nothing, does not have the annotation, unless it
+//! asks for a confirmation.
 
 use std::fmt;
 
@@ -11,8 +12,9 @@ use crate::digest::digest;
 
 /// The annotation that reports the attachments of a pod that Patchbay handles.
 pub const ATTACHMENTS_ANNOTATION: &str = "patchbay.dev/attachments";
-/// With the value `true`, it asks the daemon to report in [`ATTACHMENTS_ANNOTATION`] which networks annotation the rest of the
-/// report is about. `patchbay plug` and `patchbay unplug` set it.
+/// Asks the daemon to report in [`ATTACHMENTS_ANNOTATION`] which networks annotation, together with this value, the rest of the
+/// report is about. `patchbay plug` and `patchbay unplug` set another value with each edit: an annotation that was changed and
+/// changed back is not confirmed by a report from before.
 pub const CONFIRM_ANNOTATION: &str = "patchbay.dev/confirm-networks";
 /// The maximum length of the annotation in bytes. All annotations of an object share 256 KiB.
 pub const MAX_LENGTH: usize = 48 * 1024;
@@ -73,13 +75,13 @@ pub fn parse(text: Option<&str>) -> serde_json::Result<Vec<Attachment>> {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Confirmation {
-    /// The [`networks_digest`] of the annotation that the report is about.
+    /// The [`networks_digest`] of the annotations that the report is about.
     networks_digest: String,
 }
 
-/// A text that stands for the value of a networks annotation.
-pub fn networks_digest(networks: Option<&str>) -> String {
-    format!("{:016x}", digest([networks.unwrap_or_default()]))
+/// A text that stands for the values of [`CONFIRM_ANNOTATION`] and of a networks annotation.
+pub fn networks_digest(confirm: &str, networks: Option<&str>) -> String {
+    format!("{:016x}", digest([confirm, networks.unwrap_or_default()]))
 }
 
 /// The [`networks_digest`] of the networks annotation that a report is about, if it has one.
@@ -173,8 +175,9 @@ mod tests {
 
     #[test]
     fn a_confirmation_is_the_last_entry_and_no_attachment() {
-        let digest = networks_digest(Some("blue"));
-        assert_eq!(networks_digest(None), networks_digest(Some("")));
+        let digest = networks_digest("1", Some("blue"));
+        assert_ne!(digest, networks_digest("2", Some("blue")), "another edit to the same value");
+        assert_eq!(networks_digest("1", None), networks_digest("1", Some("")));
         for list in [&[][..], &[attachment("net1")]] {
             let text = render_within(list, Some(&digest), MAX_LENGTH);
             assert_eq!(confirmed_networks(text.as_deref()).as_deref(), Some(digest.as_str()));

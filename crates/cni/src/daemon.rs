@@ -8,11 +8,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use wire::socket::{FrameReader, Message, Reply, receive, send};
+use wire::socket::{CALL_TIMEOUT, FrameReader, Message, Reply, Request, receive, send};
 
 const DEFAULT_SOCKET: &str = "/run/patchbay/cni.sock";
-/// Longer than the daemon lets a call wait, shorter than the plugin timeout of runtimes.
-const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long an ADD waits for a daemon that restarts. The kubelet repeats a failed sandbox only ten seconds later or more.
 pub const RESTART_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a waiting ADD connects again.
@@ -51,12 +49,20 @@ impl Error {
     }
 }
 
-/// Sends the frame with the descriptor and waits for the reply. Waits up to `restart` for a daemon that listens.
-pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>, restart: Duration) -> Result<Reply, Error> {
+/// Sends the request, which is in the frame, with the descriptor and waits for the reply. Waits up to `restart` for a daemon
+/// that listens, and tells it how long.
+pub fn call(
+    request: &Request,
+    frame: &[u8],
+    descriptor: Option<BorrowedFd<'_>>,
+    restart: Duration,
+) -> Result<Reply, Error> {
     let path =
         env::var_os("PATCHBAY_CNI_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from);
     let started = Instant::now();
+    let mut later = None;
     loop {
+        let frame = later.as_deref().unwrap_or(frame);
         let error = match try_call(&path, frame, descriptor, started + CALL_TIMEOUT) {
             Err(error) if error.is_restart() => error,
             result => return result,
@@ -65,7 +71,8 @@ pub fn call(frame: &[u8], descriptor: Option<BorrowedFd<'_>>, restart: Duration)
         if left.is_zero() {
             return Err(error);
         }
-        thread::sleep(left.min(CONNECT_INTERVAL));
+        thread::park_timeout(left.min(CONNECT_INTERVAL));
+        later = request.after_waiting(started.elapsed()).encode().ok();
     }
 }
 

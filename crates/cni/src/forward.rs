@@ -65,7 +65,7 @@ fn forward(request: &Request, frame: &[u8]) -> PluginOutput {
     };
     let descriptor = namespace.as_ref().map(|file| file.as_fd());
     let restart = if request.command == "ADD" { RESTART_TIMEOUT } else { Duration::ZERO };
-    match daemon::call(frame, descriptor, restart) {
+    match daemon::call(request, frame, descriptor, restart) {
         Ok(reply) => PluginOutput { exit: reply.exit, stdout: reply.stdout },
         Err(error) => daemon_unavailable(request, frame, &error),
     }

@@ -180,6 +180,7 @@ fn an_add_outlives_a_restart_of_the_daemon() {
         fs::remove_file(&socket).unwrap();
         let (request, namespace) = serve(&dir.listen(), Some(&reply));
         assert!(request.command == "ADD" && namespace.is_some());
+        assert!(!request.waited().is_zero(), "the daemon learns how long: {request:?}");
         call.join().unwrap()
     });
     assert_eq!((output.status.code(), text(&output)), (Some(0), "{}".to_owned()));

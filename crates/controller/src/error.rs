@@ -1,6 +1,6 @@
 //! Errors that end the controller.
 
-use std::{io, net::SocketAddr};
+use std::{io, net::SocketAddr, time::Duration};
 
 use crate::args;
 
@@ -23,6 +23,8 @@ pub enum Error {
     },
     #[error("task {0} ended unexpectedly")]
     TaskEnded(&'static str),
+    #[error("a loop of the term that ended can still write after {}s; restarting", .0.as_secs())]
+    StepDown(Duration),
     #[error("a task panicked")]
     TaskPanicked(#[source] tokio::task::JoinError),
 }

@@ -43,6 +43,9 @@ const DEBOUNCE: Duration = Duration::from_millis(10);
 /// How long a leader's loop may take to finish its current step.
 const LOOP_GRACE: Duration = Duration::from_secs(3);
 
+/// How long the loops of a lost term may take to end. The process exits then, because the replica could never lead again.
+const STEP_DOWN_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// What the leader's loops need.
 #[derive(Clone)]
 pub struct LeaderConfig {
@@ -174,8 +177,12 @@ async fn run_loops(
         TermEnd::Lost(lost) => {
             // Another replica may lead already: abort the loops at once. There is no Lease to release.
             warn!(error = %ErrorChain(&lost), "lost the lease; ending the leader's loops and standing for election again");
-            tasks.shutdown().await;
-            return Ok(Some(leader.step_down().await));
+            let step_down = async {
+                tasks.shutdown().await;
+                leader.step_down().await
+            };
+            let candidate = timeout(STEP_DOWN_TIMEOUT, step_down).await;
+            return candidate.map(Some).map_err(|_| Error::StepDown(STEP_DOWN_TIMEOUT));
         }
         TermEnd::Resigned => Ok(None),
         TermEnd::Failed(error) => Err(error),

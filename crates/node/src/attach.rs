@@ -28,7 +28,7 @@ use wire::{
     socket::{Request, TOMBSTONE_DIR},
 };
 
-pub use address::{AddressRequest, AllocatedAddresses};
+pub use address::{ADD_TIMEOUT, AddressRequest, AllocatedAddresses};
 
 use crate::{
     claims::{Announcer, ServedClaim},

@@ -12,6 +12,6 @@ mod objects;
 mod persistent;
 
 pub use announce::{Announcer, AnnouncerTask, HolderSelector};
-pub use lookup::{ClaimLookup, ClaimQuery, ServedClaim};
+pub use lookup::{ClaimLookup, ClaimQuery, LOOKUP_TIMEOUT, ServedClaim};
 pub use metrics::Metrics;
 pub use persistent::{PersistentNads, persistent_nads};

@@ -19,7 +19,7 @@ use std::{
     },
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicUsize},
     time::{Duration, Instant},
 };
 
@@ -60,6 +60,8 @@ struct CniHandler {
     attacher: Arc<Attacher>,
     claims: ClaimLookup,
     metrics: Metrics,
+    /// How many ADDs wait for the networks.
+    waiting: AtomicUsize,
 }
 
 impl CniServer {
@@ -70,7 +72,7 @@ impl CniServer {
         claims: ClaimLookup,
         metrics: Metrics,
     ) -> Result<Self, Error> {
-        let handler = Arc::new(CniHandler { attacher, claims, metrics });
+        let handler = Arc::new(CniHandler { attacher, claims, metrics, waiting: AtomicUsize::new(0) });
         Ok(Self { listener: socket::bind(run_dir, frames::SOCKET_NAME)?, handler })
     }
 

@@ -24,7 +24,10 @@ use kube::{
     api::{DeleteParams, ListParams, Preconditions},
 };
 
-use crate::{cli::print, cluster::ClusterArgs};
+use crate::{
+    cli::{print, print_line},
+    cluster::ClusterArgs,
+};
 
 /// Flags of `patchbay clean`.
 #[derive(Debug, clap::Args)]
@@ -185,19 +188,19 @@ impl Session {
                 ForeignKind::EndpointSlice => self.slices().delete(&object.name, &params).await.map(drop),
             };
             let line = match outcome {
-                Ok(()) => format!("{object} deleted\n"),
+                Ok(()) => format!("{object} deleted"),
                 // kube-controller-manager deletes the slices that it copied from Endpoints.
-                Err(kube::Error::Api(status)) if status.code == 404 => format!("{object} is gone\n"),
+                Err(kube::Error::Api(status)) if status.code == 404 => format!("{object} is gone"),
                 Err(kube::Error::Api(status)) if status.code == 409 => {
                     failed += 1;
-                    format!("{object} was not deleted: it changed after it was listed\n")
+                    format!("{object} was not deleted: it changed after it was listed")
                 }
                 Err(error) => {
                     failed += 1;
-                    format!("{object} was not deleted: {}\n", ErrorChain(&error))
+                    format!("{object} was not deleted: {}", ErrorChain(&error))
                 }
             };
-            print(&line)?;
+            print_line(&line)?;
         }
         if failed > 0 {
             bail!("{failed} of {} objects were not deleted", found.len());

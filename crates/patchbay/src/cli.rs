@@ -171,7 +171,19 @@ fn write_files(dir: &Path, options: &install::InstallOptions) -> anyhow::Result<
 
 /// Prints to stdout, without control characters. A closed pipe, as with `head`, is not an error.
 pub fn print(text: &str) -> anyhow::Result<()> {
-    let mut out = io::stdout().lock();
+    print_to(&mut io::stdout().lock(), text)
+}
+
+/// Prints one line to stdout.
+pub fn print_line(line: &str) -> anyhow::Result<()> {
+    print_line_to(&mut io::stdout().lock(), line)
+}
+
+fn print_line_to(out: &mut impl Write, line: &str) -> anyhow::Result<()> {
+    print_to(out, &format!("{}\n", terminal::line(line)))
+}
+
+fn print_to(out: &mut impl Write, text: &str) -> anyhow::Result<()> {
     match out.write_all(terminal::text(text).as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("write to stdout"),
         _ => Ok(()),
@@ -183,6 +195,15 @@ mod tests {
     use std::{sync::mpsc, time::Instant};
 
     use super::*;
+
+    #[test]
+    fn printed_text_cannot_control_the_terminal_and_a_printed_line_is_one_line() {
+        let (mut text, mut line) = (Vec::new(), Vec::new());
+        print_to(&mut text, "a\u{1b}[2J\nb\n").unwrap();
+        print_line_to(&mut line, "a\u{1b}[2J\nb").unwrap();
+        assert_eq!(String::from_utf8(text).unwrap(), "a\\u{1b}[2J\nb\n");
+        assert_eq!(String::from_utf8(line).unwrap(), "a\\u{1b}[2J\\nb\n");
+    }
 
     #[test]
     fn a_blocked_thread_does_not_keep_the_process_alive() {

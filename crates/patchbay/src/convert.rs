@@ -53,7 +53,7 @@ pub fn convert(args: ConvertArgs) -> anyhow::Result<()> {
     let conversion = Conversion::new(&read(&file)?, network_namespace.as_deref());
     print(&conversion.output())?;
     // If stderr is closed, the exit code still reports the result.
-    let _ = io::stderr().write_all(terminal::text(&conversion.messages()).as_bytes());
+    let _ = io::stderr().write_all(conversion.messages().as_bytes());
     match (conversion.failed, conversion.services.len()) {
         (0, 0) => bail!("found no NetService and no Service with annotation {}", multus_service::ANNOTATION),
         (0, _) => Ok(()),
@@ -147,12 +147,13 @@ impl Conversion {
         self.services.iter().map(yaml::document).collect::<Vec<_>>().join("---\n")
     }
 
+    /// One line each, whatever the input is.
     fn messages(&self) -> String {
         let mut text = String::new();
         let general = self.general.iter().map(|note| format!("note: {note}"));
         for line in self.lines.iter().cloned().chain(general) {
             // Writing to a String cannot fail.
-            let _ = writeln!(text, "{line}");
+            let _ = writeln!(text, "{}", terminal::line(&line));
         }
         text
     }

@@ -28,7 +28,7 @@ fn main() -> ExitCode {
         tracing::error!(%error, "patchbay failed");
     } else {
         // If stderr is closed, only the exit code reports the failure.
-        let _ = writeln!(io::stderr(), "patchbay: {}", terminal::text(&error.to_string()));
+        let _ = writeln!(io::stderr(), "patchbay: {}", terminal::line(&error.to_string()));
     }
     ExitCode::FAILURE
 }

@@ -5,6 +5,7 @@ mod pod;
 mod progress;
 
 use std::{
+    hash::{BuildHasher as _, Hasher as _, RandomState},
     io::{self, Write as _},
     pin::pin,
     time::Duration,
@@ -25,7 +26,7 @@ use pod::PodView;
 use progress::{Goal, WaitState};
 use tokio::time::{Instant, timeout_at};
 
-use crate::{cluster::ClusterArgs, terminal};
+use crate::{cli::print_line, cluster::ClusterArgs, terminal};
 
 /// The longest `--timeout`.
 const MAX_TIMEOUT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -147,11 +148,10 @@ pub async fn plug(args: PlugArgs) -> anyhow::Result<()> {
     let (edited, planned) = session.edit(|pod| edit::plug(pod, &request)).await?;
     let goal = Goal::Attached { network: planned.network, interface: planned.interface };
     let subject = goal.subject();
-    if !planned.changed && goal.state(&edited.pod).is_done() {
-        return say(&format!("pod/{pod}: {subject} is already {goal}{}", edited.pod.addresses(&goal)));
-    }
+    let before = PodView { confirmed: true, ..edited.clone() };
+    let already = if !planned.changed && goal.state(&before).is_done() { "is already " } else { "" };
     let done = session.wait(edited, &goal).await?;
-    say(&format!("pod/{pod}: {subject} {goal}{}", done.addresses(&goal)))
+    print_line(&format!("pod/{pod}: {subject} {already}{goal}{}", done.addresses(&goal)))
 }
 
 /// Removes an interface and waits until it is gone.
@@ -170,22 +170,7 @@ pub async fn unplug(args: UnplugArgs) -> anyhow::Result<()> {
     }
     let goal = Goal::Removed { network, interface };
     session.wait(edited, &goal).await?;
-    say(&format!("pod/{pod}: {} {goal}", goal.subject()))
-}
-
-/// A pod after an edit.
-struct EditedPod {
-    pod: PodView,
-    /// The networks annotation before the edit, if the edit changed it.
-    before: Option<Option<String>>,
-}
-
-impl EditedPod {
-    /// Forgets a report that is not about the edit.
-    fn check(&self, pod: PodView) -> PodView {
-        let is_old = self.before.as_ref() == Some(&pod.networks);
-        PodView { confirmed: pod.confirmed && !is_old, ..pod }
-    }
+    print_line(&format!("pod/{pod}: {} {goal}", goal.subject()))
 }
 
 /// One edit of one pod.
@@ -223,11 +208,12 @@ impl Session {
         timeout_at(self.deadline, work).await.map_err(|_| anyhow::Error::msg(late()))
     }
 
-    /// Edits the annotation of the live pod. Repeats the edit if the annotation changed meanwhile.
+    /// Edits the annotation of the live pod, and gives the edit a name of its own. Repeats the edit if the annotation changed
+    /// meanwhile.
     async fn edit(
         &self,
         plan: impl Fn(&PodView) -> anyhow::Result<edit::PlannedEdit>,
-    ) -> anyhow::Result<(EditedPod, edit::PlannedEdit)> {
+    ) -> anyhow::Result<(PodView, edit::PlannedEdit)> {
         let mut refused: Option<(PodView, kube::Error)> = None;
         loop {
             let pod = self.read().await?;
@@ -241,18 +227,13 @@ impl Session {
             }
             pod.check_runs()?;
             let planned = plan(&pod)?;
-            if !planned.changed && pod.asks {
-                return Ok((EditedPod { pod, before: None }, planned));
-            }
-            let operations = serde_json::to_value(pod.patch(planned.annotation.as_deref()))?;
+            let patch = pod.patch(planned.annotation.as_deref(), &unique_name());
+            let operations = serde_json::to_value(patch)?;
             let path = format!("{}/{}", self.pods.resource_url(), self.pod);
             let request = patch_request(&path, &operations)?;
             let client = self.pods.clone().into_client();
             match self.bounded(client.request::<Pod>(request)).await? {
-                Ok(patched) => {
-                    let before = planned.changed.then_some(pod.networks);
-                    return Ok((EditedPod { pod: PodView::read(&patched)?, before }, planned));
-                }
+                Ok(patched) => return Ok((PodView::read(&patched)?, planned)),
                 Err(error) if has_code(&error, 409) => refused = None,
                 Err(error) if has_code(&error, 422) => refused = Some((pod, error)),
                 Err(error) => {
@@ -264,16 +245,11 @@ impl Session {
 
     /// Detaches an interface that no element requests. The daemon may keep it, because it never saw a request for it. So the
     /// pod requests it, and when the daemon has seen that, no longer.
-    async fn request_kept(
-        &self,
-        edited: EditedPod,
-        network: &str,
-        interface: &str,
-    ) -> anyhow::Result<EditedPod> {
+    async fn request_kept(&self, edited: PodView, network: &str, interface: &str) -> anyhow::Result<PodView> {
         let reported = Goal::Reported { network: network.to_owned(), interface: interface.to_owned() };
         let pod = self.wait(edited, &reported).await?;
         if !reported.is_kept(&pod) {
-            return Ok(EditedPod { pod, before: None });
+            return Ok(pod);
         }
         let (edited, _) = self.edit(|pod| edit::request(pod, network, interface)).await?;
         let requested = Goal::Requested { network: network.to_owned(), interface: interface.to_owned() };
@@ -283,11 +259,11 @@ impl Session {
         Ok(edited)
     }
 
-    /// Waits until the node daemon reports the goal. What it reports about another annotation does not count.
-    async fn wait(&self, edited: EditedPod, goal: &Goal) -> anyhow::Result<PodView> {
+    /// Waits until the node daemon reports the goal after this edit. No response of the API server is older than the edit.
+    async fn wait(&self, mut pod: PodView, goal: &Goal) -> anyhow::Result<PodView> {
         progress(&format!("pod {}: waiting for {} to be {goal}", self.name(), goal.subject()));
         let mut events = pin!(watch::stream(self.pods.clone(), WatchConfig::one(&self.pod)));
-        let (mut pod, uid) = (edited.check(edited.pod.clone()), edited.pod.uid.clone());
+        let uid = pod.uid.clone();
         let (mut reported, mut exists) = (None, false);
         loop {
             match goal.state(&pod) {
@@ -309,7 +285,7 @@ impl Session {
                 match event {
                     Some(StreamEvent::Applied(new)) => {
                         exists = true;
-                        break edited.check(PodView::read(&new)?);
+                        break PodView::read(&new)?;
                     }
                     Some(StreamEvent::ListStarted) => exists = false,
                     Some(StreamEvent::ListDone) if exists => {}
@@ -347,6 +323,11 @@ impl Session {
     }
 }
 
+/// A name that no other edit has.
+fn unique_name() -> String {
+    format!("{:016x}", RandomState::new().build_hasher().finish())
+}
+
 /// 409: the API server asks to try again. 422: a test of the patch failed, or the new object is invalid.
 fn has_code(error: &kube::Error, code: u16) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == code)
@@ -363,8 +344,4 @@ fn text(duration: Duration) -> String {
 /// Prints a line about the progress. If stderr is closed, the exit code still reports the result.
 fn progress(line: &str) {
     let _ = writeln!(io::stderr(), "{}", terminal::line(line));
-}
-
-fn say(line: &str) -> anyhow::Result<()> {
-    crate::cli::print(&format!("{}\n", terminal::line(line)))
 }

@@ -97,6 +97,17 @@ fn install_reports_the_path_that_it_cannot_write() {
 }
 
 #[test]
+fn an_error_is_one_line_that_cannot_control_the_terminal() {
+    let output = patchbay(&["install", "--dir", "/dev/null/\u{1b}[2J\npatchbay: done"]);
+    let stderr = text(output.stderr);
+    assert!(
+        stderr.starts_with("patchbay: create directory /dev/null/\\u{1b}[2J\\npatchbay: done: "),
+        "{stderr}"
+    );
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+}
+
+#[test]
 fn a_usage_error_exits_with_2() {
     for args in
         [&[][..], &["unknown"], &["install", "--namespace", "No"], &["controller", "--log", "info,=,"]]

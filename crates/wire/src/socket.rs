@@ -8,6 +8,7 @@ use std::{
     fmt, io,
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    time::Duration,
 };
 
 use rustix::net::{
@@ -21,6 +22,13 @@ pub const SOCKET_NAME: &str = "cni.sock";
 pub const TOMBSTONE_DIR: &str = "tombstones";
 /// The largest frame, in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
+
+/// How long the plugin waits for the reply, with all the time before the daemon listened. Shorter than the plugin timeout of
+/// runtimes.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The key of `CNI_ARGS` that says for how many milliseconds the plugin has waited for the daemon.
+const WAITED_ARG: &str = "PATCHBAY_WAITED_MS";
 
 const VERSION: u8 = 1;
 const REQUEST: u8 = 1;
@@ -106,6 +114,28 @@ impl Request {
             }
         }
         format!("{hash:032x}")
+    }
+
+    /// The call after the plugin waited for the daemon. It says so in `CNI_ARGS`, so that a daemon that does not know the key
+    /// can read the call; without `IgnoreUnknown=1`, such a daemon would reject it.
+    #[must_use]
+    pub fn after_waiting(&self, waited: Duration) -> Self {
+        let mut request = self.clone();
+        if request.arg("IgnoreUnknown") == Some("1") {
+            request.args = format!("{};{WAITED_ARG}={}", request.args, waited.as_millis());
+        }
+        request
+    }
+
+    /// How long the plugin has waited for the daemon.
+    pub fn waited(&self) -> Duration {
+        let waited = self.arg(WAITED_ARG).and_then(|millis| millis.parse().ok());
+        waited.map(Duration::from_millis).unwrap_or_default()
+    }
+
+    fn arg(&self, key: &str) -> Option<&str> {
+        let mut pairs = self.args.split(';').filter_map(|pair| pair.split_once('='));
+        pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
     }
 
     fn texts(&self) -> [&str; 7] {
@@ -335,6 +365,19 @@ mod tests {
         assert_eq!(request.key(), "efb5e4e46b4d405ecb3ee47d5a84cb00");
         let reply = Reply { exit: 1, stdout: b"x".to_vec() };
         assert_eq!(reply.encode().unwrap(), b"\x01\x02\x0a\0\0\0\x01\0\0\0\x01\x01\0\0\0x");
+    }
+
+    #[test]
+    fn the_time_that_the_plugin_waited_is_in_arguments_that_older_daemons_ignore() {
+        let request = |args: &str| Request { args: args.to_owned(), ..Request::default() };
+        let kubelet = request("IgnoreUnknown=1;K8S_POD_NAME=web");
+        let later = kubelet.after_waiting(Duration::from_millis(2500));
+        assert_eq!(later.args, "IgnoreUnknown=1;K8S_POD_NAME=web;PATCHBAY_WAITED_MS=2500");
+        assert_eq!((kubelet.waited(), later.waited()), (Duration::ZERO, Duration::from_millis(2500)));
+        for strict in ["", "IgnoreUnknown=0;K8S_POD_NAME=web"] {
+            assert_eq!(request(strict).after_waiting(Duration::from_secs(1)), request(strict));
+        }
+        assert_eq!(request("PATCHBAY_WAITED_MS=x").waited(), Duration::ZERO);
     }
 
     #[test]

@@ -357,6 +357,20 @@ async fn a_replica_that_loses_the_lease_stands_for_election_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_replica_that_cannot_end_its_term_exits_instead_of_never_leading_again() {
+    let (context, server) = FakeApiServer::start();
+    let leader = leader(&context).await;
+    let _leaked = leader.fence();
+    server.hanging.lock().unwrap().extend(["GET", "PUT", "PATCH"].map(|how| (how, "/")));
+    let start = tokio::time::Instant::now();
+    let waits = LeaderLoop::new("waits", std::future::pending());
+    let ended = run_loops(leader, vec![waits], CancellationToken::new()).await;
+    assert!(matches!(ended, Err(Error::StepDown(_))), "{:?}", ended.err());
+    assert!(start.elapsed() < STEP_DOWN_TIMEOUT + Duration::from_secs(10));
+    assert!(!is_leader(&context));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_replica_whose_lease_another_one_took_waits_until_that_one_is_gone() {
     let (context, server) = busy_cluster();
     let resign = CancellationToken::new();

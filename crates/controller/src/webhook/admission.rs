@@ -4,7 +4,7 @@
 //! path is one more variant of [`WebhookPath`] and its [`Handler`].
 
 use std::{
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::{Ipv4Addr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -31,7 +31,10 @@ use serde_json::{Map, Value, json};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::{server::WebhookState, slots};
+use super::{
+    server::WebhookState,
+    slots::{Slot, Source},
+};
 use crate::{
     cache::{CacheSource, project},
     metrics::AdmissionOutcome,
@@ -54,8 +57,13 @@ pub const MAX_CONCURRENT_BODIES: usize = 16;
 /// its headers at once.
 pub const BODY_GRACE: Duration = Duration::from_millis(50);
 
-/// How many of these may read from the API server at a time. The others are answered meanwhile.
+/// How many of these may read from the API server at a time, and how many may wait for that. The others are answered
+/// meanwhile.
 pub const MAX_LIVE_REVIEWS: usize = 8;
+pub const MAX_WAITING_REVIEWS: usize = 4;
+
+/// How long a read is safe from other sources that read less. Most reads are over by then.
+pub const LIVE_READ_GRACE: Duration = Duration::from_millis(50);
 
 /// How long a request waits for a slot before the API server is asked to retry.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -165,6 +173,7 @@ enum Handler {
         for<'a> fn(
             &'a WebhookState,
             &'a ReviewedRequest,
+            &'a Source,
         ) -> BoxFuture<'a, Result<MutationDecision, RequestError>>,
     ),
 }
@@ -289,7 +298,9 @@ async fn review(
     state: &WebhookState,
     request: Request,
 ) -> Result<(String, AdmissionAnswer), RequestError> {
-    let slot = timeout(QUEUE_TIMEOUT, state.bodies.take(source(&request))).await;
+    let source = source(&request);
+    let connection = request.extensions().get::<Arc<Slot>>().cloned();
+    let slot = timeout(QUEUE_TIMEOUT, state.bodies.take(source.clone())).await;
     let slot = slot.map_err(|_| RequestError::Busy)?;
     let body = timeout(BODY_TIMEOUT, Bytes::from_request(request, &()));
     let Some(Ok(body)) = slot.lost().run_until_cancelled(body).await else {
@@ -298,12 +309,14 @@ async fn review(
     if !slot.settle() {
         return Err(RequestError::Busy);
     }
+    // A connection whose client waits for an answer is not given to another one.
+    let _connection = connection.as_ref().and_then(Slot::settle_for);
     let body = body.map_err(|error| RequestError::BodyRejected(error.status(), error.body_text()))?;
     let request = parse(path, &body)?;
     if !state.readiness.is_synced() {
         return Err(RequestError::NotSynced);
     }
-    let answer = handler.answer(state, &request).await?;
+    let answer = handler.answer(state, &request, &source).await?;
     if let AdmissionAnswer::Denied(_) | AdmissionAnswer::Invalid(_) = answer {
         debug!(
             ?path,
@@ -316,9 +329,9 @@ async fn review(
 }
 
 /// The source of a request. The listener knows it of every request.
-fn source(request: &Request) -> IpAddr {
+fn source(request: &Request) -> Source {
     let client = request.extensions().get::<ConnectInfo<SocketAddr>>();
-    client.map_or(Ipv4Addr::UNSPECIFIED.into(), |ConnectInfo(client)| slots::source(*client))
+    Source::new(client.map_or(Ipv4Addr::UNSPECIFIED.into(), |ConnectInfo(client)| client.ip()))
 }
 
 fn parse(path: WebhookPath, body: &[u8]) -> Result<ReviewedRequest, RequestError> {
@@ -450,13 +463,14 @@ impl Handler {
         self,
         state: &WebhookState,
         request: &ReviewedRequest,
+        source: &Source,
     ) -> Result<AdmissionAnswer, RequestError> {
         Ok(match self {
             Self::Validate(validate) => match validate(state, request) {
                 AdmissionDecision::Allow => AdmissionAnswer::Allowed,
                 AdmissionDecision::Deny(message) => AdmissionAnswer::Denied(message),
             },
-            Self::Mutate(mutate) => match mutate(state, request).await? {
+            Self::Mutate(mutate) => match mutate(state, request, source).await? {
                 MutationDecision::Patch(patch) if patch.is_empty() => AdmissionAnswer::Allowed,
                 MutationDecision::Patch(patch) => AdmissionAnswer::AllowedWithPatch(patch),
                 MutationDecision::Invalid(message) => AdmissionAnswer::Invalid(message),

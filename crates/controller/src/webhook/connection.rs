@@ -3,10 +3,12 @@
 use std::{
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
 
+use axum::{Extension, middleware::AddExtension};
 use axum_server::accept::Accept;
 use futures::{FutureExt, future::BoxFuture};
 use tokio::{
@@ -15,8 +17,9 @@ use tokio::{
     time::{Instant, Sleep, timeout},
 };
 use tokio_util::sync::WaitForCancellationFutureOwned;
+use tower::Layer as _;
 
-use super::slots::{self, FairSlots, Slot};
+use super::slots::{FairSlots, Slot, Source};
 
 /// More than all API servers and scrapers of a cluster need.
 const MAX_CONNECTIONS: usize = 128;
@@ -35,7 +38,8 @@ const PREFACE_TIMEOUT: Duration = Duration::from_secs(2);
 const IDLE_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// An acceptor that limits the connections of an inner one. While there are too many, the source with the most of them loses
-/// those that are idle for the longest time.
+/// those that are idle for the longest time. Requests carry the slot of their connection, to settle it while they are
+/// answered.
 #[derive(Clone)]
 pub struct LimitedAcceptor<A> {
     inner: A,
@@ -56,16 +60,17 @@ where
     A::Service: Send,
 {
     type Stream = IdleTimeoutStream<A::Stream>;
-    type Service = A::Service;
+    type Service = AddExtension<A::Service, Arc<Slot>>;
     type Future = BoxFuture<'static, io::Result<(Self::Stream, Self::Service)>>;
 
     fn accept(&self, stream: TcpStream, service: S) -> Self::Future {
-        let slot = stream.peer_addr().map(|client| self.slots.try_take(slots::source(client)));
+        let slot = stream.peer_addr().map(|client| self.slots.try_take(&Source::new(client.ip())));
         let accepted = self.inner.accept(stream, service);
         async move {
-            let slot = slot?.ok_or_else(|| io::Error::other("too many connections"))?;
+            let slot = Arc::new(slot?.ok_or_else(|| io::Error::other("too many connections"))?);
             let handshake = slot.lost().run_until_cancelled(timeout(HANDSHAKE_TIMEOUT, accepted)).await;
             let (stream, service) = handshake.ok_or_else(connection_lost)???;
+            let service = Extension(Arc::clone(&slot)).layer(service);
             Ok((IdleTimeoutStream::new(stream, slot), service))
         }
         .boxed()
@@ -82,11 +87,11 @@ pub struct IdleTimeoutStream<T> {
     bytes_read: usize,
     idle_timer: Pin<Box<Sleep>>,
     lost: Pin<Box<WaitForCancellationFutureOwned>>,
-    slot: Slot,
+    slot: Arc<Slot>,
 }
 
 impl<T> IdleTimeoutStream<T> {
-    fn new(stream: T, slot: Slot) -> Self {
+    fn new(stream: T, slot: Arc<Slot>) -> Self {
         Self {
             stream,
             bytes_read: 0,
@@ -167,7 +172,7 @@ mod tests {
         let socket = TcpSocket::new_v4()?;
         socket.bind((IpAddr::from([127, 0, 0, client]), 0).into())?;
         let (client, server) = tokio::try_join!(socket.connect(listener.local_addr()?), listener.accept())?;
-        let (server, ()) = acceptor.accept(server.0, ()).await?;
+        let (server, _service) = acceptor.accept(server.0, ()).await?;
         Ok((client, server))
     }
 
@@ -184,6 +189,32 @@ mod tests {
         assert_eq!(first.read_u8().await.unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
         drop(other);
         assert!(accept(&acceptor, 2).await.is_ok());
+    }
+
+    /// A TLS handshake that never ends.
+    #[derive(Clone)]
+    struct EndlessHandshake;
+
+    impl Accept<TcpStream, ()> for EndlessHandshake {
+        type Stream = TcpStream;
+        type Service = ();
+        type Future = std::future::Pending<io::Result<(TcpStream, ())>>;
+
+        fn accept(&self, _: TcpStream, (): ()) -> Self::Future {
+            std::future::pending()
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_handshake_that_does_not_finish_ends_and_frees_its_connection() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let connect = TcpStream::connect(listener.local_addr().unwrap());
+        let (_client, server) = tokio::try_join!(connect, listener.accept()).unwrap();
+        let acceptor = LimitedAcceptor::new(EndlessHandshake);
+        let start = Instant::now();
+        let error = acceptor.accept(server.0, ()).await.err().unwrap();
+        assert_eq!((error.kind(), start.elapsed().as_secs()), (io::ErrorKind::TimedOut, 2));
+        assert_eq!(acceptor.slots.held(), 0);
     }
 
     async fn idle_timeout(server: &mut IdleTimeoutStream<TcpStream>) -> (io::ErrorKind, u64) {

@@ -7,7 +7,7 @@ use std::{
     io,
     net::{Ipv4Addr, SocketAddr, TcpListener},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -25,7 +25,7 @@ use hyper_util::rt::TokioTimer;
 use jiff::Timestamp;
 use kube::Client;
 use plan::claims::ClaimOptions;
-use tokio::sync::{Semaphore, watch};
+use tokio::{sync::watch, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::{admission, connection::LimitedAcceptor, slots::FairSlots};
@@ -33,6 +33,9 @@ use crate::{cache::ClusterCache, metrics::Metrics};
 
 /// How long a client may take to send its headers.
 const HEADER_READ_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often the claims are counted for `/metrics`, which every pod may read as often as it likes.
+const CLAIM_COUNT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Bounds what a connection can make the replica buffer. Its window has room for all its streams, so that the body of a
 /// request that waits holds up no other. API servers open more connections when they need more streams.
@@ -59,7 +62,10 @@ pub struct WebhookState {
     /// To read and validate a body: bounds the memory that concurrent requests take.
     pub bodies: FairSlots,
     /// For requests that read what the cache does not have.
-    pub live_reads: Semaphore,
+    pub live_reads: FairSlots,
+    /// To wait for one of these.
+    pub live_read_queue: FairSlots,
+    claims_counted: Mutex<Option<Instant>>,
 }
 
 impl WebhookState {
@@ -71,8 +77,31 @@ impl WebhookState {
         claims: ClaimOptions,
     ) -> Self {
         let bodies = FairSlots::new(admission::MAX_CONCURRENT_BODIES, admission::BODY_GRACE);
-        let live_reads = Semaphore::new(admission::MAX_LIVE_REVIEWS);
-        Self { readiness, metrics, cluster, client, claims, bodies, live_reads }
+        let live_reads = FairSlots::new(admission::MAX_LIVE_REVIEWS, admission::LIVE_READ_GRACE);
+        let live_read_queue = FairSlots::new(admission::MAX_WAITING_REVIEWS, Duration::ZERO);
+        let claims_counted = Mutex::default();
+        Self {
+            readiness,
+            metrics,
+            cluster,
+            client,
+            claims,
+            bodies,
+            live_reads,
+            live_read_queue,
+            claims_counted,
+        }
+    }
+}
+
+impl WebhookState {
+    /// Updates the metrics that count claims, once per [`CLAIM_COUNT_INTERVAL`].
+    fn count_claims(&self) {
+        let mut counted = self.claims_counted.lock().unwrap_or_else(PoisonError::into_inner);
+        if counted.is_none_or(|at| at.elapsed() >= CLAIM_COUNT_INTERVAL) {
+            self.metrics.set_claims(&self.cluster.claims().totals(Timestamp::now()));
+            *counted = Some(Instant::now());
+        }
     }
 }
 
@@ -126,7 +155,7 @@ pub fn router(state: Arc<WebhookState>) -> Router {
 
 async fn metrics(State(state): State<Arc<WebhookState>>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    state.metrics.set_claims(&state.cluster.claims().totals(Timestamp::now()));
+    state.count_claims();
     match state.metrics.text() {
         Ok(text) => ([(header::CONTENT_TYPE, content_type)], text).into_response(),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

@@ -1,14 +1,15 @@
 //! Slots that the clients of a listener share fairly.
 //!
-//! Clients have no credentials, so each address is a source. One source may hold every slot while no other waits. A source
-//! that comes then takes a slot of the source that holds the most. Nothing is reserved, and no source has a quota.
+//! Clients have no credentials, so each address is a source; where the namespace of a request is known, so is each namespace
+//! of an address. One source may hold every slot while no other waits. A source that comes then takes a slot of the address
+//! that holds the most, and there of the namespace that holds the most. Nothing is reserved, and no source has a quota.
 
 #[cfg(test)]
 mod tests;
 
 use std::{
     collections::{HashMap, VecDeque},
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -32,6 +33,14 @@ pub struct FairSlots {
     grace: Duration,
 }
 
+/// On whose account a slot is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Source {
+    client: IpAddr,
+    /// Empty if it does not count.
+    namespace: String,
+}
+
 /// A slot. Others can use it once it is dropped.
 pub struct Slot {
     slots: FairSlots,
@@ -46,12 +55,13 @@ struct SlotTable {
     /// By the number of their grant.
     held: HashMap<u64, HeldSlot>,
     /// The sources that hold a slot or wait for one.
-    sources: HashMap<IpAddr, SourceAccount>,
+    sources: HashMap<Source, SourceAccount>,
 }
 
 struct HeldSlot {
-    /// Whose account it is on. None once it is settled: then it cannot be lost.
-    source: Option<IpAddr>,
+    source: Source,
+    /// How often it is settled. Unless that is 0, it is on no account and cannot be lost.
+    settled: usize,
     progress: Instant,
     lost: CancellationToken,
 }
@@ -62,9 +72,19 @@ struct SourceAccount {
     waiting: VecDeque<oneshot::Sender<Slot>>,
 }
 
-/// The source of a client. A listener for IPv6 sees IPv4 addresses as mapped ones.
-pub fn source(client: SocketAddr) -> IpAddr {
-    client.ip().to_canonical()
+/// A slot is settled while this exists.
+pub struct SettledSlot(Arc<Slot>);
+
+impl Source {
+    /// A listener for IPv6 sees IPv4 addresses as mapped ones.
+    pub fn new(client: IpAddr) -> Self {
+        Self { client: client.to_canonical(), namespace: String::new() }
+    }
+
+    /// A namespace of this client.
+    pub fn namespace(&self, namespace: &str) -> Self {
+        Self { client: self.client, namespace: namespace.to_owned() }
+    }
 }
 
 impl FairSlots {
@@ -74,20 +94,29 @@ impl FairSlots {
         Self { table: Arc::new(Mutex::new(table)), grace }
     }
 
-    /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards.
-    pub fn try_take(&self, source: IpAddr) -> Option<Slot> {
-        self.take_now(&mut self.lock(), source)
+    /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards. A client
+    /// without a slot takes the slowest one of all, so that many clients with one slot each keep none out.
+    pub fn try_take(&self, source: &Source) -> Option<Slot> {
+        let mut table = self.lock();
+        self.take_now(&mut table, source).or_else(|| {
+            let lost = table.slowest(|_| true, self.grace)?;
+            if table.held_by_client().of(source) > 0 {
+                return None;
+            }
+            table.remove(lost);
+            Some(self.grant(&mut table, source))
+        })
     }
 
     /// The same, but waits for a slot. The source that holds the fewest slots is served first.
-    pub async fn take(&self, source: IpAddr) -> Slot {
+    pub async fn take(&self, source: Source) -> Slot {
         let mut granted = {
             let mut table = self.lock();
-            if let Some(slot) = self.take_now(&mut table, source) {
+            if let Some(slot) = self.take_now(&mut table, &source) {
                 return slot;
             }
             let (grant, granted) = oneshot::channel();
-            table.account(source).waiting.push_back(grant);
+            table.account(&source).waiting.push_back(grant);
             granted
         };
         let mut check = self.grace;
@@ -96,7 +125,7 @@ impl FairSlots {
                 Ok(granted) => {
                     return granted.expect("the table drops a waiting client only once it no longer waits");
                 }
-                Err(_) => self.displace(source),
+                Err(_) => self.displace(&source),
             }
             check = SLOW_HOLDER_CHECK;
         }
@@ -108,7 +137,7 @@ impl FairSlots {
         self.lock().held.len()
     }
 
-    fn take_now(&self, table: &mut SlotTable, source: IpAddr) -> Option<Slot> {
+    fn take_now(&self, table: &mut SlotTable, source: &Source) -> Option<Slot> {
         if table.free == 0 {
             let lost = table.excess(source, self.grace)?;
             table.remove(lost);
@@ -117,7 +146,7 @@ impl FairSlots {
     }
 
     /// Takes the slot of a slow client, or of a source that holds more than this one, for a client that waits.
-    fn displace(&self, source: IpAddr) {
+    fn displace(&self, source: &Source) {
         let _undelivered = {
             let mut table = self.lock();
             let lost = table.excess(source, self.grace).or_else(|| table.slowest(|_| true, SLOW_HOLDER));
@@ -134,22 +163,25 @@ impl FairSlots {
             account.waiting.retain(|waiting| !waiting.is_closed());
         }
         table.sources.retain(|_, account| account.held > 0 || !account.waiting.is_empty());
+        let by_client = table.held_by_client();
         let waiting = table.sources.iter_mut().filter(|(_, account)| !account.waiting.is_empty());
-        let (source, account) = waiting.min_by_key(|(_, account)| (account.held, account.last_grant))?;
-        let (source, client) = (*source, account.waiting.pop_front()?);
-        let slot = self.grant(table, source);
+        let (source, account) = waiting
+            .min_by_key(|(source, account)| (by_client.of(source), account.held, account.last_grant))?;
+        let (source, client) = (source.clone(), account.waiting.pop_front()?);
+        let slot = self.grant(table, &source);
         client.send(slot).err()
     }
 
     /// Grants a free slot.
-    fn grant(&self, table: &mut SlotTable, source: IpAddr) -> Slot {
+    fn grant(&self, table: &mut SlotTable, source: &Source) -> Slot {
         table.free -= 1;
         table.grants += 1;
         let (id, lost) = (table.grants, CancellationToken::new());
         let account = table.account(source);
         account.held += 1;
         account.last_grant = id;
-        let held = HeldSlot { source: Some(source), progress: Instant::now(), lost: lost.clone() };
+        let held =
+            HeldSlot { source: source.clone(), settled: 0, progress: Instant::now(), lost: lost.clone() };
         table.held.insert(id, held);
         Slot { slots: self.clone(), id, lost }
     }
@@ -160,27 +192,52 @@ impl FairSlots {
     }
 }
 
+/// How many slots the clients hold, over all their namespaces.
+struct HeldByClient(HashMap<IpAddr, usize>);
+
+impl HeldByClient {
+    fn of(&self, source: &Source) -> usize {
+        self.0.get(&source.client).copied().unwrap_or_default()
+    }
+}
+
 impl SlotTable {
     /// The account of a source. A new one comes after those that already wait.
-    fn account(&mut self, source: IpAddr) -> &mut SourceAccount {
+    fn account(&mut self, source: &Source) -> &mut SourceAccount {
         let last_grant = self.grants;
-        self.sources.entry(source).or_insert(SourceAccount { held: 0, last_grant, waiting: VecDeque::new() })
+        let new = || SourceAccount { held: 0, last_grant, waiting: VecDeque::new() };
+        self.sources.entry(source.clone()).or_insert_with(new)
     }
 
-    /// The slot that another source loses to this one: of the source that holds the most, if it still holds as many as this
-    /// one afterwards.
-    fn excess(&self, source: IpAddr, grace: Duration) -> Option<u64> {
-        let own = self.sources.get(&source).map_or(0, |account| account.held);
-        let (largest, account) = self.sources.iter().max_by_key(|(_, account)| account.held)?;
-        if account.held <= own + 1 {
-            return None;
+    fn held_by(&self, source: &Source) -> usize {
+        self.sources.get(source).map_or(0, |account| account.held)
+    }
+
+    fn held_by_client(&self) -> HeldByClient {
+        let mut held = HashMap::new();
+        for slot in self.held.values().filter(|slot| slot.settled == 0) {
+            *held.entry(slot.source.client).or_default() += 1;
         }
-        self.slowest(|at| at == *largest, grace)
+        HeldByClient(held)
+    }
+
+    /// The slot that another source loses to this one: of the client that holds the most, else of the namespace of the same
+    /// client that holds the most, if that still holds as many as this one afterwards.
+    fn excess(&self, source: &Source, grace: Duration) -> Option<u64> {
+        let by_client = self.held_by_client();
+        let (same, others): (Vec<_>, Vec<_>) =
+            self.sources.iter().partition(|(at, _)| at.client == source.client);
+        let largest = others.into_iter().max_by_key(|(at, account)| (by_client.of(at), account.held));
+        let largest = largest.filter(|(at, _)| by_client.of(at) > by_client.of(source) + 1).or_else(|| {
+            let largest = same.into_iter().max_by_key(|(_, account)| account.held);
+            largest.filter(|(_, account)| account.held > self.held_by(source) + 1)
+        });
+        self.slowest(|at| largest.is_some_and(|(largest, _)| at == largest), grace)
     }
 
     /// The slot of these sources whose last progress is the oldest, if that is at least so long ago.
-    fn slowest(&self, of: impl Fn(IpAddr) -> bool, age: Duration) -> Option<u64> {
-        let held = self.held.iter().filter(|(_, slot)| slot.source.is_some_and(&of));
+    fn slowest(&self, of: impl Fn(&Source) -> bool, age: Duration) -> Option<u64> {
+        let held = self.held.iter().filter(|(_, slot)| slot.settled == 0 && of(&slot.source));
         let (id, slot) = held.min_by_key(|(id, slot)| (slot.progress, **id))?;
         (slot.progress.elapsed() >= age).then_some(*id)
     }
@@ -190,17 +247,18 @@ impl SlotTable {
         let Some(slot) = self.held.remove(&id) else { return false };
         slot.lost.cancel();
         self.free += 1;
-        self.debit(slot.source);
+        if slot.settled == 0 {
+            self.debit(&slot.source);
+        }
         true
     }
 
     /// Takes a slot from the account of a source.
-    fn debit(&mut self, source: Option<IpAddr>) {
-        let Some(source) = source else { return };
-        if let Some(account) = self.sources.get_mut(&source) {
+    fn debit(&mut self, source: &Source) {
+        if let Some(account) = self.sources.get_mut(source) {
             account.held -= 1;
             if account.held == 0 && account.waiting.is_empty() {
-                self.sources.remove(&source);
+                self.sources.remove(source);
             }
         }
     }
@@ -224,9 +282,31 @@ impl Slot {
     pub fn settle(&self) -> bool {
         let mut table = self.slots.lock();
         let Some(slot) = table.held.get_mut(&self.id) else { return false };
-        let source = slot.source.take();
-        table.debit(source);
+        slot.settled += 1;
+        if slot.settled == 1 {
+            let source = slot.source.clone();
+            table.debit(&source);
+        }
         true
+    }
+
+    /// Settles the slot for a while. None if it was lost before.
+    pub fn settle_for(self: &Arc<Self>) -> Option<SettledSlot> {
+        self.settle().then(|| SettledSlot(Arc::clone(self)))
+    }
+}
+
+impl Drop for SettledSlot {
+    fn drop(&mut self) {
+        let mut table = self.0.slots.lock();
+        let Some(slot) = table.held.get_mut(&self.0.id) else { return };
+        slot.settled -= 1;
+        if slot.settled == 0 {
+            // Its client still reads the answer.
+            slot.progress = Instant::now();
+            let source = slot.source.clone();
+            table.account(&source).held += 1;
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// How long an ADD waits for an address. The kubelet retries after a failure.
-const ADD_TIMEOUT: Duration = Duration::from_secs(8);
+pub const ADD_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The addresses that an interface requests.
 pub struct AddressRequest<'a> {

@@ -42,7 +42,7 @@ use crate::{
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long all requests of an ADD may take. The kubelet retries after a failure.
-const LOOKUP_TIMEOUT: Duration = Duration::from_secs(8);
+pub const LOOKUP_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Finds the claims of attachments.
 pub struct ClaimLookup {

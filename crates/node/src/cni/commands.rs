@@ -3,6 +3,7 @@
 
 use std::{
     os::fd::{AsFd as _, OwnedFd},
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -13,21 +14,32 @@ use plan::ipam::PodRef;
 use serde_json::Value;
 use wire::{
     cni::{self, Args, Attachment, Code, Config, Error, Interface, Ip, Route, Success, Verb},
-    socket::Request,
+    socket::{CALL_TIMEOUT, Request},
 };
 
 use super::{
     CniHandler,
     address::{attachment_key, prev_result_addresses, requested_addresses},
     caller::Caller,
+    thread_pool::MAX_WORKERS,
 };
 use crate::{
-    attach::{AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope, CheckRequest},
-    claims::{ClaimQuery, ServedClaim},
+    attach::{
+        ADD_TIMEOUT, AllocatedAddresses, AttachRequest, AttachResult, AttachmentId, AttachmentScope,
+        CheckRequest,
+    },
+    claims::{ClaimQuery, LOOKUP_TIMEOUT, ServedClaim},
 };
 
-/// How long an ADD waits for a daemon that has just started to read the networks.
+/// How long an ADD waits for a daemon that has just started to read the networks, with the time in which it did not listen.
 const FIRST_READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// An ADD waits for one thing after the other, and the plugin is there until the last of them.
+const _: () = assert!(
+    FIRST_READ_TIMEOUT.as_secs() + LOOKUP_TIMEOUT.as_secs() + ADD_TIMEOUT.as_secs() < CALL_TIMEOUT.as_secs()
+);
+/// How many ADDs wait at a time. Each holds a worker thread; the other threads serve DEL and CHECK meanwhile.
+pub(super) const MAX_WAITING_ADDS: usize = 192;
+const _: () = assert!(MAX_WAITING_ADDS < MAX_WORKERS);
 /// How often a waiting ADD checks whether the networks have been read, and that its client is still connected.
 const FIRST_READ_POLL: Duration = Duration::from_millis(50);
 
@@ -36,6 +48,24 @@ pub(super) struct CniCall<'a> {
     pub(super) request: &'a Request,
     pub(super) config: &'a Config,
     pub(super) caller: &'a Caller<'a>,
+}
+
+/// Counts a call that waits while it exists.
+struct WaitingAdd<'a>(&'a AtomicUsize);
+
+impl<'a> WaitingAdd<'a> {
+    /// None if [`MAX_WAITING_ADDS`] wait.
+    fn start(count: &'a AtomicUsize) -> Option<Self> {
+        let others = count.fetch_add(1, Ordering::Relaxed);
+        let waiting = Self(count);
+        (others < MAX_WAITING_ADDS).then_some(waiting)
+    }
+}
+
+impl Drop for WaitingAdd<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl CniHandler {
@@ -61,7 +91,7 @@ impl CniHandler {
         verb.allowed_in(config.version)?;
         let call = CniCall { request, config: &config, caller };
         if verb == Verb::Add {
-            self.wait_for_networks(caller)?;
+            self.wait_for_networks(request, caller)?;
         }
         if request.plugin == IPAM_PLUGIN {
             return self.serve_addresses(verb, &call);
@@ -75,16 +105,22 @@ impl CniHandler {
         }
     }
 
-    /// Waits until the networks have been read from the API server, at most [`FIRST_READ_TIMEOUT`].
-    fn wait_for_networks(&self, caller: &Caller<'_>) -> Result<(), Error> {
-        let deadline = Instant::now() + FIRST_READ_TIMEOUT;
-        while !self.attacher.networks().synced {
+    /// Waits until the networks have been read from the API server, at most [`FIRST_READ_TIMEOUT`]. Returns at once if too many
+    /// calls wait already.
+    fn wait_for_networks(&self, request: &Request, caller: &Caller<'_>) -> Result<(), Error> {
+        let is_synced = || self.attacher.networks().synced;
+        if is_synced() {
+            return Ok(());
+        }
+        let Some(_waiting) = WaitingAdd::start(&self.waiting) else { return Ok(()) };
+        let deadline = Instant::now() + FIRST_READ_TIMEOUT.saturating_sub(request.waited());
+        while !is_synced() {
             caller.check_connected()?;
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
             }
-            thread::sleep(left.min(FIRST_READ_POLL));
+            thread::park_timeout(left.min(FIRST_READ_POLL));
         }
         Ok(())
     }

@@ -278,6 +278,50 @@ fn only_add_waits_for_the_first_read_of_the_networks() {
     });
 }
 
+/// The plugin has its own timeout, which began before the daemon listened.
+#[test]
+fn an_add_that_waited_for_the_socket_does_not_wait_as_long_for_the_networks() {
+    on_server("waited", async |host| {
+        let pod = Namespace::new();
+        host.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
+        let later = request("ADD", "c1", json!({"network": "green"})).after_waiting(Duration::from_secs(10));
+        let started = Instant::now();
+        let (exit, value) = host.call(&later, Some(&pod)).await;
+        assert!(exit == 1 && value["msg"].as_str().unwrap().contains("has not yet read"), "{value}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    });
+}
+
+/// After a reboot, the kubelet starts all pods of the node at once, and deletes others.
+#[test]
+fn waiting_adds_leave_workers_for_other_calls() {
+    const MORE: usize = 8;
+    on_server("many-wait", async |host| {
+        let pod = Namespace::new();
+        host.networks.send_modify(|networks| Arc::make_mut(networks).synced = false);
+        let adds: Vec<UnixStream> = (0..commands::MAX_WAITING_ADDS + MORE)
+            .map(|number| {
+                let stream = UnixStream::connect(path(&host.paths.run_dir)).unwrap();
+                let frame =
+                    request("ADD", &format!("c{number}"), json!({"network": "green"})).encode().unwrap();
+                frames::send(&stream, &frame, Some(pod.0.as_fd())).unwrap();
+                stream.set_nonblocking(true).unwrap();
+                stream
+            })
+            .collect();
+        let mut failed = 0;
+        while failed < MORE {
+            let replied = |stream: &&UnixStream| {
+                frames::receive(stream, &mut [0; 4096], &mut None).is_ok_and(|length| length > 0)
+            };
+            failed += adds.iter().filter(replied).count();
+            sleep(Duration::from_millis(10)).await;
+        }
+        host.done("DEL", "c0", &pod, json!({})).await;
+        assert_eq!(failed, MORE, "the others wait");
+    });
+}
+
 #[test]
 fn add_without_the_bridge_is_retried() {
     on_server("gone", async |host| {

@@ -18,7 +18,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use tracing::{error, warn};
 
 /// Calls that are handled concurrently; more wait in the socket's backlog.
-const MAX_WORKERS: usize = 256;
+pub const MAX_WORKERS: usize = 256;
 /// Workers that wait for connections when the socket is idle.
 const MIN_IDLE_WORKERS: usize = 4;
 /// Pause after a failed `accept`.

@@ -131,7 +131,7 @@ pub fn desired_pod(pod: &OwnPod) -> DesiredPod {
             runtime_uid: pod.runtime_uid().to_owned(),
         },
         networks: pod.networks().map(str::to_owned),
-        confirm_networks: pod.annotation(CONFIRM_ANNOTATION) == Some("true"),
+        confirm: pod.annotation(CONFIRM_ANNOTATION).map(str::to_owned),
         lifecycle,
         host_network: pod.host_network,
         virt_launcher: pod.is_virt_launcher(),
@@ -143,7 +143,7 @@ pub fn ended_pod(pod: PodIdentity) -> DesiredPod {
     DesiredPod {
         pod,
         networks: None,
-        confirm_networks: false,
+        confirm: None,
         lifecycle: PodLifecycle::Ended,
         host_network: false,
         virt_launcher: false,

@@ -17,7 +17,7 @@ use kube::{
 use serde_json::{Value, json};
 
 use super::table;
-use crate::cli::print;
+use crate::cli::{print, print_line};
 
 /// Claims of one list request.
 const PAGE: u32 = 500;
@@ -193,7 +193,7 @@ async fn owner_state(client: &Client, claim: &HeldClaim) -> anyhow::Result<Owner
         Ok(found) => Ok(state_of(owner, found.as_ref())),
         Err(error) => {
             let (kind, name) = (&owner.kind, &owner.name);
-            print(&format!("{claim}: could not read {kind} {name}: {}\n", ErrorChain(&error)))?;
+            print_line(&format!("{claim}: could not read {kind} {name}: {}", ErrorChain(&error)))?;
             Ok(OwnerState::Unknown)
         }
     }
@@ -214,18 +214,18 @@ async fn remove(client: &Client, claims: &[HeldClaim]) -> anyhow::Result<()> {
             Api::namespaced_with(client.clone(), &claim.namespace, &claim_resource());
         let patched = api.patch(&claim.name, &PatchParams::default(), &Patch::Merge(claim.patch())).await;
         let line = match patched {
-            Ok(_) => format!("{claim} is free of the finalizer\n"),
-            Err(kube::Error::Api(status)) if status.code == 404 => format!("{claim} is gone\n"),
+            Ok(_) => format!("{claim} is free of the finalizer"),
+            Err(kube::Error::Api(status)) if status.code == 404 => format!("{claim} is gone"),
             Err(kube::Error::Api(status)) if status.code == 409 => {
                 failed += 1;
-                format!("{claim} keeps the finalizer: it changed after it was listed\n")
+                format!("{claim} keeps the finalizer: it changed after it was listed")
             }
             Err(error) => {
                 failed += 1;
-                format!("{claim} keeps the finalizer: {}\n", ErrorChain(&error))
+                format!("{claim} keeps the finalizer: {}", ErrorChain(&error))
             }
         };
-        print(&line)?;
+        print_line(&line)?;
     }
     if failed > 0 {
         bail!("{failed} of {} claims keep the finalizer; repeat the command", claims.len());

@@ -273,3 +273,10 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_message_is_one_line_whatever_the_input_is() {
+    let mut conversion = Conversion::default();
+    conversion.fail("no such key \u{1b}[2J\nnote: all is well".to_owned());
+    assert_eq!(conversion.messages(), "error: no such key \\u{1b}[2J\\nnote: all is well\n");
+}

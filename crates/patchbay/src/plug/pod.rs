@@ -30,9 +30,7 @@ pub struct PodView {
     pub statuses: Vec<NetworkStatus>,
     /// The entries of patchbay.dev/attachments.
     pub attachments: Vec<Attachment>,
-    /// Whether the pod asks the daemon to confirm its networks annotation.
-    pub asks: bool,
-    /// Whether the annotations report about the networks annotation that the pod has.
+    /// Whether the annotations report about the last edit of the pod.
     pub confirmed: bool,
     /// Why its interfaces cannot be changed now.
     pub ended: Option<String>,
@@ -48,10 +46,11 @@ impl PodView {
         let statuses = NetworkStatusList::parse(annotation(NETWORK_STATUS_ANNOTATION)).unwrap_or_default();
         let statuses = statuses.entries().iter().filter_map(|entry| entry.status().cloned()).collect();
         let networks = annotation(NETWORKS_ANNOTATION);
-        let confirmed = attachments::confirmed_networks(annotation(ATTACHMENTS_ANNOTATION));
+        let reported = attachments::confirmed_networks(annotation(ATTACHMENTS_ANNOTATION));
+        let edit = annotation(CONFIRM_ANNOTATION);
         Ok(Self {
-            asks: annotation(CONFIRM_ANNOTATION) == Some("true"),
-            confirmed: confirmed == Some(attachments::networks_digest(networks)),
+            confirmed: edit
+                .is_some_and(|edit| reported == Some(attachments::networks_digest(edit, networks))),
             uid: metadata.uid.clone().with_context(|| format!("pod {namespace}/{name} has no UID"))?,
             node: pod.spec.as_ref().and_then(|spec| spec.node_name.clone()).unwrap_or_default(),
             annotated: metadata.annotations.as_ref().is_some_and(|all| !all.is_empty()),
@@ -98,9 +97,9 @@ impl PodView {
         text
     }
 
-    /// Sets the networks annotation of this pod, if it still has the value that was read, and asks the daemon to confirm it.
-    /// `None` removes it.
-    pub fn patch(&self, new: Option<&str>) -> Patch {
+    /// Sets the networks annotation of this pod, if it still has the value that was read, and asks the daemon to confirm the
+    /// edit of this name. `None` removes it.
+    pub fn patch(&self, new: Option<&str>, edit: &str) -> Patch {
         let annotations = || PointerBuf::from_tokens(["metadata", "annotations"]);
         let annotation = |name| PointerBuf::from_tokens(["metadata", "annotations", name]);
         let key = || annotation(NETWORKS_ANNOTATION);
@@ -121,9 +120,7 @@ impl PodView {
             None if self.networks.is_none() => {}
             None => operations.push(PatchOperation::Remove(RemoveOperation { path: key() })),
         }
-        if !self.asks {
-            operations.push(add(annotation(CONFIRM_ANNOTATION), Value::from("true")));
-        }
+        operations.push(add(annotation(CONFIRM_ANNOTATION), Value::from(edit)));
         Patch(operations)
     }
 }
@@ -163,10 +160,10 @@ mod tests {
 
     #[test]
     fn the_patch_tests_the_uid_and_the_old_annotation() {
-        let patch = |pod: &PodView, new: Option<&str>| json!(pod.patch(new));
+        let patch = |pod: &PodView, new: Option<&str>| json!(pod.patch(new, "e2"));
         let key = "/metadata/annotations/k8s.v1.cni.cncf.io~1networks";
         let uid = json!({"op": "test", "path": "/metadata/uid", "value": "u"});
-        let ask = json!({"op": "add", "path": "/metadata/annotations/patchbay.dev~1confirm-networks", "value": "true"});
+        let ask = json!({"op": "add", "path": "/metadata/annotations/patchbay.dev~1confirm-networks", "value": "e2"});
         assert_eq!(
             patch(&running(json!({"k8s.v1.cni.cncf.io/networks": "blue"})), Some("blue,red")),
             json!([
@@ -196,19 +193,22 @@ mod tests {
             ])
         );
         assert_eq!(
-            patch(&running(json!({"patchbay.dev/confirm-networks": "true"})), None),
-            json!([uid, {"op": "test", "path": key, "value": null}])
+            patch(&running(json!({"patchbay.dev/confirm-networks": "e1"})), None),
+            json!([uid, {"op": "test", "path": key, "value": null}, ask])
         );
     }
 
     #[test]
-    fn a_report_is_confirmed_if_it_is_about_the_annotation_that_the_pod_has() {
-        let pod = |networks: &str, report: Value| {
-            running(
-                json!({"k8s.v1.cni.cncf.io/networks": networks, "patchbay.dev/attachments": report.to_string()}),
-            )
+    fn a_report_is_confirmed_if_it_is_about_the_last_edit() {
+        let edited = |edit: Option<&str>, networks: &str, report: Value| {
+            let mut annotations = json!({"k8s.v1.cni.cncf.io/networks": networks, "patchbay.dev/attachments": report.to_string()});
+            if let Some(edit) = edit {
+                annotations["patchbay.dev/confirm-networks"] = json!(edit);
+            }
+            running(annotations)
         };
-        let digest = attachments::networks_digest(Some("blue"));
+        let pod = |networks: &str, report: Value| edited(Some("e1"), networks, report);
+        let digest = attachments::networks_digest("e1", Some("blue"));
         let entry = json!({"network": "default/blue", "interface": "net1", "state": "Attached"});
         for (networks, report, confirmed) in [
             ("blue", json!([entry, {"networksDigest": digest}]), true),
@@ -218,6 +218,10 @@ mod tests {
             ("blue", json!("nonsense"), false),
         ] {
             assert_eq!(pod(networks, report).confirmed, confirmed, "{networks}");
+        }
+        // Changed and changed back: the report is from before.
+        for edit in [Some("e2"), None] {
+            assert!(!edited(edit, "blue", json!([entry, {"networksDigest": digest}])).confirmed);
         }
     }
 

@@ -19,7 +19,7 @@ pub enum Goal {
         network: String,
         interface: String,
     },
-    /// The daemon reports about the networks annotation that the pod has.
+    /// The daemon reports about the last edit.
     Reported {
         network: String,
         interface: String,
@@ -61,7 +61,7 @@ impl Goal {
         }
     }
 
-    /// How far the daemon is. A report about another networks annotation than the pod has says nothing.
+    /// How far the daemon is. A report from before the last edit says nothing.
     ///
     /// The daemon writes both annotations at once. An interface that was attached when the pod started is only in
     /// network-status.

@@ -582,9 +582,9 @@ impl<'a> Planner<'a> {
                 network_status,
                 attachments: if handled {
                     let desired = self.input.desired;
-                    let digest = desired
-                        .confirm_networks
-                        .then(|| attachments::networks_digest(desired.networks.as_deref()));
+                    let confirm = desired.confirm.as_deref();
+                    let digest =
+                        confirm.map(|edit| attachments::networks_digest(edit, desired.networks.as_deref()));
                     attachments_text(observed.attachments.as_deref(), &self.states, digest.as_deref(), rest)
                 } else {
                     observed.attachments.clone()

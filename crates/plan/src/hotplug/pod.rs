@@ -15,8 +15,8 @@ pub struct DesiredPod {
     pub pod: PodIdentity,
     /// The networks annotation, if the pod has it.
     pub networks: Option<String>,
-    /// The pod asks for a report that says which networks annotation it is about.
-    pub confirm_networks: bool,
+    /// Names the edit about which the pod asks for a report, if it asks.
+    pub confirm: Option<String>,
     pub lifecycle: PodLifecycle,
     pub host_network: bool,
     /// The pod runs a virtual machine of KubeVirt (label `kubevirt.io: virt-launcher`), which renames and replaces links.

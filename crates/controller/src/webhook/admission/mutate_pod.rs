@@ -28,7 +28,7 @@ use plan::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tokio::sync::{OnceCell, SemaphorePermit};
+use tokio::{sync::OnceCell, time::timeout};
 
 use super::{MutationDecision, RequestError, ReviewedRequest, WebhookState, truncate};
 use crate::{
@@ -39,10 +39,13 @@ use crate::{
     },
     claims::nad_lookup,
     metrics::ApiCallKind,
+    webhook::slots::{Slot, Source},
 };
 
 /// How long one read of an object that the cache does not have may take. The API server waits five seconds for the answer.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a request waits until it may read.
+const LIVE_READ_QUEUE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How many NADs that the cache does not have are read for one pod. Usually there is none: NADs are older than pods.
 const MAX_LIVE_NADS: usize = 16;
 
@@ -70,13 +73,15 @@ fn annotation<'a>(metadata: &'a ObjectMeta, key: &str) -> Option<&'a str> {
 pub fn mutate<'a>(
     state: &'a WebhookState,
     request: &'a ReviewedRequest,
+    source: &'a Source,
 ) -> BoxFuture<'a, Result<MutationDecision, RequestError>> {
-    add_references(state, request).boxed()
+    add_references(state, request, source).boxed()
 }
 
 async fn add_references(
     state: &WebhookState,
     request: &ReviewedRequest,
+    source: &Source,
 ) -> Result<MutationDecision, RequestError> {
     let unchanged = Ok(MutationDecision::Patch(Patch::default()));
     let Some(metadata) = metadata(request).filter(|_| request.operation.sets_object()) else {
@@ -103,7 +108,8 @@ async fn add_references(
     };
     let key = ObjectKey::new(request.namespace.as_str(), owner.name.clone());
     let call = state.metrics.api_call_within(READ_TIMEOUT, ApiCallKind::Machine);
-    let reader = Reader { state, call, permit: OnceCell::new() };
+    let source = source.namespace(&request.namespace);
+    let reader = Reader { state, call, source, slot: OnceCell::new() };
     let Some(mut vmi) = reader.vmi(&key, &owner.uid).await? else { return Ok(no_instance(&key, owner)) };
     // While a NIC is plugged, the cache may have the instance from before.
     if pod.elements.iter().any(|element| element_is_unknown(element, &vmi)) {
@@ -195,11 +201,21 @@ fn replace_networks(text: &str) -> Result<Patch, RequestError> {
 struct Reader<'a> {
     state: &'a WebhookState,
     call: ApiCall,
-    /// Acquired by the first read.
-    permit: OnceCell<SemaphorePermit<'a>>,
+    source: Source,
+    /// Taken by the first read.
+    slot: OnceCell<Slot>,
 }
 
 impl Reader<'_> {
+    /// Sources share the places of those that wait too, so that one of them never keeps the others from waiting.
+    async fn take_slot(&self) -> Result<Slot, RequestError> {
+        let Self { state, source, .. } = self;
+        let place = state.live_read_queue.try_take(source).ok_or(RequestError::BusyReading)?;
+        let slot = timeout(LIVE_READ_QUEUE_TIMEOUT, state.live_reads.take(source.clone()));
+        let slot = place.lost().run_until_cancelled(slot).await;
+        slot.and_then(Result::ok).ok_or(RequestError::BusyReading)
+    }
+
     /// The instance of this UID. None if the API server says that it does not exist.
     async fn vmi(&self, key: &ObjectKey, uid: &str) -> Result<Option<Arc<VmiFacts>>, RequestError> {
         let cached = self.state.cluster.claims().read(|index| index.vmi(key).cloned());
@@ -242,10 +258,10 @@ impl Reader<'_> {
             + std::fmt::Debug
             + DeserializeOwned,
     {
-        let acquire = async || self.state.live_reads.try_acquire().map_err(|_| RequestError::BusyReading);
-        self.permit.get_or_try_init(acquire).await?;
+        let slot = self.slot.get_or_try_init(async || self.take_slot().await).await?;
         let api: Api<K> = Api::namespaced_with(self.state.client.clone(), namespace, resource);
-        self.call.read(api.get_opt(name)).await.map_err(|error| {
+        let read = slot.lost().run_until_cancelled(self.call.read(api.get_opt(name))).await;
+        read.ok_or(RequestError::BusyReading)?.map_err(|error| {
             let kind = &resource.kind;
             RequestError::ReadFailed(format!(
                 "cannot read {kind} {namespace}/{name}: {}; retry",

@@ -314,6 +314,7 @@ async fn answer(handler_of: fn(WebhookPath) -> Handler) -> String {
 fn label<'a>(
     _: &'a WebhookState,
     request: &'a ReviewedRequest,
+    _: &'a Source,
 ) -> BoxFuture<'a, Result<MutationDecision, RequestError>> {
     let add = json!([{"op": "add", "path": "/metadata/labels", "value": {"name": request.name()}}]);
     mutation(MutationDecision::Patch(serde_json::from_value(add).unwrap()))
@@ -347,7 +348,7 @@ async fn the_patch_of_a_mutating_handler_is_sent_in_base64() {
 #[tokio::test]
 async fn a_mutating_handler_without_changes_answers_as_a_validating_one() {
     let unchanged =
-        answer(|_| Handler::Mutate(|_, _| mutation(MutationDecision::Patch(Patch::default())))).await;
+        answer(|_| Handler::Mutate(|_, _, _| mutation(MutationDecision::Patch(Patch::default())))).await;
     assert_eq!(unchanged, answer(|_| Handler::Validate(|_, _| AdmissionDecision::Allow)).await);
     assert_eq!(
         unchanged,
@@ -358,7 +359,7 @@ async fn a_mutating_handler_without_changes_answers_as_a_validating_one() {
         denied,
         r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":false,"status":{"code":403,"message":"no","reason":"Forbidden"},"uid":"u-1"}}"#
     );
-    let invalid = |_| Handler::Mutate(|_, _| mutation(MutationDecision::Invalid("no".to_owned())));
+    let invalid = |_| Handler::Mutate(|_, _, _| mutation(MutationDecision::Invalid("no".to_owned())));
     assert_eq!(
         answer(invalid).await,
         r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","response":{"allowed":false,"status":{"code":400,"message":"no","reason":"BadRequest"},"uid":"u-1"}}"#

@@ -2,18 +2,21 @@ mod flood;
 
 use std::net::IpAddr;
 
-use api::names::VALIDATE_NODENETWORKS;
+use api::names::{MUTATE_POD, VALIDATE_NODENETWORKS};
 use axum::{
     body::{Body, to_bytes},
     http::{self, Request},
 };
-use plan::network::NodeState;
+use plan::{claims::ObjectKey, network::NodeState};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower::ServiceExt;
 
 use super::*;
-use crate::{cache::CacheSource, webhook::slots::Slot};
+use crate::{
+    cache::{CacheSource, claims::project},
+    webhook::slots::{Slot, Source},
+};
 
 /// A cache that holds one Node.
 fn cluster() -> ClusterCache {
@@ -202,7 +205,7 @@ async fn a_slow_body_gives_way_to_another_request_of_its_source() {
     while state.bodies.held() < admission::MAX_CONCURRENT_BODIES {
         tokio::task::yield_now().await;
     }
-    let start = tokio::time::Instant::now();
+    let start = Instant::now();
     assert_eq!(validate(&state, &review("CREATE", "worker-1")).await["allowed"], true);
     assert_eq!(start.elapsed().as_secs(), 1);
     assert_eq!(slow.join_all().await, [StatusCode::REQUEST_TIMEOUT; admission::MAX_CONCURRENT_BODIES]);
@@ -211,10 +214,10 @@ async fn a_slow_body_gives_way_to_another_request_of_its_source() {
 #[tokio::test(start_paused = true)]
 async fn a_request_above_the_concurrency_limit_is_asked_to_retry() {
     let state = state();
-    let source = IpAddr::from([10, 0, 0, 1]);
-    let take = |_| state.bodies.try_take(source).filter(Slot::settle).unwrap();
+    let source = Source::new([10, 0, 0, 1].into());
+    let take = |_| state.bodies.try_take(&source).filter(Slot::settle).unwrap();
     let validated: Vec<Slot> = (0..admission::MAX_CONCURRENT_BODIES).map(take).collect();
-    let start = tokio::time::Instant::now();
+    let start = Instant::now();
     let (status, _) = post(&state, review("CREATE", "worker-1").to_string()).await;
     assert_eq!((status, start.elapsed().as_secs()), (StatusCode::SERVICE_UNAVAILABLE, 2));
     drop(validated);
@@ -283,6 +286,27 @@ async fn no_request_is_validated_before_the_caches_have_synced() {
 #[tokio::test]
 async fn admission_accepts_only_post() {
     assert_eq!(fetch(router(state()), VALIDATE_NODENETWORKS).await.0, StatusCode::METHOD_NOT_ALLOWED);
+}
+
+/// Every pod may read them, and the controller looks at all claims to count them.
+#[tokio::test(start_paused = true)]
+async fn claims_are_counted_at_most_once_a_second_however_often_metrics_are_read() {
+    let state = state();
+    let pending = async || {
+        let (_, text) = fetch(router(state.clone()), "/metrics").await;
+        let line =
+            text.lines().find_map(|line| line.strip_prefix("patchbay_ipam_claims{state=\"Pending\"} "));
+        line.unwrap().to_owned()
+    };
+    assert_eq!(pending().await, "0");
+    let claim = serde_json::from_value(json!({
+        "metadata": {"namespace": "ns", "name": "c", "uid": "c", "resourceVersion": "1"},
+        "spec": {"network": "blue", "interface": "net1"},
+    }));
+    state.cluster.claims().set_claim(&ObjectKey::new("ns", "c"), project::claim(claim.unwrap()));
+    assert_eq!(pending().await, "0");
+    tokio::time::advance(CLAIM_COUNT_INTERVAL).await;
+    assert_eq!(pending().await, "1");
 }
 
 #[tokio::test]

@@ -5,14 +5,14 @@ use super::*;
 
 const GRACE: Duration = Duration::from_millis(50);
 
-fn address(number: u8) -> IpAddr {
-    IpAddr::from([10, 0, 0, number])
+fn address(number: u8) -> Source {
+    Source::new(IpAddr::from([10, 0, 0, number]))
 }
 
 /// Slots that are all held by source 1.
 fn taken(count: usize) -> (FairSlots, Vec<Slot>) {
     let slots = FairSlots::new(count, GRACE);
-    let held = (0..count).map(|_| slots.try_take(address(1)).expect("free")).collect();
+    let held = (0..count).map(|_| slots.try_take(&address(1)).expect("free")).collect();
     (slots, held)
 }
 
@@ -23,25 +23,79 @@ fn lost(slots: &[Slot]) -> Vec<bool> {
 #[tokio::test(start_paused = true)]
 async fn one_source_uses_all_slots_while_no_other_waits() {
     let (slots, held) = taken(4);
-    assert!(slots.try_take(address(1)).is_none());
+    assert!(slots.try_take(&address(1)).is_none());
     advance(GRACE * 2).await;
-    assert!(slots.try_take(address(1)).is_none(), "a source does not take from itself");
+    assert!(slots.try_take(&address(1)).is_none(), "a source does not take from itself");
     assert_eq!(lost(&held), [false; 4]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn another_source_takes_the_slowest_slots_up_to_its_share() {
     let (slots, held) = taken(4);
-    assert!(slots.try_take(address(2)).is_none(), "all are new");
+    assert!(slots.try_take(&address(2)).is_none(), "all are new");
     advance(GRACE).await;
     held[0].touch();
-    let second = slots.try_take(address(2)).unwrap();
+    let second = slots.try_take(&address(2)).unwrap();
     assert_eq!(lost(&held), [false, true, false, false]);
-    let third = slots.try_take(address(2)).unwrap();
+    let third = slots.try_take(&address(2)).unwrap();
     assert_eq!(lost(&held), [false, true, true, false]);
-    assert!(slots.try_take(address(2)).is_none(), "both have two");
+    assert!(slots.try_take(&address(2)).is_none(), "both have two");
     drop((second, third));
     assert_eq!(slots.held(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_source_without_a_slot_takes_the_slowest_of_sources_with_one_each() {
+    let slots = FairSlots::new(128, Duration::ZERO);
+    let held: Vec<Slot> = (0..128).map(|source| slots.try_take(&address(source)).unwrap()).collect();
+    advance(Duration::from_secs(1)).await;
+    held[0].touch();
+    let other = slots.try_take(&address(128)).unwrap();
+    assert!(held[1].lost().is_cancelled());
+    assert_eq!(lost(&held).iter().filter(|lost| **lost).count(), 1);
+    assert!(slots.try_take(&address(128)).is_none(), "it has one");
+    assert!(slots.try_take(&address(128).namespace("made-up")).is_none(), "its client has one");
+    drop(other);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slot_is_not_lost_while_it_is_settled_for_a_time() {
+    let (slots, held) = taken(2);
+    let held: Vec<Arc<Slot>> = held.into_iter().map(Arc::new).collect();
+    let lost = || [0, 1].map(|at: usize| held[at].lost().is_cancelled());
+    let requests = [held[0].settle_for(), held[0].settle_for()];
+    let second = slots.try_take(&address(2));
+    assert!(second.is_none(), "the other slot is new, and its source has one");
+    advance(GRACE).await;
+    let _second = slots.try_take(&address(2)).unwrap();
+    assert_eq!(lost(), [false, true]);
+    assert!(slots.try_take(&address(3)).is_none(), "all that can be lost are new");
+    drop(requests);
+    assert!(slots.try_take(&address(3)).is_none(), "its client still reads the answer");
+    advance(GRACE).await;
+    held[0].touch();
+    let _third = slots.try_take(&address(3)).unwrap();
+    assert_eq!(lost(), [false, true], "that of source 2 was slower");
+    advance(GRACE).await;
+    let _fourth = slots.try_take(&address(4)).unwrap();
+    assert_eq!(lost(), [true, true]);
+    assert!(held[0].settle_for().is_none());
+}
+
+/// A client that makes up namespaces has the share of one client, and the namespaces of one client share its slots.
+#[tokio::test(start_paused = true)]
+async fn clients_share_first_and_then_their_namespaces() {
+    let namespace = |client: u8, namespace: u8| address(client).namespace(&format!("ns-{namespace}"));
+    let slots = FairSlots::new(8, Duration::ZERO);
+    let many: Vec<Slot> = (0..8).map(|at| slots.try_take(&namespace(1, at)).unwrap()).collect();
+    let waiting = slots.take(namespace(1, 9));
+    tokio::pin!(waiting);
+    assert!(waiting.as_mut().now_or_never().is_none());
+    let other: Vec<Slot> = (0..4).map(|_| slots.take(namespace(2, 0)).now_or_never().unwrap()).collect();
+    assert_eq!(lost(&many).iter().filter(|lost| **lost).count(), 4);
+    assert!(slots.take(namespace(2, 0)).now_or_never().is_none(), "both clients have four");
+    let neighbour = slots.take(namespace(2, 1)).now_or_never();
+    assert!(neighbour.is_some() && lost(&other) == [true, false, false, false]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -49,7 +103,6 @@ async fn a_settled_slot_leaves_the_account_of_its_source_and_is_never_lost() {
     let (slots, held) = taken(4);
     advance(GRACE).await;
     assert!(held.iter().take(3).all(Slot::settle));
-    assert!(slots.try_take(address(2)).is_none(), "source 1 has one slot");
     let waiting = slots.take(address(2));
     tokio::pin!(waiting);
     assert!(waiting.as_mut().now_or_never().is_none());
@@ -140,6 +193,5 @@ async fn a_client_that_no_longer_waits_keeps_no_slot() {
 
 #[test]
 fn an_ipv4_client_is_one_source_on_a_listener_for_ipv6() {
-    let mapped: SocketAddr = "[::ffff:10.0.0.1]:80".parse().unwrap();
-    assert_eq!(source(mapped), address(1));
+    assert_eq!(Source::new("::ffff:10.0.0.1".parse().unwrap()), address(1));
 }

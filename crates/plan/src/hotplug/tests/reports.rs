@@ -99,6 +99,25 @@ fn no_default_network_is_added_where_one_is_reported_or_the_pod_does_not_run() {
 }
 
 #[test]
+fn a_report_is_about_the_last_edit_also_if_it_restored_the_annotation() {
+    let reported = |node: &SimNode| attachments::confirmed_networks(node.server.attachments.as_deref());
+    let mut node = SimNode::started("a");
+    node.confirm = Some("first".to_owned());
+    node.settle();
+    let first = attachments::networks_digest("first", Some("a"));
+    assert_eq!(reported(&node).as_ref(), Some(&first));
+    node.confirm = Some("removed".to_owned());
+    node.edit("[]");
+    node.confirm = Some("restored".to_owned());
+    node.edit("a");
+    assert_eq!(reported(&node).as_ref(), Some(&first), "from before the edits");
+    let calls = node.calls.len();
+    node.settle();
+    assert_eq!(reported(&node), Some(attachments::networks_digest("restored", Some("a"))));
+    assert_eq!(node.calls.len(), calls, "the interface stayed");
+}
+
+#[test]
 fn what_multus_wrote_about_its_attachment_is_not_rewritten() {
     let mut node = SimNode::started("a");
     let status =

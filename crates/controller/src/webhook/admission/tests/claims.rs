@@ -11,6 +11,7 @@ use crate::cache::{
     claims::project::{self as claims_project, ClaimObject, MachineObject},
     project as cache_project,
 };
+use crate::webhook::slots::FairSlots;
 
 const NETWORKS: &str = "k8s.v1.cni.cncf.io/networks";
 const VMI: &str = "/apis/kubevirt.io/v1/namespaces/ns/virtualmachineinstances/vm1";
@@ -111,20 +112,10 @@ impl Webhook {
 
     /// The code and the body of the response.
     async fn post(&self, path: &str, object: &Value, old: Option<&Value>) -> (StatusCode, String) {
-        let review = json!({
-            "apiVersion": "admission.k8s.io/v1",
-            "kind": "AdmissionReview",
-            "request": {
-                "uid": "u-1",
-                "resource": {"group": "", "version": "v1", "resource": "pods"},
-                "operation": if old.is_some() { "UPDATE" } else { "CREATE" },
-                "namespace": "ns",
-                "userInfo": {"username": "system:serviceaccount:kubevirt:kubevirt-controller"},
-                "object": object,
-                "oldObject": old,
-            },
-        });
-        let request = http::Request::post(path).body(Body::from(review.to_string())).unwrap();
+        self.send(review_request(path, "ns", object, old)).await
+    }
+
+    async fn send(&self, request: http::Request<Body>) -> (StatusCode, String) {
         let response = router().with_state(Arc::clone(&self.state)).oneshot(request).await.unwrap();
         let code = response.status();
         let body = to_bytes(response.into_body(), usize::MAX).await.unwrap();
@@ -145,6 +136,45 @@ impl Webhook {
         assert_eq!(patched, expected, "only the annotation changes");
         networks.as_str().map(str::to_owned)
     }
+}
+
+/// The request of an API server about a pod in this namespace.
+fn review_request(path: &str, namespace: &str, pod: &Value, old: Option<&Value>) -> http::Request<Body> {
+    let review = json!({
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "u-1",
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "operation": if old.is_some() { "UPDATE" } else { "CREATE" },
+            "namespace": namespace,
+            "userInfo": {"username": "system:serviceaccount:kubevirt:kubevirt-controller"},
+            "object": pod,
+            "oldObject": old,
+        },
+    });
+    http::Request::post(path).body(Body::from(review.to_string())).unwrap()
+}
+
+/// The same from a client with this address.
+fn from_client(client: u8, mut request: http::Request<Body>) -> http::Request<Body> {
+    request.extensions_mut().insert(ConnectInfo(SocketAddr::from(([10, 0, 0, client], 1))));
+    request
+}
+
+/// An API server that never answers reads in other namespaces than `ns`.
+fn hanging_elsewhere(live: &[(&str, Value)]) -> Client {
+    let answers = api_server(live, &Arc::default());
+    let service = tower::service_fn(move |request: http::Request<kube::client::Body>| {
+        let client = answers.clone();
+        async move {
+            if !request.uri().path().contains("/namespaces/ns/") {
+                std::future::pending::<()>().await;
+            }
+            client.send(request).await
+        }
+    });
+    Client::new(service, "ns")
 }
 
 fn api_server(live: &[(&str, Value)], reads: &Arc<Mutex<Vec<String>>>) -> Client {
@@ -372,6 +402,82 @@ async fn reads_that_hang_do_not_hold_up_requests_that_need_none() {
     assert!(busy.clone().all(|(_, body)| body.contains("does not know yet")));
     let failed = reading.iter().filter(|(code, _)| *code == StatusCode::INTERNAL_SERVER_ERROR);
     assert_eq!(failed.count(), MAX_LIVE_REVIEWS);
+}
+
+/// A pod without credentials posts reviews that name instances which do not exist; so can the tenant of another namespace
+/// through the API server.
+#[tokio::test(start_paused = true)]
+async fn reads_of_another_client_or_namespace_do_not_keep_a_launcher_from_its_own() {
+    type Forged = fn(usize) -> (u8, String);
+    let floods: [Forged; 3] =
+        [|_| (2, "other".to_owned()), |number| (2, format!("made-up-{number}")), |_| (1, "other".to_owned())];
+    for flood in floods {
+        let client = hanging_elsewhere(&[(VMI, vmi(&["red"])), (RED, nad("red"))]);
+        let webhook = Webhook::new(None, &[]).with_client(client);
+        let forged = (0..32).map(async |number| {
+            let (client, namespace) = flood(number);
+            let request = review_request(MUTATE_POD, &namespace, &launcher("blue"), None);
+            webhook.send(from_client(client, request)).await.0
+        });
+        let launcher = async {
+            while webhook.state.live_reads.held() < MAX_LIVE_REVIEWS {
+                tokio::task::yield_now().await;
+            }
+            let start = tokio::time::Instant::now();
+            let request = from_client(1, review_request(MUTATE_POD, "ns", &launcher("ns/red"), None));
+            (webhook.send(request).await, start.elapsed())
+        };
+        let (forged, ((code, body), took)) = futures::join!(futures::future::join_all(forged), launcher);
+        assert_eq!(code, StatusCode::OK, "{body}");
+        assert!(body.contains("patch") && took <= Duration::from_millis(100), "{took:?} {body}");
+        assert!(forged.iter().all(StatusCode::is_server_error), "{forged:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_launcher_beside_many_dry_runs_with_thousands_of_absent_nads_is_admitted_promptly() {
+    let names: Vec<String> = (0..4096).map(|number| format!("absent-{number}")).collect();
+    let networks: Vec<&str> = names.iter().map(String::as_str).collect();
+    let live = [(RED, nad("red"))];
+    let webhook = Webhook::new(Some(vmi(&networks)), &live).with_client(hanging_elsewhere(&live));
+    let mut other = vmi(&["red"]);
+    other["metadata"]["name"] = json!("vm2");
+    let other = claims_project::vmi(&serde_json::from_value::<MachineObject>(other).unwrap());
+    webhook.state.cluster.claims().set_vmi(&ObjectKey::new("ns", "vm2"), other);
+    let pod = launcher(&absent_nads(4096));
+    let dry_runs = (0..32).map(|_| webhook.review(MUTATE_POD, &pod, None));
+    let mut beside = launcher("ns/red");
+    beside["metadata"]["ownerReferences"][0]["name"] = json!("vm2");
+    let beside = async {
+        tokio::task::yield_now().await;
+        let start = tokio::time::Instant::now();
+        (webhook.mutate(&beside, None).await, start.elapsed())
+    };
+    let (refused, (networks, took)) = futures::join!(futures::future::join_all(dry_runs), beside);
+    assert!(networks.is_some() && took < Duration::from_millis(100), "{took:?}");
+    for response in refused {
+        let message = response["status"]["message"].as_str().unwrap();
+        assert!(message.contains("4096 NetworkAttachmentDefinitions"), "{message}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_is_not_given_to_another_client_while_its_request_is_answered() {
+    let webhook = Webhook::new(None, &[]).with_client(unreachable_client());
+    let connections = FairSlots::new(1, Duration::ZERO);
+    let [api_server, other] = [1, 2].map(|client| Source::new([10, 0, 0, client].into()));
+    let connection = Arc::new(connections.try_take(&api_server).unwrap());
+    let mut request = review_request(MUTATE_POD, "ns", &launcher("ns/blue"), None);
+    request.extensions_mut().insert(Arc::clone(&connection));
+    let taken = async {
+        while webhook.state.live_reads.held() == 0 {
+            tokio::task::yield_now().await;
+        }
+        connections.try_take(&other).is_some()
+    };
+    let ((code, _), taken) = futures::join!(webhook.send(request), taken);
+    assert!(code == StatusCode::INTERNAL_SERVER_ERROR && !taken && !connection.lost().is_cancelled());
+    assert!(connections.try_take(&other).is_some(), "the request was answered");
 }
 
 #[tokio::test]

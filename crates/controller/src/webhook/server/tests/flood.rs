@@ -68,10 +68,14 @@ impl ServedWebhook {
 
     /// Sends a request whose body has this length, and only this part of the body.
     async fn send(&self, source: u8, length: usize, part: String) -> io::Result<TlsStream> {
+        self.post(source, VALIDATE_NODENETWORKS, length, part).await
+    }
+
+    async fn post(&self, source: u8, path: &str, length: usize, part: String) -> io::Result<TlsStream> {
         let stream = self.connect(source).await?;
         let trust = self.trust.clone();
         let head = format!(
-            "POST {VALIDATE_NODENETWORKS} HTTP/1.1\r\nHost: {NAME}\r\nContent-Type: application/json\r\n\
+            "POST {path} HTTP/1.1\r\nHost: {NAME}\r\nContent-Type: application/json\r\n\
              Content-Length: {length}\r\nConnection: close\r\n\r\n"
         );
         let send = move || {
@@ -89,14 +93,7 @@ impl ServedWebhook {
     async fn admit(&self) -> Duration {
         let start = Instant::now();
         let body = review("CREATE", "worker-1").to_string();
-        let mut stream = self.send(API_SERVER, body.len(), body).await.unwrap();
-        let read = move || {
-            let mut response = String::new();
-            // The listener may close the connection without a close_notify alert.
-            let _ = stream.read_to_string(&mut response);
-            response
-        };
-        let response = tokio::task::spawn_blocking(read).await.unwrap();
+        let response = answer(self.send(API_SERVER, body.len(), body).await.unwrap()).await;
         assert!(
             response.starts_with("HTTP/1.1 200 ") && response.contains(r#""allowed":true"#),
             "{response}"
@@ -122,6 +119,50 @@ impl ServedWebhook {
         }
         (slow.into_iter().flatten().collect(), idle.into_iter().flatten().collect())
     }
+}
+
+async fn answer(mut stream: TlsStream) -> String {
+    let read = move || {
+        let mut response = String::new();
+        // The listener may close the connection without a close_notify alert.
+        let _ = stream.read_to_string(&mut response);
+        response
+    };
+    tokio::task::spawn_blocking(read).await.unwrap()
+}
+
+/// The API server holds two connections, and each of the pods one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_is_answered_while_more_clients_connect_than_there_are_connections() {
+    let webhook = ServedWebhook::start();
+    let instance = json!([{"apiVersion": "kubevirt.io/v1", "kind": "VirtualMachineInstance", "name": "vm1", "uid": "i", "controller": true}]);
+    let launcher = json!({
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "u-1",
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "operation": "CREATE",
+            "namespace": "ns",
+            "userInfo": {},
+            "object": {"metadata": {
+                "labels": {"kubevirt.io": "virt-launcher"},
+                "annotations": {"k8s.v1.cni.cncf.io/networks": "blue", "kubevirt.io/domain": "vm1"},
+                "ownerReferences": instance,
+            }},
+        },
+    });
+    let body = launcher.to_string();
+    let waits = webhook.post(API_SERVER, MUTATE_POD, body.len(), body).await.unwrap();
+    while webhook.state.live_reads.held() == 0 {
+        tokio::task::yield_now().await;
+    }
+    let _idle = webhook.connect(API_SERVER).await.unwrap();
+    let pods = futures::future::join_all((10..140).map(|pod| webhook.connect(pod))).await;
+    assert!(pods.iter().all(Result::is_ok));
+    webhook.admit().await;
+    let response = answer(waits).await;
+    assert!(response.contains("cannot read VirtualMachineInstance ns/vm1"), "{response}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
