@@ -69,16 +69,15 @@ impl ReportedAddresses {
 }
 
 /// Whether annotations of a pod on a node decide if it has the address of a candidate: the daemon of the node does not report,
-/// or may not have reported an ADD that began before the claim was gone. `ready` says whether the Node is ready: the report of
-/// one that is not may be old. `unused` is for how long nothing has needed the reservation.
+/// or may not have reported an ADD that began before the claim was gone. An ADD succeeds only once the report has its addresses,
+/// so an old report lacks none. `unused` is for how long nothing has needed the reservation.
 pub fn annotations_count(
     candidate: &Candidate,
     pod: &ClaimPod,
     report: Option<&NodeReport>,
-    ready: bool,
     unused: Duration,
 ) -> bool {
-    let is_reported = ready && report.is_some_and(|report| report.claim_addresses.is_some());
+    let is_reported = report.is_some_and(|report| report.claim_addresses.is_some());
     !is_reported || unused < MAX_REPORT_DELAY && pod.references(&candidate.claim)
 }
 

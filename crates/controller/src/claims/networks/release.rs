@@ -76,8 +76,7 @@ impl ClaimWorkers {
         listed: &LivePods,
     ) -> Result<bool, request::Error> {
         // The daemons may have reported the address since.
-        let state = self.cache.snapshot();
-        let mut reported = ReportedAddresses::of(&state, &input.uid);
+        let mut reported = ReportedAddresses::of(&self.cache.snapshot(), &input.uid);
         if reported.contains(candidate.address) {
             return Ok(false);
         }
@@ -87,8 +86,7 @@ impl ClaimWorkers {
         for pod in pods.iter().filter(|pod| release::is_named_by(candidate, pod)) {
             let Some(node) = self.live.node_of(pod, listed).await? else { continue };
             let report = self.live.node_report(&node, listed).await?;
-            let ready = state.nodes.get(&*node).is_some_and(|node| node.not_ready_reason.is_none());
-            if release::annotations_count(candidate, pod, report.as_deref(), ready, unused) {
+            if release::annotations_count(candidate, pod, report.as_deref(), unused) {
                 counted.push(pod);
             }
             reported.extend(report.as_deref(), &input.uid);

@@ -270,7 +270,7 @@ fn a_requested_address_is_validated() {
             "fd00::1",
             Some(
                 "InternalError: network \"blue\" has no IPv6 subnet: remove fd00::1 from annotation network.kubevirt.io/addresses, \
-                 or add a subnet to spec.ipam.subnets of the BridgeNetwork"
+                 remove annotation patchbay.dev/addresses of the IPAMClaim, or add a subnet to spec.ipam.subnets of the BridgeNetwork"
                     .to_owned(),
             ),
         ),
@@ -494,17 +494,16 @@ fn the_report_of_a_daemon_decides_whether_an_address_is_in_use_and_annotations_d
     let referencing = forged.clone();
     let forged = ClaimPod { elements: [].into(), ..forged };
     let (short, long) = (Duration::from_secs(59), Duration::from_secs(60));
-    for (pod, report, ready, unused, counts) in [
-        (&forged, None, true, long, true),
-        (&forged, Some(&NodeReport::default()), true, long, true),
-        (&forged, Some(&reports), true, short, false),
-        (&forged, Some(&reports), false, long, true),
+    for (pod, report, unused, counts) in [
+        (&forged, None, long, true),
+        (&forged, Some(&NodeReport::default()), long, true),
+        (&forged, Some(&reports), short, false),
         // Its ADD may have begun before the claim was gone.
-        (&referencing, Some(&reports), true, short, true),
-        (&referencing, Some(&reports), true, long, false),
+        (&referencing, Some(&reports), short, true),
+        (&referencing, Some(&reports), long, false),
     ] {
-        let decide = release::annotations_count(&candidate, pod, report, ready, unused);
-        assert_eq!(decide, counts, "{pod:?} {report:?} {ready} {unused:?}");
+        let decide = release::annotations_count(&candidate, pod, report, unused);
+        assert_eq!(decide, counts, "{pod:?} {report:?} {unused:?}");
     }
 }
 
