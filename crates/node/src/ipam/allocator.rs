@@ -86,7 +86,7 @@ pub(super) struct IpamState {
     /// The UIDs of this node's IPBlocks that the API server is known to have, by name.
     pub(super) confirmed: BTreeMap<String, String>,
     /// The names of the networks that are being deleted, by UID; None until the networks are known.
-    closed: Option<BTreeMap<String, String>>,
+    pub(super) closed: Option<BTreeMap<String, String>>,
 }
 
 impl Ipam {
