@@ -232,6 +232,21 @@ fn the_address_of_a_removed_subnet_stays_as_it_was_published() {
     }
 }
 
+/// Another length was chosen for the blocks of this network, so their names do not conflict.
+#[test]
+fn no_block_overlaps_one_of_an_earlier_network_of_the_name() {
+    let mut network = Network::new(&["10.0.0.0/29"]);
+    network.hold("10.0.0.0/31", node(), None).used = 1;
+    let former = network.blocks.values_mut().next().unwrap();
+    former.object.spec.network_uid = "earlier".to_owned();
+    network.want("any");
+    let plan = network.settle();
+    assert_eq!(addresses(&plan, "any"), ["10.0.0.4/29"]);
+    network.want("requested").requested = vec![ip("10.0.0.2")];
+    let plan = network.settle();
+    assert!(!plan.reserved.contains_key("uid-requested"), "the claim waits: {plan:#?}");
+}
+
 #[test]
 fn a_requested_address_is_validated() {
     let text = |requested: &str| {
