@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{ipamclaim::IPAM_EXTENSIONS_WEBHOOK, ipblock::NETWORK_LABEL};
+use api::{ipamclaim::IPAM_EXTENSIONS_WEBHOOKS, ipblock::NETWORK_LABEL};
 use client::{
     decode::MetadataObject,
     request::{self, ApiCall},
@@ -254,7 +254,12 @@ impl LiveClaims {
     /// Whether the webhook of ipam-extensions is registered.
     async fn has_ipam_extensions(&self) -> Result<bool, request::Error> {
         let api: Api<MutatingWebhookConfiguration> = Api::all(self.client.clone());
-        Ok(self.webhook.read(api.get_metadata_opt(IPAM_EXTENSIONS_WEBHOOK)).await?.is_some())
+        for name in IPAM_EXTENSIONS_WEBHOOKS {
+            if self.webhook.read(api.get_metadata_opt(name)).await?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn is_gone(
