@@ -517,8 +517,13 @@ fn the_report_of_a_daemon_decides_whether_an_address_is_in_use_and_annotations_d
         (&referencing, Some(&reports), short, true),
         (&referencing, Some(&reports), long, false),
     ] {
-        let decide = release::annotations_count(&candidate, pod, report, unused);
+        let decide = release::annotations_count(&candidate, pod, report, unused, None);
         assert_eq!(decide, counts, "{pod:?} {report:?} {unused:?}");
+    }
+    // A pod can name a Node that does not exist.
+    for (missing, counts) in [(599, true), (600, false)] {
+        let missing = Some(Duration::from_secs(missing));
+        assert_eq!(release::annotations_count(&candidate, &forged, None, long, missing), counts);
     }
 }
 
