@@ -163,7 +163,9 @@ async fn publish(ipam: &Ipam) {
     let mut reports = ipam.lease_report();
     loop {
         let number = reports.borrow_and_update().as_ref().map(|current| current.number);
-        number.into_iter().for_each(|number| ipam.set_published(number));
+        if let Some(number) = number {
+            ipam.set_published(number);
+        }
         reports.changed().await.unwrap();
     }
 }

@@ -350,7 +350,9 @@ impl NetworkMemory {
         let by_uid = |uid: &str| claims.values().find(|claim| claim.uid == uid);
         let reports = reports(world);
         let mut reported = ReportedAddresses::default();
-        reports.values().for_each(|report| reported.extend(Some(report), uid));
+        for report in reports.values() {
+            reported.extend(Some(report), uid);
+        }
         let due = release::due(uid, &view.blocks.blocks, by_uid, |key| claims.get(key), &pods, &reported);
         let since = due.into_iter().map(|one| {
             let since = *self.due_since.get(&one).unwrap_or(&clock);

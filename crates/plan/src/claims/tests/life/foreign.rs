@@ -93,7 +93,7 @@ fn a_claim_becomes_ours_when_the_machine_has_its_interface() {
         machine.claims[0].interface = interface("blue");
     });
     for change in [(|machine| machine.claims[0].finalizers.clear()) as fn(&mut Machine), |machine| {
-        machine.claims[0].owner = Some(vm_owner("v0"))
+        machine.claims[0].owner = Some(vm_owner("v0"));
     }] {
         let mut machine = running();
         unmarked(&mut machine);
