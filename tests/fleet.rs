@@ -62,6 +62,7 @@ pub const FAST: Timings = Timings {
     gc_interval: Duration::from_millis(200),
     // GC lists the sandboxes before it reads the leases: a lease from in between must not be collected.
     min_lease_age: Duration::from_secs(1),
+    min_closed_lease_age: Duration::from_secs(1),
     offline_grace: OFFLINE_GRACE,
 };
 

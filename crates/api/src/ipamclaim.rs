@@ -28,8 +28,11 @@ pub const KEEP_ANNOTATION: &str = "patchbay.dev/keep";
 pub const RECORD_ANNOTATION: &str = "patchbay.dev/addresses";
 /// Annotation on a pod: the claim of its primary network, as ipam-extensions writes it for OVN-Kubernetes.
 pub const PRIMARY_CLAIM_ANNOTATION: &str = "k8s.ovn.org/primary-udn-ipamclaim";
-/// The MutatingWebhookConfiguration of ipam-extensions. While it exists, ipam-extensions counts as running.
-pub const IPAM_EXTENSIONS_WEBHOOK: &str = "kubevirt-ipam-controller-mutating-webhook-configuration";
+/// The MutatingWebhookConfigurations of ipam-extensions and of its earlier name. While one exists, it counts as running.
+pub const IPAM_EXTENSIONS_WEBHOOKS: [&str; 2] = [
+    "kubevirt-ipam-controller-mutating-webhook-configuration",
+    "kubevirt-ipam-claims-mutating-webhook-configuration",
+];
 /// The key of a network selection element that names the claim.
 pub const CLAIM_KEY: &str = "ipam-claim-reference";
 /// The condition of a claim: whether it has addresses.

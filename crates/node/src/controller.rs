@@ -12,7 +12,6 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client, api::ApiResource};
 use link::{LinkChanges, Monitor};
-use plan::ipam::LeaseReport;
 use plan::nodenetwork::{
     self as rules, KernelState, Netfilter, NodeInfo, PublishDecision, PublishInput, RuntimeStatus, WriteParts,
 };
@@ -27,7 +26,7 @@ use crate::{
     Error,
     bridges::{BridgeController, NodeContext},
     health::{Component, Health, HealthChange},
-    ipam::Ipam,
+    ipam::{Ipam, NumberedReport},
     metrics::{Metrics, ObserveLabels, ResultLabel, WatchLabels, WatchedKind},
     network::{Labels, NetworkObject, SharedUids, WatchedNetwork},
     node_network::{self, NodeNetworkClient, ServerObject, WatchedNodeNetwork},
@@ -69,7 +68,7 @@ pub struct NodeController {
     runtime: Receiver<RuntimeStatus>,
     state_problem: Receiver<Option<String>>,
     ipam: Arc<Ipam>,
-    leases: Receiver<Option<LeaseReport>>,
+    leases: Receiver<Option<NumberedReport>>,
     health: Arc<Health>,
     state: ControllerState,
 }
@@ -315,13 +314,15 @@ impl NodeController {
     /// Writes the NodeNetwork if it differs and a write is due.
     async fn publish(&mut self) -> PublishOutcome {
         let now = Instant::now();
+        // Before the status is planned, so that it has this report or a later one.
+        let report = self.leases.borrow().as_ref().map(|leases| leases.number);
         let Some((node_info, desired, decision)) = self.plan_publish(now) else {
             return PublishOutcome::Pending(None);
         };
         self.metrics.interfaces.set(i64::try_from(desired.interfaces.len()).unwrap_or(i64::MAX));
         let writes = match decision {
             PublishDecision::Nothing => {
-                self.mark_published();
+                self.mark_published(report);
                 return PublishOutcome::Pending(None);
             }
             PublishDecision::At(at) => return PublishOutcome::Pending(Some(Instant::from_std(at))),
@@ -336,6 +337,7 @@ impl NodeController {
         match result {
             Ok(accepted) => {
                 self.publish_succeeded(node_info, desired, writes, accepted);
+                self.mark_published(report);
                 PublishOutcome::Written
             }
             Err(error) => PublishOutcome::Pending(Some(self.publish_failed(&error))),
@@ -363,7 +365,7 @@ impl NodeController {
             written: written.as_ref(),
             last_write: last_write.map(Instant::into_std),
             networks: self.bridges.reports().unwrap_or(before),
-            leases: leases.as_ref(),
+            leases: leases.as_ref().map(|leases| &leases.report),
             netfilter: if *netfilter { Netfilter::On } else { Netfilter::Off },
             runtime: &self.runtime.borrow(),
             state_problem: state_problem.as_deref(),
@@ -394,11 +396,13 @@ impl NodeController {
                 Some(rules::LastWrite { uid: node_info.uid, desired, accepted: accepted.state.clone() });
             self.state.server = Some(accepted);
         }
-        self.mark_published();
     }
 
-    /// Records that the NodeNetwork is up to date.
-    fn mark_published(&mut self) {
+    /// Records that the NodeNetwork is up to date, with the lease report of this number.
+    fn mark_published(&mut self, report: Option<u64>) {
+        if let Some(number) = report {
+            self.ipam.set_published(number);
+        }
         self.health.ok(Component::Publish);
         self.state.retry_at = None;
         self.state.write_backoff.reset();
@@ -603,12 +607,35 @@ mod tests {
             controller.ipam.close(BTreeMap::new());
             controller.ipam.record_complete();
             let report = controller.ipam.lease_report().borrow().clone();
-            assert_eq!(report.unwrap().claims.is_some(), expected);
+            assert_eq!(report.unwrap().report.claims.is_some(), expected);
         }
     }
 
     fn watched(object: serde_json::Value) -> WatchedNodeNetwork {
         WatchedNodeNetwork::read(&serde_json::from_value(object).unwrap(), "a", &mut SharedUids::default())
+    }
+
+    /// ADDs of claims wait for it.
+    #[tokio::test]
+    async fn a_stored_status_acknowledges_the_report_that_it_has() {
+        let mut controller = controller();
+        let internal_ips = Vec::new();
+        controller.state.node_info = Some(NodeInfo { name: "a".into(), uid: "u".into(), internal_ips });
+        controller.state.observed = Some(KernelState::default());
+        controller.apply_node_networks(ObjectEvent::Synced(Vec::new()));
+        assert!(matches!(controller.publish().await, PublishOutcome::Written));
+        assert_eq!(controller.ipam.published(), 0, "the leases are not known yet");
+        controller.ipam.close(BTreeMap::new());
+        assert!(matches!(controller.publish().await, PublishOutcome::Pending(None)), "it has this status");
+        assert_eq!(controller.ipam.published(), 1);
+        controller.ipam.record_complete();
+        controller.state.last_write = None;
+        controller.state.retry_at = Some(Instant::now() + Duration::from_secs(9));
+        assert!(matches!(controller.publish().await, PublishOutcome::Pending(Some(_))));
+        assert_eq!(controller.ipam.published(), 1, "it is not stored yet");
+        controller.state.retry_at = None;
+        assert!(matches!(controller.publish().await, PublishOutcome::Written));
+        assert_eq!(controller.ipam.published(), 2);
     }
 
     fn object(version: &str) -> WatchedNodeNetwork {

@@ -21,7 +21,7 @@ pub use plan::ipam::{
 };
 
 pub use self::{
-    allocator::{CallerWait, Ipam},
+    allocator::{CallerWait, Ipam, NumberedReport},
     blocks::BlockController,
     gc::{ListSandboxes, SandboxFilter, uptime},
     journal::Error as JournalError,

@@ -75,10 +75,6 @@ use crate::{
 /// How often the daemon checks that the CNI plugin is installed.
 const PLUGIN_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
-/// Longest time from a sandbox's first address until the runtime lists the sandbox: the kubelet gives up after four
-/// minutes.
-const SANDBOX_CREATION_TIMEOUT: Duration = Duration::from_secs(300);
-
 /// Timeout for resolving the API server's name.
 const DNS_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -185,7 +181,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         sandbox_lister(container_runtime.clone(), runtime_status, Arc::clone(&health)),
         Timings {
             gc_interval,
-            min_lease_age: gc_interval.max(SANDBOX_CREATION_TIMEOUT),
+            min_lease_age: gc_interval.max(plan::ipam::limits::SANDBOX_CREATION_TIMEOUT),
             ..Timings::default()
         },
     );

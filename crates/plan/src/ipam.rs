@@ -23,6 +23,7 @@ mod status;
 mod tests;
 mod verify;
 
+pub(crate) use acquire::overlap;
 pub use acquire::{
     AcquireError, AddressSource, BlockSearch, ExhaustedHint, NoFreeBlock, RequestedAddress, SearchStart,
     UnansweredCreates,

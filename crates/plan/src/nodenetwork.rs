@@ -614,10 +614,12 @@ pub fn publish(input: &PublishInput<'_>, desired: &NodeNetworkStatus, now: Insta
     {
         return PublishDecision::Nothing;
     }
-    // The daemon waits for the listing before it creates links, pods wait for the network to be ready, and the deletion of
-    // a network waits for its addresses.
+    // The daemon waits for the listing before it creates links, pods wait for the network to be ready and for their addresses
+    // of claims to be listed, and the deletion of a network waits for its addresses.
     let urgent = |status: &NodeNetworkStatus| {
-        status.networks != desired.networks || status.closed_networks != desired.closed_networks
+        status.networks != desired.networks
+            || status.closed_networks != desired.closed_networks
+            || status.claim_addresses != desired.claim_addresses
     };
     let stored = server.and_then(|record| record.status.as_ref());
     let interval = if stored.is_none_or(urgent) { MIN_NETWORK_WRITE_INTERVAL } else { MIN_WRITE_INTERVAL };

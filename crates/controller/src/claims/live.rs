@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{ipamclaim::IPAM_EXTENSIONS_WEBHOOK, ipblock::NETWORK_LABEL};
+use api::{ipamclaim::IPAM_EXTENSIONS_WEBHOOKS, ipblock::NETWORK_LABEL};
 use client::{
-    decode::MetadataObject,
+    decode::{Ignored, MetadataObject, Object},
     request::{self, ApiCall},
     watch::PAGE_SIZE,
 };
@@ -22,6 +22,7 @@ use plan::{
     network::{BlockState, NodeReport},
     users::WorkloadKind,
 };
+use serde::Deserialize;
 use tokio::sync::Mutex;
 
 use crate::{
@@ -47,10 +48,17 @@ pub struct LiveClaims {
 #[derive(Default)]
 pub struct LivePods {
     by_namespace: Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
-    scheduled: Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
-    /// By the UID of the pod.
-    nodes: Mutex<BTreeMap<Arc<str>, Option<Arc<str>>>>,
+    scheduled: Mutex<BTreeMap<Arc<str>, Arc<Vec<ScheduledPod>>>>,
     reports: Mutex<BTreeMap<Arc<str>, Option<Arc<NodeReport>>>>,
+}
+
+/// A pod and the name of its node.
+pub type ScheduledPod = (ClaimPod, Arc<str>);
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PodSpec {
+    node_name: Option<Arc<str>>,
 }
 
 /// A virtual machine, or its instance.
@@ -94,31 +102,13 @@ impl LiveClaims {
         namespace: &Arc<str>,
         listed: &LivePods,
     ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
-        self.list_pods(namespace, LIVE_PODS, &listed.by_namespace).await
-    }
-
-    /// Those that have a node: no other has an interface.
-    pub async fn scheduled_pods(
-        &self,
-        namespace: &Arc<str>,
-        listed: &LivePods,
-    ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
-        self.list_pods(namespace, &format!("{LIVE_PODS},spec.nodeName!="), &listed.scheduled).await
-    }
-
-    async fn list_pods(
-        &self,
-        namespace: &Arc<str>,
-        fields: &str,
-        listed: &Mutex<BTreeMap<Arc<str>, Arc<Vec<ClaimPod>>>>,
-    ) -> Result<Arc<Vec<ClaimPod>>, request::Error> {
-        let mut listed = listed.lock().await;
+        let mut listed = listed.by_namespace.lock().await;
         if let Some(pods) = listed.get(namespace) {
             return Ok(Arc::clone(pods));
         }
         let resource = ApiResource::erase::<Pod>(&());
         let api: Api<MetadataObject> = Api::namespaced_with(self.client.clone(), namespace, &resource);
-        let mut params = ListParams::default().limit(PAGE_SIZE).fields(fields);
+        let mut params = ListParams::default().limit(PAGE_SIZE).fields(LIVE_PODS);
         let mut pods = Vec::new();
         loop {
             let list = self.list.read(api.list_metadata(&params)).await?;
@@ -133,23 +123,37 @@ impl LiveClaims {
         Ok(pods)
     }
 
-    /// The node of a pod. None if it is gone or not scheduled.
-    pub async fn node_of(
+    /// Those that have a node: no other has an interface.
+    pub async fn scheduled_pods(
         &self,
-        pod: &ClaimPod,
+        namespace: &Arc<str>,
         listed: &LivePods,
-    ) -> Result<Option<Arc<str>>, request::Error> {
-        let mut nodes = listed.nodes.lock().await;
-        if let Some(node) = nodes.get(&*pod.uid) {
-            return Ok(node.clone());
+    ) -> Result<Arc<Vec<ScheduledPod>>, request::Error> {
+        let mut listed = listed.scheduled.lock().await;
+        if let Some(pods) = listed.get(namespace) {
+            return Ok(Arc::clone(pods));
         }
-        let api: Api<Pod> = Api::namespaced(self.client.clone(), &pod.key.namespace);
-        let params = ListParams::default().fields(&format!("metadata.name={}", pod.key.name));
-        let list = self.list.read(api.list(&params)).await?;
-        let found = list.items.into_iter().find(|it| it.metadata.uid.as_deref() == Some(&*pod.uid));
-        let node: Option<Arc<str>> = found.and_then(|pod| pod.spec?.node_name).map(Into::into);
-        nodes.insert(pod.uid.as_str().into(), node.clone());
-        Ok(node)
+        let resource = ApiResource::erase::<Pod>(&());
+        let api: Api<Object<PodSpec, Ignored>> =
+            Api::namespaced_with(self.client.clone(), namespace, &resource);
+        let fields = format!("{LIVE_PODS},spec.nodeName!=");
+        let mut params = ListParams::default().limit(PAGE_SIZE).fields(&fields);
+        let mut pods = Vec::new();
+        loop {
+            let list = self.list.read(api.list(&params)).await?;
+            let found = list
+                .items
+                .into_iter()
+                .filter_map(|pod| Some((project::any_pod(&pod.metadata)?, pod.spec.node_name?)));
+            pods.extend(found);
+            match list.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => params = params.continue_token(&token),
+                None => break,
+            }
+        }
+        let pods = Arc::new(pods);
+        listed.insert(Arc::clone(namespace), Arc::clone(&pods));
+        Ok(pods)
     }
 
     /// What the daemon of a node reports. None without a NodeNetwork.
@@ -254,7 +258,12 @@ impl LiveClaims {
     /// Whether the webhook of ipam-extensions is registered.
     async fn has_ipam_extensions(&self) -> Result<bool, request::Error> {
         let api: Api<MutatingWebhookConfiguration> = Api::all(self.client.clone());
-        Ok(self.webhook.read(api.get_metadata_opt(IPAM_EXTENSIONS_WEBHOOK)).await?.is_some())
+        for name in IPAM_EXTENSIONS_WEBHOOKS {
+            if self.webhook.read(api.get_metadata_opt(name)).await?.is_some() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     async fn is_gone(

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::IpAddr,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -136,6 +137,8 @@ pub struct NetworkRecord {
     pub releasable_since: BTreeMap<Candidate, Instant>,
     /// The same, also after a live read did not confirm it.
     pub unused_since: BTreeMap<Candidate, Instant>,
+    /// Since when the Nodes of pods that hold back a candidate have been missing.
+    pub missing_since: BTreeMap<Arc<str>, Instant>,
     /// Since when each borrowed address has waited for its lender.
     pub asked_since: BTreeMap<String, Instant>,
     /// Until when each lender is not asked, and how long it was last.
@@ -159,6 +162,7 @@ impl Default for NetworkRecord {
             idle_since: BTreeMap::new(),
             releasable_since: BTreeMap::new(),
             unused_since: BTreeMap::new(),
+            missing_since: BTreeMap::new(),
             asked_since: BTreeMap::new(),
             silent: BTreeMap::new(),
             tried: BTreeMap::new(),

@@ -39,6 +39,8 @@ use crate::{
     pods::{self, LIVE_PODS, OwnPod, OwnPods},
 };
 
+/// The interface of the default network: the runtime sets it, and no element is for it.
+const DEFAULT_INTERFACE: &str = "eth0";
 /// How long one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long all requests of an ADD may take. The kubelet retries after a failure.
@@ -225,8 +227,8 @@ impl Session<'_> {
         let own = claim_pod(&pod);
         match serve::element(&own, &query.key.interface) {
             ElementMatch::Claim(name) => Ok(Some((pod, name))),
-            ElementMatch::Ordinary => self.ordinary(&own).await,
-            ElementMatch::None => Ok(None),
+            ElementMatch::None if query.key.interface == DEFAULT_INTERFACE => Ok(None),
+            ElementMatch::Ordinary | ElementMatch::None => self.ordinary(&own).await,
             ElementMatch::Doubt => {
                 let interface = query.key.interface.clone();
                 Err(ServeError::NoElement { pod: own.key, interface }.into())
@@ -234,7 +236,7 @@ impl Session<'_> {
         }
     }
 
-    /// An element without a reference gets any address. Not that of a launcher whose instance does not exist: no webhook gave
+    /// An interface without a reference gets any address. Not that of a launcher whose instance does not exist: no webhook gave
     /// it the reference that it should have.
     async fn ordinary<T>(&self, pod: &ClaimPod) -> Result<Option<T>, LookupError> {
         let vmi = if pod.launcher { self.instance(pod).await? } else { None };

@@ -1,6 +1,7 @@
 //! Tests of the CNI server through its socket. Each test has its own network namespaces.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     os::fd::AsFd as _,
     process::Command,
@@ -157,6 +158,18 @@ fn host_end(id: &str) -> String {
     attachment::host_ifname(id, "net1").unwrap().to_string()
 }
 
+/// Stores each report, as the API server does for the daemon. Runs only while the test awaits something.
+async fn publish(ipam: &Ipam) {
+    let mut reports = ipam.lease_report();
+    loop {
+        let number = reports.borrow_and_update().as_ref().map(|current| current.number);
+        if let Some(number) = number {
+            ipam.set_published(number);
+        }
+        reports.changed().await.unwrap();
+    }
+}
+
 /// Runs the server and a test in a namespace with a bridge; network `blue` is ready.
 fn beside_server(
     name: &str,
@@ -172,6 +185,7 @@ fn beside_server(
     let networks = watch::Sender::new(Arc::new(Networks { synced: true, ..Networks::default() }));
     let inside = File::try_clone(&host.0).unwrap();
     let ipam = Arc::new(Ipam::open(&paths.state_dir, "boot", crate::ipam::Metrics::default()).unwrap());
+    ipam.close(BTreeMap::new());
     let (reader, proc_root) = (networks.subscribe(), PathBuf::from("/proc"));
     let announcer = Announcer::default();
     let attacher = Attacher::new(reader, Arc::clone(&ipam), &paths.state_dir, proc_root, announcer.clone());
@@ -188,6 +202,7 @@ fn beside_server(
             let server = CniServer::bind(&host.paths.run_dir, attacher, claims, host.metrics.clone());
             let (task, stop) = (host.announcer_task(), CancellationToken::new());
             tokio::select! {
+                () = publish(&host.ipam) => {}
                 ended = server.unwrap().run(stop.clone()) => panic!("the server ended: {ended:?}"),
                 ended = task.run(stop) => panic!("the announcer ended: {ended:?}"),
                 done = timeout(Duration::from_secs(60), test(&host)) => done.unwrap(),

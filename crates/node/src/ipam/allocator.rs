@@ -5,7 +5,10 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     path::Path,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -27,7 +30,7 @@ use wire::cni::{Code, Error};
 use super::{
     JournalError, Metrics,
     journal::Journal,
-    replies::{not_recorded, offline_error, rejection, timeout_message, unwritable},
+    replies::{not_recorded, offline_error, rejection, timeout_message, unpublished, unwritable},
     waiters::{PendingRequest, Waiters},
 };
 use crate::repairs::Repairs;
@@ -47,6 +50,13 @@ pub struct CallerWait<'a> {
     pub network_open: &'a dyn Fn() -> Result<(), Error>,
 }
 
+/// A report, and its number: each change has a higher one. The first is 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NumberedReport {
+    pub number: u64,
+    pub report: LeaseReport,
+}
+
 /// The addresses of a node.
 pub struct Ipam {
     state: Mutex<IpamState>,
@@ -57,7 +67,9 @@ pub struct Ipam {
     /// Why the journal cannot be written; None while it can.
     journal_problem: watch::Sender<Option<String>>,
     /// What the NodeNetwork says about leases; None until they and the networks are known.
-    report: watch::Sender<Option<LeaseReport>>,
+    report: watch::Sender<Option<NumberedReport>>,
+    /// The number of the last report that the NodeNetwork has.
+    published: AtomicU64,
     boot: String,
     pub(super) metrics: Metrics,
     /// Signals released addresses.
@@ -77,7 +89,7 @@ pub(super) struct IpamState {
     /// The UIDs of this node's IPBlocks that the API server is known to have, by name.
     pub(super) confirmed: BTreeMap<String, String>,
     /// The names of the networks that are being deleted, by UID; None until the networks are known.
-    closed: Option<BTreeMap<String, String>>,
+    pub(super) closed: Option<BTreeMap<String, String>>,
 }
 
 impl Ipam {
@@ -100,6 +112,7 @@ impl Ipam {
             wake: Notify::new(),
             journal_problem: watch::Sender::new(None),
             report: watch::Sender::new(None),
+            published: AtomicU64::new(0),
             boot: boot.to_owned(),
             metrics,
             repairs: Repairs::default(),
@@ -203,13 +216,21 @@ impl Ipam {
     }
 
     /// What the NodeNetwork says about leases, and every change of it.
-    pub fn lease_report(&self) -> watch::Receiver<Option<LeaseReport>> {
+    pub fn lease_report(&self) -> watch::Receiver<Option<NumberedReport>> {
         self.report.subscribe()
+    }
+
+    /// The API server has stored the report of this number. ADDs of claims wait for it.
+    pub fn set_published(&self, number: u64) {
+        if self.published.swap(number, Ordering::SeqCst) != number {
+            drop(self.lock());
+            self.changed.notify_all();
+        }
     }
 
     /// Whether an interface has an address of a network that is being deleted.
     pub fn is_close_pending(&self) -> bool {
-        self.report.borrow().as_ref().is_some_and(LeaseReport::is_waiting)
+        self.report.borrow().as_ref().is_some_and(|one| one.report.is_waiting())
     }
 
     /// Updates the report. The last one stays while the journal cannot be read.
@@ -217,9 +238,10 @@ impl Ipam {
         let closed = state.closed.as_ref().filter(|_| state.journal.is_loaded());
         let Some(report) = closed.map(|closed| state.ledger.report(closed)) else { return };
         self.report.send_if_modified(|current| {
-            let changed = current.as_ref() != Some(&report);
+            let number = current.as_ref().map_or(0, |current| current.number) + 1;
+            let changed = current.as_ref().is_none_or(|current| current.report != report);
             if changed {
-                *current = Some(report);
+                *current = Some(NumberedReport { number, report });
             }
             changed
         });
@@ -343,8 +365,9 @@ impl Ipam {
         result
     }
 
-    /// Leases addresses of an IPAMClaim, which belong to no block of this node. The lease is on disk when this returns.
-    /// `network` is the name of the network.
+    /// Leases addresses of an IPAMClaim, which belong to no block of this node. The lease is on disk when this returns, and the
+    /// NodeNetwork lists the addresses: the controller gives those that no node lists to other claims. `network` is the name of
+    /// the network.
     pub fn serve(
         &self,
         network: &str,
@@ -356,12 +379,22 @@ impl Ipam {
         (wait.caller_alive)()?;
         let grant = state.ledger.serve(lease, infos).map_err(|error| rejection(network, &error))?;
         if state.ledger.leases().get(&grant.lease.key) == Some(&grant.lease) {
-            return self.keep_lease(&mut state, &grant.lease.key).map(|()| grant);
+            self.keep_lease(&mut state, &grant.lease.key)?;
+        } else {
+            (wait.network_open)()?;
+            let leased = self.append(&mut state, &[LedgerRecord::Leased(grant.clone())]);
+            leased.map_err(|error| not_recorded(&error))?;
+            self.update_metrics(&state);
         }
-        (wait.network_open)()?;
-        let leased = self.append(&mut state, &[LedgerRecord::Leased(grant.clone())]);
-        leased.map_err(|error| not_recorded(&error))?;
-        self.update_metrics(&state);
+        // Not by content: an earlier lease of the same address may have been published before its release was.
+        let number = self.report.borrow().as_ref().map_or(1, |current| current.number);
+        while self.published.load(Ordering::SeqCst) < number {
+            (wait.caller_alive)()?;
+            let Some(remaining) = wait.deadline.checked_duration_since(Instant::now()) else {
+                return Err(unpublished(network));
+            };
+            state = self.wait(state, remaining);
+        }
         Ok(grant)
     }
 
@@ -468,6 +501,11 @@ impl Ipam {
         self.lock().confirmed.insert(api::ipblock::name("blue", block.range), range.to_owned());
         self.record(LedgerRecord::Acquiring { block: block.clone(), network: "blue".to_owned() }).unwrap();
         self.record(LedgerRecord::Acquired { block, object: range.to_owned() }).unwrap();
+    }
+
+    /// The number of the last report that the NodeNetwork has.
+    pub fn published(&self) -> u64 {
+        self.published.load(Ordering::SeqCst)
     }
 
     /// Records that the ledger knows all blocks of this node.

@@ -69,8 +69,7 @@ impl GarbageCollector {
                 return debug!(problem, "cannot list sandboxes; leases are not collected");
             }
         };
-        let min_age = i64::try_from(timings.min_lease_age.as_secs()).unwrap_or(i64::MAX);
-        if let Err(error) = ipam.gc_sandboxes(&live, started.saturating_sub(min_age)) {
+        if let Err(error) = ipam.gc_sandboxes(&live, started, timings) {
             warn!(%error, "cannot release leases of sandboxes that no longer exist; retrying");
         }
         // The deletion of a network waits for its leases.
@@ -97,9 +96,18 @@ impl Ipam {
         self.release_all(keys, "released addresses of an attachment that the runtime no longer lists")
     }
 
-    /// Releases the leases from before `before` whose sandbox is not live.
-    pub fn gc_sandboxes(&self, live: &BTreeSet<String>, before: i64) -> Result<usize, Error> {
-        let keys = self.lock().ledger.leases_without_sandbox(live, before);
+    /// Releases the leases whose sandbox was not live when the runtime listed the sandboxes.
+    pub fn gc_sandboxes(
+        &self,
+        live: &BTreeSet<String>,
+        listed: i64,
+        timings: &Timings,
+    ) -> Result<usize, Error> {
+        let keys = {
+            let state = self.lock();
+            let is_closed = |uid: &str| state.closed.as_ref().is_some_and(|closed| closed.contains_key(uid));
+            state.ledger.leases_without_sandbox(live, listed, timings, is_closed)
+        };
         let count = self.release_all(keys, "released addresses of a sandbox that no longer exists")?;
         self.metrics.collected.inc_by(count as u64);
         Ok(count)

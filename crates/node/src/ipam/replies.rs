@@ -30,6 +30,15 @@ pub fn unwritable(problem: &str) -> Error {
     Error::new(Code::Io, msg)
 }
 
+/// The reply to an ADD whose addresses of a claim the NodeNetwork does not list in time.
+pub fn unpublished(network: &str) -> Error {
+    let msg = format!(
+        "the NodeNetwork of this node does not list the addresses of the IPAMClaim on network {network:?} yet; the kubelet retries. \
+        If this goes on, see the log of the patchbay node daemon for why it cannot write the NodeNetwork"
+    );
+    Error::new(Code::TryAgainLater, msg)
+}
+
 pub fn offline_error(contact: Contact) -> Error {
     let msg = match contact {
         Contact::Never => "the patchbay node daemon has not yet read its address blocks from the API server",

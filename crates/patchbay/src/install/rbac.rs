@@ -5,7 +5,7 @@
 
 use api::{
     GROUP,
-    ipamclaim::IPAM_EXTENSIONS_WEBHOOK,
+    ipamclaim::IPAM_EXTENSIONS_WEBHOOKS,
     nad::{NAD_GROUP, NAD_PLURAL},
     names,
 };
@@ -212,7 +212,7 @@ fn controller_cluster_rules() -> Value {
         {
             "apiGroups": ["admissionregistration.k8s.io"],
             "resources": ["mutatingwebhookconfigurations"],
-            "resourceNames": [IPAM_EXTENSIONS_WEBHOOK],
+            "resourceNames": IPAM_EXTENSIONS_WEBHOOKS,
             "verbs": ["get"],
         },
     ])

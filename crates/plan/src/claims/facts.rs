@@ -211,9 +211,11 @@ pub struct ClaimState {
 
 impl ClaimState {
     /// Whether Patchbay created the claim, or a virtual machine once had its interface while Patchbay ran. Patchbay deletes
-    /// no other. Versions without the mark filled in `spec.interface`, which ipam-extensions leaves empty.
+    /// no other. Versions without the mark filled in `spec.interface`, which ipam-extensions leaves empty, and set label, owner
+    /// and finalizer.
     pub fn is_ours(&self) -> bool {
-        self.annotations.managed || super::names::is_hashed(&self.interface)
+        let is_complete = || self.label.is_some() && self.has_machine_owner() && self.has_finalizer();
+        self.annotations.managed || super::names::is_hashed(&self.interface) && is_complete()
     }
 
     pub fn has_finalizer(&self) -> bool {
@@ -221,10 +223,10 @@ impl ClaimState {
     }
 
     /// Whether no pod ever had addresses of this claim, for example because it was created from a backup. The record is
-    /// written before the status.
+    /// written before the status, so a status beside the record of another UID was restored too.
     pub fn is_unused(&self) -> bool {
         let recorded = self.annotations.recorded.as_ref();
-        self.status.ips.is_empty() && recorded.is_none_or(|recorded| recorded.uid != self.uid)
+        recorded.map_or(self.status.ips.is_empty(), |recorded| recorded.uid != self.uid)
     }
 
     /// The addresses that it requests if it has no others: those that it had before a backup.

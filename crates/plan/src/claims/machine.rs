@@ -302,10 +302,11 @@ pub fn plan(input: &MachineInput<'_>) -> MachinePlan {
     plan
 }
 
-/// Marks a claim of another controller when the machine has its interface: from then on it is ours.
+/// Marks a claim of another controller, or of a version without the mark, when the machine has its interface: from then on
+/// it is ours.
 fn mark(input: &MachineInput<'_>, claim: &ClaimState, plan: &MachinePlan) -> Option<ClaimStep> {
     let is_planned = plan.steps.iter().any(|step| *step.claim() == claim.key);
-    let marks = !claim.is_ours() && claim.has_finalizer() && !claim.deleting && !is_planned;
+    let marks = !claim.annotations.managed && claim.has_finalizer() && !claim.deleting && !is_planned;
     (marks && is_in_plan(input, claim)).then(|| ClaimStep::Mark {
         claim: claim.key.clone(),
         uid: claim.uid.clone(),
@@ -435,16 +436,7 @@ fn use_claim(
         reserved.as_ref(),
         claim,
     );
-    if let Some(ReservedIn { network_name, .. }) = reserved.as_ref().filter(|_| !config.persistent) {
-        plan.events.push(ClaimEvent::warning(
-            KEPT,
-            format!(
-                "NAD {} of interface {} has no persistent addresses now; IPAMClaim {} keeps those that it has. If this is a \
-                 mistake, set spec.ipam and spec.ipam.persistent of BridgeNetwork {network_name} before the VM restarts",
-                network.nad, network.name, claim.key
-            ),
-        ));
-    }
+    plan.events.extend(reserved.as_ref().and_then(|reserved| kept(network, claim, config, reserved)));
     if let Resolution::Allocate { requested, .. } = &resolution {
         let published = published_addresses(claim);
         let other = requested.iter().find(|address| !published.contains(address));
@@ -469,6 +461,23 @@ fn use_claim(
         );
         plan.events.push(ClaimEvent::warning("IPAMClaimDeleted", note));
     }
+}
+
+/// The event about a claim that keeps its addresses while its NAD says that they are not persistent.
+fn kept(
+    network: &MachineNetwork,
+    claim: &ClaimState,
+    config: &NadNetwork,
+    reserved: &ReservedIn,
+) -> Option<ClaimEvent> {
+    let note = || {
+        format!(
+            "NAD {} of interface {} has no persistent addresses now; IPAMClaim {} keeps those that it has. If this is a \
+             mistake, set spec.ipam and spec.ipam.persistent of BridgeNetwork {} before the VM restarts",
+            network.nad, network.name, claim.key, reserved.network_name
+        )
+    };
+    (!config.persistent).then(|| ClaimEvent::warning(KEPT, note()))
 }
 
 /// Whether the interface of a claim is on another network now. The BridgeNetwork that the claim has a reservation in
@@ -533,7 +542,12 @@ fn resolve_stopped(input: &MachineInput<'_>, plan: &mut MachinePlan) {
         let Some(network) = network else { continue };
         let nad = network.nad.clone();
         let (reserved, requested) = match (input.reserved_in)(&claim.uid) {
-            Some(reserved) => (Some(reserved), Vec::new()),
+            Some(reserved) => {
+                if let NadLookup::Found(config) = (input.nads)(&nad) {
+                    plan.events.extend(kept(network, claim, &config, &reserved));
+                }
+                (Some(reserved), Vec::new())
+            }
             None => (lost_reservation(input, claim, &nad), resolve::former(claim)),
         };
         let Some(ReservedIn { network, network_name }) = reserved else { continue };

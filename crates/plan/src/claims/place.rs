@@ -13,7 +13,7 @@ use super::{
     allocate::{Allocation, BlockCreate, Placement},
     lend::{self, LenderAnswer, OwnBlock},
 };
-use crate::ipam::{BlockGrid, Family, ObservedIpBlock, is_spare, lending_candidate, validate};
+use crate::ipam::{BlockGrid, Family, ObservedIpBlock, is_spare, lending_candidate, overlap, validate};
 
 impl Allocation<'_> {
     /// Why the requested addresses of a claim cannot be allocated.
@@ -109,11 +109,20 @@ impl Allocation<'_> {
         self.input.blocks.values().filter(|block| block.object.spec.network_uid == self.input.uid)
     }
 
+    /// Whether a block of an earlier network of the name has addresses of a range.
+    fn is_shadowed(&self, range: IpNet) -> bool {
+        self.input.blocks.values().map(|block| &block.object.spec).any(|spec| {
+            spec.network == self.input.network
+                && spec.network_uid != self.input.uid
+                && overlap(spec.cidr, range)
+        })
+    }
+
     fn new_block(&self, range: IpNet) -> Placement {
         let name = ipblock::name(self.input.network, range);
         let planned = self.plan.creates.iter().any(|create| create.range == range);
-        // A block of an earlier network of the name is deleted soon.
-        if planned || self.input.blocks.contains_key(&name) {
+        // A block of an earlier network of the name is deleted soon, or keeps its addresses.
+        if planned || self.input.blocks.contains_key(&name) || self.is_shadowed(range) {
             return Placement::Wait;
         }
         Placement::Create(BlockCreate { range, lender: None })
@@ -145,7 +154,9 @@ impl Allocation<'_> {
         }
         let taken = |range: IpNet| {
             let planned = self.plan.creates.iter().any(|create| create.range == range);
-            planned || self.input.blocks.contains_key(&ipblock::name(self.input.network, range))
+            planned
+                || self.input.blocks.contains_key(&ipblock::name(self.input.network, range))
+                || self.is_shadowed(range)
         };
         if let Some(range) = grid.free_block(self.input.seed.into(), taken) {
             return Placement::Create(BlockCreate { range, lender: None });

@@ -90,9 +90,9 @@ fn condition(outcome: Result<&Reserved, &Failure>) -> ConditionDraft {
                 format!("{} {verb} reserved in IPBlock {}", nets.join(", "), reserved.blocks.join(", "));
             if !reserved.outside.is_empty() {
                 let outside: Vec<String> = reserved.outside.iter().map(ToString::to_string).collect();
-                message += &format!(
-                    "; the network has no subnet with {} now, and the claim keeps what it has until its virtual machine or \
-                     interface is gone: if this is a mistake, correct spec.ipam of the BridgeNetwork",
+                message = format!(
+                    "{message}; the network has no subnet with {} now, and the claim keeps what it has until its virtual machine \
+                     or interface is gone: if this is a mistake, correct spec.ipam of the BridgeNetwork",
                     outside.join(", ")
                 );
             }

@@ -15,7 +15,7 @@ use api::ipblock::ClaimedAddress;
 use super::{ClaimPod, ClaimState, ObjectKey};
 use crate::{
     bridge::Uid,
-    network::{BlockState, ClusterState, NodeReport},
+    network::{BlockState, ClusterState, NODE_GONE_GRACE, NodeReport},
 };
 
 /// How long a reservation must be releasable before it is released. It covers the time between the end of a pod's
@@ -69,16 +69,20 @@ impl ReportedAddresses {
 }
 
 /// Whether annotations of a pod on a node decide if it has the address of a candidate: the daemon of the node does not report,
-/// or may not have reported an ADD that began before the claim was gone. `ready` says whether the Node is ready: the report of
-/// one that is not may be old. `unused` is for how long nothing has needed the reservation.
+/// or may not have reported an ADD that began before the claim was gone. An ADD succeeds only once the report has its addresses,
+/// so an old report lacks none. `unused` is for how long nothing has needed the reservation, `missing` for how long the Node has
+/// been missing: a tenant can name any node.
 pub fn annotations_count(
     candidate: &Candidate,
     pod: &ClaimPod,
     report: Option<&NodeReport>,
-    ready: bool,
     unused: Duration,
+    missing: Option<Duration>,
 ) -> bool {
-    let is_reported = ready && report.is_some_and(|report| report.claim_addresses.is_some());
+    if missing.is_some_and(|time| time >= NODE_GONE_GRACE) {
+        return false;
+    }
+    let is_reported = report.is_some_and(|report| report.claim_addresses.is_some());
     !is_reported || unused < MAX_REPORT_DELAY && pod.references(&candidate.claim)
 }
 

@@ -1,5 +1,5 @@
 //! Random histories of virtual machines, with two controllers that act on stale snapshots and crash between any two writes,
-//! and with nodes that borrow and lend.
+//! and with nodes that borrow and lend, whose daemons die and report addresses of claims late.
 //!
 //! Always: an address has one claim and never also an ordinary lease; every sandbox has addresses that are reserved for its
 //! machine and for no other; every ADD of an interface of a machine gets the same addresses, unless the user gave them up; a

@@ -23,7 +23,10 @@ pub enum AcquireError {
         delete pods that use it{hint}"
     )]
     Exhausted { network: String, family: Family, hint: ExhaustedHint },
-    #[error("address blocks of an earlier network {network:?} are still being deleted; the kubelet retries")]
+    #[error(
+        "address blocks of an earlier network {network:?} still exist and cover these addresses; the pod starts once they are gone: \
+        see their holders in `kubectl get ipblocks`"
+    )]
     NameReused { network: String },
     #[error(
         "address {address} of network {network:?} is in a block that {state}, so it may be in use: request another"
@@ -81,6 +84,11 @@ fn holder_or_another(holder: Option<&HolderRef>) -> String {
 
 fn with_space(holder: Option<&HolderRef>) -> String {
     holder.map_or_else(String::new, |holder| format!(" {holder}"))
+}
+
+/// Whether two ranges have a common address.
+pub fn overlap(one: IpNet, other: IpNet) -> bool {
+    one.contains(&other) || other.contains(&one)
 }
 
 /// What a holder does about a requested address whose block it does not hold.
@@ -144,8 +152,9 @@ pub struct BlockSearch {
     taken: BTreeMap<Uid, BTreeSet<IpNet>>,
     /// Until when a network is assumed to have no free block.
     exhausted: BTreeMap<(Uid, Family), Instant>,
-    /// The UIDs of networks for whose name blocks of an earlier network still exist.
-    reused_names: BTreeSet<Uid>,
+    /// The blocks of earlier networks of the name that still exist, by the UID of the network. An earlier network gets no new
+    /// ones, so one list finds all of them. Without a list there is no entry.
+    former: BTreeMap<Uid, BTreeSet<IpNet>>,
     /// Varies the choice of blocks and addresses.
     attempts: u64,
 }
@@ -176,7 +185,7 @@ impl BlockSearch {
     /// Forgets deleted networks.
     pub fn retain_networks(&mut self, exists: impl Fn(&str) -> bool) {
         self.taken.retain(|uid, _| exists(uid));
-        self.reused_names.retain(|uid| exists(uid));
+        self.former.retain(|uid, _| exists(uid));
     }
 
     pub fn expire(&mut self, now: Instant) {
@@ -191,7 +200,7 @@ impl BlockSearch {
     /// How to start. `waiting`: whether an ADD waits. `contended`: whether this holder backs off from other borrowers.
     pub fn start(&self, key: &(Uid, Family), waiting: bool, contended: bool) -> SearchStart {
         if !self.exhausted.contains_key(key) {
-            SearchStart::Guess
+            if self.is_listed(&key.0) { SearchStart::Guess } else { SearchStart::List }
         } else if !waiting || contended {
             SearchStart::Skip
         } else {
@@ -203,14 +212,20 @@ impl BlockSearch {
     /// occupy names too.
     pub fn observe_list(&mut self, network: &str, mut all: Vec<ObservedIpBlock>) -> Vec<ObservedIpBlock> {
         self.taken.insert(network.to_owned(), all.iter().map(|object| object.spec.cidr).collect());
-        let count = all.len();
-        all.retain(|object| object.spec.network_uid == network);
-        if all.len() < count {
-            self.reused_names.insert(network.to_owned());
-        } else {
-            self.reused_names.remove(network);
-        }
+        let former = all.extract_if(.., |object| object.spec.network_uid != network);
+        self.former.insert(network.to_owned(), former.map(|object| object.spec.cidr).collect());
         all
+    }
+
+    /// Whether [`Self::is_shadowed`] is known.
+    pub fn is_listed(&self, network: &str) -> bool {
+        self.former.contains_key(network)
+    }
+
+    /// Whether a block of an earlier network of the name has addresses of a range. It can have another length, so the names do
+    /// not always conflict.
+    pub fn is_shadowed(&self, network: &str, range: IpNet) -> bool {
+        self.former.get(network).is_some_and(|former| former.iter().any(|one| overlap(*one, range)))
     }
 
     pub fn mark_taken(&mut self, network: &str, range: IpNet) {
@@ -229,7 +244,9 @@ impl BlockSearch {
         let held: BTreeSet<IpNet> = ledger.holdings_of(network).map(|(block, _)| block.range).collect();
         let taken = self.taken.get(network);
         grid.free_block(u128::from(start), |range| {
-            held.contains(&range) || taken.is_some_and(|taken| taken.contains(&range))
+            held.contains(&range)
+                || taken.is_some_and(|taken| taken.contains(&range))
+                || self.is_shadowed(network, range)
         })
     }
 
@@ -246,7 +263,7 @@ impl BlockSearch {
 
     /// Records that a search found no free block.
     pub fn found_none(&mut self, key: &(Uid, Family), waiting: bool, now: Instant) -> NoFreeBlock {
-        if waiting && self.reused_names.contains(&key.0) {
+        if waiting && self.former.get(&key.0).is_some_and(|former| !former.is_empty()) {
             self.exhausted.remove(key);
             return NoFreeBlock::NameReused;
         }
@@ -376,6 +393,12 @@ mod tests {
     #[test]
     fn an_exhausted_network_is_searched_again_for_waiting_adds_or_later() {
         let (mut search, now) = (BlockSearch::default(), Instant::now());
+        assert_eq!(
+            search.start(&key(), false, false),
+            SearchStart::List,
+            "blocks of an earlier network may exist"
+        );
+        search.observe_list("net", Vec::new());
         assert_eq!(search.start(&key(), false, false), SearchStart::Guess);
         assert_eq!(search.found_none(&key(), false, now), NoFreeBlock::Wait);
         assert_eq!(search.exhausted(), BTreeSet::from([key()]));
@@ -400,6 +423,26 @@ mod tests {
         assert_eq!(search.found_none(&key(), true, now), NoFreeBlock::Borrow);
         search.retain_networks(|_| false);
         assert_eq!(search.start(&key(), false, false), SearchStart::Skip);
+    }
+
+    /// A subnet was added after the length of the blocks was chosen, so the names of the blocks do not conflict.
+    #[test]
+    fn no_block_overlaps_one_of_an_earlier_network_of_the_name() {
+        let grid = grid(&ipam(&["10.0.0.0/24"], &[], &[]));
+        for (former, free) in [("10.0.0.4/30", 15), ("10.0.0.0/27", 14), ("10.0.0.0/23", 0)] {
+            let mut search = BlockSearch::default();
+            let mut old = observed(former, "1", other());
+            old.spec.network_uid = "earlier".to_owned();
+            search.observe_list("net", vec![old]);
+            let mut found = 0;
+            while let Some(range) = search.next_block(&me(), "net", &grid, &Ledger::default()) {
+                assert!(range.prefix_len() == 28 && !overlap(range, net(former)), "{range} {former}");
+                search.mark_taken("net", range);
+                found += 1;
+            }
+            assert_eq!(found, free, "{former}");
+            assert!(search.is_shadowed("net", net("10.0.0.0/28")));
+        }
     }
 
     #[test]

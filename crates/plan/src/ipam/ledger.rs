@@ -13,7 +13,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AddressRequest, AllocationError, BlockGrid, Family, LeaseClaim, Shortage,
+    AddressRequest, AllocationError, BlockGrid, Family, LeaseClaim, Shortage, Timings,
     claimed::ClaimedAddresses,
     request::{repeat, validate},
 };
@@ -382,10 +382,21 @@ impl Ledger {
         self.leases.values().filter(other).map(|lease| lease.key.clone()).collect()
     }
 
-    /// The leases from before `before` whose sandbox is not live. The runtime lists a sandbox only some time after its ADD,
-    /// so younger leases are kept.
-    pub fn leases_without_sandbox(&self, live: &BTreeSet<String>, before: i64) -> Vec<AttachmentKey> {
-        let dead = |lease: &&Lease| lease.since < before && !live.contains(&lease.key.container);
+    /// The leases whose sandbox is not live. The runtime listed the sandboxes at `listed`, and lists one only some time after its
+    /// ADD, so younger leases are kept. `is_closed` says whether the network of this UID is being deleted.
+    pub fn leases_without_sandbox(
+        &self,
+        live: &BTreeSet<String>,
+        listed: i64,
+        timings: &Timings,
+        is_closed: impl Fn(&str) -> bool,
+    ) -> Vec<AttachmentKey> {
+        let is_old = |lease: &Lease| {
+            let closed = is_closed(&lease.network);
+            let min_age = if closed { timings.min_closed_lease_age } else { timings.min_lease_age };
+            lease.since < listed.saturating_sub(i64::try_from(min_age.as_secs()).unwrap_or(i64::MAX))
+        };
+        let dead = |lease: &&Lease| !live.contains(&lease.key.container) && is_old(lease);
         self.leases.values().filter(dead).map(|lease| lease.key.clone()).collect()
     }
 

@@ -35,6 +35,9 @@ const LENT_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// How often a holder checks whether an unverified block can be released.
 const VERIFY_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Longest time from a sandbox's first address until the runtime lists the sandbox: the kubelet gives up after four minutes.
+pub const SANDBOX_CREATION_TIMEOUT: Duration = Duration::from_secs(300);
+
 /// The time limits that a holder can set.
 #[derive(Debug, Clone, Copy)]
 pub struct Timings {
@@ -48,6 +51,8 @@ pub struct Timings {
     pub gc_interval: Duration,
     /// The age at which a lease is collected if the runtime does not list its sandbox.
     pub min_lease_age: Duration,
+    /// The same for leases of networks that are being deleted. The runtime lists a sandbox only some time after its ADD.
+    pub min_closed_lease_age: Duration,
     /// How long the holder allocates after it noticed that contact was lost.
     pub offline_grace: Duration,
 }
@@ -60,6 +65,7 @@ impl Default for Timings {
             status_interval: Duration::from_secs(5),
             gc_interval: Duration::from_secs(600),
             min_lease_age: Duration::from_secs(600),
+            min_closed_lease_age: SANDBOX_CREATION_TIMEOUT,
             offline_grace: OFFLINE_GRACE,
         }
     }

@@ -202,10 +202,7 @@ fn family(
 fn is_shadowed(context: &NetworkContext<'_>, family: Family, length: u8) -> bool {
     let NetworkContext { state, network, .. } = context;
     let subnets = network.spec.as_ref().ok().and_then(|spec| spec.ipam.as_ref()).map(|ipam| &ipam.subnets);
-    let overlaps = |range: &IpNet| {
-        let mut all = subnets.into_iter().flatten();
-        all.any(|subnet| subnet.contains(&range.network()) || range.contains(&subnet.network()))
-    };
+    let overlaps = |range: &IpNet| subnets.into_iter().flatten().any(|subnet| ipam::overlap(*subnet, *range));
     state.blocks.values().map(|block| &block.object.spec).any(|spec| {
         let is_former = spec.network == network.name && spec.network_uid != network.uid;
         let is_other = Family::of(spec.cidr.addr()) == family && spec.cidr.prefix_len() != length;

@@ -1,6 +1,11 @@
 //! Confirms with live reads which reservations nothing needs any more.
 
-use std::{collections::BTreeSet, net::IpAddr, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use api::ErrorChain;
 use client::{fence::now, request};
@@ -27,7 +32,9 @@ impl ClaimWorkers {
         input: &NetworkInput,
         record: &mut NetworkRecord,
     ) -> (BTreeSet<(String, IpAddr)>, Option<Duration>) {
-        let reported = ReportedAddresses::of(&self.cache.snapshot(), &input.uid);
+        let state = self.cache.snapshot();
+        record.missing_since.retain(|node, _| !state.nodes.contains_key(&**node));
+        let reported = ReportedAddresses::of(&state, &input.uid);
         let candidates: Vec<Candidate> = self.cache.claims().read(|index| {
             let claims = |uid: &str| index.claim_of_uid(uid).cloned();
             let named = |key: &ObjectKey| index.claim(key).cloned();
@@ -48,7 +55,7 @@ impl ClaimWorkers {
             }
             let unused = record.unused_since.get(candidate);
             let unused = unused.map_or(Duration::ZERO, |since| now().saturating_duration_since(*since));
-            match self.confirm_release(input, candidate, unused, &listed).await {
+            match self.confirm_release(input, candidate, unused, &mut record.missing_since, &listed).await {
                 Ok(true) => {
                     info!(claim = %candidate.claim, address = %candidate.address, "released an address of an IPAMClaim");
                     confirmed.insert((candidate.uid.clone(), candidate.address));
@@ -73,6 +80,7 @@ impl ClaimWorkers {
         input: &NetworkInput,
         candidate: &Candidate,
         unused: Duration,
+        missing_since: &mut BTreeMap<Arc<str>, Instant>,
         listed: &LivePods,
     ) -> Result<bool, request::Error> {
         // The daemons may have reported the address since.
@@ -84,11 +92,13 @@ impl ClaimWorkers {
         let claim = self.live.claim(&candidate.claim).await?;
         let pods = self.live.scheduled_pods(&candidate.claim.namespace, listed).await?;
         let mut counted = Vec::new();
-        for pod in pods.iter().filter(|pod| release::is_named_by(candidate, pod)) {
-            let Some(node) = self.live.node_of(pod, listed).await? else { continue };
-            let report = self.live.node_report(&node, listed).await?;
-            let ready = state.nodes.get(&*node).is_some_and(|node| node.not_ready_reason.is_none());
-            if release::annotations_count(candidate, pod, report.as_deref(), ready, unused) {
+        for (pod, node) in pods.iter().filter(|(pod, _)| release::is_named_by(candidate, pod)) {
+            let exists = state.nodes.contains_key(&**node);
+            let missing = (!exists).then(|| missing_since.entry(Arc::clone(node)).or_insert_with(now));
+            let missing = missing.map(|since| now().saturating_duration_since(*since));
+            // A Node that does not exist has no NodeNetwork.
+            let report = if exists { self.live.node_report(node, listed).await? } else { None };
+            if release::annotations_count(candidate, pod, report.as_deref(), unused, missing) {
                 counted.push(pod);
             }
             reported.extend(report.as_deref(), &input.uid);

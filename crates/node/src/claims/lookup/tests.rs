@@ -230,9 +230,13 @@ async fn a_launcher_without_a_reference_gets_an_address_only_if_its_instance_exi
     let mut pod = FakeApi::launcher("target");
     pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] = json!("blue@net1");
     scene.api.set_pod(pod.clone());
-    for cached in [vec![pod], vec![]] {
+    // No element is for `lan`, and its name is none that KubeVirt or multus give.
+    for (cached, interface) in
+        [(vec![pod.clone()], "net1"), (vec![], "net1"), (vec![pod], "lan"), (vec![], "lan")]
+    {
         scene.cache(&cached);
-        assert_eq!(scene.resolve(&Ask::of("target")).await.unwrap(), None);
+        let ask = Ask { interface, persistent: true, ..Ask::of("target") };
+        assert_eq!(scene.resolve(&ask).await.unwrap(), None);
         for uid in [Some("later"), None] {
             match uid {
                 Some(uid) => {
@@ -240,7 +244,7 @@ async fn a_launcher_without_a_reference_gets_an_address_only_if_its_instance_exi
                 }
                 None => scene.api.remove("virtualmachineinstances/vm1"),
             }
-            let (code, msg) = scene.refused(&Ask::of("target")).await;
+            let (code, msg) = scene.refused(&ask).await;
             assert_eq!(
                 (code, msg.as_str()),
                 (
@@ -250,7 +254,7 @@ async fn a_launcher_without_a_reference_gets_an_address_only_if_its_instance_exi
                 )
             );
             // Other networks ask nothing.
-            assert_eq!(scene.resolve(&Ask { persistent: false, ..Ask::of("target") }).await.unwrap(), None);
+            assert_eq!(scene.resolve(&Ask { persistent: false, ..ask.clone() }).await.unwrap(), None);
         }
         let metadata = json!({"name": "vm1", "namespace": "ns", "uid": "vmi-uid"});
         let instance =

@@ -117,7 +117,7 @@ fn a_network_that_is_being_deleted_allocates_nothing_and_its_leases_are_reported
         host.ipam.record_complete();
         assert!(host.ipam.close(closed()) && !host.ipam.close(closed()), "it is new once");
         let report = host.ipam.lease_report();
-        let interfaces = || report.borrow().as_ref().map(|report| report.closed[0].interfaces);
+        let interfaces = || report.borrow().as_ref().map(|current| current.report.closed[0].interfaces);
         assert_eq!(interfaces(), Some(1));
         assert!(host.ipam.is_close_pending());
         host.done("DEL", "c1", &pod, ours()).await;

@@ -2,12 +2,13 @@
 
 use std::{os::fd::AsRawFd as _, time::Duration};
 
-use plan::ipam::{AttachmentKey, Pool};
+use plan::ipam::{AddressInfo, AttachmentKey, Pool};
 use tokio::runtime::Handle;
 
 use super::*;
 use crate::{
     claims::{AnnouncerTask, PersistentNads},
+    ipam::CallerWait,
     pods::OwnPods,
 };
 
@@ -208,5 +209,38 @@ fn patchbay_ipam_serves_claims_to_other_plugins() {
         let (exit, value) = host.call(&requests("ADD", false), Some(&pod)).await;
         assert_eq!((exit, addresses(&value)), (0, ["10.1.0.16/24", "fd01::100/64"]));
         assert_eq!(host.api.requests(), [""; 0]);
+    });
+}
+
+/// The controller gives an address that no report lists to another claim, so an ADD whose daemon dies before its report must
+/// have failed.
+#[test]
+fn an_add_succeeds_only_once_the_report_with_its_addresses_is_stored() {
+    on_server("claim-report", async |host| {
+        host.set_pool();
+        host.ipam.record_complete();
+        let pod = Namespace::new();
+        host.api.set_pod(FakeApi::launcher("vm"));
+        host.add("vm", &pod).await;
+        let lease = host.ipam.leases().remove(0);
+        let listed = host.ipam.published();
+        // The stored report lists the address, but the next one, without it, may be on its way.
+        assert!(host.ipam.release(&lease.key));
+        let serve = || {
+            let infos =
+                lease.addresses.iter().map(|address| AddressInfo { net: (*address).into(), gateway: None });
+            let caller =
+                CallerWait { deadline: Instant::now(), caller_alive: &|| Ok(()), network_open: &|| Ok(()) };
+            host.ipam.serve("blue", lease.clone(), infos.collect(), &caller)
+        };
+        for _ in 0..2 {
+            let error = serve().expect_err("the report is not stored");
+            assert_eq!(error.code, Code::TryAgainLater);
+            assert!(error.msg.contains("does not list the addresses of the IPAMClaim"), "{error:?}");
+        }
+        while host.ipam.published() == listed {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(serve().unwrap().lease, lease);
     });
 }

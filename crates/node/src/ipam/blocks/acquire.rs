@@ -152,6 +152,14 @@ impl BlockController {
         if let Err(error) = self.ipam.with_ledger(|ledger| requested.check_own_block(ledger)) {
             return Ok(self.fail_address(network, address, &error));
         }
+        // A block that shadows it may be gone since the last list.
+        if !self.search.is_listed(network) || self.search.is_shadowed(network, range) {
+            self.list_blocks(network, &pool.name).await?;
+        }
+        if self.search.is_shadowed(network, range) {
+            let error = AcquireError::NameReused { network: pool.name.clone() };
+            return Ok(self.fail_address(network, address, &error));
+        }
         let held = self.ipam.with_ledger(|ledger| ledger.holdings().contains_key(&block));
         if !held && self.acquire_block(block.clone(), &pool.name).await? {
             return Ok(true);

@@ -475,10 +475,45 @@ async fn next_block_event(blocks: &mut Option<ObjectWatch<IPBlock>>) -> ObjectEv
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use client::watch::DETECTION_TIME;
     use plan::ipam::limits::UNNOTICED_BREAK;
 
     use super::*;
+    use crate::{
+        ipam::Metrics,
+        network_snapshot::{NetworkState, NetworkView},
+    };
+
+    #[tokio::test]
+    async fn a_network_that_is_being_deleted_compares_its_leases_with_the_sandboxes_at_once() {
+        let dir = std::env::temp_dir().join(format!("patchbay-close-{}", std::process::id()));
+        let ipam = Arc::new(Ipam::open(&dir, "boot", Metrics::default()).unwrap());
+        std::fs::remove_dir_all(&dir).unwrap();
+        let client = Client::try_from(kube::Config::new("http://127.0.0.1:1".parse().unwrap())).unwrap();
+        let (networks, reader) = watch::channel(Arc::new(Networks { synced: true, ..Networks::default() }));
+        let (events, _) = Events::new(client.clone(), "a");
+        let sandboxes: ListSandboxes = Box::new(|_| Box::pin(async { Ok(BTreeSet::new()) }));
+        let timings = Timings::default();
+        let mut controller = BlockController::new(ipam, client, reader, events, sandboxes, timings);
+        controller.update_networks();
+        controller.gc.collect(&controller.ipam, &controller.sandboxes, &timings, now()).await;
+        let view = |closed| NetworkView {
+            uid: "u".to_owned(),
+            state: NetworkState::Ready { bridge_index: 1, mtu: 1500 },
+            closed,
+            ipam: None,
+            has_claims: false,
+        };
+        for (closed, due) in [(false, false), (true, true)] {
+            networks.send_modify(|networks| {
+                _ = Arc::make_mut(networks).by_name.insert("blue".to_owned(), view(closed));
+            });
+            controller.update_networks();
+            assert_eq!(controller.gc.is_due(now()), due);
+        }
+    }
 
     #[test]
     fn steps_that_get_no_answer_do_not_keep_the_watch_from_noticing_the_loss_in_time() {

@@ -44,7 +44,7 @@ pub fn always(world: &World) {
         assert!(!claims.clone().any(|address| lent.contains(&address)), "{name} lends what it reserves");
     }
     let mut lives: BTreeMap<(&str, IpAddr), &str> = BTreeMap::new();
-    for sandbox in &world.sandboxes {
+    for sandbox in world.sandboxes.iter().filter(|sandbox| sandbox.running) {
         for address in &sandbox.addresses {
             let life = lives.entry((&sandbox.network, *address)).or_insert(&sandbox.life);
             assert_eq!(*life, sandbox.life, "two machines have {address}: {sandbox:?}");

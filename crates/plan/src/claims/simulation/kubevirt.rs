@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{
     SplitMix64,
-    store::{Deletion, NAMESPACE, SandboxAddresses, World, key},
+    store::{Deletion, NAMESPACE, SandboxAddresses, World, key, node_of},
 };
 use crate::claims::{
     ClaimOptions, ClaimPod, ClaimState, MachineNetwork, MutateInput, NadLookup, ObjectKey, OwnerKind,
@@ -236,7 +236,8 @@ fn attach(world: &mut World, random: &mut SplitMix64) {
 fn serve(world: &mut World, pod: &ClaimPod, element: &PodElement) -> Option<SandboxAddresses> {
     let interface = element.interface.clone()?;
     let attached = |it: &&SandboxAddresses| it.pod == pod.key && it.interface == interface;
-    if world.sandboxes.iter().any(|it| attached(&it)) {
+    let node = node_of(pod);
+    if world.down.contains(&node) || world.sandboxes.iter().any(|it| attached(&it)) {
         return None;
     }
     let live = world.live.clone();
@@ -281,6 +282,8 @@ fn serve(world: &mut World, pod: &ClaimPod, element: &PodElement) -> Option<Sand
         network: uid,
         addresses,
         life,
+        node,
+        running: false,
         since: world.clock,
         until: None,
     })

@@ -4,6 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     net::IpAddr,
     sync::Arc,
+    time::Duration,
 };
 
 use api::{
@@ -14,16 +15,19 @@ use api::{
 
 use super::{
     SplitMix64,
-    store::{NAMESPACE, Objects, World, key},
+    store::{NAMESPACE, Objects, World, key, node_of},
 };
-use crate::claims::{
-    AllocatorInput, AllocatorPlan, ClaimOptions, ClaimPod, ClaimSchema, ClaimState, ClaimStep, MachineInput,
-    NadLookup, ObjectKey, OwnerKind, ReservedIn, Resolution, StatusWrite, Wanted,
-    allocate::{self, BlockCreate, BlockDelete, BlockDeleteReason, BlockWrite},
-    machine::{self, DeleteReason, GoneCheck, KindsKnown, UnchangedCheck},
-    names, publish,
-    release::{self, Candidate, RELEASE_DELAY, ReportedAddresses},
-    shown,
+use crate::{
+    claims::{
+        AllocatorInput, AllocatorPlan, ClaimOptions, ClaimPod, ClaimSchema, ClaimState, ClaimStep,
+        MachineInput, NadLookup, ObjectKey, OwnerKind, ReservedIn, Resolution, StatusWrite, Wanted,
+        allocate::{self, BlockCreate, BlockDelete, BlockDeleteReason, BlockWrite},
+        machine::{self, DeleteReason, GoneCheck, KindsKnown, UnchangedCheck},
+        names, publish,
+        release::{self, Candidate, RELEASE_DELAY, ReportedAddresses},
+        shown,
+    },
+    network::NodeReport,
 };
 
 /// How long a refused address is not requested again.
@@ -344,14 +348,12 @@ impl NetworkMemory {
         let claims = &view.claims.claims;
         let pods: Vec<&ClaimPod> = view.pods.pods.values().collect();
         let by_uid = |uid: &str| claims.values().find(|claim| claim.uid == uid);
-        let due = release::due(
-            uid,
-            &view.blocks.blocks,
-            by_uid,
-            |key| claims.get(key),
-            &pods,
-            &ReportedAddresses::default(),
-        );
+        let reports = reports(world);
+        let mut reported = ReportedAddresses::default();
+        for report in reports.values() {
+            reported.extend(Some(report), uid);
+        }
+        let due = release::due(uid, &view.blocks.blocks, by_uid, |key| claims.get(key), &pods, &reported);
         let since = due.into_iter().map(|one| {
             let since = *self.due_since.get(&one).unwrap_or(&clock);
             (one, since)
@@ -359,13 +361,30 @@ impl NetworkMemory {
         self.due_since = since.collect();
         let ready = self.due_since.iter().filter(|(_, since)| clock >= **since + RELEASE_DELAY.as_secs());
         // Live reads.
-        let pods: Vec<&ClaimPod> = world.live.pods.values().collect();
-        let confirmed = ready.map(|(one, _)| one).filter(|one| {
+        let confirmed = ready.filter(|(one, since)| {
+            let unused = Duration::from_secs(clock - **since);
+            let counts = |pod: &&ClaimPod| {
+                let report = reports.get(&node_of(pod));
+                release::is_named_by(one, pod) && release::annotations_count(one, pod, report, unused, None)
+            };
+            let pods: Vec<&ClaimPod> = world.live.pods.values().filter(counts).collect();
             let claim = world.live.claims.get(&one.claim);
-            release::confirms(one, uid, &view.blocks.blocks, claim, &pods, &ReportedAddresses::default())
+            release::confirms(one, uid, &view.blocks.blocks, claim, &pods, &reported)
         });
-        self.releasable = confirmed.map(|one| (one.uid.clone(), one.address)).collect();
+        self.releasable = confirmed.map(|(one, _)| (one.uid.clone(), one.address)).collect();
     }
+}
+
+/// What the NodeNetworks say.
+fn reports(world: &World) -> BTreeMap<String, NodeReport> {
+    let report = |listed: &BTreeSet<(String, IpAddr)>| {
+        let mut networks: BTreeMap<String, Vec<IpAddr>> = BTreeMap::new();
+        for (network, address) in listed {
+            networks.entry(network.clone()).or_default().push(*address);
+        }
+        NodeReport { claim_addresses: Some(networks), ..NodeReport::default() }
+    };
+    world.reports.iter().map(|(node, listed)| (node.clone(), report(listed))).collect()
 }
 
 /// Changes a claim if it still is this version of it.

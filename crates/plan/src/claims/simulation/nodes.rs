@@ -22,6 +22,16 @@ pub fn act(world: &mut World, random: &mut SplitMix64) {
         answer(world, &node);
     }
     let Some(node) = random.pick(&nodes()) else { return };
+    if world.settling {
+        world.down.clear();
+    } else if random.one_in(if world.down.contains(&node.node) { 30 } else { 60 })
+        && !world.down.remove(&node.node)
+    {
+        world.down.insert(node.node.clone());
+    }
+    if world.settling || random.one_in(2) {
+        report(world, &node.node);
+    }
     let networks: Vec<String> = world.pools.keys().cloned().collect();
     let Some(network) = random.pick(&networks) else { return };
     match random.below(4) {
@@ -29,6 +39,19 @@ pub fn act(world: &mut World, random: &mut SplitMix64) {
         2 if !world.settling => free(world, random, &node),
         _ => give_back(world, &node),
     }
+}
+
+/// Writes the NodeNetwork: the ADDs whose addresses it lists succeed.
+fn report(world: &mut World, node: &str) {
+    if world.down.contains(node) {
+        return;
+    }
+    let listed = world.sandboxes.iter_mut().filter(|sandbox| sandbox.node == node).flat_map(|sandbox| {
+        sandbox.running = true;
+        let network = sandbox.network.clone();
+        sandbox.addresses.iter().map(move |address| (network.clone(), *address))
+    });
+    world.reports.insert(node.to_owned(), listed.collect());
 }
 
 fn own<'a>(world: &'a World, node: &'a HolderRef) -> impl Iterator<Item = (&'a String, &'a BlockState)> {

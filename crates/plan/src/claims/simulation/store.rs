@@ -8,6 +8,7 @@ use std::{
 
 use api::{
     IPBlockSpec, IPBlockStatus,
+    digest::digest,
     ipam::IpamSpec,
     ipblock::{self, HolderRef},
     nad::{NadIpam, NadNetwork},
@@ -66,6 +67,9 @@ pub struct SandboxAddresses {
     pub addresses: Vec<IpAddr>,
     /// What identifies the machine over all its restarts.
     pub life: String,
+    pub node: String,
+    /// Whether its ADD has succeeded. Before that it has a lease, and runs nothing.
+    pub running: bool,
     pub since: u64,
     /// When the sandbox goes, once its pod is gone.
     pub until: Option<u64>,
@@ -80,6 +84,10 @@ pub struct World {
     next_uid: u64,
     pub pools: BTreeMap<String, Pool>,
     pub sandboxes: Vec<SandboxAddresses>,
+    /// The addresses of claims that the NodeNetwork of each node lists, with the UID of their network.
+    pub reports: BTreeMap<String, BTreeSet<(String, IpAddr)>>,
+    /// The nodes whose daemon does not run.
+    pub down: BTreeSet<String>,
     /// The ordinary leases: network UID and address, with the UID of the node.
     pub leases: BTreeMap<(String, IpAddr), String>,
     /// The life of each instance, by UID.
@@ -104,6 +112,12 @@ pub fn nad(name: &str) -> NadRef {
 
 pub fn key(name: &str) -> ObjectKey {
     ObjectKey::new(NAMESPACE, name)
+}
+
+/// The node that a pod runs on.
+pub fn node_of(pod: &ClaimPod) -> String {
+    let [one, other] = nodes().map(|node| node.node);
+    if digest([pod.uid.as_str()]).is_multiple_of(2) { one } else { other }
 }
 
 pub fn nodes() -> [HolderRef; 2] {
@@ -141,6 +155,8 @@ impl World {
             next_uid: 0,
             pools: pools.into(),
             sandboxes: Vec::new(),
+            reports: nodes().map(|node| (node.node, BTreeSet::new())).into(),
+            down: BTreeSet::new(),
             leases: BTreeMap::new(),
             lives: BTreeMap::new(),
             served: BTreeMap::new(),
@@ -203,9 +219,13 @@ impl World {
         self.clock += 1;
         self.give_up_unplugged();
         let clock = self.clock;
-        self.sandboxes.retain(|sandbox| sandbox.until.is_none_or(|until| until > clock));
-        let late =
-            |sandbox: &&SandboxAddresses| sandbox.until.is_none() && clock >= sandbox.since + MAX_DELAY;
+        self.sandboxes.retain(|sandbox| {
+            let is_live = sandbox.until.is_none_or(|until| until > clock);
+            is_live && (sandbox.running || clock < sandbox.since + MAX_DELAY)
+        });
+        let late = |sandbox: &&SandboxAddresses| {
+            sandbox.running && sandbox.until.is_none() && clock >= sandbox.since + MAX_DELAY
+        };
         let late: BTreeSet<ObjectKey> =
             self.sandboxes.iter().filter(late).map(|sandbox| sandbox.pod.clone()).collect();
         for pod in late {
@@ -215,7 +235,7 @@ impl World {
 
     /// Writes the network-status of a pod.
     pub fn show(&mut self, pod: &ObjectKey) {
-        let attached = self.sandboxes.iter().filter(|it| it.pod == *pod && it.until.is_none());
+        let attached = self.sandboxes.iter().filter(|it| it.running && it.pod == *pod && it.until.is_none());
         let attached: Box<[_]> = attached
             .map(|it| crate::claims::Attached {
                 interface: it.interface.clone(),

@@ -18,7 +18,7 @@ const NAMES: [&str; 3] = ["vm1", "vm2", "vm3"];
 
 pub fn act(world: &mut World, random: &mut SplitMix64) {
     let name: Arc<str> = random.pick(&NAMES).unwrap_or("vm1").into();
-    match random.below(15) {
+    match random.below(16) {
         0..=3 => create(world, random, &name),
         4 => delete(world, random, &name),
         5..=6 => set_running(world, &name),
@@ -33,6 +33,7 @@ pub fn act(world: &mut World, random: &mut SplitMix64) {
         }
         11..=12 => change_claim(world, random),
         13 => restore(world, random, &name),
+        14 => wipe_annotation(world, random),
         _ => delete_lone(world, &name),
     }
 }
@@ -118,6 +119,13 @@ fn move_network(world: &mut World, random: &mut SplitMix64, name: &Arc<str>) {
             one.nad = to;
         }
     });
+}
+
+/// Breaks the networks annotation of a pod. Its interfaces stay.
+fn wipe_annotation(world: &mut World, random: &mut SplitMix64) {
+    let pods: Vec<_> = world.live.pods.keys().cloned().collect();
+    let Some(key) = random.pick(&pods) else { return };
+    world.change(|objects| objects.pods.get_mut(&key).unwrap().elements = Box::default());
 }
 
 /// Creates a claim from a backup, whose annotation may name an address that somebody has.

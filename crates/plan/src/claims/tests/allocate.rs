@@ -232,6 +232,21 @@ fn the_address_of_a_removed_subnet_stays_as_it_was_published() {
     }
 }
 
+/// Another length was chosen for the blocks of this network, so their names do not conflict.
+#[test]
+fn no_block_overlaps_one_of_an_earlier_network_of_the_name() {
+    let mut network = Network::new(&["10.0.0.0/29"]);
+    network.hold("10.0.0.0/31", node(), None).used = 1;
+    let former = network.blocks.values_mut().next().unwrap();
+    former.object.spec.network_uid = "earlier".to_owned();
+    network.want("any");
+    let plan = network.settle();
+    assert_eq!(addresses(&plan, "any"), ["10.0.0.4/29"]);
+    network.want("requested").requested = vec![ip("10.0.0.2")];
+    let plan = network.settle();
+    assert!(!plan.reserved.contains_key("uid-requested"), "the claim waits: {plan:#?}");
+}
+
 #[test]
 fn a_requested_address_is_validated() {
     let text = |requested: &str| {
@@ -494,17 +509,21 @@ fn the_report_of_a_daemon_decides_whether_an_address_is_in_use_and_annotations_d
     let referencing = forged.clone();
     let forged = ClaimPod { elements: [].into(), ..forged };
     let (short, long) = (Duration::from_secs(59), Duration::from_secs(60));
-    for (pod, report, ready, unused, counts) in [
-        (&forged, None, true, long, true),
-        (&forged, Some(&NodeReport::default()), true, long, true),
-        (&forged, Some(&reports), true, short, false),
-        (&forged, Some(&reports), false, long, true),
+    for (pod, report, unused, counts) in [
+        (&forged, None, long, true),
+        (&forged, Some(&NodeReport::default()), long, true),
+        (&forged, Some(&reports), short, false),
         // Its ADD may have begun before the claim was gone.
-        (&referencing, Some(&reports), true, short, true),
-        (&referencing, Some(&reports), true, long, false),
+        (&referencing, Some(&reports), short, true),
+        (&referencing, Some(&reports), long, false),
     ] {
-        let decide = release::annotations_count(&candidate, pod, report, ready, unused);
-        assert_eq!(decide, counts, "{pod:?} {report:?} {ready} {unused:?}");
+        let decide = release::annotations_count(&candidate, pod, report, unused, None);
+        assert_eq!(decide, counts, "{pod:?} {report:?} {unused:?}");
+    }
+    // A pod can name a Node that does not exist.
+    for (missing, counts) in [(599, true), (600, false)] {
+        let missing = Some(Duration::from_secs(missing));
+        assert_eq!(release::annotations_count(&candidate, &forged, None, long, missing), counts);
     }
 }
 

@@ -131,7 +131,22 @@ fn a_reboot_and_garbage_collection_release_claim_leases_by_their_key() {
     node.serve("source", "claim", &BOTH);
     node.serve("target", "claim", &BOTH);
     let live = BTreeSet::from(["target".to_owned()]);
-    assert_eq!(node.ledger.leases_without_sandbox(&live, 101), [key("source")]);
+    // They are from 100. The runtime lists sandboxes later than that, and a network that is being deleted must not wait long.
+    let (ages, any) = (Timings::default(), node.ledger.leases().values().next().unwrap().network.clone());
+    let (open, closed) = (ages.min_lease_age.as_secs(), ages.min_closed_lease_age.as_secs());
+    assert!(closed < open);
+    for (listed, is_closed, collected) in [
+        (100 + open, false, false),
+        (101 + open, false, true),
+        (100 + closed, true, false),
+        (101 + closed, true, true),
+        (101 + closed, false, false),
+    ] {
+        let is_closed = |uid: &str| is_closed && uid == any;
+        let listed = i64::try_from(listed).unwrap();
+        let found = node.ledger.leases_without_sandbox(&live, listed, &ages, is_closed);
+        assert_eq!(found, if collected { vec![key("source")] } else { Vec::new() }, "{listed}");
+    }
     assert_eq!(node.ledger.leases_outside("net", "blue", &BTreeSet::from([key("target")])), [key("source")]);
     assert_eq!(node.ledger.leases_of_other_boots("next"), [key("source"), key("target")]);
     for gone in node.ledger.leases_of_other_boots("next") {

@@ -126,6 +126,12 @@ fn a_closed_network_is_reported_at_once_and_the_last_report_stays_while_the_leas
     publisher.leases = report(0);
     assert_eq!(publisher.desired().closed_networks, [closed(0)]);
     assert_eq!(publisher.desired().claim_addresses, Some(Vec::new()));
+    // An ADD waits until its address is listed.
+    publisher.write();
+    let claims =
+        api::ClaimAddresses { network_uid: "u".to_owned(), addresses: vec!["10.0.0.2".parse().unwrap()] };
+    publisher.leases = Some(LeaseReport { claims: Some(vec![claims]), ..publisher.leases.unwrap() });
+    assert_eq!(publisher.publish(now), PublishDecision::At(now + MIN_NETWORK_WRITE_INTERVAL));
 }
 
 fn network(ready: bool) -> NetworkOnNode {

@@ -51,6 +51,11 @@ fn a_machine_of_its_name_adopts_a_claim_that_no_pod_used() {
         back(machine);
         machine.vmi = None;
     });
+    // The restore wrote its status too.
+    check("owner ns/vm1.blue VirtualMachine v2", |machine| {
+        back(machine);
+        machine.claims[0].status.ips = vec!["10.0.0.7/24".to_owned()];
+    });
     check("owner ns/vm1.blue VirtualMachineInstance i2", |machine| {
         back(machine);
         machine.vm = None;

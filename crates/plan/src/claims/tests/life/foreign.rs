@@ -87,12 +87,14 @@ fn a_claim_becomes_ours_when_the_machine_has_its_interface() {
         unmarked(machine);
         machine.vmi = None;
     });
-    for change in [
-        // A version without the mark created it.
-        (|machine| machine.claims[0].interface = interface("blue")) as fn(&mut Machine),
-        |machine| machine.claims[0].finalizers.clear(),
-        |machine| machine.claims[0].owner = Some(vm_owner("v0")),
-    ] {
+    // A version without the mark created it.
+    check("mark ns/vm1.blue", |machine| {
+        unmarked(machine);
+        machine.claims[0].interface = interface("blue");
+    });
+    for change in [(|machine| machine.claims[0].finalizers.clear()) as fn(&mut Machine), |machine| {
+        machine.claims[0].owner = Some(vm_owner("v0"));
+    }] {
         let mut machine = running();
         unmarked(&mut machine);
         change(&mut machine);
@@ -105,4 +107,17 @@ fn a_claim_becomes_ours_when_the_machine_has_its_interface() {
         (machine.vm, machine.vmi) = (Some(vm("v1", &[])), None);
         machine.pods.clear();
     });
+    // Another tool fills in the interface too.
+    for change in [
+        (|claim| claim.label = None) as fn(&mut ClaimState),
+        |claim| claim.finalizers.clear(),
+        |claim| (claim.owner, claim.owner_count) = (None, 0),
+        |claim| claim.owner.as_mut().unwrap().kind = OwnerKind::Other,
+    ] {
+        let mut other = claim("vm1.blue", Some(vm_owner("v1")));
+        (other.annotations.managed, other.interface) = (false, interface("blue"));
+        assert!(other.is_ours());
+        change(&mut other);
+        assert!(!other.is_ours(), "{other:?}");
+    }
 }
