@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use api::{
     attachments::{Attachment, AttachmentState},
+    nad_config::{NadConfig, PluginConfig},
     selection::NadRef,
 };
 
@@ -120,6 +121,7 @@ pub(super) fn unusable_nad(
         );
         Some(refused(StateReason::DeviceRequired, EventReason::DeviceRequired, message))
     };
+    let static_device = |config: &NadConfig| config.plugins.iter().find_map(PluginConfig::device_key);
     match nad {
         NadState::Ready { .. } if wanted.element.device_id.is_some() => {
             device(&format!("the element of NAD {name} has deviceID"))
@@ -136,7 +138,8 @@ pub(super) fn unusable_nad(
                 "NAD {name} moves a device of the node into the pod, which the node would lose at the end of the pod"
             ))
         }
-        NadState::Ready { .. } => None,
+        NadState::Ready { config } => static_device(config)
+            .and_then(|key| device(&format!("NAD {name} has a plugin with {key}, a device of the node"))),
         // The element waits.
         NadState::IsolationUnknown { .. } => None,
         NadState::Unknown { message } => Some(failed(StateReason::AddFailed, message.clone())),
