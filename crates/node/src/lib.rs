@@ -233,6 +233,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(pod_watch.run(stop.clone()));
     tasks.spawn(persistent_watch.run(stop.clone()));
     tasks.spawn(announcer_task.run(stop.clone()));
+    tasks.spawn(reap_orphans(stop.clone()));
     let config = HotplugConfig {
         client,
         node: &node_name,
@@ -286,6 +287,12 @@ async fn start_hotplug(
         warn!(error = problem, "interfaces of running pods are neither attached nor detached");
         health.fail(Component::Hotplug, problem);
     }
+}
+
+/// Reaps what CNI plugins leave behind, until `stop`.
+async fn reap_orphans(stop: CancellationToken) -> Result<(), Error> {
+    let _ = stop.run_until_cancelled(executor::CHILDREN.reap()).await;
+    Ok(())
 }
 
 /// Lists sandboxes for IPAM, and reports whether the container runtime was found.
