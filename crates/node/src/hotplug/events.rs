@@ -69,7 +69,8 @@ impl PodEvents {
             | EventReason::NamespaceForbidden
             | EventReason::InvalidNetworks
             | EventReason::InterfaceNameTaken
-            | EventReason::DeviceRequired => "AddInterface",
+            | EventReason::DeviceRequired
+            | EventReason::OwnNetworkStack => "AddInterface",
         };
         let regarding = events::reference::<Pod>(Some(&pod.namespace), &pod.name, &pod.uid);
         let draft = EventDraft { warning: reason.is_warning(), reason: reason.as_str(), action, note };

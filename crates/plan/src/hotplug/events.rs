@@ -33,6 +33,7 @@ pub enum EventReason {
     InterfaceNameTaken,
     DeviceRequired,
     InterfaceKept,
+    OwnNetworkStack,
 }
 
 impl EventReason {
@@ -50,6 +51,7 @@ impl EventReason {
             Self::InterfaceNameTaken => "InterfaceNameTaken",
             Self::DeviceRequired => "DeviceRequired",
             Self::InterfaceKept => "InterfaceKept",
+            Self::OwnNetworkStack => "OwnNetworkStack",
         }
     }
 

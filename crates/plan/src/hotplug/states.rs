@@ -49,6 +49,8 @@ pub enum StateReason {
     LinkLost,
     /// The element of an attachment of another program was removed while hot-plug did not act.
     RemovalNotSeen,
+    /// The runtime of the pod has a network stack of its own, which may not have the interface.
+    OwnNetworkStack,
 }
 
 impl StateReason {
@@ -67,6 +69,7 @@ impl StateReason {
             Self::UpdateRejected => "UpdateRejected",
             Self::LinkLost => "LinkLost",
             Self::RemovalNotSeen => "RemovalNotSeen",
+            Self::OwnNetworkStack => "OwnNetworkStack",
         }
     }
 }
@@ -163,6 +166,23 @@ pub(super) fn unusable_nad(
             format!("NAD {name} is not allowed in namespace {}: {message}", pod.namespace),
         )),
     }
+}
+
+/// The state and the event of an attachment to a pod whose runtime has a network stack of its own.
+pub(super) fn own_network_stack(
+    pod: &PodIdentity,
+    nad: &NadRef,
+    interface: &str,
+    runtime: &str,
+) -> (Attachment, PodEvent) {
+    let message = format!(
+        "interface {interface} is in the network namespace of the pod, but the containers may not see it: the runtime \
+         {runtime} has a network stack of its own, which takes over interfaces only when the pod starts; create the pod again \
+         with network {nad}"
+    );
+    let reason = StateReason::OwnNetworkStack;
+    let event = events::about(pod, EventReason::OwnNetworkStack, &message);
+    (with_reason(nad, interface, AttachmentState::Attached, reason, message), event)
 }
 
 /// The state and the event of an attachment whose NAD is forbidden to the pod by now.

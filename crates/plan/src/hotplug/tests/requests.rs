@@ -349,6 +349,30 @@ fn a_device_is_refused() {
 }
 
 #[test]
+fn what_is_attached_to_a_runtime_with_its_own_network_stack_is_reported_once() {
+    // What multus attached when the pod started is not reported.
+    let mut node = SimNode::started("a");
+    node.sandbox.as_mut().unwrap().own_network_stack = Some("kata".to_owned());
+    node.edit("a,b");
+    node.settle();
+    assert_eq!(node.states(), ["default/b@net2 Attached/OwnNetworkStack"]);
+    assert_eq!(node.reasons(), ["AddedInterface", "OwnNetworkStack"]);
+    assert!(node.events[1].note.contains("the runtime kata has a network stack"), "{}", node.events[1].note);
+    // A damaged element does not end the report.
+    node.edit(r#"[{"name":"a"},{"name":"b","interface":"/"}]"#);
+    node.settle();
+    assert!(
+        node.states().contains(&"default/b@net2 Attached/OwnNetworkStack".to_owned()),
+        "{:?}",
+        node.states()
+    );
+    node.edit("a,b");
+    node.restart();
+    node.settle();
+    assert_eq!(node.reasons().iter().filter(|reason| **reason == "OwnNetworkStack").count(), 1);
+}
+
+#[test]
 fn a_nad_that_names_a_device_is_refused() {
     for (plugins, expected) in [
         (r#"[{"type":"sriov","deviceID":"0000:03:00.0"}]"#, "Refused/DeviceRequired"),
