@@ -125,6 +125,13 @@ impl PluginConfig {
         self.capabilities.get(name).copied().unwrap_or_default()
     }
 
+    /// The key that names a device of the node in the configuration itself, if there is one. Multus sets these keys to the
+    /// device of the pod.
+    pub fn device_key(&self) -> Option<&'static str> {
+        let names_device = |key: &&str| self.text.get_not_null(key).is_some_and(|value| value != r#""""#);
+        ["deviceID", "pciBusID"].into_iter().find(names_device)
+    }
+
     /// The configuration as it is written in the NAD.
     pub fn text(&self) -> &str {
         self.text.as_str()

@@ -1,4 +1,4 @@
-//! The admin socket: liveness, readiness and metrics, for root on the node.
+//! The admin socket: liveness, readiness and metrics, and dropping records of hot-plug, for root on the node.
 
 use std::{
     path::{Path, PathBuf},
@@ -7,16 +7,16 @@ use std::{
 
 use axum::{
     Router,
-    extract::State,
+    extract::{Path as UrlPath, State},
     http::{StatusCode, header},
     response::IntoResponse,
-    routing::get,
+    routing::{get, post},
 };
 use prometheus_client::{encoding::text::encode, registry::Registry};
 use tokio::net::UnixListener;
 use tokio_util::sync::CancellationToken;
 
-use crate::{Error, health::Health, socket};
+use crate::{Error, health::Health, hotplug::RecordDropper, socket};
 
 const SOCKET_NAME: &str = "node.sock";
 
@@ -37,18 +37,33 @@ pub async fn serve(
     listener: UnixListener,
     health: Arc<Health>,
     registry: Registry,
+    dropper: Option<RecordDropper>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    let router = router(health, registry);
+    let router = router(health, registry, dropper);
     let serving = axum::serve(listener, router).with_graceful_shutdown(stop.cancelled_owned());
     serving.await.map_err(Error::Serve)
 }
 
-fn router(health: Arc<Health>, registry: Registry) -> Router {
+fn router(health: Arc<Health>, registry: Registry, dropper: Option<RecordDropper>) -> Router {
     Router::new()
         .route("/healthz", get(live).with_state(Arc::clone(&health)))
         .route("/readyz", get(ready).with_state(health))
         .route("/metrics", get(metrics).with_state(Arc::new(registry)))
+        .route("/forget/{namespace}/{pod}/{interface}", post(forget).with_state(dropper))
+}
+
+async fn forget(
+    State(dropper): State<Option<RecordDropper>>,
+    UrlPath((namespace, pod, interface)): UrlPath<(String, String, String)>,
+) -> (StatusCode, String) {
+    let Some(dropper) = dropper else {
+        return (StatusCode::SERVICE_UNAVAILABLE, "hot-plug does not run on this node\n".to_owned());
+    };
+    match dropper.forget(&namespace, &pod, &interface).await {
+        Ok(text) => (StatusCode::OK, text),
+        Err(text) => (StatusCode::CONFLICT, text),
+    }
 }
 
 async fn live(State(health): State<Arc<Health>>) -> (StatusCode, String) {

@@ -3,7 +3,7 @@
 use std::{path::PathBuf, time::Duration};
 
 use api::{
-    IfNamePatterns, duration,
+    IfName, IfNamePatterns, duration,
     names::{CNI_BIN_DIR, HOST_ROOT, RUN_DIR, STATE_DIR},
 };
 
@@ -81,6 +81,36 @@ pub struct ProbeArgs {
     /// Directory for sockets.
     #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
     pub run_dir: PathBuf,
+}
+
+/// Flags of `patchbay forget`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct ForgetArgs {
+    /// The pod, as NAMESPACE/NAME. It may be gone.
+    #[arg(long, value_parser = pod)]
+    pub pod: String,
+
+    /// The interface in the pod.
+    #[arg(long)]
+    pub interface: IfName,
+
+    /// Directory for sockets.
+    #[arg(long, env = "PATCHBAY_RUN_DIR", value_name = "DIR", default_value = RUN_DIR)]
+    pub run_dir: PathBuf,
+}
+
+/// Both names become a part of a URL.
+fn pod(text: &str) -> Result<String, String> {
+    let is_name = |name: &str| {
+        let valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+        !name.is_empty() && name.chars().all(valid)
+    };
+    let (namespace, name) = text.split_once('/').unwrap_or_default();
+    if is_name(namespace) && is_name(name) {
+        Ok(text.to_owned())
+    } else {
+        Err("expected NAMESPACE/NAME".to_owned())
+    }
 }
 
 fn gc_interval(text: &str) -> Result<Duration, String> {

@@ -175,8 +175,14 @@ impl ContainerRuntime {
             }
             Ok(Ok(status)) => status,
         };
-        let info = SandboxInfo::parse(&status.info);
-        info.map(Some).map_err(|source| Error::Info { path, id: id.to_owned(), source })
+        let mut info = SandboxInfo::parse(&status.info).map_err(|source| Error::Info {
+            path,
+            id: id.to_owned(),
+            source,
+        })?;
+        let handler = status.status.map(|status| status.runtime_handler).filter(|name| !name.is_empty());
+        info.runtime_handler = info.runtime_handler.or(handler);
+        Ok(Some(info))
     }
 
     /// The directories of CNI that the runtime uses. A runtime need not name them.

@@ -1,6 +1,7 @@
 //! Runs CNI plugins of the host.
 
 mod cache;
+mod children;
 mod error;
 mod input;
 mod limits;
@@ -31,6 +32,7 @@ use tokio::{
 use tracing::warn;
 use wire::cni::{Success, Verb, Version};
 
+pub use children::CHILDREN;
 pub use error::ExecError;
 pub use metrics::Metrics;
 pub use result::attachment_result;

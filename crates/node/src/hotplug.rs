@@ -7,6 +7,7 @@ mod apply;
 mod config;
 mod controller;
 mod events;
+mod forget;
 mod journal;
 mod metrics;
 mod multus_cache;
@@ -34,7 +35,7 @@ use kube::Client;
 use link::NamespaceLinkMonitor;
 use plan::hotplug::{MultusConfig, PlugMode};
 use tokio::{
-    sync::watch,
+    sync::{Notify, watch},
     task::JoinSet,
     time::{Instant, sleep_until},
 };
@@ -43,6 +44,7 @@ use tracing::{info, warn};
 
 pub use self::{
     config::{ConfigError, HotplugArgs, HotplugMode, HotplugSettings, parse_plugin_timeout},
+    forget::RecordDropper,
     journal::{AttachmentJournal, Error as JournalError},
     metrics::Metrics,
 };
@@ -91,6 +93,8 @@ struct Deps {
     /// The boot ID of the node.
     boot: String,
     mode: watch::Receiver<PlugMode>,
+    /// Records were dropped for an administrator.
+    dropped: Arc<Notify>,
     /// The UIDs at the API server of the pods whose annotation names a UID of the container runtime. They differ for static
     /// pods, and any user can write such an annotation.
     mirror_pods: Mutex<HashMap<String, BTreeSet<String>>>,
@@ -280,7 +284,7 @@ pub async fn start(
     config: HotplugConfig<'_>,
     tasks: &mut JoinSet<Result<(), Error>>,
     stop: &CancellationToken,
-) -> Result<(), StartError> {
+) -> Result<RecordDropper, StartError> {
     let HotplugConfig {
         client, node, pods, settings, runtime, journal, boot, health, metrics, repairs, ..
     } = config;
@@ -326,6 +330,7 @@ pub async fn start(
         health,
         boot,
         mode: mode_receiver,
+        dropped: Arc::default(),
         mirror_pods: Mutex::default(),
         runtime_pods: Mutex::default(),
         sandbox_owners: Mutex::default(),
@@ -338,8 +343,13 @@ pub async fn start(
     if deps.settings.mode == HotplugMode::On {
         tasks.spawn(multus_watch::run(Arc::clone(&deps), node.to_owned(), stop.clone()));
     }
+    let dropper = RecordDropper {
+        journal: deps.journal.clone(),
+        locator: deps.locator.clone(),
+        dropped: Arc::clone(&deps.dropped),
+    };
     tasks.spawn(Controller::new(deps, peers, mode).run(stop.clone()));
-    Ok(())
+    Ok(dropper)
 }
 
 #[cfg(test)]

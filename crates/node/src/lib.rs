@@ -53,9 +53,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-pub use args::{Args, ProbeArgs};
+pub use args::{Args, ForgetArgs, ProbeArgs};
 pub use hotplug::parse_plugin_timeout;
-pub use probe::{Probe, probe};
+pub use probe::{Probe, forget, probe};
 
 use crate::{
     attach::Attacher,
@@ -65,7 +65,7 @@ use crate::{
     cri::ContainerRuntime,
     event::Events,
     health::{Component, Health, HealthChange},
-    hotplug::{AttachmentJournal, HotplugConfig},
+    hotplug::{AttachmentJournal, HotplugConfig, RecordDropper},
     ipam::{BlockController, Ipam, SandboxFilter, Timings},
     link_records::LinkRecords,
     metrics::Metrics,
@@ -231,6 +231,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
     tasks.spawn(pod_watch.run(stop.clone()));
     tasks.spawn(persistent_watch.run(stop.clone()));
     tasks.spawn(announcer_task.run(stop.clone()));
+    tasks.spawn(reap_orphans(stop.clone()));
     let config = HotplugConfig {
         client,
         node: &node_name,
@@ -246,9 +247,9 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         executor_metrics,
         repairs,
     };
-    start_hotplug(config, &mut tasks, &stop).await;
+    let dropper = start_hotplug(config, &mut tasks, &stop).await;
     tasks.spawn(report_journal(journal_problem, Arc::clone(&health), stop.clone()));
-    tasks.spawn(admin::serve(listener, health, registry, stop.clone()));
+    tasks.spawn(admin::serve(listener, health, registry, dropper, stop.clone()));
     tasks.spawn(controller.run(stop.clone()));
     tasks.spawn(sender.run(stop.clone()));
     // The socket exists before the plugin that connects to it.
@@ -278,13 +279,21 @@ async fn start_hotplug(
     config: HotplugConfig<'_>,
     tasks: &mut JoinSet<Result<(), Error>>,
     stop: &CancellationToken,
-) {
+) -> Option<RecordDropper> {
     let health = Arc::clone(&config.health);
-    if let Err(error) = hotplug::start(config, tasks, stop).await {
-        let problem = format!("hot-plug cannot start: {}", ErrorChain(&error));
+    let started = hotplug::start(config, tasks, stop).await;
+    if let Err(error) = &started {
+        let problem = format!("hot-plug cannot start: {}", ErrorChain(error));
         warn!(error = problem, "interfaces of running pods are neither attached nor detached");
         health.fail(Component::Hotplug, problem);
     }
+    started.ok()
+}
+
+/// Reaps what CNI plugins leave behind, until `stop`.
+async fn reap_orphans(stop: CancellationToken) -> Result<(), Error> {
+    let _ = stop.run_until_cancelled(executor::CHILDREN.reap()).await;
+    Ok(())
 }
 
 /// Lists sandboxes for IPAM, and reports whether the container runtime was found.

@@ -15,6 +15,8 @@ use tokio::{
 use crate::{Error, admin};
 
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+/// The daemon lists the sandboxes of the container runtime.
+const FORGET_TIMEOUT: Duration = Duration::from_secs(30);
 /// More than any response has.
 const MAX_RESPONSE: u64 = 4 * 1024 * 1024;
 
@@ -49,8 +51,17 @@ pub async fn probe(run_dir: &Path, endpoint: Probe) -> Result<String, Error> {
         let response = "not ready: the daemon of another pod still serves this node; the probe is repeated";
         return Err(Error::NotOk { response: response.to_owned() });
     }
-    let response = match timeout(PROBE_TIMEOUT, get(&path, endpoint)).await {
-        Err(_) => return Err(Error::Timeout { path, limit: PROBE_TIMEOUT }),
+    respond(path, PROBE_TIMEOUT, format!("GET {}", endpoint.path())).await
+}
+
+/// Has the daemon drop the record of an attachment without DEL. Returns what it dropped.
+pub async fn forget(run_dir: &Path, pod: &str, interface: &str) -> Result<String, Error> {
+    respond(admin::path(run_dir), FORGET_TIMEOUT, format!("POST /forget/{pod}/{interface}")).await
+}
+
+async fn respond(path: PathBuf, limit: Duration, line: String) -> Result<String, Error> {
+    let response = match timeout(limit, request(&path, &line)).await {
+        Err(_) => return Err(Error::Timeout { path, limit }),
         Ok(Err(source)) => return Err(Error::Query { path, source }),
         Ok(Ok(response)) => response,
     };
@@ -79,10 +90,9 @@ fn mount_namespace(process: &str) -> io::Result<PathBuf> {
     fs::read_link(format!("/proc/{process}/ns/mnt"))
 }
 
-async fn get(path: &Path, endpoint: Probe) -> io::Result<String> {
+async fn request(path: &Path, line: &str) -> io::Result<String> {
     let mut stream = UnixStream::connect(path).await?;
-    let request = format!("GET {} HTTP/1.0\r\n\r\n", endpoint.path());
-    stream.write_all(request.as_bytes()).await?;
+    stream.write_all(format!("{line} HTTP/1.0\r\n\r\n").as_bytes()).await?;
     let mut response = String::new();
     stream.take(MAX_RESPONSE).read_to_string(&mut response).await?;
     Ok(response)
@@ -138,7 +148,7 @@ mod tests {
         let (metrics, registry) = Metrics::new();
         metrics.events.inc_by(7);
         let mut tasks = JoinSet::new();
-        tasks.spawn(admin::serve(listener, Arc::clone(health), registry, stop.clone()));
+        tasks.spawn(admin::serve(listener, Arc::clone(health), registry, None, stop.clone()));
         tasks
     }
 
@@ -188,6 +198,9 @@ mod tests {
         assert_eq!(probe(&dir.0, Probe::Ready).await.unwrap(), "ok\nwarning: the disk is full\n");
         let metrics = probe(&dir.0, Probe::Metrics).await.unwrap();
         assert!(metrics.contains("patchbay_node_events_total 7\n"), "{metrics}");
+
+        let error = forget(&dir.0, "shop/web", "net1").await.unwrap_err().to_string();
+        assert_eq!(error, "hot-plug does not run on this node");
 
         stop.cancel();
         tasks.join_next().await.unwrap().unwrap().unwrap();

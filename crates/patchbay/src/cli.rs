@@ -48,6 +48,9 @@ enum Command {
     Node(ServiceArgs<node::Args>),
     /// Query the node daemon on this node: liveness, readiness or metrics. Exits with 1 if the daemon is not ok.
     Probe(node::ProbeArgs),
+    /// Drop the record of an attachment whose DEL fails for ever, on the node of this daemon, without DEL. Refuses one that is in
+    /// use.
+    Forget(node::ForgetArgs),
     /// Plug an interface into a running pod, and wait until it is attached. Exits with 1 if it is not.
     Plug(PlugArgs),
     /// Remove an interface from a running pod, and wait until it is gone. Exits with 1 if it is not.
@@ -91,6 +94,7 @@ impl Cli {
         match self.command {
             Command::Controller(_) | Command::Node(_) => true,
             Command::Probe(_)
+            | Command::Forget(_)
             | Command::Plug(_)
             | Command::Unplug(_)
             | Command::Convert(_)
@@ -115,6 +119,10 @@ impl Cli {
             Command::Probe(node::ProbeArgs { probe, run_dir }) => {
                 let answer = block_on(Builder::new_current_thread(), node::probe(&run_dir, probe))?;
                 print(&answer?)
+            }
+            Command::Forget(node::ForgetArgs { pod, interface, run_dir }) => {
+                let forget = async { node::forget(&run_dir, &pod, interface.as_str()).await };
+                print(&block_on(Builder::new_current_thread(), forget)??)
             }
             Command::Plug(args) => block_on(Builder::new_current_thread(), plug::plug(args))?,
             Command::Unplug(args) => block_on(Builder::new_current_thread(), plug::unplug(args))?,

@@ -44,7 +44,7 @@ pub use multus::{
 };
 pub use pod::{
     DesiredPod, HostLink, NadState, ObservedLink, ObservedPod, PlanInput, PlugMode, PodLifecycle, SandboxRef,
-    SandboxState,
+    SandboxState, own_network_stack,
 };
 pub use records::{
     AttachedRecord, AttachmentKey, AttachmentRecord, LinkIdentity, Origin, PodIdentity, RecordPhase,

@@ -23,12 +23,17 @@ use tokio::{
     process::{Child, ChildStdin, Command},
     runtime::Handle,
     sync::oneshot,
+    task::spawn_blocking,
     time::{Instant, sleep, sleep_until, timeout},
 };
 use tracing::{debug, warn};
 use wire::cni::{PluginError, Verb};
 
-use super::{ExecError, limits::Permit};
+use super::{
+    ExecError,
+    children::{self, CALL_VARIABLE, CHILDREN, CallId},
+    limits::Permit,
+};
 use crate::host_mounts::HostMounts;
 
 /// The longest result. A pod's annotations are at most this long together.
@@ -78,18 +83,20 @@ impl PluginCall {
         mut permit: Permit,
         reply: oneshot::Sender<Result<Vec<u8>, ExecError>>,
     ) {
-        let mut child = match self.start(&host).await {
-            Ok(child) => child,
+        let call = CallId::next();
+        let mut plugin = match self.start(&host, call).await {
+            Ok(plugin) => plugin,
             Err(error) => {
                 let _ = reply.send(Err(error));
                 return;
             }
         };
+        let child = &mut plugin.child;
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
-        let end = self.supervise(&mut child, &mut permit, &mut stdout, &mut stderr).await;
+        let end = self.supervise(child, &mut permit, &mut stdout, &mut stderr).await;
         let mut gone = true;
         if matches!(end, End::Timeout | End::TooLong) {
-            kill(&child);
+            kill_call(child, call).await;
             gone = timeout(KILL_GRACE, child.wait()).await.is_ok();
         }
         let _ = reply.send(self.result(end, stdout, &stderr));
@@ -100,7 +107,7 @@ impl PluginCall {
     }
 
     /// Starts the plugin in the mount namespace of the host.
-    async fn start(&self, host: &HostMounts) -> Result<Child, ExecError> {
+    async fn start(&self, host: &HostMounts, id: CallId) -> Result<PluginProcess, ExecError> {
         let failed = |source| ExecError::Host { plugin: self.plugin.clone(), source };
         let mut retries = BUSY_RETRIES;
         loop {
@@ -109,17 +116,20 @@ impl PluginCall {
                 .run(move || {
                     let Some(path) = find(&call.plugin, &call.dirs) else { return Ok(None) };
                     let _runtime = runtime.enter();
-                    spawn(&path, &call.env).map(|child| Some(Unsupervised(Some(child))))
+                    let child = CHILDREN.start(|| spawn(&path, &call.env, id), group);
+                    let supervise =
+                        |child| Some(Unsupervised(Some(PluginProcess { pid: group(&child), child })));
+                    child.map(supervise)
                 })
                 .await
                 .map_err(failed)?;
             match started.map(|started| started.and_then(Unsupervised::take)) {
-                Ok(Some(child)) => {
+                Ok(Some(plugin)) => {
                     // In the daemon's own /proc, where the number means this process. One that has exited needs no score.
-                    if let Some(pid) = group(&child) {
+                    if let Some(pid) = group(&plugin.child) {
                         let _ = fs::write(format!("/proc/{pid}/oom_score_adj"), OOM_SCORE_ADJ);
                     }
-                    return Ok(child);
+                    return Ok(plugin);
                 }
                 Ok(None) => {
                     return Err(ExecError::PluginMissing {
@@ -206,30 +216,45 @@ impl PluginCall {
     }
 }
 
+/// The process of a plugin. Only tokio reaps it while this value lives.
+struct PluginProcess {
+    child: Child,
+    pid: Option<Pid>,
+}
+
+impl Drop for PluginProcess {
+    fn drop(&mut self) {
+        if let Some(pid) = self.pid {
+            CHILDREN.ended(pid);
+        }
+    }
+}
+
 /// A process that no task supervises yet. It is killed if it is dropped, because its caller gave up.
-struct Unsupervised(Option<Child>);
+struct Unsupervised(Option<PluginProcess>);
 
 impl Unsupervised {
-    fn take(mut self) -> Option<Child> {
+    fn take(mut self) -> Option<PluginProcess> {
         self.0.take()
     }
 }
 
 impl Drop for Unsupervised {
     fn drop(&mut self) {
-        if let Some(child) = &self.0 {
-            kill(child);
+        if let Some(plugin) = &self.0 {
+            kill(&plugin.child);
         }
     }
 }
 
 /// Starts a process that leads its own process group.
-fn spawn(path: &Path, env: &[(&'static str, String)]) -> io::Result<Child> {
+fn spawn(path: &Path, env: &[(&'static str, String)], call: CallId) -> io::Result<Child> {
     let mut command = std::process::Command::new(path);
     command
         .env_clear()
         .env("PATH", PATH)
         .envs(env.iter().map(|(key, value)| (key, value)))
+        .env(CALL_VARIABLE, call.value())
         .current_dir("/")
         .process_group(0)
         .stdin(Stdio::piped())
@@ -243,7 +268,14 @@ fn group(child: &Child) -> Option<Pid> {
     child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw)
 }
 
-/// Kills the process and its children.
+/// Kills the processes of a call.
+async fn kill_call(child: &Child, call: CallId) {
+    let plugin = group(child);
+    let _ = timeout(KILL_GRACE, spawn_blocking(move || children::kill_call(plugin, call))).await;
+    kill(child);
+}
+
+/// Kills the process group.
 fn kill(child: &Child) {
     if let Some(group) = group(child) {
         let _ = killpg(group, Signal::SIGKILL);

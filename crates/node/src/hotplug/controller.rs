@@ -127,6 +127,7 @@ impl Controller {
                 uid = next_change(&mut self.changes) => self.pod_changed(&uid, &stop),
                 nad = deps.nads.changed() => self.nad_changed(&nad),
                 // Isolation and default networks may have changed.
+                () = deps.dropped.notified() => self.workers.values().for_each(|wake| wake.wake()),
                 () = deps.multus.changed() => self.workers.values().for_each(|wake| wake.wake()),
                 event = deps.next_namespace_event() => self.namespace_changed(event, &stop),
                 read = deps.monitor.wait(|events| deps.watched.apply(events)) => if let Err(error) = read {

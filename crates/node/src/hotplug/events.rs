@@ -70,7 +70,8 @@ impl PodEvents {
             | EventReason::InvalidNetworks
             | EventReason::InterfaceNameTaken
             | EventReason::DeviceRequired
-            | EventReason::RecordsUnreadable => "AddInterface",
+            | EventReason::RecordsUnreadable
+            | EventReason::OwnNetworkStack => "AddInterface",
         };
         let regarding = events::reference::<Pod>(Some(&pod.namespace), &pod.name, &pod.uid);
         let draft = EventDraft { warning: reason.is_warning(), reason: reason.as_str(), action, note };

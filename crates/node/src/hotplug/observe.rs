@@ -325,7 +325,8 @@ impl Deps {
             }
             Ok(Some(found)) => match found.network {
                 PodNetwork::Namespace(netns) => {
-                    let sandbox = SandboxRef { id: found.id, netns };
+                    let sandbox =
+                        SandboxRef { id: found.id, netns, own_network_stack: found.own_network_stack };
                     self.note_sandbox(&desired.pod.runtime_uid, Some(&sandbox.netns));
                     cache.sandbox = Some(sandbox.clone());
                     SandboxState::Ready(sandbox)

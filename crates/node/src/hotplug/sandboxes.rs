@@ -19,6 +19,7 @@ use nix::{
     fcntl::OFlag,
     sys::statfs::{NSFS_MAGIC, fstatfs},
 };
+use plan::hotplug::own_network_stack;
 use tokio::time::Instant;
 pub use watch::{NamespaceEvent, NamespaceWatch};
 use wire::cri::{SandboxInfo, SandboxNetwork};
@@ -49,8 +50,11 @@ struct LocatorCache {
     generation: u64,
     listed: Option<Listed>,
     /// By sandbox ID.
-    networks: BTreeMap<String, PodNetwork>,
+    networks: BTreeMap<String, SandboxFacts>,
 }
+
+/// The network of a sandbox, and its runtime if that has a network stack of its own.
+type SandboxFacts = (PodNetwork, Option<String>);
 
 /// The last answer of the runtime.
 #[derive(Clone)]
@@ -75,6 +79,8 @@ pub struct PodSandbox {
     pub pod_name: String,
     pub attempt: u32,
     pub network: PodNetwork,
+    /// The runtime, if it has a network stack of its own.
+    pub own_network_stack: Option<String>,
 }
 
 /// The network namespace of a sandbox.
@@ -148,7 +154,14 @@ impl SandboxLocator {
         };
         let Some(Sandbox { id, pod_namespace, pod_name, attempt, .. }) = sandbox else { return Ok(None) };
         let network = self.network(&id).await?;
-        Ok(network.map(|network| PodSandbox { id, pod_namespace, pod_name, attempt, network }))
+        Ok(network.map(|(network, own_network_stack)| PodSandbox {
+            id,
+            pod_namespace,
+            pod_name,
+            attempt,
+            network,
+            own_network_stack,
+        }))
     }
 
     /// Opens a namespace by its path on the host. An error of the kind NotFound means that the namespace is gone.
@@ -158,7 +171,7 @@ impl SandboxLocator {
     }
 
     /// The network of a sandbox; None if the sandbox does not exist any more.
-    async fn network(&self, id: &str) -> Result<Option<PodNetwork>, LocateError> {
+    async fn network(&self, id: &str) -> Result<Option<SandboxFacts>, LocateError> {
         if let Some(known) = self.cache().networks.get(id) {
             return Ok(Some(known.clone()));
         }
@@ -166,7 +179,7 @@ impl SandboxLocator {
             let (id, source) = (id.to_owned(), Arc::new(source));
             LocateError::Network { id, source }
         })?;
-        let Some(SandboxInfo { pid, network, .. }) = info else {
+        let Some(SandboxInfo { pid, network, runtime_type, runtime_handler }) = info else {
             self.invalidate();
             return Ok(None);
         };
@@ -181,10 +194,11 @@ impl SandboxLocator {
                 (PodNetwork::Unavailable, false)
             }
         };
+        let found = (network, own_network_stack(runtime_type.as_deref(), runtime_handler.as_deref()));
         if constant {
-            self.cache().networks.insert(id.to_owned(), network.clone());
+            self.cache().networks.insert(id.to_owned(), found.clone());
         }
-        Ok(Some(network))
+        Ok(Some(found))
     }
 
     async fn request_list(&self) -> Result<Arc<SandboxList>, Arc<cri::Error>> {

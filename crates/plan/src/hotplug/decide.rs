@@ -364,8 +364,19 @@ impl<'a> Planner<'a> {
             self.events.push((event, Some(state.clone())));
             self.states.push(state);
         } else if record.origin == Origin::Hotplug {
-            self.states.push(states::plain(nad, interface, AttachmentState::Attached));
+            self.report_attached(nad, interface);
         }
+    }
+
+    /// Lists what the daemon attached.
+    fn report_attached(&mut self, nad: &NadRef, interface: &str) {
+        let Some(runtime) = self.sandbox.and_then(|sandbox| sandbox.own_network_stack.as_deref()) else {
+            self.states.push(states::plain(nad, interface, AttachmentState::Attached));
+            return;
+        };
+        let (state, event) = states::own_network_stack(&self.input.desired.pod, nad, interface, runtime);
+        self.events.push((event, Some(state.clone())));
+        self.states.push(state);
     }
 
     /// An element without an attachment, or with one that is removed first.

@@ -34,6 +34,7 @@ pub enum EventReason {
     DeviceRequired,
     InterfaceKept,
     RecordsUnreadable,
+    OwnNetworkStack,
 }
 
 impl EventReason {
@@ -52,6 +53,7 @@ impl EventReason {
             Self::DeviceRequired => "DeviceRequired",
             Self::InterfaceKept => "InterfaceKept",
             Self::RecordsUnreadable => "RecordsUnreadable",
+            Self::OwnNetworkStack => "OwnNetworkStack",
         }
     }
 

@@ -94,6 +94,22 @@ pub struct SandboxRef {
     pub id: String,
     /// The path of the network namespace, as the runtime reports it.
     pub netns: String,
+    /// The runtime, if it has a network stack of its own ([`own_network_stack`]).
+    pub own_network_stack: Option<String>,
+}
+
+/// Parts of the names of runtimes whose containers have another network stack than that of the sandbox's namespace: it takes
+/// over the links that exist when the sandbox starts.
+const OWN_NETWORK_STACKS: [&str; 6] = ["kata", "runsc", "gvisor", "firecracker", "urunc", "quark"];
+
+/// The name of the runtime of a sandbox, if that has a network stack of its own.
+///
+/// The type of the runtime decides if it is known: an administrator chooses the name of the handler.
+pub fn own_network_stack(runtime_type: Option<&str>, handler: Option<&str>) -> Option<String> {
+    let name = runtime_type.or(handler)?;
+    let lower = name.to_ascii_lowercase();
+    let own = OWN_NETWORK_STACKS.iter().any(|part| lower.contains(part));
+    own.then(|| handler.unwrap_or(name).to_owned())
 }
 
 /// A link of the pod's namespace.
@@ -179,4 +195,30 @@ pub struct PlanInput<'a> {
     /// The attempt that has been running for more than two seconds. The states then report `Pending` and `Removing`. The
     /// caller ignores the step of such a plan.
     pub running: Option<&'a AttemptKey>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_runtime_with_its_own_network_stack_is_known_by_its_type_or_else_by_its_handler() {
+        for (runtime_type, handler, expected) in [
+            (Some("io.containerd.kata.v2"), Some("vm"), Some("vm")),
+            (Some("io.containerd.kata-qemu.v2"), None, Some("io.containerd.kata-qemu.v2")),
+            (Some("io.containerd.runsc.v1"), Some("gvisor"), Some("gvisor")),
+            (Some("aws.firecracker"), None, Some("aws.firecracker")),
+            (Some("io.containerd.runc.v2"), Some("kata"), None),
+            (Some("io.containerd.runc.v2"), Some("nvidia"), None),
+            (Some("io.containerd.runc.v2"), None, None),
+            (None, Some("Kata-clh"), Some("Kata-clh")),
+            (None, Some("my-runsc"), Some("my-runsc")),
+            (None, Some("nvidia"), None),
+            (None, Some("crun"), None),
+            (None, None, None),
+        ] {
+            let found = own_network_stack(runtime_type, handler);
+            assert_eq!(found.as_deref(), expected, "{runtime_type:?} {handler:?}");
+        }
+    }
 }

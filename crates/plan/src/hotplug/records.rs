@@ -1,5 +1,7 @@
 //! What is recorded about an attachment when it is made, so that it can be removed without its NAD.
 
+use std::collections::BTreeSet;
+
 use api::{
     network_status::NetworkStatus,
     selection::{NadRef, NetworkSelectionElement},
@@ -167,6 +169,14 @@ impl AttachmentRecord {
         let addresses =
             self.requested.as_ref().is_some_and(|requested| *requested != RequestedAddresses::default());
         self.origin == Origin::PodStart && self.nad.namespace != self.pod.namespace && unnamed && !addresses
+    }
+
+    /// Whether a pod has the attachment, so that its record may not be dropped. `running` are the sandboxes that run.
+    ///
+    /// One whose DEL was started is not: it may have released the addresses.
+    pub fn is_in_use(&self, running: &BTreeSet<String>) -> bool {
+        let is_left = self.removing || self.phase == RecordPhase::Removed;
+        running.contains(&self.key.container) && !is_left
     }
 
     /// The length in the journal in bytes.

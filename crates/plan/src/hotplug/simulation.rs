@@ -237,6 +237,7 @@ impl SimNode {
         let sandbox = SandboxRef {
             id: format!("sandbox-{}", self.sandboxes),
             netns: format!("/var/run/netns/cni-{}", self.sandboxes),
+            own_network_stack: None,
         };
         let eth0 = SimLink { name: "eth0".to_owned(), owner: None };
         self.namespaces.insert(sandbox.netns.clone(), BTreeMap::from([(2, eth0)]));

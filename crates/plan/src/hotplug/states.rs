@@ -4,6 +4,7 @@ use std::net::IpAddr;
 
 use api::{
     attachments::{Attachment, AttachmentState},
+    nad_config::{NadConfig, PluginConfig},
     selection::NadRef,
 };
 
@@ -50,6 +51,8 @@ pub enum StateReason {
     RemovalNotSeen,
     /// What multus recorded about the pod cannot be used.
     RecordsUnreadable,
+    /// The runtime of the pod has a network stack of its own, which may not have the interface.
+    OwnNetworkStack,
 }
 
 impl StateReason {
@@ -69,6 +72,7 @@ impl StateReason {
             Self::LinkLost => "LinkLost",
             Self::RemovalNotSeen => "RemovalNotSeen",
             Self::RecordsUnreadable => "RecordsUnreadable",
+            Self::OwnNetworkStack => "OwnNetworkStack",
         }
     }
 }
@@ -123,6 +127,7 @@ pub(super) fn unusable_nad(
         );
         Some(refused(StateReason::DeviceRequired, EventReason::DeviceRequired, message))
     };
+    let static_device = |config: &NadConfig| config.plugins.iter().find_map(PluginConfig::device_key);
     match nad {
         NadState::Ready { .. } if wanted.element.device_id.is_some() => {
             device(&format!("the element of NAD {name} has deviceID"))
@@ -139,8 +144,10 @@ pub(super) fn unusable_nad(
                 "NAD {name} moves a device of the node into the pod, which the node would lose at the end of the pod"
             ))
         }
+        NadState::Ready { config } => static_device(config)
+            .and_then(|key| device(&format!("NAD {name} has a plugin with {key}, a device of the node"))),
         // An element whose isolation is unknown waits.
-        NadState::Ready { .. } | NadState::IsolationUnknown { .. } => None,
+        NadState::IsolationUnknown { .. } => None,
         NadState::Unknown { message } => Some(failed(StateReason::AddFailed, message.clone())),
         NadState::Missing => Some(failed(
             StateReason::NetworkNotFound,
@@ -162,6 +169,23 @@ pub(super) fn unusable_nad(
             format!("NAD {name} is not allowed in namespace {}: {message}", pod.namespace),
         )),
     }
+}
+
+/// The state and the event of an attachment to a pod whose runtime has a network stack of its own.
+pub(super) fn own_network_stack(
+    pod: &PodIdentity,
+    nad: &NadRef,
+    interface: &str,
+    runtime: &str,
+) -> (Attachment, PodEvent) {
+    let message = format!(
+        "interface {interface} is in the network namespace of the pod, but the containers may not see it: the runtime \
+         {runtime} has a network stack of its own, which takes over interfaces only when the pod starts; create the pod again \
+         with network {nad}"
+    );
+    let reason = StateReason::OwnNetworkStack;
+    let event = events::about(pod, EventReason::OwnNetworkStack, &message);
+    (with_reason(nad, interface, AttachmentState::Attached, reason, message), event)
 }
 
 /// The state and the event of an attachment whose NAD is forbidden to the pod by now.

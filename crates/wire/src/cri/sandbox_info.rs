@@ -16,7 +16,9 @@ pub struct SandboxInfo {
     /// A process in the sandbox, on the host. `None` if the sandbox has none, or CRI-O runs it without one.
     pub pid: Option<u32>,
     pub network: SandboxNetwork,
-    /// The runtime class' handler, if containerd says it.
+    /// The type of the runtime, if containerd says it.
+    pub runtime_type: Option<String>,
+    /// The handler of the runtime class; `None` for the default one, or if the runtime does not say it.
     pub runtime_handler: Option<String>,
 }
 
@@ -62,6 +64,7 @@ impl std::error::Error for InfoError {}
 struct RawInfo {
     pid: Option<i64>,
     net_namespace_closed: Option<bool>,
+    runtime_type: Option<String>,
     runtime_handler: Option<String>,
     runtime_spec: Option<RuntimeSpec>,
     sandbox_metadata: Option<SandboxMetadata>,
@@ -79,6 +82,8 @@ struct RuntimeSpec {
 struct CrioAnnotations {
     #[serde(rename = "io.kubernetes.cri-o.HostNetwork")]
     host_network: Option<String>,
+    #[serde(rename = "io.kubernetes.cri-o.RuntimeHandler")]
+    runtime_handler: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -121,6 +126,8 @@ impl SandboxInfo {
         let (recorded, handler) =
             metadata.map_or((None, None), |metadata| (metadata.netns_path, metadata.runtime_handler));
         let filled = |text: Option<String>| text.filter(|text| !text.is_empty());
+        let annotations = raw.runtime_spec.as_ref().and_then(|spec| spec.annotations.as_ref());
+        let annotated = annotations.and_then(|annotations| annotations.runtime_handler.clone());
         let network = if raw.net_namespace_closed == Some(true) {
             SandboxNetwork::Closed
         } else {
@@ -133,7 +140,8 @@ impl SandboxInfo {
         Ok(Self {
             pid: raw.pid.and_then(|pid| u32::try_from(pid).ok()).filter(|&pid| pid != 0),
             network,
-            runtime_handler: filled(raw.runtime_handler).or(filled(handler)),
+            runtime_type: filled(raw.runtime_type),
+            runtime_handler: filled(raw.runtime_handler).or(filled(handler)).or(filled(annotated)),
         })
     }
 }
@@ -202,7 +210,12 @@ mod tests {
     #[test]
     fn the_forms_of_containerd_are_parsed() {
         let netns = path("/var/run/netns/cni-5f3c1e7a-8f8e-1d5c-9a43-9a6b4d0c9f11");
-        let running = SandboxInfo { pid: Some(12345), network: netns.clone(), runtime_handler: None };
+        let running = SandboxInfo {
+            pid: Some(12345),
+            network: netns.clone(),
+            runtime_type: Some("io.containerd.runc.v2".to_owned()),
+            runtime_handler: None,
+        };
         assert_eq!(parse(CONTAINERD), Ok(running.clone()));
         // Containerd 1 says the handler outside of the metadata, and has no metadata in older versions.
         let old = CONTAINERD.replace(r#""runtimeType""#, r#""runtimeHandler":"kata","runtimeType""#);
@@ -215,7 +228,12 @@ mod tests {
         let without_spec = CONTAINERD.replace(&CONTAINERD[start..end], r#""runtimeSpec":null,"#);
         assert_eq!(parse(&without_spec), Ok(running));
         let nothing = r#"{"pid":0,"processStatus":"deleted","netNamespaceClosed":false,"runtimeSpec":null,"sandboxMetadata":null}"#;
-        let unknown = SandboxInfo { pid: None, network: SandboxNetwork::Unknown, runtime_handler: None };
+        let unknown = SandboxInfo {
+            pid: None,
+            network: SandboxNetwork::Unknown,
+            runtime_type: None,
+            runtime_handler: None,
+        };
         assert_eq!(parse(nothing), Ok(unknown));
         let closed = CONTAINERD.replace(r#""netNamespaceClosed":false"#, r#""netNamespaceClosed":true"#);
         assert_eq!(parse(&closed).unwrap().network, SandboxNetwork::Closed);
@@ -224,7 +242,8 @@ mod tests {
     #[test]
     fn the_forms_of_cri_o_are_parsed() {
         let netns = path("/var/run/netns/6d8c0b1e-3a54-4a9e-bb32-0d6a1c3b2f90");
-        let running = SandboxInfo { pid: Some(4321), network: netns, runtime_handler: None };
+        let running =
+            SandboxInfo { pid: Some(4321), network: netns, runtime_type: None, runtime_handler: None };
         assert_eq!(parse(CRIO), Ok(running.clone()));
         let without_infra = CRIO.replace(r#""image":"registry.k8s.io/pause:3.10","pid":4321,"#, "");
         assert_eq!(parse(&without_infra), Ok(SandboxInfo { pid: None, ..running }));
@@ -250,8 +269,11 @@ mod tests {
     #[test]
     fn a_host_network_sandbox_of_crio_has_the_path_of_the_hosts_namespace() {
         let netns = path("/var/run/netns/737600b0-4506-4126-8aa1-843553e72b6c");
-        let pod = SandboxInfo { pid: None, network: netns, runtime_handler: None };
+        let pod = SandboxInfo { pid: None, network: netns, runtime_type: None, runtime_handler: None };
         assert_eq!(parse(CRIO_WITHOUT_INFRA), Ok(pod));
+        let handler = r#"RuntimeHandler":"kata","io.kubernetes.cri-o.HostNetwork":"false""#;
+        let kata = CRIO_WITHOUT_INFRA.replace(r#"HostNetwork":"false""#, handler);
+        assert_eq!(parse(&kata).unwrap().runtime_handler.as_deref(), Some("kata"));
         let host = CRIO_WITHOUT_INFRA.replace(r#"HostNetwork":"false""#, r#"HostNetwork":"true""#);
         assert_eq!(parse(&host).unwrap().network, SandboxNetwork::Host);
     }

@@ -47,7 +47,7 @@ async fn a_plugin_gets_the_result_of_the_one_before() {
 }
 
 #[tokio::test]
-async fn the_environment_is_that_of_cni_and_nothing_else() {
+async fn the_environment_is_that_of_cni_and_the_number_of_the_call() {
     let node = TestNode::new("environment");
     node.recorder("one", &result());
     let mut request = one("one");
@@ -62,6 +62,8 @@ async fn the_environment_is_that_of_cni_and_nothing_else() {
             |line: &&str| !["PWD=", "OLDPWD=", "_=", "SHLVL="].iter().any(|key| line.starts_with(key));
         let mut lines: Vec<&str> = text.split_terminator('\0').filter(shell).collect();
         lines.sort_unstable();
+        let number = lines.remove(6);
+        assert!(number.starts_with("PATCHBAY_CALL="), "{number}");
         let expected = [
             "CNI_ARGS=IgnoreUnknown=true;K8S_POD_NAME=p".to_owned(),
             format!("CNI_COMMAND={verb}"),

@@ -37,6 +37,85 @@ async fn a_hanging_plugin_is_killed_with_its_children() {
     wait_until("the end of the child", || !runs(&child)).await;
 }
 
+/// The directory in /proc of the process whose number is in this file. It exists until the process is reaped.
+fn process(node: &TestNode, file: &str) -> PathBuf {
+    Path::new("/proc").join(node.read(file).trim())
+}
+
+/// Runs a test of this file in a process of its own, because it changes who reaps the processes of all tests.
+fn run_alone(test: &str) {
+    let test = format!("executor::tests::faults::{test}");
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = command.args(["--exact", &test, "--ignored", "--nocapture"]).output().unwrap();
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn children_that_left_the_session_of_a_killed_plugin_are_killed_and_reaped() {
+    run_alone("a_killed_plugin_with_sessions");
+}
+
+#[tokio::test]
+#[ignore = "another test runs it in a process of its own"]
+async fn a_killed_plugin_with_sessions() {
+    let node = TestNode::with("sessions", |config| config.timeout = Duration::from_secs(2));
+    let mut reaper = JoinSet::new();
+    reaper.spawn(CHILDREN.reap());
+    // A helper that another call left on purpose.
+    node.plugin(
+        "helper",
+        &format!("setsid sleep 60 >/dev/null 2>&1 & echo $! > $ROOT/helper; echo '{}'", result()),
+    );
+    node.executor.add_now(&one("helper")).await.unwrap();
+    // `orphan` has no parent any more when the plugin is killed, and `clean` has not the environment of the call.
+    let script = "(setsid sh -c 'sleep 60 & echo $! > $0/orphan' $ROOT)
+        setsid sh -c 'sleep 60 & echo $! > $0/grandchild; wait' $ROOT &
+        setsid env -i /bin/sh -c 'echo $$ > $0/clean; exec sleep 60' $ROOT &
+        sleep 60";
+    let error = fail(&node, script).await;
+    assert!(error.contains("was killed"), "{error}");
+    for name in ["orphan", "grandchild", "clean"] {
+        let process = process(&node, name);
+        wait_until(&format!("the end of {name}"), || !process.exists()).await;
+    }
+    let helper = process(&node, "helper");
+    assert!(helper.exists(), "a helper of another call lives on");
+    let pid = helper.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+    wait_until("the helper to be reaped", || !helper.exists()).await;
+}
+
+#[test]
+fn reaping_orphans_takes_no_result_of_a_plugin() {
+    run_alone("plugins_with_orphans");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "another test runs it in a process of its own"]
+async fn plugins_with_orphans() {
+    let node = TestNode::new("orphans");
+    let mut reaper = JoinSet::new();
+    reaper.spawn(CHILDREN.reap());
+    node.plugin("orphans", "(setsid true &) ; (setsid true &); cat >/dev/null; exit 3");
+    let mut calls = JoinSet::new();
+    for _ in 0..200 {
+        let executor = node.executor.clone();
+        calls.spawn(async move { executor.add_now(&one("orphans")).await.unwrap_err().to_string() });
+    }
+    while let Some(error) = calls.join_next().await {
+        assert_eq!(error.unwrap(), "plugin orphans failed: the plugin failed and printed no CNI error");
+    }
+    wait_until("all processes to be reaped", || {
+        let tasks = fs::read_dir("/proc/self/task").unwrap();
+        let children =
+            |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        tasks.flatten().map(children).all(|list| list.is_empty())
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_child_that_keeps_the_pipes_open_delays_nothing() {
     let node = TestNode::new("daemon");

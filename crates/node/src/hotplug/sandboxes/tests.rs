@@ -83,6 +83,20 @@ async fn every_kind_of_network_is_understood() {
 }
 
 #[tokio::test]
+async fn a_runtime_with_its_own_network_stack_is_reported_also_from_the_cache() {
+    let fake = FakeRuntime::new("own-stack");
+    let kata = at_path("/run/netns/kata").replacen('{', r#"{"runtimeType":"io.containerd.kata.v2","#, 1);
+    fake.add(attempt("vm", "uid-1", 0, 0), &kata);
+    fake.add(attempt("plain", "uid-2", 0, 0), &at_path("/run/netns/plain"));
+    let locator = SandboxLocator::new(fake.runtime(), host());
+    for _ in 0..2 {
+        let found = locator.locate("uid-1").await.unwrap().unwrap();
+        assert_eq!(found.own_network_stack.as_deref(), Some("io.containerd.kata.v2"));
+        assert_eq!(locator.locate("uid-2").await.unwrap().unwrap().own_network_stack, None);
+    }
+}
+
+#[tokio::test]
 async fn the_namespace_of_a_sandbox_is_asked_for_once() {
     let fake = FakeRuntime::new("namespace-cache");
     fake.add(attempt("a", "uid-1", 0, 0), &at_path("/run/netns/a"));

@@ -92,17 +92,17 @@ impl<'a> Planner<'a> {
                 continue;
             };
             let (nad, interface) = (&record.nad, &record.key.interface);
-            self.states.push(if self.links.is_lost(attached) {
-                states::with_reason(
+            if self.links.is_lost(attached) {
+                self.states.push(states::with_reason(
                     nad,
                     interface,
                     AttachmentState::Failed,
                     StateReason::LinkLost,
                     "the link was deleted, and an invalid element may request it; correct the networks annotation",
-                )
+                ));
             } else {
-                states::plain(nad, interface, AttachmentState::Attached)
-            });
+                self.report_attached(nad, interface);
+            }
         }
     }
 

@@ -346,6 +346,51 @@ fn a_device_is_refused() {
     assert_eq!(node.reasons(), ["DeviceRequired", "DeviceRequired", "AddedInterface"]);
 }
 
+#[test]
+fn what_is_attached_to_a_runtime_with_its_own_network_stack_is_reported_once() {
+    // What multus attached when the pod started is not reported.
+    let mut node = SimNode::started("a");
+    node.sandbox.as_mut().unwrap().own_network_stack = Some("kata".to_owned());
+    node.edit("a,b");
+    node.settle();
+    assert_eq!(node.states(), ["default/b@net2 Attached/OwnNetworkStack"]);
+    assert_eq!(node.reasons(), ["AddedInterface", "OwnNetworkStack"]);
+    assert!(node.events[1].note.contains("the runtime kata has a network stack"), "{}", node.events[1].note);
+    // A damaged element does not end the report.
+    node.edit(r#"[{"name":"a"},{"name":"b","interface":"/"}]"#);
+    node.settle();
+    assert!(
+        node.states().contains(&"default/b@net2 Attached/OwnNetworkStack".to_owned()),
+        "{:?}",
+        node.states()
+    );
+    node.edit("a,b");
+    node.restart();
+    node.settle();
+    assert_eq!(node.reasons().iter().filter(|reason| **reason == "OwnNetworkStack").count(), 1);
+}
+
+#[test]
+fn a_nad_that_names_a_device_is_refused() {
+    for (plugins, expected) in [
+        (r#"[{"type":"sriov","deviceID":"0000:03:00.0"}]"#, "Refused/DeviceRequired"),
+        (r#"[{"type":"bridge"},{"type":"x","pciBusID":"0000:03:00.0"}]"#, "Refused/DeviceRequired"),
+        // Go reads keys of any case.
+        (r#"[{"type":"sriov","deviceid":"0000:03:00.0"}]"#, "Refused/DeviceRequired"),
+        (r#"[{"type":"sriov","deviceID":"","pciBusID":null}]"#, "Attached"),
+    ] {
+        let config = format!(r#"{{"cniVersion":"1.0.0","name":"a","plugins":{plugins}}}"#);
+        let mut node = SimNode::with("a@net1");
+        let config = Box::new(NadConfig::parse(Some(&config), "a").unwrap());
+        node.nads.insert(nad("a"), NadState::Ready { config });
+        node.settle();
+        assert_eq!(node.states(), [format!("default/a@net1 {expected}")], "{plugins}");
+        if expected != "Attached" {
+            assert!(node.events[0].note.contains("a device of the node"), "{}", node.events[0].note);
+        }
+    }
+}
+
 /// A pod with an attachment of the original controller from a NAD that nothing names.
 fn with_guessed_nad(networks: &str) -> SimNode {
     let mut node = SimNode::started("a@net1");
