@@ -280,7 +280,7 @@ pub enum StartError {
 }
 
 /// Starts the tasks of hot-plug. Must be called in a tokio runtime.
-pub async fn start(
+pub fn start(
     config: HotplugConfig<'_>,
     tasks: &mut JoinSet<Result<(), Error>>,
     stop: &CancellationToken,

@@ -247,7 +247,7 @@ pub async fn run(client: Client, args: Args, stop: CancellationToken) -> Result<
         executor_metrics,
         repairs,
     };
-    let dropper = start_hotplug(config, &mut tasks, &stop).await;
+    let dropper = start_hotplug(config, &mut tasks, &stop);
     tasks.spawn(report_journal(journal_problem, Arc::clone(&health), stop.clone()));
     tasks.spawn(admin::serve(listener, health, registry, dropper, stop.clone()));
     tasks.spawn(controller.run(stop.clone()));
@@ -275,13 +275,13 @@ async fn open_attachment_journal(state_dir: &Path) -> Result<AttachmentJournal, 
 }
 
 /// Starts hot-plug. A daemon that lacks a capability for it still does everything else.
-async fn start_hotplug(
+fn start_hotplug(
     config: HotplugConfig<'_>,
     tasks: &mut JoinSet<Result<(), Error>>,
     stop: &CancellationToken,
 ) -> Option<RecordDropper> {
     let health = Arc::clone(&config.health);
-    let started = hotplug::start(config, tasks, stop).await;
+    let started = hotplug::start(config, tasks, stop);
     if let Err(error) = &started {
         let problem = format!("hot-plug cannot start: {}", ErrorChain(error));
         warn!(error = problem, "interfaces of running pods are neither attached nor detached");

@@ -26,7 +26,7 @@ impl RepairReceiver {
     pub async fn changed(&mut self) {
         if self.0.changed().await.is_err() {
             // Every sender is gone, because the daemon stops.
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 }

@@ -106,7 +106,7 @@ impl FakeApiServer {
         if method == "PUT" {
             let version: Value =
                 requests.last().map(|(.., body)| serde_json::from_str(body).unwrap()).unwrap();
-            if version["metadata"]["resourceVersion"] != (versions - 1).to_string() {
+            if version["metadata"]["resourceVersion"].as_str() != Some(&(versions - 1).to_string()) {
                 requests.pop();
                 return failure("Conflict", 409);
             }
@@ -328,7 +328,8 @@ async fn wait_leader(context: &LeaderContext, leads: bool) -> Duration {
 async fn a_replica_that_loses_the_lease_stands_for_election_again() {
     let (context, server) = busy_cluster();
     let resign = CancellationToken::new();
-    let leading = tokio::spawn(lead(candidate(&context), config(&context), resign.clone()));
+    let mut leading = JoinSet::new();
+    leading.spawn(lead(candidate(&context), config(&context), resign.clone()));
     wait_leader(&context, true).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
 
@@ -338,7 +339,7 @@ async fn a_replica_that_loses_the_lease_stands_for_election_again() {
     assert!(silent <= Duration::from_secs(7), "{silent:?}");
     let before = server.requests.lock().unwrap().len();
     tokio::time::sleep(Duration::from_secs(20)).await;
-    assert!(!leading.is_finished(), "the replica goes on");
+    assert!(leading.try_join_next().is_none(), "the replica goes on");
     let sent = server.requests.lock().unwrap().split_off(before);
     assert!(sent.iter().all(|(how, path, _)| how == "GET" && path.contains("/leases/")), "{sent:?}");
 
@@ -352,7 +353,7 @@ async fn a_replica_that_loses_the_lease_stands_for_election_again() {
     }
     server.requests.lock().unwrap().extend(sent);
     resign.cancel();
-    leading.await.unwrap().unwrap();
+    leading.join_next().await.unwrap().unwrap().unwrap();
     assert!(is_release(server.requests.lock().unwrap().last().unwrap()));
 }
 
@@ -374,7 +375,8 @@ async fn a_replica_that_cannot_end_its_term_exits_instead_of_never_leading_again
 async fn a_replica_whose_lease_another_one_took_waits_until_that_one_is_gone() {
     let (context, server) = busy_cluster();
     let resign = CancellationToken::new();
-    let leading = tokio::spawn(lead(candidate(&context), config(&context), resign.clone()));
+    let mut leading = JoinSet::new();
+    leading.spawn(lead(candidate(&context), config(&context), resign.clone()));
     wait_leader(&context, true).await;
     let rival = json!({
         "metadata": {"name": "patchbay-controller"},
@@ -385,5 +387,5 @@ async fn a_replica_whose_lease_another_one_took_waits_until_that_one_is_gone() {
     let waited = wait_leader(&context, true).await;
     assert!(waited >= Duration::from_secs(9), "a whole lease duration: {waited:?}");
     resign.cancel();
-    leading.await.unwrap().unwrap();
+    leading.join_next().await.unwrap().unwrap().unwrap();
 }

@@ -368,7 +368,7 @@ async fn ended_scan(deps: Arc<Deps>) -> Result<EndedScan, String> {
 async fn supervise(deps: Arc<Deps>, uid: String, wake: Arc<Wake>, stop: CancellationToken) -> String {
     loop {
         let worker = PodWorker::new(Arc::clone(&deps), uid.clone(), Arc::clone(&wake), stop.clone());
-        if AssertUnwindSafe(worker.run()).catch_unwind().await.is_ok() {
+        if Box::pin(AssertUnwindSafe(worker.run()).catch_unwind()).await.is_ok() {
             return uid;
         }
         error!(pod_uid = uid, "the worker of a pod panicked; its attachments wait for the next attempt");

@@ -162,7 +162,9 @@ impl Ipam {
         );
         // In memory even if the write fails: the next one replaces the journal.
         let records = [LedgerRecord::Booted(String::new()), LedgerRecord::Booted(self.boot.clone())];
-        records.iter().for_each(|record| state.ledger.apply(record));
+        for record in &records {
+            state.ledger.apply(record);
+        }
         if let Err(error) = self.append(&mut state, &records) {
             warn!(error = %ErrorChain(&error), "cannot record the loss of the address journal, retrying");
         }

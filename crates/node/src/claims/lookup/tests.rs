@@ -240,7 +240,7 @@ async fn a_launcher_without_a_reference_gets_an_address_only_if_its_instance_exi
         for uid in [Some("later"), None] {
             match uid {
                 Some(uid) => {
-                    scene.api.edit("virtualmachineinstances/vm1", |vmi| vmi["metadata"]["uid"] = json!(uid))
+                    scene.api.edit("virtualmachineinstances/vm1", |vmi| vmi["metadata"]["uid"] = json!(uid));
                 }
                 None => scene.api.remove("virtualmachineinstances/vm1"),
             }

@@ -465,8 +465,8 @@ impl TestNode {
             executor_metrics: executor::Metrics::default(),
             repairs: repairs.clone(),
         };
-        start(config, &mut tasks, &stop).await.unwrap();
-        Daemon { stop, tasks, health, metrics, repairs }
+        start(config, &mut tasks, &stop).unwrap();
+        Daemon { stop, tasks, health, repairs, metrics }
     }
 
     /// The links of a pod but `lo`, with their indexes.

@@ -152,7 +152,7 @@ fn annotation(elements: &[PodElement]) -> String {
         }
         element
     };
-    Value::from_iter(elements.iter().map(element)).to_string()
+    elements.iter().map(element).collect::<Value>().to_string()
 }
 
 /// Applies the template of a VirtualMachine to its instance: hot-plug, unplug and another NAD.

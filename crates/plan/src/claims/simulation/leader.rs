@@ -56,6 +56,7 @@ pub struct NetworkMemory {
     idle: BTreeSet<String>,
 }
 
+#[expect(clippy::large_enum_variant, reason = "few exist at once, and only in this simulation")]
 enum Write {
     Claim(ClaimStep),
     Block(BlockWrite),

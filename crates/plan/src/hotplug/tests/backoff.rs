@@ -189,7 +189,8 @@ fn edits_and_interfaces_that_come_and_go_do_not_defeat_the_backoff() {
 fn an_annotation_that_is_emptied_and_restored_does_not_defeat_the_backoff() {
     let (mut node, networks) = (SimNode::with(""), elements(8, 0));
     node.broken.insert(nad("a"));
-    let edit = |node: &mut SimNode, count: usize| node.edit(if count % 2 == 0 { "[]" } else { &networks });
+    let edit =
+        |node: &mut SimNode, count: usize| node.edit(if count.is_multiple_of(2) { "[]" } else { &networks });
     work_for(&mut node, HOUR, seconds(20), edit);
     assert!(adds(&mut node) <= 600);
     work_for(&mut node, HOUR, seconds(20), edit);
