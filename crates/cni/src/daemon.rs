@@ -50,7 +50,7 @@ impl Error {
 }
 
 /// Sends the request, which is in the frame, with the descriptor and waits for the reply. Waits up to `restart` for a daemon
-/// that listens, and tells it how long.
+/// that listens, and sends it how long.
 pub fn call(
     request: &Request,
     frame: &[u8],

@@ -1,4 +1,4 @@
-//! Tells failing attempts that something changed on the node that may have repaired their cause.
+//! Signals that something changed on the node that may have repaired the cause of failing attempts.
 
 use tokio::sync::watch;
 

@@ -70,8 +70,8 @@ impl ClaimEvents {
         }
     }
 
-    /// Records an event about a claim that was deleted, on the virtual machine. On the claim if there is none: somebody may
-    /// have restored it from a backup.
+    /// Records an event about a claim that was deleted, on the virtual machine. On the claim if there is none: it may be
+    /// from a backup.
     pub fn on_deleted(&self, machine: &ObjectKey, claim: &ObjectKey, uid: &str, event: &ClaimEvent) {
         let is_orphan = self.cache.claims().read(|index| machine_objects(index, machine)).is_empty();
         if is_orphan {

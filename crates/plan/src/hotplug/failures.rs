@@ -59,7 +59,7 @@ pub struct FailedAttempt {
     since: Instant,
     /// The same for attempts in which the plugin itself reported an error or did not exist.
     plugin_errors_since: Option<Instant>,
-    /// When the caller was told to report it.
+    /// When it was last due for a report.
     reported: Option<Instant>,
     /// Counts the recorded failures of the pod.
     order: u64,

@@ -128,7 +128,7 @@ fn wipe_annotation(world: &mut World, random: &mut SplitMix64) {
     world.change(|objects| objects.pods.get_mut(&key).unwrap().elements = Box::default());
 }
 
-/// Creates a claim from a backup, whose annotation may name an address that somebody has.
+/// Creates a claim from a backup, whose annotation may name an address that is in use.
 fn restore(world: &mut World, random: &mut SplitMix64, name: &str) {
     let Some((logical, nad)) = random.pick(&world.networks) else { return };
     let key = key(&names::compose_key(name, &logical));
