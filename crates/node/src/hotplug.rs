@@ -346,6 +346,7 @@ pub fn start(
     let dropper = RecordDropper {
         journal: deps.journal.clone(),
         locator: deps.locator.clone(),
+        recorded: deps.recorded.clone(),
         dropped: Arc::clone(&deps.dropped),
     };
     tasks.spawn(Controller::new(deps, peers, mode).run(stop.clone()));

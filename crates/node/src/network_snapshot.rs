@@ -180,7 +180,7 @@ impl Networks {
             }
             None => later(format!("network {name:?} has no addresses: set spec.ipam of the BridgeNetwork")),
             Some(pool) if pool.grids.is_empty() => later(format!(
-                "network {name:?} has no block length yet: check that the patchbay controller runs, and that no IPBlock of an earlier network of this name is left"
+                "network {name:?} has no block length yet: check that the patchbay controller runs"
             )),
             Some(pool) => Ok((&network.uid, pool)),
         }

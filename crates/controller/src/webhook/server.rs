@@ -77,7 +77,8 @@ impl WebhookState {
         claims: ClaimOptions,
     ) -> Self {
         let bodies = FairSlots::new(admission::MAX_CONCURRENT_BODIES, admission::BODY_GRACE);
-        let live_reads = FairSlots::new(admission::MAX_LIVE_REVIEWS, admission::LIVE_READ_GRACE);
+        let live_reads =
+            FairSlots::new(admission::MAX_LIVE_REVIEWS, admission::LIVE_READ_GRACE).of_bounded_work();
         let live_read_queue = FairSlots::new(admission::MAX_WAITING_REVIEWS, Duration::ZERO);
         let claims_counted = Mutex::default();
         Self {

@@ -31,6 +31,16 @@ pub struct FairSlots {
     table: Arc<Mutex<SlotTable>>,
     /// How long a slot without progress is safe from other sources.
     grace: Duration,
+    slow: SlowHolders,
+}
+
+/// From whom a client that waits takes a slot that is held for long.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SlowHolders {
+    /// Also from its own source.
+    All,
+    /// From others, and only if the client holds none.
+    OfOtherClients,
 }
 
 /// On whose account a slot is.
@@ -91,7 +101,12 @@ impl FairSlots {
     /// A client that makes progress within `grace` loses its slot to none of another source.
     pub fn new(count: usize, grace: Duration) -> Self {
         let table = SlotTable { free: count, grants: 0, held: HashMap::new(), sources: HashMap::new() };
-        Self { table: Arc::new(Mutex::new(table)), grace }
+        Self { table: Arc::new(Mutex::new(table)), grace, slow: SlowHolders::All }
+    }
+
+    /// For work whose length its holder does not choose: a client never loses a slot to one of itself.
+    pub fn of_bounded_work(self) -> Self {
+        Self { slow: SlowHolders::OfOtherClients, ..self }
     }
 
     /// A free slot, or one of the source that holds the most, if that still holds as many as this source afterwards. A client
@@ -149,7 +164,9 @@ impl FairSlots {
     fn displace(&self, source: &Source) {
         let _undelivered = {
             let mut table = self.lock();
-            let lost = table.excess(source, self.grace).or_else(|| table.slowest(|_| true, SLOW_HOLDER));
+            let may_take = self.slow == SlowHolders::All || table.held_by_client().of(source) == 0;
+            let slow = || may_take.then(|| table.slowest(|_| true, SLOW_HOLDER)).flatten();
+            let lost = table.excess(source, self.grace).or_else(slow);
             let Some(lost) = lost else { return };
             table.remove(lost);
             self.hand_over(&mut table)

@@ -10,7 +10,7 @@ use std::{
         Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -30,8 +30,6 @@ use tracing::warn;
 
 /// The variable that has the number of the call in the environment of its processes.
 pub const CALL_VARIABLE: &str = "PATCHBAY_CALL";
-/// How often the processes of a call are searched for new ones. One that was stopped starts no other.
-const MAX_SEARCHES: usize = 64;
 /// When to look again for ended processes, after one that tokio had not reaped yet.
 const REAP_RETRY: Duration = Duration::from_secs(1);
 
@@ -122,59 +120,86 @@ impl Children {
     }
 }
 
+/// A process that had not ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Process {
+    pid: i32,
+    /// In clock ticks since the boot: another process may get the number.
+    started: u64,
+}
+
+impl Process {
+    /// Sends a signal, unless another process has the number by now.
+    fn signal(self, signal: Signal) {
+        let now = fs::read(format!("/proc/{}/stat", self.pid)).ok().and_then(|stat| parse_stat(&stat));
+        if now.is_some_and(|(_, started)| started == self.started) {
+            let _ = kill(Pid::from_raw(self.pid), signal);
+        }
+    }
+}
+
 /// Kills the processes of a call, also those that left its process group. `plugin` is its first process, unless that is
-/// reaped.
+/// reaped. Searches until `deadline`.
 ///
 /// They are stopped first: a process that starts others must not die before these are known by it.
-pub fn kill_call(plugin: Option<Pid>, call: CallId) {
+pub fn kill_call(plugin: Option<Pid>, call: CallId, deadline: Instant) {
     let mut found = BTreeSet::new();
-    for _ in 0..MAX_SEARCHES {
-        let new: Vec<Pid> = processes_of(plugin, call).into_iter().filter(|pid| found.insert(*pid)).collect();
+    while Instant::now() < deadline {
+        let processes = processes_of(plugin, call);
+        let new: Vec<Process> = processes.into_iter().filter(|process| found.insert(*process)).collect();
         if new.is_empty() {
             break;
         }
-        for pid in new {
-            let _ = kill(pid, Signal::SIGSTOP);
+        for process in new {
+            process.signal(Signal::SIGSTOP);
         }
     }
-    for pid in found {
-        let _ = kill(pid, Signal::SIGKILL);
+    for process in found {
+        process.signal(Signal::SIGKILL);
     }
 }
 
 /// The processes below the plugin, and below those children of the daemon that have the mark of the call.
-fn processes_of(plugin: Option<Pid>, call: CallId) -> Vec<Pid> {
-    let mut children: BTreeMap<i32, Vec<i32>> = BTreeMap::new();
-    for (pid, parent) in processes() {
-        children.entry(parent).or_default().push(pid);
+fn processes_of(plugin: Option<Pid>, call: CallId) -> Vec<Process> {
+    let mut children: BTreeMap<i32, Vec<Process>> = BTreeMap::new();
+    for (process, parent) in processes() {
+        children.entry(parent).or_default().push(process);
     }
-    let own = Pid::this().as_raw();
-    let orphans = children.get(&own).into_iter().flatten().copied().filter(|pid| is_marked(*pid, call));
-    let mut left: Vec<i32> = plugin.map(Pid::as_raw).into_iter().chain(orphans).collect();
+    let plugin = plugin.map(Pid::as_raw);
+    let own = children.remove(&Pid::this().as_raw()).unwrap_or_default();
+    // To read the environment of the plugin of another call may hang as that plugin does.
+    let others = CHILDREN.plugins().clone();
+    let is_of_call = |process: &Process| {
+        Some(process.pid) == plugin || (!others.contains(&process.pid) && is_marked(process.pid, call))
+    };
+    let mut left: Vec<Process> = own.into_iter().filter(is_of_call).collect();
     let mut found = Vec::new();
-    while let Some(pid) = left.pop() {
-        found.push(Pid::from_raw(pid));
-        left.extend(children.remove(&pid).unwrap_or_default());
+    while let Some(process) = left.pop() {
+        found.push(process);
+        left.extend(children.remove(&process.pid).unwrap_or_default());
     }
     found
 }
 
 /// All processes that have not ended, each with its parent.
-fn processes() -> impl Iterator<Item = (i32, i32)> {
+fn processes() -> impl Iterator<Item = (Process, i32)> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| {
         let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
-        let stat = fs::read(entry.path().join("stat")).ok()?;
-        Some((pid, parent(&stat)?))
+        let (parent, started) = parse_stat(&fs::read(entry.path().join("stat")).ok()?)?;
+        Some((Process { pid, started }, parent))
     })
 }
 
-/// The parent in `/proc/PID/stat`. None of a process that has ended. The name of a program may contain anything.
-fn parent(stat: &[u8]) -> Option<i32> {
+/// The parent and the start time in `/proc/PID/stat`. None of a process that has ended. The name of a program may contain
+/// anything.
+fn parse_stat(stat: &[u8]) -> Option<(i32, u64)> {
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let mut fields = str::from_utf8(&stat[name_end + 1..]).ok()?.split_ascii_whitespace();
     let state = fields.next()?;
-    fields.next()?.parse().ok().filter(|_| !matches!(state, "Z" | "X"))
+    let parent = fields.next()?.parse().ok()?;
+    let started = fields.nth(17)?.parse().ok()?;
+    (!matches!(state, "Z" | "X")).then_some((parent, started))
 }
 
 /// Whether a process was started with the environment of the call.
@@ -189,16 +214,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parent_of_a_process_is_read_whatever_its_name_is() {
-        for (stat, expected) in [
-            (&b"12 (sh) S 7 12 12 0 -1"[..], Some(7)),
-            (b"12 (a) Z 9 (b) R 7 12 12 0 -1", Some(7)),
-            (b"12 (\xff) D 7 12", Some(7)),
-            (b"12 (sh) Z 7 12 12 0 -1", None),
-            (b"12 (sh) S", None),
+    fn the_parent_and_the_start_of_a_process_are_read_whatever_its_name_is() {
+        let rest = b" 12 12 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 4711 99 5";
+        for (start, expected) in [
+            (&b"12 (sh) S 7"[..], Some((7, 4711))),
+            (b"12 (a) Z 9 (b) R 7", Some((7, 4711))),
+            (b"12 (\xff) D 7", Some((7, 4711))),
+            (b"12 (sh) Z 7", None),
             (b"", None),
         ] {
-            assert_eq!(parent(stat), expected, "{}", String::from_utf8_lossy(stat));
+            let stat = [start, rest].concat();
+            assert_eq!(parse_stat(&stat), expected, "{}", String::from_utf8_lossy(&stat));
         }
+        assert_eq!(parse_stat(b"12 (sh) S 7 12"), None);
+        let own = fs::read("/proc/self/stat").unwrap();
+        assert!(parse_stat(&own).is_some_and(|(parent, started)| parent > 0 && started > 0));
     }
 }

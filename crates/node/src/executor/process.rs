@@ -271,7 +271,8 @@ fn group(child: &Child) -> Option<Pid> {
 /// Kills the processes of a call.
 async fn kill_call(child: &Child, call: CallId) {
     let plugin = group(child);
-    let _ = timeout(KILL_GRACE, spawn_blocking(move || children::kill_call(plugin, call))).await;
+    let deadline = Instant::now().into_std() + KILL_GRACE;
+    let _ = timeout(KILL_GRACE, spawn_blocking(move || children::kill_call(plugin, call, deadline))).await;
     kill(child);
 }
 

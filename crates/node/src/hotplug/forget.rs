@@ -6,13 +6,14 @@ use api::ErrorChain;
 use tokio::sync::Notify;
 use tracing::warn;
 
-use super::{journal::AttachmentJournal, sandboxes::SandboxLocator};
+use super::{journal::AttachmentJournal, multus_cache::MultusCacheReader, sandboxes::SandboxLocator};
 
 /// Drops records. Clones drop those of the same journal.
 #[derive(Clone)]
 pub struct RecordDropper {
     pub(super) journal: AttachmentJournal,
     pub(super) locator: SandboxLocator,
+    pub(super) recorded: MultusCacheReader,
     /// Wakes the workers.
     pub(super) dropped: Arc<Notify>,
 }
@@ -45,6 +46,10 @@ impl RecordDropper {
         let mut lines = Vec::new();
         for record in left {
             let (network, container) = (record.nad.to_string(), record.key.container.as_str());
+            // The daemon takes over the results of ended sandboxes that it has no record of.
+            if let Err(error) = self.recorded.delete_result(&record).await {
+                return Err(format!("{}nothing more is dropped: {}\n", lines.concat(), ErrorChain(&error)));
+            }
             let written = self.journal.remove(record.key.clone()).await;
             warn!(
                 pod = format!("{namespace}/{pod}"),
@@ -65,7 +70,7 @@ impl RecordDropper {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
+    use std::{fs, path::Path};
 
     use api::selection::NadRef;
     use futures::FutureExt as _;
@@ -75,7 +80,20 @@ mod tests {
     use crate::{
         cri::tests::{FakeRuntime, HostRoot, sandbox},
         host_mounts::HostMounts,
+        hotplug::config::MultusConfigReader,
     };
+
+    fn dropper(journal: &AttachmentJournal, fake: &FakeRuntime, root: &Path) -> RecordDropper {
+        let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
+        let multus = MultusConfigReader::at(host.clone(), root.to_owned());
+        let results = root.join("results");
+        RecordDropper {
+            journal: journal.clone(),
+            locator: SandboxLocator::new(fake.runtime(), host.clone()),
+            recorded: MultusCacheReader::new(host, multus, results, "boot".to_owned()),
+            dropped: Arc::default(),
+        }
+    }
 
     fn record(container: &str, interface: &str, removing: bool) -> AttachmentRecord {
         let uid = "uid-1".to_owned();
@@ -117,9 +135,7 @@ mod tests {
         let fake = FakeRuntime::new("forget");
         fake.add(sandbox("new", "web", "uid-1", 0), "{}");
         fake.add(sandbox("old", "web", "uid-1", 1), "{}");
-        let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
-        let locator = SandboxLocator::new(fake.runtime(), host);
-        let dropper = RecordDropper { journal: journal.clone(), locator, dropped: Arc::default() };
+        let dropper = dropper(&journal, &fake, &state.0);
         let refused = dropper.forget("shop", "web", "net3").await.unwrap_err();
         assert_eq!(refused, "interface net3 of pod shop/web is in use; unplug it, or delete the pod\n");
         for (pod, interface) in [("web", "net9"), ("other", "net1")] {
@@ -128,7 +144,13 @@ mod tests {
             assert_eq!(refused, expected);
         }
         assert!(dropper.dropped.notified().now_or_never().is_none(), "nothing was dropped");
+        // Otherwise the search for attachments of ended sandboxes would record it again.
+        let results =
+            ["old-net1", "new-net1"].map(|name| state.0.join("results").join(format!("blue-{name}")));
+        fs::create_dir(state.0.join("results")).unwrap();
+        results.iter().for_each(|result| fs::write(result, "{}").unwrap());
         let dropped = dropper.forget("shop", "web", "net1").await.unwrap();
+        assert_eq!(results.map(|result| result.exists()), [false, true]);
         assert!(
             dropped.starts_with("dropped interface net1 of pod shop/web on network shop/blue, sandbox old: ")
         );
@@ -148,9 +170,7 @@ mod tests {
         journal.update(record("old", "net1", false)).await.unwrap();
         let mut fake = FakeRuntime::new("forget-no-answer");
         fake.stop().await;
-        let host = HostMounts::open(Path::new("/proc/self/ns/mnt")).unwrap();
-        let locator = SandboxLocator::new(fake.runtime(), host);
-        let dropper = RecordDropper { journal: journal.clone(), locator, dropped: Arc::default() };
+        let dropper = dropper(&journal, &fake, &state.0);
         let refused = dropper.forget("shop", "web", "net1").await.unwrap_err();
         assert!(
             refused.starts_with("it is not known which sandboxes run, so nothing is dropped: "),

@@ -36,6 +36,7 @@ use tracing::debug;
 
 use self::parse::{CachedResult, Delegate, is_container_id, parse_delegates, parse_result};
 use super::{
+    apply::names_process,
     config::{MultusConfigReader, under},
     sandboxes::open_namespace,
 };
@@ -43,6 +44,8 @@ use crate::{executor::attachment_result, host_mounts::HostMounts};
 
 /// The interface of the cluster's default network.
 const DEFAULT_INTERFACE: &str = "eth0";
+/// The key of the results of Patchbay's executor.
+const MARK: &str = "\"patchbay.dev/network\"";
 /// Larger files are not read.
 const MAX_FILE: u64 = 1024 * 1024;
 /// The results of a sandbox are not used if they are larger in all.
@@ -169,7 +172,7 @@ impl MultusCacheReader {
         read.and_then(|read| read).map_err(|source| MultusCacheError::Read { path, source })
     }
 
-    /// Deletes the result of an attachment after its DEL, as libcni does. The attachment then counts as removed.
+    /// Deletes the result of an attachment that counts as removed from then on, as libcni does after DEL.
     pub async fn delete_result(&self, record: &AttachmentRecord) -> Result<(), MultusCacheError> {
         let AttachmentKey { container, interface } = &record.key;
         let name = parse::network_name(record.config.as_bytes());
@@ -177,8 +180,11 @@ impl MultusCacheReader {
         if interface.contains('/') {
             return Ok(());
         }
-        let config = &self.multus.read().await.config;
-        let dir = under(&self.root, &config.cni_dir).join("results");
+        let dir = if record.origin == Origin::Hotplug {
+            under(&self.root, &self.own_results)
+        } else {
+            under(&self.root, &self.multus.read().await.config.cni_dir).join("results")
+        };
         let path = dir.join(format!("{name}-{container}-{interface}"));
         let file = path.clone();
         let deleted = self.host.run(move || fs::remove_file(&file)).await.and_then(|deleted| deleted);
@@ -381,8 +387,8 @@ fn read_ended(
     for entry in dirs.into_iter().flatten().flatten().flatten() {
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
-        // Mostly there is no hyphen in a container ID.
-        if name.split('-').any(|part| running.contains(part)) {
+        // Mostly there is no hyphen in a container ID. A file whose name starts with a dot is being written.
+        if name.starts_with('.') || name.split('-').any(|part| running.contains(part)) {
             continue;
         }
         let text = match read_file(&entry.path()) {
@@ -395,10 +401,14 @@ fn read_ended(
                 continue;
             }
         };
+        // Of the cluster's network: the container runtime runs its DEL. There may be thousands, so they are not parsed.
+        let of_runtime = |text: &[u8]| !text.windows(MARK.len()).any(|part| part == MARK.as_bytes());
+        if entry.path().parent() != Some(&of_multus) && of_runtime(&text) {
+            continue;
+        }
         let Some(mut result) = parse_result(&text) else { continue };
         let own_nad = result.own_nad.take();
         if own_nad.is_none() && entry.path().parent() != Some(&of_multus) {
-            // Of the cluster's network: the container runtime runs its DEL.
             continue;
         }
         let id = result.container_id.clone();
@@ -406,7 +416,9 @@ fn read_ended(
         if running.contains(&id) || known.contains(&key) || result.if_name == DEFAULT_INTERFACE {
             continue;
         }
-        if !is_gone(&result.netns) {
+        // Another process may have the number of one that has ended. The sandbox of an own result existed before the result.
+        let of_ended_process = own_nad.is_some() && names_process(&result.netns);
+        if !of_ended_process && !is_gone(&result.netns) {
             // The sandbox is being created or removed.
             left.incomplete = true;
             continue;
@@ -471,7 +483,8 @@ fn read_dir(dir: &Path) -> io::Result<Option<fs::ReadDir>> {
 fn read_results(dir: &Path, matches: impl Fn(&str) -> bool) -> io::Result<Vec<Vec<u8>>> {
     let entries = read_dir(dir)?.into_iter().flatten().flatten();
     let (mut results, mut size) = (Vec::new(), 0);
-    for entry in entries.filter(|entry| entry.file_name().to_str().is_some_and(&matches)) {
+    let is_result = |name: &str| !name.starts_with('.') && matches(name);
+    for entry in entries.filter(|entry| entry.file_name().to_str().is_some_and(is_result)) {
         let read = entry.metadata().and_then(|metadata| Ok((metadata, read_file(&entry.path())?)));
         match read {
             Ok((metadata, text)) => {

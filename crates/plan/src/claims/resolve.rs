@@ -98,7 +98,8 @@ pub fn for_machine(
         Err(_) if reserved.is_some() => Vec::new(),
         Err(message) => return failed(FailureReport::Status, message),
     };
-    if reserved.is_none() && claim.published().is_empty() {
+    // A restored status is no reservation: another claim may have its addresses.
+    if reserved.is_none() && (claim.is_unused() || claim.published().is_empty()) {
         let is_requested = |one: &IpAddr| requested.iter().any(|other| other.is_ipv4() == one.is_ipv4());
         let recorded: Vec<IpAddr> = claim.recorded().into_iter().filter(|one| !is_requested(one)).collect();
         requested.extend(recorded);
@@ -184,7 +185,11 @@ pub fn for_lone(
                 network,
                 network_name: name.to_owned(),
                 nad: nad.clone(),
-                requested: if claim.status.ips.is_empty() { claim.recorded() } else { Vec::new() },
+                requested: if claim.is_unused() || claim.published().is_empty() {
+                    claim.recorded()
+                } else {
+                    Vec::new()
+                },
             },
         },
     }

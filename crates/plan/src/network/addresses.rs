@@ -10,7 +10,6 @@ use api::{
     ipam::{IpFamilyStatus, IpamStatus},
     ipblock::HolderRef,
 };
-use ipnet::IpNet;
 
 use super::{ClusterState, NetworkContext, NodeReport, status::list};
 use crate::{
@@ -189,25 +188,13 @@ fn family(
         context.blocks.iter().map(|(_, block)| &block.object.spec).filter(|spec| spec.lender.is_none());
     let existing =
         whole.filter(|spec| Family::of(spec.cidr.addr()) == family).map(|spec| spec.cidr.prefix_len());
-    let length = old.map(|old| old.block_length).or_else(|| existing.min()).or_else(|| {
-        family.block_length(ipam_spec?).filter(|length| !is_shadowed(context, family, *length))
-    })?;
+    let length = old
+        .map(|old| old.block_length)
+        .or_else(|| existing.min())
+        .or_else(|| family.block_length(ipam_spec?))?;
     let blocks = context.blocks.iter().map(|(_, block)| (&block.object.spec, &block.object.status));
     let grid = ipam_spec.and_then(|ipam| BlockGrid::new(ipam, family, length));
     Some(ipam::network_status(family, grid.as_ref(), length, blocks))
-}
-
-/// Whether a block of an earlier network of this name covers addresses of this one, and has not the name that a block
-/// of this one would have. Two pods could get such an address.
-fn is_shadowed(context: &NetworkContext<'_>, family: Family, length: u8) -> bool {
-    let NetworkContext { state, network, .. } = context;
-    let subnets = network.spec.as_ref().ok().and_then(|spec| spec.ipam.as_ref()).map(|ipam| &ipam.subnets);
-    let overlaps = |range: &IpNet| subnets.into_iter().flatten().any(|subnet| ipam::overlap(*subnet, *range));
-    state.blocks.values().map(|block| &block.object.spec).any(|spec| {
-        let is_former = spec.network == network.name && spec.network_uid != network.uid;
-        let is_other = Family::of(spec.cidr.addr()) == family && spec.cidr.prefix_len() != length;
-        is_former && spec.lender.is_none() && is_other && overlaps(&spec.cidr)
-    })
 }
 
 /// The conditions of a network with addresses.

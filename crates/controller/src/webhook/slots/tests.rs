@@ -172,6 +172,19 @@ async fn a_slow_client_loses_its_slot_also_to_its_own_source() {
     drop(slot);
 }
 
+/// Otherwise the reads of a slow API server would end each other.
+#[tokio::test(start_paused = true)]
+async fn bounded_work_ends_for_a_client_without_a_slot_only() {
+    let slots = FairSlots::new(2, GRACE).of_bounded_work();
+    let held: Vec<Slot> = [1, 2].map(|source| slots.try_take(&address(source)).unwrap()).into();
+    advance(SLOW_HOLDER * 2).await;
+    assert!(timeout(SLOW_HOLDER * 10, slots.take(address(1))).await.is_err());
+    assert_eq!(lost(&held), [false; 2]);
+    let slot = slots.take(address(3)).await;
+    assert_eq!(lost(&held), [true, false]);
+    drop(slot);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_client_that_no_longer_waits_keeps_no_slot() {
     let (slots, held) = taken(1);

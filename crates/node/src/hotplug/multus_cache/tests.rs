@@ -407,6 +407,27 @@ async fn only_marked_results_are_attachments_of_patchbay() {
 }
 
 #[tokio::test]
+async fn own_results_of_ended_sandboxes_are_taken_over_once() {
+    let node = Node::new("own-ended");
+    let own = |container: &str, netns: &str| {
+        let mut result = result(container, "blue", "net1", netns);
+        result["patchbay.dev/network"] = json!("shop/blue");
+        result.to_string()
+    };
+    // Another process has the number of the one that had the namespace.
+    node.write("/var/lib/cni/results/blue-ended-net1", own("ended", NETNS));
+    // The daemon was killed while it wrote these.
+    node.write("/var/lib/cni/results/.blue-written-net1.tmp", own("written", GONE));
+    node.write(&format!("/var/lib/cni/results/.blue-{CONTAINER}-net1.tmp"), own(CONTAINER, GONE));
+    let left = node.left_behind(&["running"], &[]).await;
+    let found: Vec<&str> = left.records.iter().map(|record| record.key.container.as_str()).collect();
+    assert_eq!((found, left.incomplete), (vec!["ended"], false));
+    assert_eq!(node.reader.own_attachments(CONTAINER, &pod()).await.unwrap(), []);
+    node.reader.delete_result(&left.records[0]).await.unwrap();
+    assert_eq!(node.left_behind(&["running"], &[]).await.records, []);
+}
+
+#[tokio::test]
 async fn results_that_may_be_left_behind_later_are_read_again() {
     let node = Node::new("again");
     node.result("ended", "green", "net1", GONE);

@@ -293,6 +293,13 @@ fn a_requested_address_is_validated() {
     ] {
         assert_eq!(text(requested), expected, "{requested}");
     }
+    // That of a status which was restored with the claim.
+    let mut network = Network::new(&["10.0.0.0/29"]);
+    network.hold("10.0.0.0/30", HolderRef::claims(), None).claims = vec![claimed("10.0.0.2", "y")];
+    let wanted = network.want("x");
+    (wanted.published, wanted.requested) = (vec!["10.0.0.2/29".parse().unwrap()], vec![ip("10.0.0.2")]);
+    let plan = network.settle();
+    assert!(plan.failed["uid-x"].message.contains("belongs to IPAMClaim ns/y"), "{:?}", plan.failed);
     assert!(
         text("10.1.0.1")
             .unwrap()

@@ -208,30 +208,6 @@ fn a_node_that_was_switched_off_with_addresses_says_what_to_do() {
     assert!(message.contains("delete its Node"), "{message}");
 }
 
-/// The names of its blocks would not keep this one from allocating addresses of the earlier one.
-#[test]
-fn a_network_waits_for_used_blocks_of_an_earlier_one_of_its_name_with_another_length() {
-    let mut state = state([with_addresses(r#"["10.0.0.0/24"]"#)]);
-    hold(&mut state, "10.0.0.0/30", "a", used(1));
-    let name = ipblock::name("blue", "10.0.0.0/30".parse().unwrap());
-    let mut old = state.blocks[&name].clone();
-    old.object.spec.network_uid = "uid-old".to_owned();
-    state.blocks.insert(name.clone(), old.clone());
-    reconcile_until_stable(&mut state, at(0));
-    assert_eq!(state.networks["blue"].status.ipam, None);
-    // One of the same length keeps its name, so it needs no wait. So does one elsewhere.
-    for (range, found) in [("10.0.0.0/28", Some(28)), ("10.0.9.0/30", Some(28)), ("10.0.0.0/22", None)] {
-        state.networks.get_mut("blue").unwrap().status.ipam = None;
-        state.blocks.clear();
-        let mut other = old.clone();
-        other.object.spec.cidr = range.parse().unwrap();
-        state.blocks.insert(range.to_owned(), other);
-        reconcile_until_stable(&mut state, at(1));
-        let ipam = state.networks["blue"].status.ipam.clone();
-        assert_eq!(ipam.and_then(|ipam| ipam.ipv4).map(|it| it.block_length), found, "{range}");
-    }
-}
-
 /// The count of an older network of the same name says nothing about this one, and neither does a report of a node that
 /// never closed it.
 #[test]
