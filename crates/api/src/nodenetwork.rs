@@ -69,11 +69,12 @@ pub struct NodeNetworkStatus {
     pub networks: Vec<NetworkOnNode>,
     /// The bridge networks that are being deleted, sorted by UID, also those that do not select this node. The node allocates no more addresses of a listed network. The deletion continues when all nodes list the network with no address in use.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("uid", MAX_NETWORKS)))]
+    // An apply that removes the last item of a map can leave null, which the schema forbids.
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(MAX_NETWORKS)))]
     pub closed_networks: Vec<ClosedNetwork>,
     /// The addresses of IPAMClaims that interfaces on this node have, sorted by the UID of the network. Not set while the daemon does not know them, or if there are too many to list.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "kube", schemars(transform = list_schema::map("networkUID", MAX_NETWORKS)))]
+    #[cfg_attr(feature = "kube", schemars(transform = list_schema::atomic(MAX_NETWORKS)))]
     pub claim_addresses: Option<Vec<ClaimAddresses>>,
     /// Ready: the status is complete and current. VtepFound: this node can be part of overlay networks. RuntimeFound: the daemon found the container runtime and releases addresses of deleted sandboxes. StateWritable: the daemon can write to its state directory; while it cannot, pods can be deleted but get no new addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

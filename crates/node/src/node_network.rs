@@ -191,13 +191,14 @@ impl NodeNetworkClient {
     }
 
     /// Replaces the whole status. After an apply this only removes fields, so it owns no field that a later apply could
-    /// not remove.
+    /// not remove. An empty list is removed too: an apply would leave null of a list that has another owner.
     async fn replace_status(&self, desired: &NodeNetworkStatus) -> Result<ServerObject, Error> {
         let NodeNetworkStatus { vtep, interfaces, networks, closed_networks, claim_addresses, conditions } =
             desired;
         let status = json!({
-            "vtep": vtep, "interfaces": interfaces, "networks": networks, "closedNetworks": closed_networks,
-            "claimAddresses": claim_addresses, "conditions": conditions,
+            "vtep": vtep, "interfaces": unless_empty(interfaces), "networks": unless_empty(networks),
+            "closedNetworks": unless_empty(closed_networks), "claimAddresses": claim_addresses,
+            "conditions": unless_empty(conditions),
         });
         let patch = Patch::Merge(json!({"status": status}));
         self.send(WriteKind::Repair, self.api.patch_status(&self.name, &update(), &patch)).await
@@ -224,6 +225,10 @@ impl NodeNetworkClient {
         self.metrics.writes.get_or_create(&WriteLabels { part, result: ResultLabel::of(&result) }).inc();
         result
     }
+}
+
+fn unless_empty<T>(list: &[T]) -> Option<&[T]> {
+    (!list.is_empty()).then_some(list)
 }
 
 fn update() -> PatchParams {
@@ -325,6 +330,26 @@ mod tests {
         assert_eq!(apply, "application/apply-patch+yaml");
         assert_eq!(merge, "application/merge-patch+json");
         assert_eq!(*patch, json!({"metadata": {"resourceVersion": "7", "ownerReferences": [ours]}}));
+    }
+
+    #[tokio::test]
+    async fn a_repaired_status_owns_no_empty_list() {
+        let response = |status: Value| {
+            json!({"apiVersion": "patchbay.dev/v1alpha1", "kind": "NodeNetwork",
+                "metadata": {"name": "a", "uid": "n", "resourceVersion": "7"}, "status": status})
+        };
+        let link = json!({"name": "x", "kind": "veth", "mtu": 1500, "state": "Up"});
+        let (client, requests) = server(vec![response(json!({"interfaces": [link]})), response(json!({}))]);
+        let client = NodeNetworkClient::new(client, "a".to_owned(), Metrics::default());
+        let parts = WriteParts { object: false, status: true };
+        let desired = NodeNetworkStatus { claim_addresses: Some(Vec::new()), ..NodeNetworkStatus::default() };
+        client.write(&test_node(), &desired, parts).await.unwrap();
+        let requests = requests.lock().unwrap().clone();
+        let status = json!({
+            "vtep": null, "interfaces": null, "networks": null, "closedNetworks": null, "claimAddresses": [],
+            "conditions": null,
+        });
+        assert_eq!(requests[1].1, json!({"status": status}));
     }
 
     #[test]
