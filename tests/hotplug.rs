@@ -440,12 +440,12 @@ impl LivePod {
     }
 }
 
-/// The first process of a container. The conmon of CRI-O is in the same cgroup, but not in the pod's network namespace. The runtime
+/// The first process of a container. The conmon of CRI-O is in the same cgroup. The runtime
 /// is not asked: with hundreds of containers its list takes seconds.
 fn container_pid(lab: &Lab, node: &str, container: &str) -> Result<String> {
     let script = format!(
         "for p in $(grep -l {container} /proc/[0-9]*/cgroup); do p=${{p%/cgroup}}; \
-         [ $(readlink $p/ns/net) != $(readlink /proc/1/ns/net) ] && echo ${{p#/proc/}}; done | sort -n; true"
+         [ \"$(cat $p/comm)\" != conmon ] && echo ${{p#/proc/}}; done | sort -n; true"
     );
     let text = lab.node(node).output(&["sh", "-c", &script])?;
     let pid = text.lines().next().map(str::to_owned);

@@ -110,7 +110,11 @@ fn configure_multus(record: &NodeRecord, disk: &Path, pki: &Pki) -> Result<()> {
             write_secret(&disk.join("etc/kubernetes/multus.token"), &multus_token(pki)?)?;
             let config_map = disk.join(&MULTUS_CONFIG_MAP[1..]);
             fs::create_dir_all(&config_map).context("create the directory of multus' ConfigMap")?;
-            write_secret(&config_map.join("daemon-config.json"), &to_text(&multus_config())?)?;
+            let config = config_map.join("daemon-config.json");
+            // A test may have changed it, and starts the lab again.
+            if !config.exists() {
+                write_secret(&config, &to_text(&multus_config())?)?;
+            }
             let container = disk.join(&MULTUS_CONTAINER[1..]);
             write_secret(&container, &MULTUS_CONTAINER_SCRIPT.replace("CONFIG_MAP", MULTUS_CONFIG_MAP))?;
             fs::set_permissions(&container, fs::Permissions::from_mode(0o755)).context("make it executable")
