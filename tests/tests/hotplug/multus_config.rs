@@ -93,12 +93,12 @@ pub async fn the_configuration_of_the_running_multus_daemon_is_followed(lab: Lab
             early.set_networks(&json!([foreign(owner, "blue", "net1")])).await?;
             early.wait_interfaces(&["net1"]).await?;
             with_multus_keys(&lab, NODE, &json!({"namespaceIsolation": true}), async || {
+                // What is attached stays, and is reported as soon as the daemon has read the file again.
+                let state = early.wait_state("blue", "Attached", "NamespaceForbidden").await?;
+                println!("attached: {state}");
                 late.set_networks(&json!([foreign(owner, "blue", "net1"), element("own", "net2")])).await?;
                 late.wait_interfaces(&["net2"]).await?;
                 late.wait_state("blue", "Refused", "NamespaceForbidden").await?;
-                // What is attached stays, and is reported.
-                let state = early.wait_state("blue", "Attached", "NamespaceForbidden").await?;
-                println!("attached: {state}");
                 early.wait_event("NamespaceForbidden", "stays attached").await?;
                 ensure!(early.link_names()?.contains("net1"), "{:?}", early.link_names()?);
                 Ok(())
