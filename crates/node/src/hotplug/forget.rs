@@ -148,7 +148,9 @@ mod tests {
         let results =
             ["old-net1", "new-net1"].map(|name| state.0.join("results").join(format!("blue-{name}")));
         fs::create_dir(state.0.join("results")).unwrap();
-        results.iter().for_each(|result| fs::write(result, "{}").unwrap());
+        for result in &results {
+            fs::write(result, "{}").unwrap();
+        }
         let dropped = dropper.forget("shop", "web", "net1").await.unwrap();
         assert_eq!(results.map(|result| result.exists()), [false, true]);
         assert!(
